@@ -1,0 +1,46 @@
+"""The exceptions roseinfer raises: each says what was asked and what there was.
+
+Whoever catches one may go on: an operation that raised has changed nothing.
+"""
+
+from __future__ import annotations
+
+
+class RoseinferError(Exception):
+    """Root of every error raised on purpose by this package."""
+
+
+class OutOfBlocks(RoseinferError, RuntimeError):
+    """The pool cannot supply the blocks an operation needs."""
+
+    def __init__(self, *, needed: int, free: int, where: str) -> None:
+        super().__init__(
+            f"{where} has {free} free blocks and {needed} are needed: "
+            "free some sequences, or build the cache with a larger max_blocks_per_layer"
+        )
+        self.needed = needed
+        self.free = free
+
+
+class BadBlock(RoseinferError, ValueError):
+    """A block id that is unknown, free, or of another layer."""
+
+
+class BadRefcount(RoseinferError, ValueError):
+    """A block released more often than it is held, or appended to by more lists than hold it."""
+
+
+class BadArgument(RoseinferError, ValueError):
+    """A shape, length, device, dtype, layer or list the operation cannot work with."""
+
+
+class StalePlan(RoseinferError, RuntimeError):
+    """An append plan used after its index buffers were handed to later plans."""
+
+
+class ConfigError(RoseinferError, ValueError):
+    """A setting, from code or from the environment, that makes no sense."""
+
+
+class TritonUnavailable(UserWarning):
+    """Triton was wanted and cannot run here; the torch paths write instead."""

@@ -1,0 +1,1 @@
+"""The paged KV cache. Imports nothing from the engine above it."""

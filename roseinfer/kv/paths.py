@@ -1,0 +1,84 @@
+"""The ways a token can reach the cache, what a row can meet there, and the counters.
+
+Every fast path is a member of ``Path``. The reference each must equal, bit for bit over
+the whole cache, is ``Path.PER_TOKEN``: one ``append_token`` call per row.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from roseinfer.config import AppendPolicy
+
+
+class Path(str, Enum):
+    """Who moved the data. The members are strings, so ``path_counts["per_token"]`` works."""
+
+    TRITON_FULL_BATCH = "triton_full_batch"
+    TRITON_IDENTITY_POS = "triton_identity_pos"
+    TRITON_GATHER = "triton_gather"
+    TORCH_SCALAR = "torch_scalar"
+    TORCH_VECTOR = "torch_vector"
+    TORCH_GATHER = "torch_gather"
+    CLONE_TRITON = "clone_triton"
+    CLONE_TORCH = "clone_torch"
+    PER_TOKEN = "per_token"
+
+    @property
+    def reference(self) -> Path:
+        """The slow twin whose result this path must reproduce."""
+        return Path.PER_TOKEN
+
+    @property
+    def needs_triton(self) -> bool:
+        return "triton" in self.value
+
+    @property
+    def needs_positions(self) -> bool:
+        return self not in _SCALAR_POSITION
+
+    @property
+    def needs_rows(self) -> bool:
+        return self in _GATHER
+
+
+_SCALAR_POSITION = frozenset({Path.TRITON_FULL_BATCH, Path.TORCH_SCALAR})
+_GATHER = frozenset({Path.TRITON_GATHER, Path.TORCH_GATHER})
+
+
+class Condition(str, Enum):
+    """What a row found at the end of its block list, and what the machine lacked."""
+
+    FRESH = "fresh"
+    IN_PLACE = "in_place"
+    ROLLOVER = "rollover"
+    ROLLOVER_SHARED = "rollover_shared"
+    COPY_ON_WRITE = "copy_on_write"
+    TRITON_UNAVAILABLE = "triton_unavailable"
+
+
+PathCounts = Counter[Path | Condition]
+"""How often each path ran and each condition was met since the manager was built."""
+
+
+def choose_write_path(
+    policy: AppendPolicy,
+    *,
+    num_tokens: int,
+    identity: bool,
+    constant_position: bool,
+    triton: bool,
+) -> Path:
+    """The fastest path that the shape of the write and the policy allow."""
+    identity = identity and policy.identity
+    scalar = identity and constant_position and policy.scalar_position
+    if triton and scalar and num_tokens >= policy.full_batch_threshold:
+        return Path.TRITON_FULL_BATCH
+    if triton and num_tokens >= policy.triton_min_batch:
+        return Path.TRITON_IDENTITY_POS if identity else Path.TRITON_GATHER
+    if scalar:
+        return Path.TORCH_SCALAR
+    return Path.TORCH_VECTOR if identity else Path.TORCH_GATHER

@@ -1,0 +1,224 @@
+"""What an append needs, row by row: look first, then commit.
+
+``survey`` reads and raises; ``commit`` changes metadata and cannot fail once the pool was
+found large enough. Neither touches a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from roseinfer.errors import BadArgument, BadRefcount
+from roseinfer.kv.paths import Condition, Path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from roseinfer.kv.pool import BlockPool, KVBlockInfo
+    from roseinfer.kv.staging import StagedIndices
+
+
+@dataclass(slots=True)
+class Survey:
+    """What every row of a batch met. The lists run parallel to the rows."""
+
+    block_lists: Sequence[list[int]]
+    last_infos: list[KVBlockInfo | None]
+    positions: list[int]
+    """Where the row's first new token goes."""
+    needs_block: dict[int, Condition] = field(default_factory=dict)
+    """Rows that cannot write in place, in order, and why."""
+    tail_blocks: int = 0
+    """Blocks for the tokens that follow each row's first."""
+
+    @property
+    def blocks_needed(self) -> int:
+        return len(self.needs_block) + self.tail_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Rows that need a block and that the policy keeps out of the batch.
+
+    ``append`` is called for each when its turn to take a block comes, so that every row
+    gets the block it would have got had all rows gone one by one.
+    """
+
+    rows: frozenset[int]
+    append: Callable[[int], None]
+
+
+@dataclass(slots=True)
+class AppendPlan:
+    """Where the tokens of one append go. The metadata already says they are there."""
+
+    layer: int
+    """First layer of the group that was planned for."""
+    blocks: list[int]
+    """Block index of each token, rows in order, a row's tokens together."""
+    positions: list[int]
+    """Position within that block."""
+    rows: list[int] | None = None
+    """Which tokens of the caller's batch these are; None means all of them, in order."""
+    copy_from: list[int] = field(default_factory=list)
+    copy_to: list[int] = field(default_factory=list)
+    """Blocks to copy, all at once, before any token is written."""
+    path: Path = Path.TORCH_VECTOR
+    num_inputs: int = 0
+    """Tokens the caller's key and value must hold."""
+    staged: StagedIndices | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def constant_position(self) -> bool:
+        positions = self.positions
+        return bool(positions) and positions.count(positions[0]) == len(positions)
+
+
+def survey(
+    pool: BlockPool, block_size: int, block_lists: Sequence[list[int]], counts: Sequence[int] | None
+) -> Survey:
+    """Find out what every row will meet, as if the rows before it had been appended."""
+    infos: list[KVBlockInfo | None] = []
+    positions: list[int] = []
+    seen = Survey(block_lists, infos, positions)
+    pool_infos, refcounts, first_id = pool.infos, pool.refcounts, pool.first_id
+    used = len(pool_infos)
+    leaving: dict[int, int] = {}  # block index -> earlier rows that will copy it and let go
+    for row, block_ids in enumerate(block_lists):
+        if block_ids.__class__ is not list:
+            raise BadArgument(f"row {row}: a block list must be a list, not {block_ids!r}")
+        if not block_ids:
+            infos.append(None)
+            positions.append(0)
+            seen.needs_block[row] = Condition.FRESH
+            continue
+        index = block_ids[-1] - first_id
+        if not 0 < index < used or not refcounts[index]:
+            pool.held(block_ids[-1])  # raises, saying why
+        info = pool_infos[index]
+        position = info.length
+        holders = refcounts[index]
+        infos.append(info)
+        if position == block_size:
+            positions.append(0)
+            shared = holders > 1
+            seen.needs_block[row] = Condition.ROLLOVER_SHARED if shared else Condition.ROLLOVER
+            continue
+        positions.append(position)
+        if holders > 1 and holders - leaving.get(index, 0) > 1:
+            leaving[index] = leaving.get(index, 0) + 1
+            seen.needs_block[row] = Condition.COPY_ON_WRITE
+    _check_rows_are_distinct(seen)
+    if counts is not None:
+        seen.tail_blocks = _tail_blocks(positions, counts, block_size)
+    return seen
+
+
+def _check_rows_are_distinct(seen: Survey) -> None:
+    lists = seen.block_lists
+    if len(set(map(id, lists))) < len(lists):
+        ids = [id(block_ids) for block_ids in lists]
+        row = next(row for row, key in enumerate(ids) if key in ids[:row])
+        raise BadArgument(f"row {row} is the same list object as row {ids.index(ids[row])}")
+    infos = seen.last_infos
+    if seen.needs_block:
+        infos = [info for row, info in enumerate(infos) if row not in seen.needs_block]
+    if len(set(map(id, infos))) < len(infos):
+        index = next(info.block_index for info in infos if info and infos.count(info) > 1)
+        raise BadRefcount(
+            f"block index {index} would be written in place by more rows than hold it: "
+            "incref_blocks was not called when the list was shared"
+        )
+
+
+def _tail_blocks(positions: list[int], counts: Sequence[int], block_size: int) -> int:
+    if len(counts) != len(positions):
+        raise BadArgument(f"{len(counts)} token counts for {len(positions)} block lists")
+    needed = 0
+    for row, (position, count) in enumerate(zip(positions, counts, strict=True)):
+        if count < 1:
+            raise BadArgument(f"row {row}: asked to append {count} tokens; at least 1 is needed")
+        needed += (position + count - 1) // block_size
+    return needed
+
+
+def commit(
+    pool: BlockPool,
+    block_size: int,
+    seen: Survey,
+    counts: Sequence[int] | None = None,
+    apart: Apart | None = None,
+) -> AppendPlan:
+    """Take the blocks, in row order, and count every row's tokens as stored."""
+    plan = AppendPlan(pool.layer, [], seen.positions)
+    targets = seen.last_infos
+    if seen.needs_block:
+        targets = _open_blocks(pool, seen, plan, apart)
+    if apart is not None:
+        plan.rows = [row for row in range(len(targets)) if row not in apart.rows]
+        plan.positions = [seen.positions[row] for row in plan.rows]
+        targets = [targets[row] for row in plan.rows]
+    blocks = plan.blocks
+    for info in targets:
+        info.length += 1  # type: ignore[union-attr]  # every target is a held block by now
+        blocks.append(info.block_index)  # type: ignore[union-attr]
+    if counts is not None:
+        _extend_rows(pool, block_size, plan, seen.block_lists, counts)
+    plan.num_inputs = len(seen.positions) if apart else len(plan.blocks)
+    return plan
+
+
+def _open_blocks(
+    pool: BlockPool, seen: Survey, plan: AppendPlan, apart: Apart | None
+) -> list[KVBlockInfo | None]:
+    """Give every row that needs one its new block; return each row's block to write to."""
+    targets = list(seen.last_infos)
+    for row, condition in seen.needs_block.items():
+        if apart is not None and row in apart.rows:
+            apart.append(row)
+            continue
+        old = seen.last_infos[row]
+        block_ids = seen.block_lists[row]
+        if old is not None and condition is Condition.COPY_ON_WRITE:
+            new = pool.take(start=old.start, length=old.length)
+            plan.copy_from.append(old.block_index)
+            plan.copy_to.append(new.block_index)
+            pool.drop(old.block_index)
+            block_ids[-1] = pool.first_id + new.block_index
+        else:
+            new = pool.take(start=old.start + old.length if old else 0, length=0)
+            block_ids.append(pool.first_id + new.block_index)
+        targets[row] = new
+    return targets
+
+
+def _extend_rows(
+    pool: BlockPool,
+    block_size: int,
+    plan: AppendPlan,
+    block_lists: Sequence[list[int]],
+    counts: Sequence[int],
+) -> None:
+    """Place the tokens after each row's first: its block is its own by now."""
+    blocks: list[int] = []
+    positions: list[int] = []
+    for row, count in enumerate(counts):
+        info = pool.infos[plan.blocks[row]]
+        blocks.append(info.block_index)
+        positions.append(plan.positions[row])
+        left = count - 1
+        while left:
+            if info.length == block_size:
+                info = pool.take(start=info.start + block_size, length=0)
+                block_lists[row].append(pool.first_id + info.block_index)
+            step = min(left, block_size - info.length)
+            blocks += [info.block_index] * step
+            positions += range(info.length, info.length + step)
+            info.length += step
+            left -= step
+    plan.blocks, plan.positions = blocks, positions

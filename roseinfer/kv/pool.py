@@ -1,0 +1,121 @@
+"""The blocks of one group of layers: who holds them, how full they are, which are free."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from roseinfer.errors import BadBlock, BadRefcount, OutOfBlocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SCRATCH = 0
+"""Index of the block no sequence ever owns; padding rows and graph warm-up write there."""
+
+
+@dataclass(slots=True)
+class KVBlockInfo:
+    """What is known of one block. Changed in place for as long as the pool lives."""
+
+    layer: int
+    """First layer of the group the block belongs to."""
+    block_index: int
+    """Index within the group's pool."""
+    start: int
+    """Position, in the sequence that wrote it, of the block's first token."""
+    length: int
+    """Tokens stored; 0 in a free block."""
+
+
+class BlockPool:
+    """Reference counts and lengths of a group's blocks, and the free ones.
+
+    Records exist only for blocks that were ever used, so a large pool costs nothing to
+    build. ``infos`` and ``refcounts`` are indexed by block index and read directly by the
+    planner; only this class changes who owns what.
+    """
+
+    __slots__ = ("_recycled", "first_id", "infos", "layer", "refcounts", "size")
+
+    def __init__(self, *, layer: int, first_id: int, size: int) -> None:
+        self.layer = layer
+        self.first_id = first_id
+        self.size = size
+        self.infos = [KVBlockInfo(layer, SCRATCH, 0, 0)]
+        self.refcounts = [0]
+        self._recycled: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return self.size - len(self.infos) + len(self._recycled)
+
+    def require(self, needed: int) -> None:
+        """Raise unless ``needed`` blocks can be taken."""
+        if needed > self.num_free:
+            raise OutOfBlocks(needed=needed, free=self.num_free, where=f"layer {self.layer}")
+
+    def take(self, *, start: int, length: int) -> KVBlockInfo:
+        """Give a free block to its first holder: the last one returned, else a new one."""
+        if self._recycled:
+            info = self.infos[self._recycled.pop()]
+            info.start = start
+            info.length = length
+            self.refcounts[info.block_index] = 1
+            return info
+        self.require(1)
+        info = KVBlockInfo(self.layer, len(self.infos), start, length)
+        self.infos.append(info)
+        self.refcounts.append(1)
+        return info
+
+    def drop(self, index: int) -> None:
+        """Take one reference off a held block; the last one frees it."""
+        self.refcounts[index] -= 1
+        if not self.refcounts[index]:
+            info = self.infos[index]
+            info.start = info.length = 0
+            self._recycled.append(index)
+
+    def share(self, index: int) -> None:
+        self.refcounts[index] += 1
+
+    def index_of(self, block_id: int) -> int:
+        """The index of any block of this pool but the scratch block, held or not."""
+        index = block_id - self.first_id
+        if not 0 <= index < self.size:
+            raise BadBlock(
+                f"block {block_id} does not belong to layer {self.layer}, whose blocks are "
+                f"{self.first_id + 1} to {self.first_id + self.size - 1}"
+            )
+        if index == SCRATCH:
+            raise BadBlock(f"block {block_id} is layer {self.layer}'s scratch block")
+        return index
+
+    def refcount(self, block_id: int) -> int:
+        index = self.index_of(block_id)
+        return self.refcounts[index] if index < len(self.refcounts) else 0
+
+    def held(self, block_id: int) -> KVBlockInfo:
+        """The record of a block that somebody holds."""
+        if not self.refcount(block_id):
+            raise BadBlock(f"block {block_id} of layer {self.layer} is free: nobody holds it")
+        return self.infos[block_id - self.first_id]
+
+    def info(self, block_id: int) -> KVBlockInfo:
+        """The record of a block, held or free."""
+        index = self.index_of(block_id)
+        if index < len(self.infos):
+            return self.infos[index]
+        return KVBlockInfo(self.layer, index, 0, 0)
+
+    def check_release(self, block_ids: Iterable[int]) -> None:
+        """Raise unless every id is held at least as often as it occurs."""
+        for block_id, times in Counter(block_ids).items():
+            count = self.refcount(block_id)
+            if times > count:
+                raise BadRefcount(
+                    f"block {block_id} of layer {self.layer} is held {count} times and would be "
+                    f"freed {times} times"
+                )
