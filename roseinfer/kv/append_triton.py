@@ -1,8 +1,9 @@
-"""The append kernels: new keys and values to their slots, one program per token.
+"""The append kernels: new keys and values to their slots.
 
-All three kernels differ only in where a token's block, position and source row come from.
-A program moves a tile of heads times head_dim for K and for V. Offsets are 64-bit; cache
-and inputs may have any strides.
+The three kernels differ only in where a token's block, position and source row come from.
+A program moves a tile of tokens x heads x head_dim, K and V. On a GPU a tile is one token
+wide, which spreads small batches; under the interpreter, where a program costs the same
+whatever its size, it holds many. Offsets are 64-bit; cache and inputs may have any strides.
 
 The ``kv_append_triton*`` functions check their arguments, which waits for the device; the
 ``launch_*`` functions trust them and are what the block manager calls.
@@ -22,93 +23,107 @@ if TYPE_CHECKING:
     import torch
 
 _TILE = 4096
-"""Most elements of one K or V tile; more heads than fit are split over programs."""
+"""Most elements of one token's K or V in a tile; more heads are split over programs."""
+_INTERPRETED_TOKENS = 64
+"""Most tokens of a tile under the interpreter."""
 
 
 @triton.jit
-def _move_token(
+def _token_tile(n, TILE_N: tl.constexpr):
+    """The tokens of this program, and which of them exist."""
+    tokens = tl.program_id(0).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+    return tokens, tokens < n
+
+
+@triton.jit
+def _move_tokens(
     k_cache, v_cache, key, value,
-    row, block, position,
+    rows, blocks, positions, exist,
     kc_b, kc_h, kc_t, kc_d,
     vc_b, vc_h, vc_t, vc_d,
     k_r, k_h, k_d,
     v_r, v_h, v_d,
     H: tl.constexpr, D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    heads = tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)[:, None]
-    dims = tl.arange(0, TILE_D)[None, :]
-    inside = (heads < H) & (dims < D)
-    heads = heads.to(tl.int64)
-    dims = dims.to(tl.int64)
-    row = row.to(tl.int64)
-    block = block.to(tl.int64)
-    position = position.to(tl.int64)
-    k = tl.load(key + row * k_r + heads * k_h + dims * k_d, inside)
-    v = tl.load(value + row * v_r + heads * v_h + dims * v_d, inside)
-    k_slot = k_cache + block * kc_b + position * kc_t
-    v_slot = v_cache + block * vc_b + position * vc_t
-    tl.store(k_slot + heads * kc_h + dims * kc_d, k, inside)
-    tl.store(v_slot + heads * vc_h + dims * vc_d, v, inside)
+    heads = (tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)[None, :, None]).to(tl.int64)
+    dims = tl.arange(0, TILE_D)[None, None, :].to(tl.int64)
+    inside = (heads < H) & (dims < D) & exist[:, None, None]
+    rows = rows.to(tl.int64)[:, None, None]
+    blocks = blocks.to(tl.int64)[:, None, None]
+    positions = positions.to(tl.int64)[:, None, None]
+    k = tl.load(key + (rows * k_r + heads * k_h + dims * k_d), inside)
+    v = tl.load(value + (rows * v_r + heads * v_h + dims * v_d), inside)
+    tl.store(k_cache + (blocks * kc_b + positions * kc_t + heads * kc_h + dims * kc_d), k, inside)
+    tl.store(v_cache + (blocks * vc_b + positions * vc_t + heads * vc_h + dims * vc_d), v, inside)
 
 
-@triton.jit(do_not_specialize=["pos"])
+@triton.jit(do_not_specialize=["n", "pos"])
 def _full_batch_kernel(
     k_cache, v_cache, key, value, block_idx,
-    pos,
+    n, pos,
     kc_b: tl.constexpr, kc_h: tl.constexpr, kc_t: tl.constexpr, kc_d: tl.constexpr,
     vc_b: tl.constexpr, vc_h: tl.constexpr, vc_t: tl.constexpr, vc_d: tl.constexpr,
     k_r, k_h, k_d,
     v_r, v_h, v_d,
-    H: tl.constexpr, D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
-    _move_token(
+    tokens, exist = _token_tile(n, TILE_N)
+    blocks = tl.load(block_idx + tokens, exist, other=0)
+    _move_tokens(
         k_cache, v_cache, key, value,
-        token, tl.load(block_idx + token), tl.full((), pos, tl.int64),
+        tokens, blocks, tl.full((TILE_N,), pos, tl.int64), exist,
         kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
         k_r, k_h, k_d, v_r, v_h, v_d,
         H, D, TILE_H, TILE_D,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _identity_pos_kernel(
     k_cache, v_cache, key, value, positions, block_idx,
+    n,
     kc_b: tl.constexpr, kc_h: tl.constexpr, kc_t: tl.constexpr, kc_d: tl.constexpr,
     vc_b: tl.constexpr, vc_h: tl.constexpr, vc_t: tl.constexpr, vc_d: tl.constexpr,
     k_r, k_h, k_d,
     v_r, v_h, v_d,
-    H: tl.constexpr, D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
-    _move_token(
+    tokens, exist = _token_tile(n, TILE_N)
+    blocks = tl.load(block_idx + tokens, exist, other=0)
+    _move_tokens(
         k_cache, v_cache, key, value,
-        token, tl.load(block_idx + token), tl.load(positions + token),
+        tokens, blocks, tl.load(positions + tokens, exist, other=0), exist,
         kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
         k_r, k_h, k_d, v_r, v_h, v_d,
         H, D, TILE_H, TILE_D,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _gather_kernel(
     k_cache, v_cache, key, value, rows, positions, block_idx,
+    n,
     kc_b: tl.constexpr, kc_h: tl.constexpr, kc_t: tl.constexpr, kc_d: tl.constexpr,
     vc_b: tl.constexpr, vc_h: tl.constexpr, vc_t: tl.constexpr, vc_d: tl.constexpr,
     k_r, k_h, k_d,
     v_r, v_h, v_d,
-    H: tl.constexpr, D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
-    _move_token(
+    tokens, exist = _token_tile(n, TILE_N)
+    blocks = tl.load(block_idx + tokens, exist, other=0)
+    _move_tokens(
         k_cache, v_cache, key, value,
-        tl.load(rows + token), tl.load(block_idx + token), tl.load(positions + token),
+        tl.load(rows + tokens, exist, other=0), blocks, tl.load(positions + tokens, exist, other=0), exist,
         kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
         k_r, k_h, k_d, v_r, v_h, v_d,
         H, D, TILE_H, TILE_D,
     )  # fmt: skip
 
 
+_INTERPRETED = not isinstance(_gather_kernel, triton.runtime.JITFunction)
 _full_batch = KernelLauncher(_full_batch_kernel)
 _identity_pos = KernelLauncher(_identity_pos_kernel)
 _gather = KernelLauncher(_gather_kernel)
@@ -116,7 +131,7 @@ _gather = KernelLauncher(_gather_kernel)
 
 def is_interpreted() -> bool:
     """Whether these kernels run under Triton's interpreter instead of being compiled."""
-    return not isinstance(_gather_kernel, triton.runtime.JITFunction)
+    return _INTERPRETED
 
 
 def _launch(
@@ -126,18 +141,20 @@ def _launch(
     key: torch.Tensor,
     value: torch.Tensor,
     indices: tuple[torch.Tensor, ...],
-    scalars: tuple[int, ...],
+    pos: tuple[int, ...] = (),
 ) -> None:
     _, num_heads, head_dim = key.shape
+    num_tokens = indices[-1].shape[0]
     tile_d = 1 << (head_dim - 1).bit_length()
     tile_h = min(1 << (num_heads - 1).bit_length(), max(1, _TILE // tile_d))
+    tile_n = min(1 << (num_tokens - 1).bit_length(), _INTERPRETED_TOKENS) if _INTERPRETED else 1
     launcher(
-        (indices[-1].shape[0], -(-num_heads // tile_h), 1),
+        (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
         (k_cache, v_cache, key, value, *indices),
-        scalars,
+        (num_tokens, *pos),
         (
             *k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(),
-            num_heads, head_dim, tile_h, tile_d,
+            num_heads, head_dim, tile_n, tile_h, tile_d,
         ),
         num_warps=min(4, max(1, tile_h * tile_d // 1024)),
     )  # fmt: skip
@@ -162,7 +179,7 @@ def launch_identity_pos(
     block_idx: torch.Tensor,
     pos: torch.Tensor,
 ) -> None:
-    _launch(_identity_pos, k_cache, v_cache, key, value, (pos, block_idx), ())
+    _launch(_identity_pos, k_cache, v_cache, key, value, (pos, block_idx))
 
 
 def launch_gather(
@@ -174,7 +191,7 @@ def launch_gather(
     pos: torch.Tensor,
     batch_idx: torch.Tensor,
 ) -> None:
-    _launch(_gather, k_cache, v_cache, key, value, (batch_idx, pos, block_idx), ())
+    _launch(_gather, k_cache, v_cache, key, value, (batch_idx, pos, block_idx))
 
 
 def kv_append_triton(

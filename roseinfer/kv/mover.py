@@ -10,6 +10,8 @@ from roseinfer.kv.paths import Condition, Path, choose_write_path
 from roseinfer.kv.staging import IndexStaging
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from roseinfer.config import AppendPolicy
@@ -32,8 +34,19 @@ class DataMover:
         self._layers_per_group = layers_per_group
         self._counts = path_counts
         self._staging = IndexStaging(storage.device)
-        self._kernels, self._why_no_kernels = load_kernels(storage.device)
+        self._kernels: dict[Path, Callable[..., None]] = {}
+        self._why_no_kernels = ""
         self.policy = policy
+
+    @property
+    def policy(self) -> AppendPolicy:
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: AppendPolicy) -> None:
+        self._policy = policy
+        if policy.triton and not self._kernels:
+            self._kernels, self._why_no_kernels = load_kernels(self._storage.device)
 
     def prepare(self, plan: AppendPlan) -> None:
         """Do what comes before any layer's write: copy shared blocks, stage the indices."""

@@ -1,0 +1,151 @@
+"""The one class a downstream user writes: how the harness drives somebody's KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+
+class CacheFull(Exception):
+    """Raise this (or list your own in ``full_errors``) when a cache has no room left."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """The shape of a cache to build."""
+
+    num_layers: int = 1
+    num_heads: int = 1
+    head_dim: int = 4
+    block_size: int = 4
+    num_blocks: int = 8
+    """Blocks that sequences may use, in each layer."""
+    dtype: str = "float32"
+    device: str = "cpu"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What the adapter's ``spec_options`` drew: switches of the cache under test."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Who holds what in one layer, as the cache's own books say."""
+
+    refcounts: Mapping[int, int]
+    """Holders of every block that is not free."""
+    free: Sequence[int]
+    """Blocks nobody holds."""
+    total: int
+    """Blocks that sequences may use."""
+
+
+class KVCacheAdapter:
+    """Override ``make``, ``append`` and ``peek``; everything else is optional.
+
+    Sequences are named by integers of the harness's choosing; a name never seen before is
+    an empty sequence. Tensors are ``[layers, tokens, heads, head_dim]``.
+
+    An ability is offered by overriding its method, and tested when it is:
+    ``append_many``, ``prefill``, ``fork``, ``free``, ``gather``, ``set_options``,
+    ``table``, ``ledger``, ``arena`` and ``path_counts``.
+    """
+
+    full_errors: ClassVar[tuple[type[BaseException], ...]] = (CacheFull,)
+    """What ``append`` and friends raise, changing nothing, when there is no room."""
+    paths: ClassVar[Mapping[str, str]] = {}
+    """Fast paths the cache declares, each with the slow twin it must equal."""
+    one_position_paths: ClassVar[frozenset[str]] = frozenset()
+    """Those of them that can only write when all rows go to the same position of a block."""
+    conditions: ClassVar[Sequence[str]] = ()
+    """Names in ``path_counts`` that are no paths but must be met all the same."""
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    """Switches to vary: each history draws a value for every name, for ``spec.options``."""
+    path_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Switches without which a path cannot run, so that histories can aim at it."""
+    dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
+    """Dtypes the cache can be built with."""
+
+    def make(self, spec: CacheSpec) -> None:
+        """Build an empty cache of this shape."""
+        raise NotImplementedError(f"{type(self).__name__} must define make(spec)")
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        """Append token ``i`` of ``[layers, len(seqs), heads, head_dim]`` to ``seqs[i]``."""
+        raise NotImplementedError(f"{type(self).__name__} must define append(seqs, key, value)")
+
+    def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Everything stored for a sequence in one layer, ``[tokens, heads, head_dim]`` each.
+
+        Read it by another route than the cache's own if there is one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define peek(seq, layer)")
+
+    def append_many(
+        self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Append ``counts[i]`` tokens to ``seqs[i]``; a sequence's tokens lie together."""
+        raise NotImplementedError
+
+    def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Start a new sequence with a whole prompt."""
+        raise NotImplementedError
+
+    def fork(self, parent: int, child: int) -> None:
+        """Start ``child`` as a copy of ``parent``, sharing what can be shared."""
+        raise NotImplementedError
+
+    def free(self, seq: int) -> None:
+        """Forget a sequence."""
+        raise NotImplementedError
+
+    def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the cache itself returns for a sequence, shaped as in ``peek``."""
+        raise NotImplementedError
+
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Change the switches of a live cache."""
+        raise NotImplementedError
+
+    def table(self, seq: int, layer: int) -> list[int]:
+        """The blocks of a sequence, as indices into ``arena``'s block dimension."""
+        raise NotImplementedError
+
+    def ledger(self, layer: int) -> Ledger:
+        """The cache's own books for one layer."""
+        raise NotImplementedError
+
+    def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The live storage, ``[layers, blocks, heads, block_size, head_dim]`` views of it."""
+        raise NotImplementedError
+
+    def path_counts(self) -> Mapping[str, int]:
+        """How often each path ran and each condition was met since ``make``."""
+        raise NotImplementedError
+
+
+OPTIONAL = (
+    "append_many",
+    "prefill",
+    "fork",
+    "free",
+    "gather",
+    "set_options",
+    "table",
+    "ledger",
+    "arena",
+    "path_counts",
+)
+
+
+def abilities(adapter: type[KVCacheAdapter]) -> frozenset[str]:
+    """The optional methods an adapter class defines."""
+    return frozenset(
+        name for name in OPTIONAL if getattr(adapter, name) is not getattr(KVCacheAdapter, name)
+    )

@@ -1,0 +1,347 @@
+"""Runs a history on a cache and its oracle side by side, checking everything after each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_roseinfer.adapter import KVCacheAdapter, abilities
+from pytest_roseinfer.divergence import Divergence, describe_mismatch
+from pytest_roseinfer.history import (
+    AppendMany,
+    Copy,
+    Fork,
+    Free,
+    History,
+    Operation,
+    Prefill,
+    SetOptions,
+    apply_to_oracle,
+    is_write,
+    tokens_of,
+)
+from pytest_roseinfer.model import Oracle
+from pytest_roseinfer.payload import Payload, as_bits, same_bits
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from pytest_roseinfer.history import Write
+
+_Slot = tuple[int, int]
+"""Block and position within it."""
+
+
+def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same ``[layers, tokens, heads, head_dim]`` values with other strides or dtype."""
+    if layout == "fused":  # one third of a wider tensor, as a qkv projection leaves it
+        wide = tensor.new_empty((*tensor.shape[:2], 3, *tensor.shape[2:]))
+        wide[:, :, 1] = tensor
+        return wide[:, :, 1]
+    if layout == "transposed":  # [heads, tokens] in memory, as a prompt's keys are
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "strided":  # every other element of the last dimension
+        wide = tensor.new_empty((*tensor.shape, 2))
+        wide[..., 1] = tensor
+        return wide[..., 1]
+    if layout == "wider":  # a dtype the cache must convert from, losing nothing
+        return tensor.float()
+    return tensor.clone()
+
+
+@dataclass(slots=True)
+class _Before:
+    """What stood in the cache before a step."""
+
+    arena: tuple[torch.Tensor, torch.Tensor] | None
+    owners: list[Counter[int]]
+    books: object
+    counts: Counter[str]
+
+
+class Machine:
+    """One cache under test, its oracle, and the checks between them."""
+
+    def __init__(self, adapter_type: type[KVCacheAdapter], history: History) -> None:
+        self.history = history
+        self.spec = history.spec
+        self.can = abilities(adapter_type)
+        self.oracle = Oracle(self.spec.block_size, self.spec.num_blocks)
+        self.payload = Payload(self.spec, history.finite)
+        self.adapter = adapter_type()
+        self.adapter.make(self.spec)
+        self.counts: Counter[str] = Counter()
+        self.done: list[Operation] = []
+        self.seen: set[int] = set()
+        if "arena" in self.can:
+            for cache in self.adapter.arena():
+                cache.fill_(float("nan"))
+
+    def run(self) -> Counter[str]:
+        """Do every step; return how often each path ran and condition was met."""
+        for step in self.history.operations:
+            self.step(step)
+        return self.counts
+
+    def step(self, step: Operation) -> None:
+        before = self._look()
+        self.done.append(step)
+        tokens: list[int] = []
+        fits = True
+        if is_write(step):
+            tokens = tokens_of(self.oracle, step)
+            self.seen.update(tokens)
+            free = self.oracle.capacity - self.oracle.pages_used()
+            needed = self.oracle.pages_needed(step.rows())
+            fits = apply_to_oracle(self.oracle, step)
+            self._write(step, tokens, fits=fits, room=f"{needed} blocks needed, {free} free")
+        else:
+            apply_to_oracle(self.oracle, step)
+            self._call(step)
+        self._check_read_back()
+        if "ledger" in self.can and "table" in self.can:
+            self._check_books()
+        if not fits and self._books() != before.books:
+            self.fail("a write that found no room changed the books")
+        slots = self._slots(step) if is_write(step) and fits else []
+        if before.arena is not None:
+            self._check_arena(tokens, slots, before)
+        if "path_counts" in self.can:
+            self._check_paths(slots, before.counts)
+
+    # ---------------------------------------------------------------------------- doing
+
+    def _write(self, step: Write, tokens: list[int], *, fits: bool, room: str) -> None:
+        layout = step.layout
+        if layout == "wider" and not self.payload.finite:
+            layout = "plain"  # NaN patterns survive no conversion
+        key, value = (lay_out(tensor, layout) for tensor in self.payload.all_layers(tokens))
+        try:
+            self._call_write(step, key, value)
+        except self.adapter.full_errors as error:
+            if fits:
+                self.fail(f"refused a write that fits ({room}): {error}", error)
+        except Exception as error:
+            self.fail(f"the write raised {type(error).__name__}: {error}", error)
+        else:
+            if not fits:
+                self.fail(f"accepted a write that does not fit ({room})")
+        # A cache that keeps the caller's memory reads nonsense from here on.
+        key.fill_(float("nan"))
+        value.fill_(float("nan"))
+
+    def _call_write(self, step: Write, key: torch.Tensor, value: torch.Tensor) -> None:
+        if isinstance(step, Prefill):
+            self.adapter.prefill(step.seq, key, value)
+        elif isinstance(step, AppendMany):
+            self.adapter.append_many(step.seqs, step.counts, key, value)
+        elif isinstance(step, Copy) and "prefill" in self.can:
+            self.adapter.prefill(step.child, key, value)
+        elif isinstance(step, Copy):
+            for at in range(step.count):
+                token = slice(at, at + 1)
+                self.adapter.append([step.child], key[:, token], value[:, token])
+        else:
+            self.adapter.append(step.seqs, key, value)
+
+    def _call(self, step: Operation) -> None:
+        try:
+            if isinstance(step, Fork):
+                self.adapter.fork(step.parent, step.child)
+            elif isinstance(step, Free):
+                self.adapter.free(step.seq)
+            elif isinstance(step, SetOptions):
+                self.adapter.set_options(step.options)
+        except Exception as error:
+            self.fail(f"the step raised {type(error).__name__}: {error}", error)
+
+    # --------------------------------------------------------------------------- looking
+
+    def _look(self) -> _Before:
+        arena = None
+        if {"arena", "table"} <= self.can:
+            keys, values = self.adapter.arena()
+            arena = (keys.clone(), values.clone())
+        owners = self._owners() if arena is not None else []
+        counts = self._reported() if "path_counts" in self.can else Counter()
+        return _Before(arena, owners, self._books(), counts)
+
+    def _reported(self) -> Counter[str]:
+        return Counter({str(name): n for name, n in self.adapter.path_counts().items()})
+
+    def _owners(self) -> list[Counter[int]]:
+        """How many sequences' tables name each block, layer by layer."""
+        return [
+            Counter(
+                block for seq in self.oracle.sequences for block in self.adapter.table(seq, layer)
+            )
+            for layer in range(self.spec.num_layers)
+        ]
+
+    def _books(self) -> object:
+        if "ledger" not in self.can:
+            return None
+        books = []
+        for layer in range(self.spec.num_layers):
+            ledger = self.adapter.ledger(layer)
+            books.append((dict(ledger.refcounts), sorted(ledger.free)))
+        return books
+
+    # -------------------------------------------------------------------------- checking
+
+    def _check_read_back(self) -> None:
+        routes = ["peek", "gather"] if "gather" in self.can else ["peek"]
+        for seq in self.oracle.sequences:
+            tokens = self.oracle.tokens(seq)
+            expected = self.payload.all_layers(tokens)
+            for layer in range(self.spec.num_layers):
+                for route in routes:
+                    try:
+                        found = getattr(self.adapter, route)(seq, layer)
+                    except Exception as error:
+                        self.fail(
+                            f"{route}({seq}, {layer}) raised {type(error).__name__}: {error}", error
+                        )
+                    self._compare(seq, layer, route, [cache[layer] for cache in expected], found)
+
+    def _compare(
+        self,
+        seq: int,
+        layer: int,
+        route: str,
+        expected: list[torch.Tensor],
+        found: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        for kind, want, got in zip("KV", expected, found, strict=True):
+            if not same_bits(want, got.contiguous()):
+                tokens = self.oracle.tokens(seq)
+                known = [*tokens, *self.seen]
+                what = describe_mismatch(self.payload, want, got, layer, known)
+                self.fail(f"{route}: sequence {seq}, layer {layer}, {kind}: {what}")
+
+    def _check_books(self) -> None:
+        for layer, owners in enumerate(self._owners()):
+            ledger = self.adapter.ledger(layer)
+            held = {block: count for block, count in ledger.refcounts.items() if count}
+            if held != dict(owners):
+                self.fail(f"layer {layer}: refcounts {held} but the tables hold {dict(owners)}")
+            if len(set(ledger.free)) < len(ledger.free):
+                self.fail(f"layer {layer}: the free list names a block twice: {ledger.free}")
+            if both := set(ledger.free) & set(owners):
+                self.fail(f"layer {layer}: blocks {sorted(both)} are free and held")
+            if len(ledger.free) + len(owners) != ledger.total:
+                self.fail(
+                    f"layer {layer}: {len(ledger.free)} free + {len(owners)} held blocks are not "
+                    f"the {ledger.total} there are"
+                )
+            self._check_sharing(layer)
+
+    def _check_sharing(self, layer: int) -> None:
+        """Sequences share a block exactly where they share a page of the oracle."""
+        block_of: dict[int, int] = {}
+        page_of: dict[int, int] = {}
+        for seq, pages in self.oracle.sequences.items():
+            table = self.adapter.table(seq, layer)
+            if len(table) != len(pages):
+                self.fail(
+                    f"layer {layer}: sequence {seq} has {len(table)} blocks for "
+                    f"{self.oracle.length(seq)} tokens; {len(pages)} are right"
+                )
+            for block, page in zip(table, pages, strict=True):
+                if block_of.setdefault(id(page), block) != block:
+                    self.fail(
+                        f"layer {layer}: sequence {seq} has block {block} of its own where it "
+                        f"shares block {block_of[id(page)]}: a block was copied needlessly"
+                    )
+                if page_of.setdefault(block, id(page)) != id(page):
+                    self.fail(
+                        f"layer {layer}: block {block} of sequence {seq} is shared with a "
+                        "sequence that has written something else since"
+                    )
+
+    def _check_arena(self, tokens: list[int], slots: list[list[_Slot]], before: _Before) -> None:
+        """Nothing changed but the slots written and the blocks copied to."""
+        arena = self.adapter.arena()
+        for layer, owners in enumerate(self._owners()):
+            written = slots[layer] if slots else []
+            expected = [cache[layer].clone() for cache in before.arena or ()]
+            opened = {block for block, at in written if at == 0}
+            for block in set(owners) - set(before.owners[layer]) - opened:
+                for image, cache in zip(expected, arena, strict=True):
+                    image[block] = cache[layer, block]  # a copy: read-back has checked it
+            if written:
+                blocks, positions = zip(*written, strict=True)
+                for image, new in zip(expected, self.payload.layer(tokens, layer), strict=True):
+                    image[list(blocks), :, list(positions)] = new
+            for kind, image, cache in zip("KV", expected, arena, strict=True):
+                if not torch.equal(as_bits(image), as_bits(cache[layer])):
+                    self._fail_arena(layer, kind, image, cache[layer])
+            for block in set(before.owners[layer]) - set(owners):
+                for cache in arena:
+                    cache[layer, block].fill_(float("nan"))
+
+    def _slots(self, step: Write) -> list[list[_Slot]]:
+        """Block and position of every token just written, in written order, for each layer."""
+        if "table" not in self.can:
+            return []
+        size = self.spec.block_size
+        slots: list[list[_Slot]] = []
+        for layer in range(self.spec.num_layers):
+            slots.append([])
+            for seq, count in step.rows():
+                table = self.adapter.table(seq, layer)
+                length = self.oracle.length(seq)
+                slots[-1] += [
+                    (table[at // size], at % size) for at in range(length - count, length)
+                ]
+        return slots
+
+    def _fail_arena(
+        self, layer: int, kind: str, expected: torch.Tensor, found: torch.Tensor
+    ) -> NoReturn:
+        wrong = (as_bits(expected) != as_bits(found)).any(-1).nonzero()[0].tolist()
+        block, head, position = wrong
+        known = sorted(self.seen)
+        self.fail(
+            f"layer {layer}, {kind}, block {block}, position {position}, head {head}: expected "
+            f"{self.payload.decode(expected[block, head, position], layer, head, known)}, found "
+            f"{self.payload.decode(found[block, head, position], layer, head, known)}"
+        )
+
+    def _check_paths(self, slots: list[list[_Slot]], before: Counter[str]) -> None:
+        after = self._reported()
+        ran = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+        twins = set(self.adapter.paths.values())
+        paths = set(self.adapter.paths) | twins
+        for name, times in ran.items():
+            if name not in paths | set(self.adapter.conditions):
+                self.fail(f"path {name!r} ran and is not declared")
+            if times < 0:
+                self.fail(f"the count of {name!r} went down by {-times}")
+        moved = paths & set(ran)
+        if moved and not slots:
+            self.fail(f"paths {sorted(moved)} were counted though nothing was written")
+        if slots and not moved:
+            self.fail("tokens were written and no path was counted")
+        positions = {at for layer in slots for _, at in layer}
+        # A copy is written token by token; and where a slow twin took some of the rows,
+        # those that were left may have had one position.
+        whole = not isinstance(self.done[-1], Copy) and not moved & twins
+        for name in moved & self.adapter.one_position_paths:
+            if whole and len(positions) > 1:
+                self.fail(
+                    f"path {name!r} was counted, which writes one position for all rows; these "
+                    f"rows needed positions {sorted(positions)}"
+                )
+        self.counts.update(ran)
+
+    def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
+        raise Divergence(self, what) from cause
+
+
+def run_history(adapter: type[KVCacheAdapter], history: History) -> Counter[str]:
+    """Replay a history on a fresh cache; raises ``Divergence`` where cache and oracle differ."""
+    return Machine(adapter, history).run()

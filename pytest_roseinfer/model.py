@@ -1,0 +1,109 @@
+"""The oracle: what a paged cache must hold, in plain Python lists.
+
+It shares no code with any cache. A token is a number that says which sequence wrote it and
+at which position; a page is a list of them and a count of holders. Everything a test
+expects is derived from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+_POSITIONS = 1 << 16
+"""Longest sequence that tokens can tell apart."""
+
+
+def token_of(seq: int, position: int) -> int:
+    return seq * _POSITIONS + position
+
+
+def token_label(token: int) -> str:
+    return "{}.{}".format(*divmod(token, _POSITIONS))
+
+
+def token_words(token: int) -> str:
+    seq, position = divmod(token, _POSITIONS)
+    return f"sequence {seq}, token {position}"
+
+
+@dataclass(slots=True, eq=False)
+class Page:
+    """One block's worth of tokens. Two sequences that share it hold the same object."""
+
+    tokens: list[int]
+    holders: int = 1
+
+
+@dataclass(slots=True)
+class Oracle:
+    """Sequences of tokens on pages, with as many pages as the cache has blocks."""
+
+    block_size: int
+    capacity: int
+    sequences: dict[int, list[Page]] = field(default_factory=dict)
+
+    def tokens(self, seq: int) -> list[int]:
+        return [token for page in self.sequences.get(seq, []) for token in page.tokens]
+
+    def length(self, seq: int) -> int:
+        return sum(len(page.tokens) for page in self.sequences.get(seq, []))
+
+    def pages_used(self) -> int:
+        return len({id(page) for pages in self.sequences.values() for page in pages})
+
+    def pages_needed(self, rows: Sequence[tuple[int, int]]) -> int:
+        """New pages that appending ``(sequence, tokens)`` rows in this order takes."""
+        needed = 0
+        let_go: dict[int, int] = {}
+        for seq, count in rows:
+            pages = self.sequences.get(seq)
+            room = self.block_size - len(pages[-1].tokens) if pages else 0
+            if pages and room:
+                page = pages[-1]
+                if page.holders - let_go.get(id(page), 0) > 1:
+                    let_go[id(page)] = let_go.get(id(page), 0) + 1
+                    needed += 1
+            needed += -(-max(0, count - room) // self.block_size)
+        return needed
+
+    def fits(self, rows: Sequence[tuple[int, int]]) -> bool:
+        return self.pages_used() + self.pages_needed(rows) <= self.capacity
+
+    def new_tokens(self, rows: Sequence[tuple[int, int]]) -> list[int]:
+        """The tokens that appending these rows writes, row by row."""
+        return [
+            token_of(seq, position)
+            for seq, count in rows
+            for position in range(self.length(seq), self.length(seq) + count)
+        ]
+
+    def append(self, rows: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
+        coming = iter(tokens)
+        for seq, count in rows:
+            pages = self.sequences.setdefault(seq, [])
+            for _ in range(count):
+                self._append_token(pages, next(coming))
+
+    def _append_token(self, pages: list[Page], token: int) -> None:
+        if not pages or len(pages[-1].tokens) == self.block_size:
+            pages.append(Page([token]))
+            return
+        if pages[-1].holders > 1:
+            pages[-1].holders -= 1
+            pages[-1] = Page(list(pages[-1].tokens))
+        pages[-1].tokens.append(token)
+
+    def fork(self, parent: int, child: int) -> None:
+        pages = list(self.sequences[parent])
+        for page in pages:
+            page.holders += 1
+        self.sequences[child] = pages
+
+    def free(self, seq: int) -> None:
+        for page in self.sequences.pop(seq):
+            page.holders -= 1

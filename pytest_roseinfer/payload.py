@@ -1,0 +1,97 @@
+"""What is written for a token: bits coded by sequence, position, layer, head, and K or V.
+
+Every element of every token differs, so a misplaced one shows, and what is found in the
+wrong place can be decoded back to where it belongs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_roseinfer.model import token_words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pytest_roseinfer.adapter import CacheSpec
+
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD = 0x2545F4914F6CDD1D
+_MIX = 0x1B873593CC9E2D51
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, so that NaNs compare and -0.0 differs from 0.0."""
+    return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and torch.equal(as_bits(one), as_bits(other))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Codes tokens for caches of one spec."""
+
+    spec: CacheSpec
+    finite: bool = True
+    """Off: any bit pattern, NaN payloads and infinities too."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.spec.dtype)
+        return dtype
+
+    def layer(self, tokens: Sequence[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens in one layer, ``[tokens, heads, head_dim]``."""
+        both = self._coded(tokens, [layer])
+        return both[0, 0], both[1, 0]
+
+    def all_layers(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens, ``[layers, tokens, heads, head_dim]``."""
+        both = self._coded(tokens, range(self.spec.num_layers))
+        return both[0], both[1]
+
+    def _coded(self, tokens: Sequence[int], layers: Iterable[int]) -> torch.Tensor:
+        spec = self.spec
+        device = spec.device
+        inner = torch.arange(spec.num_heads * spec.head_dim, device=device).view(
+            spec.num_heads, spec.head_dim
+        )
+        token = torch.tensor(tokens, dtype=torch.int64, device=device)[None, None, :, None, None]
+        layer = torch.tensor(list(layers), device=device)[None, :, None, None, None]
+        kind = torch.arange(2, device=device)[:, None, None, None, None]
+        code = ((token * 64 + layer) * 2 + kind) * 65536 + inner
+        code = (code + 1) * _ODD
+        code = (code ^ ((code >> 29) & 0x7FFFFFFFF)) * _MIX
+        bits = (code >> 24).to(_INTEGER_OF_SIZE[self.dtype.itemsize])
+        if self.finite:
+            # The top exponent bit off: never NaN or infinity, below 2 in size.
+            bits = bits & ~(1 << (self.dtype.itemsize * 8 - 2))
+        return bits.view(self.dtype)
+
+    def decode(self, row: torch.Tensor, layer: int, head: int, tokens: Sequence[int]) -> str:
+        """Say whose bits ``[head_dim]`` these are, looking first where they were found."""
+        wanted = as_bits(row).tolist()
+        layers = [layer, *(other for other in range(self.spec.num_layers) if other != layer)]
+        for token in tokens:
+            coded = as_bits(self._coded([token], layers))
+            hit = (coded == as_bits(row)).all(-1).nonzero().tolist()
+            if hit:
+                kind, layer_at, _, head_at = min(hit, key=lambda at: (at[1], at[3] != head))
+                return (
+                    f"{token_words(token)}, layer {layers[layer_at]}, head {head_at}, {'KV'[kind]}"
+                )
+        if not any(wanted):
+            return "zeros"
+        return "poison" if self.is_poison(row) else f"bits no token has ({row.tolist()[:4]}...)"
+
+    def is_poison(self, row: torch.Tensor) -> bool:
+        return same_bits(row, torch.full_like(row, float("nan")))

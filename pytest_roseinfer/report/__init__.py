@@ -1,0 +1,1 @@
+"""The verdict, in the forms people and machines read."""

@@ -1,0 +1,238 @@
+"""Hypothesis strategies for caches, what is written to them, and whole histories.
+
+Each is useful alone. Sizes are drawn where bugs live: lengths at a block's last position,
+its first and one further; blocks shared by two and three; pools so small that they run
+out. Payloads are never drawn, they are coded (see ``payload``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import strategies as st
+
+from pytest_roseinfer.adapter import CacheSpec, KVCacheAdapter, abilities
+from pytest_roseinfer.history import (
+    Append,
+    AppendMany,
+    Fork,
+    Free,
+    History,
+    Operation,
+    Prefill,
+    SetOptions,
+    apply_to_oracle,
+    is_write,
+)
+from pytest_roseinfer.model import Oracle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+HEAD_DIMS = (4, 1, 5, 8, 80, 96)
+BLOCK_SIZES = (4, 1, 2, 3, 5, 8, 16, 128)
+LAYOUTS = ("plain", "fused", "transposed", "strided", "wider")
+"""How a write's tensors lie in memory; see ``machine.lay_out``."""
+_MOST_SEQUENCES = 6
+_MOST_TOKENS = 300
+
+
+@st.composite
+def cache_specs(
+    draw: st.DrawFn,
+    *,
+    dtypes: Sequence[str] = ("float32", "float16", "bfloat16"),
+    options: st.SearchStrategy[dict[str, Any]] | None = None,
+    device: str = "cpu",
+) -> CacheSpec:
+    """Small caches of awkward shapes: odd head sizes, tiny blocks, few of them."""
+    return CacheSpec(
+        num_layers=draw(st.sampled_from((1, 2, 3))),
+        num_heads=draw(st.sampled_from((1, 2, 3))),
+        head_dim=draw(st.sampled_from(HEAD_DIMS)),
+        block_size=draw(st.sampled_from(BLOCK_SIZES)),
+        num_blocks=draw(st.integers(2, 9)),
+        dtype=draw(st.sampled_from(tuple(dtypes))),
+        device=device,
+        options=draw(options) if options is not None else {},
+    )
+
+
+def switches(
+    adapter: type[KVCacheAdapter], aim: str | None = None
+) -> st.SearchStrategy[dict[str, Any]]:
+    """A value for every switch: what a path needs, and up to two changes.
+
+    The path is ``aim``, or any of those declared. Aiming gives each its share of histories;
+    tossing a coin for every switch would starve those that need several switches right.
+    """
+    choices = adapter.option_choices
+    usual = {name: values[0] for name, values in choices.items()}
+    others = [(name, value) for name, values in choices.items() for value in values[1:]]
+    if not others:
+        return st.just(usual)
+    paths = [aim] if aim is not None else list(adapter.paths) or [""]
+    aims = st.sampled_from([adapter.path_options.get(path, {}) for path in paths])
+    changes = st.one_of(st.just([]), st.lists(st.sampled_from(others), max_size=2))
+    return st.tuples(changes, aims).map(lambda drawn: {**usual, **dict(drawn[0]), **drawn[1]})
+
+
+def boundary_lengths(block_size: int, *, stored: int = 0) -> st.SearchStrategy[int]:
+    """How many tokens to append so that the end falls at, before or after a boundary."""
+    room = block_size - stored % block_size
+    near = {room - 1, room, room + 1, room + block_size, room + block_size + 1, 1, 2}
+    return st.sampled_from(sorted(count for count in near if 0 < count <= _MOST_TOKENS))
+
+
+def append_batches(
+    live: Sequence[int], fresh: Sequence[int] = ()
+) -> st.SearchStrategy[tuple[int, ...]]:
+    """Sequences to append to: all in order, all shuffled, or any subset in any order."""
+    names = (*live, *fresh)
+    subsets = st.lists(st.sampled_from(names), min_size=1, max_size=len(names), unique=True)
+    return st.one_of(
+        st.just(names), st.permutations(names).map(tuple), subsets.map(tuple), subsets.map(tuple)
+    )
+
+
+@st.composite
+def block_tables(draw: st.DrawFn, *, num_blocks: int, most_rows: int = 6) -> list[list[int]]:
+    """Tables over a pool: no block in two rows unless it is a prefix that both share."""
+    order = draw(st.permutations(list(range(num_blocks))))
+    tables: list[list[int]] = []
+    at = 0
+    for _ in range(draw(st.integers(1, most_rows))):
+        shared: list[int] = []
+        sharing: bool = draw(st.booleans())
+        if tables and sharing:
+            parent = tables[draw(st.integers(0, len(tables) - 1))]
+            shared = parent[: draw(st.integers(0, len(parent)))]
+        own = draw(st.integers(0, num_blocks - at))
+        tables.append(shared + list(order[at : at + own]))
+        at += own
+    return tables
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Draws one history, keeping an oracle beside it so that every step makes sense."""
+
+    draw: st.DrawFn
+    adapter: type[KVCacheAdapter]
+    oracle: Oracle
+    steps: list[Operation] = field(default_factory=list)
+    names: int = 0
+
+    def fresh(self, count: int) -> tuple[int, ...]:
+        return tuple(range(self.names, self.names + count))
+
+    @property
+    def live(self) -> list[int]:
+        return list(self.oracle.sequences)
+
+    def layout(self) -> str:
+        return self.draw(st.sampled_from(LAYOUTS))
+
+    def begin(self, tail: str) -> None:
+        """Open with sequences that share a partial or a full last block, or anyhow."""
+        if tail == "anyhow":
+            return
+        size = self.oracle.block_size
+        length = size if tail == "full" else max(1, size - 1)
+        if "prefill" in abilities(self.adapter):
+            self.take(Prefill(0, length, self.layout()))
+        else:
+            for _ in range(min(length, 5)):
+                self.take(Append((0,), self.layout()))
+        for _ in range(self.draw(st.integers(1, 2))):
+            self.take(Fork(0, *self.fresh(1)))
+
+    def append(self) -> Operation:
+        crowded = len(self.live) >= _MOST_SEQUENCES
+        most = (0 if crowded else 1) if self.live else 3
+        fresh = self.fresh(self.draw(st.integers(0 if self.live else 1, most)))
+        return Append(self.draw(append_batches(self.live, fresh)), self.layout())
+
+    def append_every(self) -> Operation:
+        return Append(tuple(self.live), self.layout())
+
+    def append_many(self) -> Operation:
+        seqs = self.draw(append_batches(self.live, self.fresh(1)))
+        counts = tuple(self._count(seq) for seq in seqs)
+        return AppendMany(seqs, counts, self.layout())
+
+    def prefill(self) -> Operation:
+        (seq,) = self.fresh(1)
+        return Prefill(seq, self._count(seq), self.layout())
+
+    def fork(self) -> Operation:
+        return Fork(self.draw(st.sampled_from(self.live)), *self.fresh(1))
+
+    def free(self) -> Operation:
+        return Free(self.draw(st.sampled_from(self.live)))
+
+    def set_options(self) -> Operation:
+        return SetOptions(self.draw(switches(self.adapter)))
+
+    def _count(self, seq: int) -> int:
+        stored = self.oracle.length(seq)
+        return self.draw(boundary_lengths(self.oracle.block_size, stored=stored))
+
+    def moves(self) -> list[Callable[[], Operation]]:
+        """What may be done next; twice listed is twice as likely."""
+        can = abilities(self.adapter)
+        crowded = len(self.live) >= _MOST_SEQUENCES
+        moves = [self.append]
+        if "append_many" in can:
+            moves.append(self.append_many)
+        if "prefill" in can and not crowded:
+            moves += [self.prefill] * 2
+        if self.live:
+            moves += [self.append_every] * 4
+            if "fork" in can and not crowded:
+                moves += [self.fork] * 4
+            if "free" in can:
+                moves.append(self.free)
+            if "set_options" in can and self.adapter.option_choices:
+                moves.append(self.set_options)
+        return moves
+
+    def take(self, step: Operation) -> None:
+        bounded = "ledger" in abilities(self.adapter)
+        if is_write(step):
+            if not bounded and not self.oracle.fits(step.rows()):
+                return
+            named = [seq for seq, _ in step.rows()]
+        else:
+            named = [step.child] if isinstance(step, Fork) else []
+        apply_to_oracle(self.oracle, step)
+        self.names = max([self.names, *(seq + 1 for seq in named)])
+        self.steps.append(step)
+
+
+@st.composite
+def histories(
+    draw: st.DrawFn,
+    adapter: type[KVCacheAdapter],
+    *,
+    most_steps: int = 12,
+    device: str = "cpu",
+    aim: str | None = None,
+) -> History:
+    """A cache spec and steps that fit the abilities ``adapter`` offers.
+
+    With ``aim``, the cache starts out with the switches that path needs.
+    """
+    options = switches(adapter, aim)
+    spec = draw(cache_specs(dtypes=adapter.dtypes, options=options, device=device))
+    writer = _Writer(draw, adapter, Oracle(spec.block_size, spec.num_blocks))
+    if "fork" in abilities(adapter):
+        writer.begin(draw(st.sampled_from(("anyhow", "partial", "partial", "full"))))
+    for _ in range(most_steps):
+        # None comes first, so that shrinking ends a history early.
+        move = draw(st.sampled_from([None, *writer.moves()] if writer.steps else writer.moves()))
+        if move is None:
+            break
+        writer.take(move())
+    return History(spec, tuple(writer.steps), finite=draw(st.booleans()))

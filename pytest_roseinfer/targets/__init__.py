@@ -1,0 +1,1 @@
+"""Adapters that ship with the plugin."""

@@ -1,0 +1,174 @@
+"""This distribution's own block manager, in each of its arrangements."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from pytest_roseinfer.adapter import CacheSpec, KVCacheAdapter, Ledger
+from roseinfer import AppendPolicy, Condition, KVBlockManager, OutOfBlocks, Path
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class _ManagerAdapter(KVCacheAdapter):
+    """What the arrangements share: reading storage directly, and the books."""
+
+    full_errors = (OutOfBlocks,)
+    paths: ClassVar[Mapping[str, str]] = {
+        path.value: Path.PER_TOKEN.value for path in Path if path is not Path.PER_TOKEN
+    }
+    one_position_paths = frozenset({Path.TRITON_FULL_BATCH.value, Path.TORCH_SCALAR.value})
+    conditions = tuple(
+        condition.value for condition in Condition if condition is not Condition.TRITON_UNAVAILABLE
+    )
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "triton": (True, False),
+        "identity": (True, False),
+        "scalar_position": (True, False),
+        "batched_copy_on_write": (True, False),
+        "batched_rollover": (True, False),
+        "batched": (True, False),
+        "triton_min_batch": (1, 3),
+        "triton_full_batch_min_batch": (None, 2),
+    }
+
+    path_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        Path.TRITON_GATHER.value: {"identity": False},
+        Path.TORCH_SCALAR.value: {"triton": False},
+        Path.TORCH_VECTOR.value: {"triton": False, "scalar_position": False},
+        Path.TORCH_GATHER.value: {"triton": False, "identity": False},
+        Path.CLONE_TORCH.value: {"triton": False, "batched_copy_on_write": True},
+    }
+
+    manager: KVBlockManager
+    layers_per_group = 1
+
+    def make(self, spec: CacheSpec) -> None:
+        self.spec = spec
+        self.lists: dict[int, list[list[int]]] = {}
+        self.manager = KVBlockManager(
+            num_layers=spec.num_layers,
+            num_heads=spec.num_heads,
+            head_dim=spec.head_dim,
+            block_size=spec.block_size,
+            max_blocks_per_layer=spec.num_blocks + 1,
+            device=spec.device,
+            dtype=getattr(torch, spec.dtype),
+            policy=AppendPolicy(**spec.options),
+            layers_per_group=self.layers_per_group or spec.num_layers,
+        )
+        self.groups = spec.num_layers // self.manager.layers_per_group
+
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        self.manager.policy = AppendPolicy(**options)
+
+    def fork(self, parent: int, child: int) -> None:
+        lists = [list(block_ids) for block_ids in self.lists[parent]]
+        for block_ids in lists:
+            self.manager.incref_blocks(block_ids)
+        self.lists[child] = lists
+
+    def free(self, seq: int) -> None:
+        for group, block_ids in enumerate(self.lists.pop(seq)):
+            self.manager.free_blocks(group * self.manager.layers_per_group, block_ids)
+
+    def table(self, seq: int, layer: int) -> list[int]:
+        group = layer // self.manager.layers_per_group
+        first = group * self.manager.max_blocks_per_layer
+        return [block_id - first for block_id in self.lists[seq][group]]
+
+    def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = self.table(seq, layer)
+        first = layer // self.manager.layers_per_group * self.manager.max_blocks_per_layer
+        length = sum(self.manager.block_info(first + block).length for block in blocks)
+        keys, values = (
+            cache[layer, blocks].transpose(1, 2).flatten(0, 1)[:length]
+            for cache in (self.manager.keys, self.manager.values)
+        )
+        return keys, values
+
+    def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        group = layer // self.manager.layers_per_group
+        keys, values = self.manager.gather_sequence(layer, self.lists[seq][group])
+        return keys.transpose(0, 1), values.transpose(0, 1)
+
+    def ledger(self, layer: int) -> Ledger:
+        manager = self.manager
+        first = layer // manager.layers_per_group * manager.max_blocks_per_layer
+        counts = {
+            block: manager.refcount(first + block)
+            for block in range(1, manager.max_blocks_per_layer)
+        }
+        free = [block for block, count in counts.items() if not count]
+        claimed = manager.num_free_blocks(layer)
+        # The manager shows a number, not a list: a wrong one must not look right.
+        free += [-1] * max(0, claimed - len(free))
+        return Ledger(
+            {block: count for block, count in counts.items() if count},
+            free[: max(claimed, 0)],
+            self.spec.num_blocks,
+        )
+
+    def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.manager.keys, self.manager.values
+
+    def path_counts(self) -> Mapping[str, int]:
+        return {name.value: count for name, count in self.manager.path_counts.items()}
+
+    def _with_fresh(self, seqs: Sequence[int]) -> list[list[list[int]]]:
+        return [self.lists.get(seq) or [[] for _ in range(self.groups)] for seq in seqs]
+
+    def _keep(self, seqs: Sequence[int], lists: Sequence[list[list[int]]]) -> None:
+        self.lists.update(zip(seqs, lists, strict=True))
+
+
+class PerLayerManager(_ManagerAdapter):
+    """``append_token_batch`` and ``register_prefill_layer``, a block list for every layer."""
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        lists = self._with_fresh(seqs)
+        for layer in range(self.spec.num_layers):
+            rows = [own[layer] for own in lists]
+            self.manager.append_token_batch(layer, rows, key[layer], value[layer])
+        self._keep(seqs, lists)
+
+    def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.lists[seq] = [
+            self.manager.register_prefill_layer(
+                layer, key[layer].transpose(0, 1)[None], value[layer].transpose(0, 1)[None]
+            )
+            for layer in range(self.spec.num_layers)
+        ]
+
+
+class GroupedManager(_ManagerAdapter):
+    """``plan_append`` once and ``write`` per layer, one block list for all layers."""
+
+    layers_per_group = 0
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        self._append(seqs, None, key, value)
+
+    def append_many(
+        self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        self._append(seqs, counts, key, value)
+
+    def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._append([seq], [key.shape[1]], key, value)
+
+    def _append(
+        self,
+        seqs: Sequence[int],
+        counts: Sequence[int] | None,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        lists = self._with_fresh(seqs)
+        plan = self.manager.plan_append(0, [own[0] for own in lists], counts)
+        for layer in range(self.spec.num_layers):
+            self.manager.write(plan, layer, key[layer], value[layer])
+        self._keep(seqs, lists)

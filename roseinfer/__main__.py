@@ -1,0 +1,7 @@
+"""``python -m roseinfer``."""
+
+import sys
+
+from roseinfer.cli import main
+
+sys.exit(main())

@@ -1,0 +1,44 @@
+"""The ``roseinfer`` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="roseinfer", description="A small LLM inference engine, and proof that it is right."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    verify = commands.add_parser(
+        "verify",
+        help="check every fast path against its slow twin on this machine",
+        description="Check every fast path of the KV cache against its slow twin: compiled "
+        "kernels on a GPU when there is one, else Triton's interpreter on the CPU. Needs no "
+        "network. Exit status 0 only when all paths were reached and all were equal.",
+    )
+    verify.add_argument("--cpu", action="store_true", help="leave a GPU alone")
+    verify.add_argument("--seed", type=int, help="make the search repeatable")
+    args = parser.parse_args(argv)
+    return _verify(cpu=args.cpu, seed=args.seed)
+
+
+def _verify(*, cpu: bool, seed: int | None) -> int:
+    import pytest
+    import torch
+
+    gpu = torch.cuda.is_available() and not cpu
+    arguments = ["--pyargs", "pytest_roseinfer.suite", "-p", "no:cacheprovider", "-q"]
+    arguments += ["-o", "addopts=", "--roseinfer-profile", "dev"]
+    arguments += ["--roseinfer-gpu"] if gpu else []
+    arguments += ["--roseinfer-seed", str(seed)] if seed is not None else []
+    return int(pytest.main(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
