@@ -1,0 +1,215 @@
+"""``python -m roseinfer.bench NAME``: run a benchmark, print its tables, keep its JSON."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer.bench import append, reporting
+from roseinfer.bench.append import AppendConfig
+from roseinfer.bench.reporting import Report, Table, UnavailableRow, judge
+from roseinfer.bench.timing import copy_bandwidth, one_thread
+from roseinfer.errors import ConfigError
+from roseinfer.kv.kernels import load_kernels
+from roseinfer.kv.paths import Path as KVPath
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from roseinfer.bench.reporting import StepRow, TargetRow, WriteRow
+    from roseinfer.config import AppendPolicy
+
+    _Policies = dict[KVPath, AppendPolicy]
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+_WRITES = """\
+One layer's tokens written, us per call. floor: 4 x batch x heads x head_dim x itemsize bytes
+(the new keys and values, read once and written once) at the measured copy bandwidth. times
+floor: device time over it, or host time where there is no device time."""
+_STEPS = """\
+One token for every sequence in all layers, us, until the device is done. plan us: host time of
+planning a step whose tokens all go in place; plan mean us: over a whole block, rollover
+included. per layer: append_token_batch for each layer. grouped: planned once, then one write a
+layer. speedup: against the per-token loop."""
+_CLONES = """\
+Copy-on-write: planning a step in which every sequence must copy its block, in all layers at
+once. floor: those blocks read once and written once."""
+_SCALING = "Planning a step, without tensors: mean over a whole block, rollover included."
+_POOL = "A pool filled by sequences. Wanted: 1,000,000 blocks in under 2 s, at most 200 bytes each."
+_TARGETS = "Targets on an H200, 64 sequences, 12 layers of 12 heads of 64, bf16."
+
+_LIMITS = {
+    "planning a step, us": "<= 25",
+    "layer write on the host, us": "<= 12",
+    "layer write on the device, us": "<= 2.0",
+    "step, per layer, times per-token loop": ">= 40",
+    "step, grouped, times per-token loop": ">= 40",
+}
+_LIMITS_BATCH = 64
+_LIMITS_SHAPE = ("cuda", torch.bfloat16, 12, 12, 64)
+_LIMITS_PATHS = ("triton_full_batch", "triton_identity_pos")
+"""Where an engine's steps end up: sequences at one position, or each at its own."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="python -m roseinfer.bench", description=__doc__)
+    _add_append(parser.add_subparsers(required=True, metavar="NAME"))
+    args = parser.parse_args(words)
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json {args.json}: make the directory {args.json.parent} first")
+    try:
+        report = args.run(args, f"{parser.prog} {shlex.join(words)}")
+    except ConfigError as error:
+        parser.error(str(error))
+    print(report.text())
+    if args.json:
+        report.write_json(args.json)
+    return 0
+
+
+def _add_append(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("append", help="what an append to the KV cache costs, by path")
+    add = parser.add_argument
+    add("--batch", type=_whole(1), nargs="+", default=[1, 8, 64, 256], help="sequences")
+    add("--layers", type=_whole(1), default=12)
+    add("--heads", type=_whole(1), default=12, help="KV heads")
+    add("--head-dim", type=_whole(1), default=64)
+    add("--block-size", type=_whole(2), default=64)
+    add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
+    add("--dtype", choices=_DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
+    add("--scaling", action="store_true", help="also measure what planning depends on")
+    add("--quick", action="store_true", help="few repeats: to see that it works")
+    add("--json", type=Path, metavar="FILE", help="write everything there")
+    parser.set_defaults(run=_run_append)
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, not {number}")
+        return number
+
+    return whole_number
+
+
+@one_thread()
+def _run_append(args: argparse.Namespace, command: str) -> Report:
+    config = _append_config(args)
+    writes: list[WriteRow] = []
+    steps: list[StepRow] = []
+    clones: list[WriteRow] = []
+    can_write, can_clone, missing = _runnable(config.device)
+    bandwidth = copy_bandwidth(config.device, config.copy_bytes)
+    for batch in config.batches:
+        layered, grouped = append.Rig(config, batch, 1), append.Rig(config, batch, config.layers)
+        writes += append.measure_writes(layered, grouped, can_write, bandwidth)
+        steps += append.measure_steps(layered, grouped, can_write)
+        clones += append.measure_clones(grouped, can_clone, bandwidth)
+        del layered, grouped  # before the next two are built
+    return Report(
+        benchmark="append",
+        command=command,
+        date=reporting.now(),
+        machine=reporting.this_machine(config.device),
+        config={field.name: _plain(getattr(config, field.name)) for field in fields(config)},
+        facts={"copy_bandwidth_gb_per_s": bandwidth / 1e9},
+        tables=(
+            Table("writes", _WRITES, writes),
+            Table("steps", _STEPS, steps),
+            Table("clones", _CLONES, clones),
+            Table("unavailable", "Paths that cannot run here.", missing),
+            *(_scaling_tables(quick=args.quick) if args.scaling else ()),
+            Table("targets", _TARGETS, append_targets(config, writes, steps)),
+        ),
+    )
+
+
+def _append_config(args: argparse.Namespace) -> AppendConfig:
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda, but torch sees no GPU: use --device cpu")
+    return AppendConfig(
+        batches=tuple(args.batch),
+        layers=args.layers,
+        heads=args.heads,
+        head_dim=args.head_dim,
+        block_size=args.block_size,
+        device=torch.empty(0, device=name).device,  # with its index
+        dtype=_DTYPES[args.dtype or ("bf16" if name == "cuda" else "fp32")],
+        rounds=3 if args.quick else 15,
+        launches=24 if args.quick else 200,
+        copy_bytes=1 << (24 if args.quick else 30),
+    )
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, (int, tuple)) else str(value)
+
+
+def _runnable(device: torch.device) -> tuple[_Policies, _Policies, list[UnavailableRow]]:
+    """The writes and the clones that can be timed on ``device``, and why others cannot."""
+    kernels, reason = load_kernels(device)
+    if kernels:
+        from roseinfer.kv.append_triton import is_interpreted
+
+        if is_interpreted():
+            reason = "Triton's interpreter is on, and its speed says nothing about the kernels"
+    can_write, can_clone = (
+        {path: policy for path, policy in all_of.items() if not (reason and path.needs_triton)}
+        for all_of in (append.WRITES, append.CLONES)
+    )
+    missing = (append.WRITES.keys() | append.CLONES.keys()) - can_write.keys() - can_clone.keys()
+    rows = [UnavailableRow(path.value, reason) for path in KVPath if path in missing]
+    return can_write, can_clone, rows
+
+
+def _scaling_tables(*, quick: bool) -> tuple[Table, Table]:
+    if quick:
+        config = append.ScalingConfig((64, 256), (1_024, 16_384), (16, 1_024), rounds=3)
+    else:
+        config = append.ScalingConfig(
+            sequences=(64, 256, 1_024, 4_096),
+            blocks=(1_024, 100_000, 1_000_000),
+            tokens=(16, 256, 1_024, 4_096, 16_384),
+            rounds=15,
+        )
+    pool = [append.measure_pool(blocks) for blocks in config.blocks]
+    scaling = append.measure_scaling(config)
+    return Table("scaling", _SCALING, scaling), Table("pool", _POOL, pool)
+
+
+def append_targets(
+    config: AppendConfig, writes: Sequence[WriteRow], steps: Sequence[StepRow]
+) -> list[TargetRow]:
+    """Verdicts, if the run measured what the limits speak of."""
+    measured = (config.device.type, config.dtype, config.layers, config.heads, config.head_dim)
+    if measured != _LIMITS_SHAPE:
+        return []
+    step_of = {(step.batch, step.path_that_ran): step for step in steps}
+    rows = []
+    for write in writes:
+        if write.batch != _LIMITS_BATCH or write.path_that_ran not in _LIMITS_PATHS:
+            continue
+        step = step_of[write.batch, write.path_that_ran]
+        numbers = (
+            step.plan_us,
+            write.host_us,
+            write.device_us,
+            step.per_layer_speedup,
+            step.grouped_speedup,
+        )
+        rows += judge(write.path_that_ran, dict(zip(_LIMITS, numbers, strict=True)), _LIMITS)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

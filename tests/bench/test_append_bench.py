@@ -1,0 +1,287 @@
+"""The append benchmark: what it reports, and that it never reports another path's time."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from contextlib import redirect_stdout
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from roseinfer import AppendPolicy, Path
+from roseinfer.bench import append
+from roseinfer.bench.__main__ import append_targets, main
+from roseinfer.bench.append import AppendConfig, Rig
+from roseinfer.bench.reporting import (
+    PoolRow,
+    ScalingRow,
+    StepRow,
+    TargetRow,
+    UnavailableRow,
+    WriteRow,
+)
+from roseinfer.bench.timing import (
+    WrongPath,
+    busy_us_per_call,
+    in_rounds,
+    one_thread,
+    only,
+    time_calls,
+)
+
+if TYPE_CHECKING:
+    import pathlib
+
+SIZES = ["--layers", "2", "--heads", "2", "--head-dim", "8", "--block-size", "4"]
+SMALL = ["append", "--quick", "--batch", "1", "3", *SIZES]
+TORCH_WRITES = {"torch_scalar", "torch_vector", "torch_gather"}
+ROWS = {
+    "writes": WriteRow,
+    "steps": StepRow,
+    "clones": WriteRow,
+    "unavailable": UnavailableRow,
+    "scaling": ScalingRow,
+    "pool": PoolRow,
+    "targets": TargetRow,
+}
+CONFIG = AppendConfig(
+    batches=(2,),
+    layers=2,
+    heads=2,
+    head_dim=8,
+    block_size=4,
+    device=torch.device("cpu"),
+    dtype=torch.float32,
+    rounds=1,
+    launches=8,
+    copy_bytes=1024,
+)
+
+
+class Outcome:
+    """One run of the command: what it printed and what it wrote."""
+
+    def __init__(self, words: list[str], file: pathlib.Path) -> None:
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            assert main([*words, "--json", str(file)]) == 0
+        self.text = printed.getvalue()
+        self.json: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        self.tables: dict[str, list[dict[str, Any]]] = self.json["tables"]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    file = tmp_path_factory.mktemp("bench") / "append.json"
+    return Outcome([*SMALL, "--device", "cpu", "--scaling"], file)
+
+
+def test_report_says_which_machine_ran_what(on_cpu: Outcome) -> None:
+    assert on_cpu.json["benchmark"] == "append"
+    assert on_cpu.json["command"].startswith("python -m roseinfer.bench append --quick --batch 1 3")
+    assert on_cpu.json["date"][:2] == "20"
+    assert on_cpu.json["facts"]["copy_bandwidth_gb_per_s"] > 0
+    assert on_cpu.json["config"].items() >= {"layers": 2, "heads": 2, "device": "cpu"}.items()
+    machine = on_cpu.json["machine"]
+    assert machine["torch"] == torch.__version__
+    assert machine["torch_threads"] == 1
+    assert set(machine) == {"device", "host", "cpus", "torch_threads", "python", "torch", "triton"}
+
+
+def test_json_rows_have_the_documented_fields(on_cpu: Outcome) -> None:
+    assert set(on_cpu.tables) == set(ROWS)
+    for name, rows in on_cpu.tables.items():
+        for row in rows:
+            assert list(row) == [field.name for field in fields(ROWS[name])]
+
+
+def test_every_batch_and_runnable_path_is_measured(on_cpu: Outcome) -> None:
+    for name in ("writes", "steps"):
+        measured = Counter((row["batch"], row["path_that_ran"]) for row in on_cpu.tables[name])
+        assert measured == Counter((b, p) for b in (1, 3) for p in {"per_token", *TORCH_WRITES})
+    clones = {(row["batch"], row["path_that_ran"]) for row in on_cpu.tables["clones"]}
+    assert clones == {(1, "clone_torch"), (3, "clone_torch")}
+
+
+def test_what_cannot_run_is_listed_with_the_reason(on_cpu: Outcome) -> None:
+    rows = {row["path"]: row["not_available"] for row in on_cpu.tables["unavailable"]}
+    assert set(rows) == {path.value for path in Path if path.needs_triton}
+    assert all("Triton" in reason for reason in rows.values())
+    assert all(path in on_cpu.text for path in rows)
+
+
+def test_a_cpu_has_no_device_time_and_meets_no_targets(on_cpu: Outcome) -> None:
+    for row in on_cpu.tables["writes"]:
+        assert row["device_us"] is None
+        assert row["graph_us"] is None
+        assert row["times_floor"] == pytest.approx(row["host_us"] / row["floor_us"])
+        assert 0 < row["host_min_us"] <= row["host_us"]
+    assert on_cpu.tables["targets"] == []
+
+
+def test_the_floor_counts_keys_and_values_read_and_written(on_cpu: Outcome) -> None:
+    bandwidth = on_cpu.json["facts"]["copy_bandwidth_gb_per_s"] * 1e9
+    row = next(row for row in on_cpu.tables["writes"] if row["batch"] == 3)
+    assert row["floor_us"] == pytest.approx(4 * 3 * 2 * 8 * 4 / bandwidth * 1e6)
+
+
+def test_speedups_are_against_the_per_token_loop_of_the_batch(on_cpu: Outcome) -> None:
+    rows = on_cpu.tables["steps"]
+    for row in rows:
+        loop = next(
+            r for r in rows if (r["batch"], r["path_that_ran"]) == (row["batch"], "per_token")
+        )
+        speedup = loop["per_layer_us"] / row["per_layer_us"]
+        assert row["per_layer_speedup"] == pytest.approx(speedup)
+        if row is loop:
+            assert row["grouped_us"] is row["plan_us"] is None
+        else:
+            assert row["grouped_speedup"] == pytest.approx(loop["per_layer_us"] / row["grouped_us"])
+            assert 0 < row["plan_min_us"] <= row["plan_us"]
+            assert row["plan_mean_us"] > 0
+
+
+def test_scaling_varies_one_quantity_at_a_time(on_cpu: Outcome) -> None:
+    rows = on_cpu.tables["scaling"]
+    assert {row["varied"] for row in rows} == {"sequences", "tokens each", "blocks in use"}
+    for row in rows:
+        assert row["us_per_sequence"] == pytest.approx(row["plan_us"] / row["sequences"])
+        assert row["us_per_sequence"] > 0
+        assert row["varied"] == "sequences" or row["sequences"] == 64
+        assert row["varied"] == "tokens each" or row["tokens_each"] == 1024
+    for row in on_cpu.tables["pool"]:
+        assert row["build_s"] > 0
+        assert 0 < row["bytes_per_block"] <= 200
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_has_device_times_for_every_path(tmp_path: pathlib.Path) -> None:
+    outcome = Outcome([*SMALL, "--device", "cuda"], tmp_path / "append.json")
+    assert outcome.tables["unavailable"] == []
+    for row in outcome.tables["writes"]:
+        assert row["device_us"] > 0
+        assert row["graph_us"] > 0
+    assert all(row["device_us"] > 0 for row in outcome.tables["clones"])
+
+
+@pytest.mark.parametrize("build", [append.layer_write, append.grouped_step, append.per_layer_step])
+def test_a_series_that_takes_another_path_raises(build: Any) -> None:
+    layers_per_group = 1 if build is append.per_layer_step else CONFIG.layers
+    rig = Rig(CONFIG, 2, layers_per_group)
+    policy = append.WRITES[Path.TORCH_SCALAR]
+    assert build(rig, Path.TORCH_SCALAR, policy).sampler(8, wait=True)() > 0
+    with pytest.raises(WrongPath, match=r"torch_vector .*torch_scalar"):
+        build(rig, Path.TORCH_VECTOR, policy).sampler(8, wait=True)()
+
+
+def test_plans_that_lead_to_another_path_raise() -> None:
+    rig = Rig(CONFIG, 2, CONFIG.layers)
+    with pytest.raises(WrongPath, match=r"torch_gather .*torch_scalar"):
+        append.plan_us(rig, Path.TORCH_GATHER, append.WRITES[Path.TORCH_SCALAR], steps=3)
+
+
+def test_copies_that_are_not_batched_raise() -> None:
+    rig = Rig(CONFIG, 2, CONFIG.layers)
+    one_by_one = AppendPolicy(triton=False, batched_copy_on_write=False)
+    with pytest.raises(WrongPath, match=r"clone_torch .* nothing"):
+        append.clone_us(rig, Path.CLONE_TORCH, one_by_one, steps=2)
+
+
+def test_the_command_stops_when_a_policy_leads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(append.WRITES, Path.TORCH_VECTOR, append.NO_TRITON)
+    with pytest.raises(WrongPath, match=r"torch_vector .*torch_scalar"):
+        main([*SMALL, "--device", "cpu"])
+
+
+def test_only_wants_the_path_alone_and_the_exact_count() -> None:
+    counts: Counter[Any] = Counter({Path.PER_TOKEN: 5})
+    with only(counts, Path.TORCH_SCALAR, 2):
+        counts[Path.TORCH_SCALAR] += 2
+    with pytest.raises(WrongPath), only(counts, Path.TORCH_SCALAR, 2):
+        counts[Path.TORCH_SCALAR] += 1
+    with pytest.raises(WrongPath), only(counts, Path.TORCH_SCALAR, 1):
+        counts.update([Path.TORCH_SCALAR, Path.PER_TOKEN])
+
+
+def test_rounds_alternate_and_the_first_is_thrown_away() -> None:
+    order: list[str] = []
+
+    def sampler(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    times = in_rounds({"a": lambda: sampler("a"), "b": lambda: sampler("b")}, 3, "test")
+    assert order == ["a", "b"] * 4
+    assert (times["a"].median_us, times["a"].min_us) == (5, 3)
+    assert (times["b"].median_us, times["b"].min_us) == (6, 4)
+
+
+def test_host_time_waits_for_the_device_only_when_asked() -> None:
+    events: list[str] = []
+    time_calls(lambda: events.append("call"), 2, lambda: events.append("sync"))
+    assert events == ["sync", "call", "call", "sync"]
+    events.clear()
+    time_calls(lambda: events.append("call"), 2, lambda: events.append("sync"), wait=True)
+    assert events == ["sync", "call", "call", "sync", "sync"]
+
+
+def test_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+def test_device_time_sums_the_medians_of_a_calls_kernels() -> None:
+    two_calls = [("index", 2.0), ("index", 2.0), ("index", 90.0), ("index", 2.0), ("add", 1.0)]
+    assert busy_us_per_call([*two_calls, ("add", 3.0)], calls=2) == 2 * 2.0 + 2.0
+    assert busy_us_per_call([], calls=2) is None
+
+
+def test_targets_are_judged_only_where_they_apply() -> None:
+    h200 = replace(
+        CONFIG,
+        layers=12,
+        heads=12,
+        head_dim=64,
+        device=torch.device("cuda:0"),
+        dtype=torch.bfloat16,
+    )
+    path = "triton_full_batch"
+    writes = [WriteRow(64, path, 11.0, 10.0, 2.5, 3.0, 0.1, 25.0)]
+    steps = [StepRow(64, path, 24.0, 23.0, 25.0, 300.0, 290.0, 39.0, 150.0, 140.0, 80.0)]
+    verdicts = [row.verdict for row in append_targets(h200, writes, steps)]
+    assert verdicts == ["met", "met", "missed", "missed", "met"]
+    assert append_targets(replace(h200, layers=6), writes, steps) == []
+    assert append_targets(replace(h200, device=torch.device("cpu")), writes, steps) == []
+    assert append_targets(h200, [replace(writes[0], batch=8)], steps) == []
+    unprofiled = append_targets(h200, [replace(writes[0], device_us=None)], steps)
+    assert [row.verdict for row in unprofiled][2] == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--block-size", "1"], "at least 2"),
+        (["--batch", "0"], "at least 1"),
+        (["--layers", "many"], "invalid"),
+        (["--json", "nowhere/append.json"], "make the directory nowhere first"),
+    ],
+)
+def test_impossible_options_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*SMALL, *words])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_missing_gpu_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--device", "cuda"])
+    assert "torch sees no GPU: use --device cpu" in capsys.readouterr().err
