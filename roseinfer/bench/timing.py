@@ -152,7 +152,7 @@ def kernel_us(call: Callable[[], object], calls: int, sync: Callable[[], None]) 
     """Microseconds a call keeps the GPU busy, gaps left out; None if the profiler saw nothing."""
     sync()
     # Besides kernels and copies, some profilers report the host's waiting, as "Context Sync".
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(calls):
             call()
         sync()

@@ -11,6 +11,7 @@ The ``kv_append_triton*`` functions check their arguments, which waits for the d
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import triton
@@ -65,8 +66,8 @@ def _full_batch_kernel(
     vc_b: tl.constexpr, vc_h: tl.constexpr, vc_t: tl.constexpr, vc_d: tl.constexpr,
     k_r, k_h, k_d,
     v_r, v_h, v_d,
-    H: tl.constexpr, D: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+    TILE_N: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     tokens, exist = _token_tile(n, TILE_N)
     blocks = tl.load(block_idx + tokens, exist, other=0)
@@ -87,8 +88,8 @@ def _identity_pos_kernel(
     vc_b: tl.constexpr, vc_h: tl.constexpr, vc_t: tl.constexpr, vc_d: tl.constexpr,
     k_r, k_h, k_d,
     v_r, v_h, v_d,
-    H: tl.constexpr, D: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+    TILE_N: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     tokens, exist = _token_tile(n, TILE_N)
     blocks = tl.load(block_idx + tokens, exist, other=0)
@@ -109,14 +110,15 @@ def _gather_kernel(
     vc_b: tl.constexpr, vc_h: tl.constexpr, vc_t: tl.constexpr, vc_d: tl.constexpr,
     k_r, k_h, k_d,
     v_r, v_h, v_d,
-    H: tl.constexpr, D: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+    TILE_N: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     tokens, exist = _token_tile(n, TILE_N)
     blocks = tl.load(block_idx + tokens, exist, other=0)
     _move_tokens(
         k_cache, v_cache, key, value,
-        tl.load(rows + tokens, exist, other=0), blocks, tl.load(positions + tokens, exist, other=0), exist,
+        tl.load(rows + tokens, exist, other=0), blocks,
+        tl.load(positions + tokens, exist, other=0), exist,
         kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
         k_r, k_h, k_d, v_r, v_h, v_d,
         H, D, TILE_H, TILE_D,
@@ -143,21 +145,25 @@ def _launch(
     indices: tuple[torch.Tensor, ...],
     pos: tuple[int, ...] = (),
 ) -> None:
-    _, num_heads, head_dim = key.shape
     num_tokens = indices[-1].shape[0]
-    tile_d = 1 << (head_dim - 1).bit_length()
-    tile_h = min(1 << (num_heads - 1).bit_length(), max(1, _TILE // tile_d))
+    tile, num_warps = _tile(*key.shape[1:])
     tile_n = min(1 << (num_tokens - 1).bit_length(), _INTERPRETED_TOKENS) if _INTERPRETED else 1
+    num_heads, _, tile_h, _ = tile
     launcher(
         (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
         (k_cache, v_cache, key, value, *indices),
         (num_tokens, *pos),
-        (
-            *k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(),
-            num_heads, head_dim, tile_n, tile_h, tile_d,
-        ),
-        num_warps=min(4, max(1, tile_h * tile_d // 1024)),
-    )  # fmt: skip
+        (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
+        num_warps,
+    )
+
+
+@cache
+def _tile(num_heads: int, head_dim: int) -> tuple[tuple[int, int, int, int], int]:
+    """Heads and head_dim, the tile that covers them as far as it may, and warps for it."""
+    tile_d = 1 << (head_dim - 1).bit_length()
+    tile_h = min(1 << (num_heads - 1).bit_length(), max(1, _TILE // tile_d))
+    return (num_heads, head_dim, tile_h, tile_d), min(4, max(1, tile_h * tile_d // 1024))
 
 
 def launch_full_batch(

@@ -35,7 +35,6 @@ class DataMover:
         self._counts = path_counts
         self._staging = IndexStaging(storage.device)
         self._kernels: dict[Path, Callable[..., None]] = {}
-        self._why_no_kernels = ""
         self.policy = policy
 
     @property
@@ -46,7 +45,9 @@ class DataMover:
     def policy(self, policy: AppendPolicy) -> None:
         self._policy = policy
         if policy.triton and not self._kernels:
-            self._kernels, self._why_no_kernels = load_kernels(self._storage.device)
+            self._kernels, reason = load_kernels(self._storage.device)
+            if not self._kernels:
+                warn_unavailable_once(reason)
 
     def prepare(self, plan: AppendPlan) -> None:
         """Do what comes before any layer's write: copy shared blocks, stage the indices."""
@@ -93,7 +94,7 @@ class DataMover:
         )
         path = choose(triton=self.policy.triton)
         if path.needs_triton and not self._kernels:
-            self._count_missing_triton()
+            self._counts[Condition.TRITON_UNAVAILABLE] += 1
             return choose(triton=False)
         return path
 
@@ -112,10 +113,6 @@ class DataMover:
             self._kernels[Path.CLONE_TRITON](*caches, *caches, source_idx, target_idx)
             return
         if self.policy.triton:
-            self._count_missing_triton()
+            self._counts[Condition.TRITON_UNAVAILABLE] += 1
         self._counts[Path.CLONE_TORCH] += 1
         storage.clone_blocks(layers, source_idx, target_idx)
-
-    def _count_missing_triton(self) -> None:
-        self._counts[Condition.TRITON_UNAVAILABLE] += 1
-        warn_unavailable_once(self._why_no_kernels)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from roseinfer.errors import BadArgument, BadRefcount
 from roseinfer.kv.paths import Condition, Path
+from roseinfer.kv.pool import SCRATCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +25,8 @@ class Survey:
     """What every row of a batch met. The lists run parallel to the rows."""
 
     block_lists: Sequence[list[int]]
-    last_infos: list[KVBlockInfo | None]
+    last_infos: list[KVBlockInfo]
+    """The scratch block's, which is empty, for a row that has no block yet."""
     positions: list[int]
     """Where the row's first new token goes."""
     needs_block: dict[int, Condition] = field(default_factory=dict)
@@ -83,7 +85,7 @@ def survey(
     pool: BlockPool, block_size: int, block_lists: Sequence[list[int]], counts: Sequence[int] | None
 ) -> Survey:
     """Find out what every row will meet, as if the rows before it had been appended."""
-    infos: list[KVBlockInfo | None] = []
+    infos: list[KVBlockInfo] = []
     positions: list[int] = []
     seen = Survey(block_lists, infos, positions)
     pool_infos, refcounts, first_id = pool.infos, pool.refcounts, pool.first_id
@@ -93,7 +95,7 @@ def survey(
         if block_ids.__class__ is not list:
             raise BadArgument(f"row {row}: a block list must be a list, not {block_ids!r}")
         if not block_ids:
-            infos.append(None)
+            infos.append(pool_infos[SCRATCH])
             positions.append(0)
             seen.needs_block[row] = Condition.FRESH
             continue
@@ -120,20 +122,30 @@ def survey(
 
 
 def _check_rows_are_distinct(seen: Survey) -> None:
-    lists = seen.block_lists
-    if len(set(map(id, lists))) < len(lists):
-        ids = [id(block_ids) for block_ids in lists]
-        row = next(row for row, key in enumerate(ids) if key in ids[:row])
-        raise BadArgument(f"row {row} is the same list object as row {ids.index(ids[row])}")
+    """No list twice, and no block written in place by two rows.
+
+    A list that occurs twice brings its last block twice, so rows that all write in place
+    need only the second check.
+    """
     infos = seen.last_infos
+    lists = seen.block_lists
     if seen.needs_block:
+        _check_lists_differ(lists)
         infos = [info for row, info in enumerate(infos) if row not in seen.needs_block]
     if len(set(map(id, infos))) < len(infos):
-        index = next(info.block_index for info in infos if info and infos.count(info) > 1)
+        _check_lists_differ(lists)
+        index = next(info.block_index for info in infos if infos.count(info) > 1)
         raise BadRefcount(
             f"block index {index} would be written in place by more rows than hold it: "
             "incref_blocks was not called when the list was shared"
         )
+
+
+def _check_lists_differ(lists: Sequence[list[int]]) -> None:
+    if len(set(map(id, lists))) < len(lists):
+        ids = [id(block_ids) for block_ids in lists]
+        row = next(row for row, key in enumerate(ids) if key in ids[:row])
+        raise BadArgument(f"row {row} is the same list object as row {ids.index(ids[row])}")
 
 
 def _tail_blocks(positions: list[int], counts: Sequence[int], block_size: int) -> int:
@@ -163,10 +175,9 @@ def commit(
         plan.rows = [row for row in range(len(targets)) if row not in apart.rows]
         plan.positions = [seen.positions[row] for row in plan.rows]
         targets = [targets[row] for row in plan.rows]
-    blocks = plan.blocks
     for info in targets:
-        info.length += 1  # type: ignore[union-attr]  # every target is a held block by now
-        blocks.append(info.block_index)  # type: ignore[union-attr]
+        info.length += 1
+    plan.blocks = [info.block_index for info in targets]
     if counts is not None:
         _extend_rows(pool, block_size, plan, seen.block_lists, counts)
     plan.num_inputs = len(seen.positions) if apart else len(plan.blocks)
@@ -175,7 +186,7 @@ def commit(
 
 def _open_blocks(
     pool: BlockPool, seen: Survey, plan: AppendPlan, apart: Apart | None
-) -> list[KVBlockInfo | None]:
+) -> list[KVBlockInfo]:
     """Give every row that needs one its new block; return each row's block to write to."""
     targets = list(seen.last_infos)
     for row, condition in seen.needs_block.items():
@@ -184,14 +195,14 @@ def _open_blocks(
             continue
         old = seen.last_infos[row]
         block_ids = seen.block_lists[row]
-        if old is not None and condition is Condition.COPY_ON_WRITE:
+        if condition is Condition.COPY_ON_WRITE:
             new = pool.take(start=old.start, length=old.length)
             plan.copy_from.append(old.block_index)
             plan.copy_to.append(new.block_index)
             pool.drop(old.block_index)
             block_ids[-1] = pool.first_id + new.block_index
         else:
-            new = pool.take(start=old.start + old.length if old else 0, length=0)
+            new = pool.take(start=old.start + old.length, length=0)
             block_ids.append(pool.first_id + new.block_index)
         targets[row] = new
     return targets

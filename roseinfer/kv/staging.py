@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 _SLOTS = 64
 _FIRST_CAPACITY = 256
+_SPARE = 3
+"""What starting each of three columns on 16 bytes can cost."""
+_MOST_SHAPES = 8
+"""Lengths for which a slot remembers its views; decoding needs one or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,16 @@ class StagedIndices:
                 f"were made after it and at most {_SLOTS - 1} may be; write a plan before "
                 "making many more"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """One slot of the ring as columns of one length: where to fill, copy and read."""
+
+    begins: tuple[int, ...]
+    source: torch.Tensor
+    target: torch.Tensor
+    columns: tuple[torch.Tensor, ...]
 
 
 class IndexStaging:
@@ -53,32 +67,46 @@ class IndexStaging:
     def _allocate(self, capacity: int) -> None:
         # Plans already staged keep the old buffers alive through their columns.
         self._capacity = capacity
-        self._host = torch.empty((_SLOTS, capacity), dtype=torch.int64, pin_memory=self._on_gpu)
-        self._view = memoryview(self._host.numpy().data).cast("B").cast("q")
-        self._target = (
-            torch.empty_like(self._host, device=self._device) if self._on_gpu else self._host
-        )
+        host = torch.empty((_SLOTS, capacity), dtype=torch.int64, pin_memory=self._on_gpu)
+        device = torch.empty_like(host, device=self._device) if self._on_gpu else host
+        self._hosts, self._devices = host.unbind(0), device.unbind(0)
+        self._memory = memoryview(host.numpy().data).cast("B").cast("q")
+        self._views: list[dict[tuple[int, int], _Views]] = [{} for _ in range(_SLOTS)]
         self._half_done: list[torch.cuda.Event | None] = [None, None]
 
     def stage(self, columns: Sequence[list[int]]) -> StagedIndices:
         """Put columns of equal length on the device with a single copy."""
         length = len(columns[0])
-        pitch = length + length % 2  # columns start on 16 bytes, as compiled kernels like it
-        total = pitch * len(columns)
-        if total > self._capacity:
-            self._allocate(1 << (total - 1).bit_length())
-        slot = self._next_slot()
-        begin = slot * self._capacity
-        for column in columns:
-            self._view[begin : begin + length] = array("q", column)
-            begin += pitch
-        target = self._target[slot]
+        views = self._slot_views(self._next_slot(length * len(columns)), length, len(columns))
+        for begin, column in zip(views.begins, columns, strict=True):
+            self._memory[begin : begin + length] = array("q", column)
         if self._on_gpu:
-            target[:total].copy_(self._host[slot, :total], non_blocking=True)
-        views = tuple(target[at : at + length] for at in range(0, total, pitch))
-        return StagedIndices(views, self, self.tickets)
+            views.target.copy_(views.source, non_blocking=True)
+        return StagedIndices(views.columns, self, self.tickets)
 
-    def _next_slot(self) -> int:
+    def _slot_views(self, slot: int, length: int, columns: int) -> _Views:
+        known = self._views[slot]
+        views = known.get((length, columns))
+        if views is None:
+            if len(known) >= _MOST_SHAPES:
+                known.clear()
+            views = known[length, columns] = self._make_views(slot, length, columns)
+        return views
+
+    def _make_views(self, slot: int, length: int, columns: int) -> _Views:
+        pitch = _pitch(length)
+        total = pitch * columns
+        host, device = self._hosts[slot], self._devices[slot]
+        return _Views(
+            tuple(slot * self._capacity + at for at in range(0, total, pitch)),
+            host[:total],
+            device[:total],
+            tuple(device[at : at + length] for at in range(0, total, pitch)),
+        )
+
+    def _next_slot(self, size: int) -> int:
+        if size + _SPARE > self._capacity:
+            self._allocate(1 << (size + _SPARE - 1).bit_length())
         self.tickets += 1
         slot = self.tickets % _SLOTS
         if self._on_gpu and slot % (_SLOTS // 2) == 0:
@@ -92,3 +120,8 @@ class IndexStaging:
         entered = self._half_done[half]
         if entered is not None:
             entered.synchronize()
+
+
+def _pitch(length: int) -> int:
+    """Distance of columns: they start on 16 bytes, as compiled kernels like it."""
+    return length + length % 2

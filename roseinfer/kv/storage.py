@@ -71,8 +71,9 @@ class KVStorage:
 
     def clone_blocks(self, layers: range, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy whole blocks in several layers; every source is read before any target changes."""
-        for cache in self.group(layers):
-            cache.index_copy_(1, target, cache.index_select(1, source))
+        for layer in layers:  # one by one: the copies in between are small enough to be reused
+            for cache in (self.key_layers[layer], self.value_layers[layer]):
+                cache.index_copy_(0, target, cache.index_select(0, source))
 
     def gather(
         self, layer: int, blocks: list[int], length: int
