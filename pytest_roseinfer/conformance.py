@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import seed as seeded
 from hypothesis import settings as hypothesis_settings
@@ -22,7 +24,7 @@ from pytest_roseinfer.metamorphic import (
 from pytest_roseinfer.strategies import histories
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pytest_roseinfer.history import History
 
@@ -62,10 +64,22 @@ def search(
         # Searches of one run must not all draw the same histories.
         test = seeded(f"{asked.seed} {attempt.__qualname__} {aim}")(test)
     try:
-        test()
+        with _one_thread():
+            test()
     except Divergence as failure:
         coverage.current().of(adapter).failed = True
         raise _with_replay(adapter, failure) from failure.__cause__
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch to one thread: tensors this small only wait for the others."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _with_replay(adapter: type[KVCacheAdapter], failure: Divergence) -> Divergence:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.bench import append, reporting
+from roseinfer.bench import append, append_scaling, reporting
 from roseinfer.bench.append import AppendConfig
 from roseinfer.bench.reporting import Report, Table, UnavailableRow, judge
 from roseinfer.bench.timing import copy_bandwidth, one_thread
@@ -174,16 +174,16 @@ def _runnable(device: torch.device) -> tuple[_Policies, _Policies, list[Unavaila
 
 def _scaling_tables(*, quick: bool) -> tuple[Table, Table]:
     if quick:
-        config = append.ScalingConfig((64, 256), (1_024, 16_384), (16, 1_024), rounds=3)
+        config = append_scaling.ScalingConfig((64, 256), (1_024, 16_384), (16, 1_024), rounds=3)
     else:
-        config = append.ScalingConfig(
+        config = append_scaling.ScalingConfig(
             sequences=(64, 256, 1_024, 4_096),
             blocks=(1_024, 100_000, 1_000_000),
             tokens=(16, 256, 1_024, 4_096, 16_384),
             rounds=15,
         )
-    pool = [append.measure_pool(blocks) for blocks in config.blocks]
-    scaling = append.measure_scaling(config)
+    pool = [append_scaling.measure_pool(blocks) for blocks in config.blocks]
+    scaling = append_scaling.measure_scaling(config)
     return Table("scaling", _SCALING, scaling), Table("pool", _POOL, pool)
 
 

@@ -4,24 +4,19 @@ Two arrangements of the same cache are timed. *Per layer*: every layer has its o
 lists and one ``append_token_batch`` a step. *Grouped*: all layers share their lists, a step
 is planned once and then written layer by layer. The baseline is a loop of ``append_token``
 over every layer and sequence, its tokens split beforehand at no charge.
-
-``measure_scaling`` plans steps without tensors, to show what their cost depends on.
 """
 
 from __future__ import annotations
 
-import time
-import tracemalloc
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.bench.reporting import PoolRow, ScalingRow, StepRow, WriteRow
+from roseinfer.bench.reporting import StepRow, WriteRow
 from roseinfer.bench.timing import (
     Work,
     graph_sampler,
@@ -32,10 +27,8 @@ from roseinfer.bench.timing import (
     time_calls,
 )
 from roseinfer.config import AppendPolicy
-from roseinfer.kv import plan as planning
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.kv.paths import Path
-from roseinfer.kv.pool import BlockPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,11 +52,6 @@ CLONES: dict[Path, AppendPolicy] = {
 _WRITES_PER_GRAPH = 96
 _CLONES_PER_SAMPLE = 64
 """Blocks copied in one sample; one for every sequence where those are more."""
-_SCALING_BLOCK_SIZE = 64
-_SCALING_SEQUENCES = 64
-_SCALING_TOKENS = 1024
-"""These three stay as they are while another quantity varies."""
-_POOL_BUILDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +73,6 @@ class AppendConfig:
     def token_bytes(self) -> int:
         """To move one token's key and value in one layer: each is read and written."""
         return 2 * 2 * self.heads * self.head_dim * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class ScalingConfig:
-    sequences: tuple[int, ...]
-    blocks: tuple[int, ...]
-    tokens: tuple[int, ...]
-    rounds: int
 
 
 class Rig:
@@ -317,72 +297,3 @@ def measure_steps(
         )
         for path in (Path.PER_TOKEN, *policies)
     ]  # fmt: skip
-
-
-class Metadata:
-    """Sequences of equal length in a pool without tensors; the last few of them decode."""
-
-    def __init__(self, sequences: int, tokens: int, decoding: int) -> None:
-        blocks = -(-tokens // _SCALING_BLOCK_SIZE)
-        self.pool = BlockPool(layer=0, first_id=0, size=sequences * blocks + decoding + 1)
-        self._lists = [self._sequence(tokens) for _ in range(sequences)]
-        self.decoding = self._lists[-decoding:]
-        self.tokens = tokens
-
-    def _sequence(self, tokens: int) -> list[int]:
-        pool, size = self.pool, _SCALING_BLOCK_SIZE
-        return [
-            pool.first_id + pool.take(start=at, length=min(size, tokens - at)).block_index
-            for at in range(0, tokens, size)
-        ]
-
-    def plan(self) -> None:
-        seen = planning.survey(self.pool, _SCALING_BLOCK_SIZE, self.decoding, None)
-        self.pool.require(seen.blocks_needed)
-        planning.commit(self.pool, _SCALING_BLOCK_SIZE, seen)
-
-    def plan_us(self) -> float:
-        """Mean over the tokens of one block, in which every sequence rolls over once."""
-        microseconds = time_calls(self.plan, _SCALING_BLOCK_SIZE, lambda: None)
-        for block_ids in self.decoding:  # as long as before, in blocks and in the last one
-            self.pool.drop(block_ids.pop(0) - self.pool.first_id)
-        return microseconds
-
-
-def measure_scaling(config: ScalingConfig) -> list[ScalingRow]:
-    few, tokens = _SCALING_SEQUENCES, _SCALING_TOKENS
-    blocks_each = tokens // _SCALING_BLOCK_SIZE
-    cases = {("sequences", count): Metadata(count, tokens, count) for count in config.sequences}
-    cases |= {("tokens each", length): Metadata(few, length, few) for length in config.tokens}
-    cases |= {
-        ("blocks in use", count): Metadata(count // blocks_each, tokens, few)
-        for count in config.blocks
-    }
-    times = in_rounds({key: cases[key].plan_us for key in cases}, config.rounds, "scaling")
-    return [
-        ScalingRow(
-            varied=varied,
-            sequences=len(case.decoding),
-            tokens_each=case.tokens,
-            blocks_in_use=len(case.pool.infos) - 1,
-            plan_us=times[varied, at].median_us,
-            us_per_sequence=times[varied, at].median_us / len(case.decoding),
-        )
-        for (varied, at), case in cases.items()
-    ]
-
-
-def measure_pool(blocks: int) -> PoolRow:
-    sequences = blocks * _SCALING_BLOCK_SIZE // _SCALING_TOKENS
-    seconds = []
-    for _ in range(_POOL_BUILDS):
-        begin = time.perf_counter()
-        built = Metadata(sequences, _SCALING_TOKENS, 1)
-        seconds.append(time.perf_counter() - begin)
-        del built  # outside the time of the next
-    tracemalloc.start()
-    built = Metadata(sequences, _SCALING_TOKENS, 1)
-    traced, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    used = len(built.pool.infos) - 1
-    return PoolRow(used, median(seconds), traced / used)
