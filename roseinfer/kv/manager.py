@@ -158,17 +158,23 @@ class KVBlockManager:
     def append_token_batch(
         self,
         layer_idx: int,
-        block_ids_list: Sequence[list[int]],
+        block_ids_list: Sequence[list[int] | None],
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> None:
-        """Append row ``i`` of ``[batch, heads, head_dim]`` to ``block_ids_list[i]``."""
+        """Append row ``i`` of ``[batch, heads, head_dim]`` to ``block_ids_list[i]``.
+
+        A row whose list is None is padding: it may write to the scratch block only.
+        """
         pool = self._own_pool(layer_idx, "append_token_batch")
         self._check_inputs(key, value, (len(block_ids_list), self.num_heads, self.head_dim))
         seen = planning.survey(pool, self.block_size, block_ids_list, None)
         pool.require(seen.blocks_needed)
         if not self.policy.batched:
             for row, block_ids in enumerate(block_ids_list):
+                if block_ids is None:
+                    self.path_counts[Condition.PADDING] += 1
+                    continue
                 self.append_token(layer_idx, block_ids, key[row], value[row])
             return
         apart = self._rows_apart(seen, layer_idx, key, value)
@@ -191,12 +197,13 @@ class KVBlockManager:
     def plan_append(
         self,
         layer_idx: int,
-        block_ids_list: Sequence[list[int]],
+        block_ids_list: Sequence[list[int] | None],
         num_tokens: Sequence[int] | None = None,
     ) -> AppendPlan:
         """Make room for tokens in all layers of ``layer_idx``'s group, and say where they go.
 
-        One token per list, or ``num_tokens[i]`` for list ``i``. From here on the lists count
+        One token per list, or ``num_tokens[i]`` for list ``i``; None instead of a list is a
+        padding row, whose token goes to the scratch block. From here on the lists count
         the tokens as stored and shared blocks have been copied; what remains is one
         ``write`` per layer.
         """
@@ -309,7 +316,8 @@ class KVBlockManager:
         rows = frozenset(
             row
             for row, condition in seen.needs_block.items()
-            if not (
+            if condition is not Condition.PADDING
+            and not (
                 policy.batched_copy_on_write
                 if condition is Condition.COPY_ON_WRITE
                 else policy.batched_rollover
@@ -317,12 +325,17 @@ class KVBlockManager:
         )
 
         def append(row: int) -> None:
-            self.append_token(layer_idx, seen.block_lists[row], key[row], value[row])
+            block_ids = seen.block_lists[row]
+            if block_ids is not None:
+                self.append_token(layer_idx, block_ids, key[row], value[row])
 
         return planning.Apart(rows, append) if rows else None
 
     def _plan(
-        self, pool: BlockPool, block_lists: Sequence[list[int]], counts: Sequence[int] | None
+        self,
+        pool: BlockPool,
+        block_lists: Sequence[list[int] | None],
+        counts: Sequence[int] | None,
     ) -> AppendPlan:
         seen = planning.survey(pool, self.block_size, block_lists, counts)
         pool.require(seen.blocks_needed)

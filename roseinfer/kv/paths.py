@@ -57,6 +57,7 @@ class Condition(str, Enum):
     ROLLOVER = "rollover"
     ROLLOVER_SHARED = "rollover_shared"
     COPY_ON_WRITE = "copy_on_write"
+    PADDING = "padding"
     TRITON_UNAVAILABLE = "triton_unavailable"
 
 

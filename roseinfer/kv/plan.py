@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from roseinfer.errors import BadArgument, BadRefcount
 from roseinfer.kv.paths import Condition, Path
-from roseinfer.kv.pool import SCRATCH
+from roseinfer.kv.pool import SCRATCH, KVBlockInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from roseinfer.kv.pool import BlockPool, KVBlockInfo
+    from roseinfer.kv.pool import BlockPool
     from roseinfer.kv.staging import StagedIndices
 
 
@@ -24,19 +24,21 @@ if TYPE_CHECKING:
 class Survey:
     """What every row of a batch met. The lists run parallel to the rows."""
 
-    block_lists: Sequence[list[int]]
+    block_lists: Sequence[list[int] | None]
     last_infos: list[KVBlockInfo]
     """The scratch block's, which is empty, for a row that has no block yet."""
     positions: list[int]
     """Where the row's first new token goes."""
     needs_block: dict[int, Condition] = field(default_factory=dict)
     """Rows that cannot write in place, in order, and why."""
+    padding: int = 0
+    """How many of those are padding, which takes no block."""
     tail_blocks: int = 0
     """Blocks for the tokens that follow each row's first."""
 
     @property
     def blocks_needed(self) -> int:
-        return len(self.needs_block) + self.tail_blocks
+        return len(self.needs_block) - self.padding + self.tail_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,15 @@ class AppendPlan:
 
 
 def survey(
-    pool: BlockPool, block_size: int, block_lists: Sequence[list[int]], counts: Sequence[int] | None
+    pool: BlockPool,
+    block_size: int,
+    block_lists: Sequence[list[int] | None],
+    counts: Sequence[int] | None,
 ) -> Survey:
-    """Find out what every row will meet, as if the rows before it had been appended."""
+    """Find out what every row will meet, as if the rows before it had been appended.
+
+    A list that is None is a padding row: its token goes to the scratch block.
+    """
     infos: list[KVBlockInfo] = []
     positions: list[int] = []
     seen = Survey(block_lists, infos, positions)
@@ -93,7 +101,13 @@ def survey(
     leaving: dict[int, int] = {}  # block index -> earlier rows that will copy it and let go
     for row, block_ids in enumerate(block_lists):
         if block_ids.__class__ is not list:
-            raise BadArgument(f"row {row}: a block list must be a list, not {block_ids!r}")
+            if block_ids is not None:
+                raise BadArgument(f"row {row}: a block list must be a list, not {block_ids!r}")
+            infos.append(pool_infos[SCRATCH])
+            positions.append(0)
+            seen.needs_block[row] = Condition.PADDING
+            seen.padding += 1
+            continue
         if not block_ids:
             infos.append(pool_infos[SCRATCH])
             positions.append(0)
@@ -117,8 +131,19 @@ def survey(
             seen.needs_block[row] = Condition.COPY_ON_WRITE
     _check_rows_are_distinct(seen)
     if counts is not None:
-        seen.tail_blocks = _tail_blocks(positions, counts, block_size)
+        seen.tail_blocks = _tail_blocks(seen, counts, block_size)
+    if seen.padding:
+        _place_padding(seen)
     return seen
+
+
+def _place_padding(seen: Survey) -> None:
+    """Put padding where a row that is none writes, lest it spoil a constant position."""
+    padding = {row for row, met in seen.needs_block.items() if met is Condition.PADDING}
+    real = (at for row, at in enumerate(seen.positions) if row not in padding)
+    position = next(real, 0)
+    for row in padding:
+        seen.positions[row] = position
 
 
 def _check_rows_are_distinct(seen: Survey) -> None:
@@ -141,20 +166,23 @@ def _check_rows_are_distinct(seen: Survey) -> None:
         )
 
 
-def _check_lists_differ(lists: Sequence[list[int]]) -> None:
-    if len(set(map(id, lists))) < len(lists):
-        ids = [id(block_ids) for block_ids in lists]
-        row = next(row for row, key in enumerate(ids) if key in ids[:row])
+def _check_lists_differ(lists: Sequence[list[int] | None]) -> None:
+    ids = [id(block_ids) for block_ids in lists if block_ids is not None]
+    if len(set(ids)) < len(ids):
+        ids = [id(lists) if block_ids is None else id(block_ids) for block_ids in lists]
+        row = next(row for row, key in enumerate(ids) if key != id(lists) and key in ids[:row])
         raise BadArgument(f"row {row} is the same list object as row {ids.index(ids[row])}")
 
 
-def _tail_blocks(positions: list[int], counts: Sequence[int], block_size: int) -> int:
-    if len(counts) != len(positions):
-        raise BadArgument(f"{len(counts)} token counts for {len(positions)} block lists")
+def _tail_blocks(seen: Survey, counts: Sequence[int], block_size: int) -> int:
+    if len(counts) != len(seen.positions):
+        raise BadArgument(f"{len(counts)} token counts for {len(seen.positions)} block lists")
     needed = 0
-    for row, (position, count) in enumerate(zip(positions, counts, strict=True)):
+    for row, (position, count) in enumerate(zip(seen.positions, counts, strict=True)):
         if count < 1:
             raise BadArgument(f"row {row}: asked to append {count} tokens; at least 1 is needed")
+        if count > 1 and seen.block_lists[row] is None:
+            raise BadArgument(f"row {row} is padding and takes one token, not {count}")
         needed += (position + count - 1) // block_size
     return needed
 
@@ -195,7 +223,9 @@ def _open_blocks(
             continue
         old = seen.last_infos[row]
         block_ids = seen.block_lists[row]
-        if condition is Condition.COPY_ON_WRITE:
+        if block_ids is None:
+            new = KVBlockInfo(pool.layer, SCRATCH, 0, 0)  # one to count on and throw away
+        elif condition is Condition.COPY_ON_WRITE:
             new = pool.take(start=old.start, length=old.length)
             plan.copy_from.append(old.block_index)
             plan.copy_to.append(new.block_index)
@@ -212,7 +242,7 @@ def _extend_rows(
     pool: BlockPool,
     block_size: int,
     plan: AppendPlan,
-    block_lists: Sequence[list[int]],
+    block_lists: Sequence[list[int] | None],
     counts: Sequence[int],
 ) -> None:
     """Place the tokens after each row's first: its block is its own by now."""
@@ -223,10 +253,11 @@ def _extend_rows(
         blocks.append(info.block_index)
         positions.append(plan.positions[row])
         left = count - 1
-        while left:
+        block_ids = block_lists[row]
+        while left and block_ids is not None:
             if info.length == block_size:
                 info = pool.take(start=info.start + block_size, length=0)
-                block_lists[row].append(pool.first_id + info.block_index)
+                block_ids.append(pool.first_id + info.block_index)
             step = min(left, block_size - info.length)
             blocks += [info.block_index] * step
             positions += range(info.length, info.length + step)
