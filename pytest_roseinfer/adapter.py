@@ -53,8 +53,9 @@ class KVCacheAdapter:
     an empty sequence. Tensors are ``[layers, tokens, heads, head_dim]``.
 
     An ability is offered by overriding its method, and tested when it is:
-    ``append_many``, ``prefill``, ``fork``, ``free``, ``gather``, ``set_options``,
-    ``table``, ``ledger``, ``arena`` and ``path_counts``.
+    ``append_many``, ``append_padded``, ``prefill``, ``reserve`` with ``fill``, ``fork``,
+    ``free``, ``gather``, ``set_options``, ``table``, ``ledger``, ``arena`` and
+    ``path_counts``.
     """
 
     full_errors: ClassVar[tuple[type[BaseException], ...]] = (CacheFull,)
@@ -69,6 +70,8 @@ class KVCacheAdapter:
     """Switches to vary: each history draws a value for every name, for ``spec.options``."""
     path_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Switches without which a path cannot run, so that histories can aim at it."""
+    scratch_blocks: ClassVar[frozenset[int]] = frozenset()
+    """Blocks of ``arena`` that no sequence owns and padding may write to."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
     """Dtypes the cache can be built with."""
 
@@ -91,6 +94,23 @@ class KVCacheAdapter:
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Append ``counts[i]`` tokens to ``seqs[i]``; a sequence's tokens lie together."""
+        raise NotImplementedError
+
+    def append_padded(
+        self, seqs: Sequence[int | None], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """As ``append``, but a row whose sequence is None is padding and belongs to nobody."""
+        raise NotImplementedError
+
+    def reserve(self, seqs: Sequence[int], counts: Sequence[int]) -> object:
+        """Make room for ``counts[i]`` more tokens of ``seqs[i]``, to be written later.
+
+        What is returned is handed to ``fill``. Until then the sequences are left alone.
+        """
+        raise NotImplementedError
+
+    def fill(self, reservation: Any, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the tokens room was made for."""
         raise NotImplementedError
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -132,7 +152,10 @@ class KVCacheAdapter:
 
 OPTIONAL = (
     "append_many",
+    "append_padded",
     "prefill",
+    "reserve",
+    "fill",
     "fork",
     "free",
     "gather",

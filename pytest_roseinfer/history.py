@@ -28,6 +28,21 @@ class Append:
 
 
 @dataclass(frozen=True, slots=True)
+class AppendPadded:
+    """One token to each of some sequences; where the sequence is None, a padding row."""
+
+    seqs: tuple[int | None, ...]
+    layout: str = "plain"
+
+    def rows(self) -> list[tuple[int, int]]:
+        return [(seq, 1) for seq in self.seqs if seq is not None]
+
+    def words(self) -> str:
+        rows = ["padding" if seq is None else str(seq) for seq in self.seqs]
+        return f"append one token to rows {', '.join(rows)}{_laid_out(self.layout)}"
+
+
+@dataclass(frozen=True, slots=True)
 class AppendMany:
     """Several tokens to each of some sequences."""
 
@@ -56,6 +71,30 @@ class Prefill:
 
     def words(self) -> str:
         return f"prefill sequence {self.seq} with {self.count} tokens{_laid_out(self.layout)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Room for several tokens of some sequences, which a ``Fill`` writes later."""
+
+    seqs: tuple[int, ...]
+    counts: tuple[int, ...]
+    layout: str = "plain"
+
+    def rows(self) -> list[tuple[int, int]]:
+        return list(zip(self.seqs, self.counts, strict=True))
+
+    def words(self) -> str:
+        each = ", ".join(f"{count} of sequence {seq}" for seq, count in self.rows())
+        return f"reserve room for tokens: {each}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Write the tokens of the oldest reservation that is still open."""
+
+    def words(self) -> str:
+        return "write the tokens that room was reserved for first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +138,14 @@ class SetOptions:
         return "set " + ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
-Write = Append | AppendMany | Prefill | Copy
-Operation = Write | Fork | Free | SetOptions
+Write = Append | AppendPadded | AppendMany | Prefill | Copy | Reserve
+Operation = Write | Fill | Fork | Free | SetOptions
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Append, AppendMany, Prefill, Copy, Fork, Free, SetOptions)
-}
+    kind.__name__: kind
+    for kind in (
+        Append, AppendPadded, AppendMany, Prefill, Copy, Reserve, Fill, Fork, Free, SetOptions,
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +199,15 @@ def tokens_of(oracle: Oracle, step: Write) -> list[int]:
 
 
 def apply_to_oracle(oracle: Oracle, step: Operation) -> bool:
-    """Do a step to the oracle; False when it is a write that does not fit."""
+    """Do a step to the oracle; False when it is a write that does not fit.
+
+    Tokens count as stored from the moment room is reserved for them.
+    """
     if isinstance(step, Fork):
         oracle.fork(step.parent, step.child)
     elif isinstance(step, Free):
         oracle.free(step.seq)
-    elif not isinstance(step, SetOptions):
+    elif is_write(step):
         if not oracle.fits(step.rows()):
             return False
         oracle.append(step.rows(), tokens_of(oracle, step))

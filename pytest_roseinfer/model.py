@@ -22,12 +22,22 @@ def token_of(seq: int, position: int) -> int:
     return seq * _POSITIONS + position
 
 
+_PADDING_SEQUENCE = 1 << 15
+
+
+def padding_token(row: int) -> int:
+    """What a padding row writes: a token that belongs in no sequence."""
+    return token_of(_PADDING_SEQUENCE, row)
+
+
 def token_label(token: int) -> str:
     return "{}.{}".format(*divmod(token, _POSITIONS))
 
 
 def token_words(token: int) -> str:
     seq, position = divmod(token, _POSITIONS)
+    if seq == _PADDING_SEQUENCE:
+        return f"padding row {position}"
     return f"sequence {seq}, token {position}"
 
 

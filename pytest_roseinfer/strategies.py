@@ -16,11 +16,14 @@ from pytest_roseinfer.adapter import CacheSpec, KVCacheAdapter, abilities
 from pytest_roseinfer.history import (
     Append,
     AppendMany,
+    AppendPadded,
+    Fill,
     Fork,
     Free,
     History,
     Operation,
     Prefill,
+    Reserve,
     SetOptions,
     apply_to_oracle,
     is_write,
@@ -123,13 +126,17 @@ class _Writer:
     oracle: Oracle
     steps: list[Operation] = field(default_factory=list)
     names: int = 0
+    waiting: list[set[int]] = field(default_factory=list)
+    """Sequences of each reservation not yet filled: until then they are left alone."""
 
     def fresh(self, count: int) -> tuple[int, ...]:
         return tuple(range(self.names, self.names + count))
 
     @property
     def live(self) -> list[int]:
-        return list(self.oracle.sequences)
+        """Sequences that may be used now."""
+        waiting = set().union(*self.waiting)
+        return [seq for seq in self.oracle.sequences if seq not in waiting]
 
     def layout(self) -> str:
         return self.draw(st.sampled_from(LAYOUTS))
@@ -162,6 +169,16 @@ class _Writer:
         counts = tuple(self._count(seq) for seq in seqs)
         return AppendMany(seqs, counts, self.layout())
 
+    def append_padded(self) -> Operation:
+        seqs: list[int | None] = list(self.draw(append_batches(self.live, self.fresh(1))))
+        for _ in range(self.draw(st.integers(1, 3))):
+            seqs.insert(self.draw(st.integers(0, len(seqs))), None)
+        return AppendPadded(tuple(seqs), self.layout())
+
+    def reserve(self) -> Operation:
+        seqs = self.draw(append_batches(self.live, self.fresh(1)))
+        return Reserve(seqs, tuple(self._count(seq) for seq in seqs), self.layout())
+
     def prefill(self) -> Operation:
         (seq,) = self.fresh(1)
         return Prefill(seq, self._count(seq), self.layout())
@@ -182,10 +199,15 @@ class _Writer:
     def moves(self) -> list[Callable[[], Operation]]:
         """What may be done next; twice listed is twice as likely."""
         can = abilities(self.adapter)
-        crowded = len(self.live) >= _MOST_SEQUENCES
+        crowded = len(self.oracle.sequences) >= _MOST_SEQUENCES
         moves = [self.append]
         if "append_many" in can:
             moves.append(self.append_many)
+        if "append_padded" in can:
+            moves.append(self.append_padded)
+        if {"reserve", "fill"} <= can:
+            moves.append(self.reserve)
+            moves += [Fill] * (2 * bool(self.waiting))
         if "prefill" in can and not crowded:
             moves += [self.prefill] * 2
         if self.live:
@@ -206,7 +228,11 @@ class _Writer:
             named = [seq for seq, _ in step.rows()]
         else:
             named = [step.child] if isinstance(step, Fork) else []
-        apply_to_oracle(self.oracle, step)
+        fits = apply_to_oracle(self.oracle, step)
+        if isinstance(step, Reserve) and fits:
+            self.waiting.append(set(step.seqs))
+        elif isinstance(step, Fill):
+            self.waiting.pop(0)
         self.names = max([self.names, *(seq + 1 for seq in named)])
         self.steps.append(step)
 
@@ -235,4 +261,6 @@ def histories(
         if move is None:
             break
         writer.take(move())
+    while writer.waiting:
+        writer.take(Fill())
     return History(spec, tuple(writer.steps), finite=draw(st.booleans()))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from pytest_roseinfer.adapter import CacheSpec, KVCacheAdapter, Ledger
-from roseinfer import AppendPolicy, Condition, KVBlockManager, OutOfBlocks, Path
+from roseinfer import AppendPlan, AppendPolicy, Condition, KVBlockManager, OutOfBlocks, Path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,6 +21,7 @@ class _ManagerAdapter(KVCacheAdapter):
         path.value: Path.PER_TOKEN.value for path in Path if path is not Path.PER_TOKEN
     }
     one_position_paths = frozenset({Path.TRITON_FULL_BATCH.value, Path.TORCH_SCALAR.value})
+    scratch_blocks = frozenset({0})
     conditions = tuple(
         condition.value for condition in Condition if condition is not Condition.TRITON_UNAVAILABLE
     )
@@ -118,22 +119,29 @@ class _ManagerAdapter(KVCacheAdapter):
     def path_counts(self) -> Mapping[str, int]:
         return {name.value: count for name, count in self.manager.path_counts.items()}
 
-    def _with_fresh(self, seqs: Sequence[int]) -> list[list[list[int]]]:
-        return [self.lists.get(seq) or [[] for _ in range(self.groups)] for seq in seqs]
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        self.append_padded(seqs, key, value)
 
-    def _keep(self, seqs: Sequence[int], lists: Sequence[list[list[int]]]) -> None:
-        self.lists.update(zip(seqs, lists, strict=True))
+    def _with_fresh(self, seqs: Sequence[int | None]) -> dict[int, list[list[int]]]:
+        """The sequences' lists, with new ones for names not seen before."""
+        return {
+            seq: self.lists.get(seq) or [[] for _ in range(self.groups)]
+            for seq in seqs
+            if seq is not None
+        }
 
 
 class PerLayerManager(_ManagerAdapter):
     """``append_token_batch`` and ``register_prefill_layer``, a block list for every layer."""
 
-    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+    def append_padded(
+        self, seqs: Sequence[int | None], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
         lists = self._with_fresh(seqs)
         for layer in range(self.spec.num_layers):
-            rows = [own[layer] for own in lists]
+            rows = [None if seq is None else lists[seq][layer] for seq in seqs]
             self.manager.append_token_batch(layer, rows, key[layer], value[layer])
-        self._keep(seqs, lists)
+        self.lists.update(lists)
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.lists[seq] = [
@@ -149,26 +157,29 @@ class GroupedManager(_ManagerAdapter):
 
     layers_per_group = 0
 
-    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        self._append(seqs, None, key, value)
+    def append_padded(
+        self, seqs: Sequence[int | None], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        self.fill(self._plan(seqs, None), key, value)
 
     def append_many(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        self._append(seqs, counts, key, value)
+        self.fill(self._plan(seqs, counts), key, value)
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self._append([seq], [key.shape[1]], key, value)
+        self.fill(self._plan([seq], [key.shape[1]]), key, value)
 
-    def _append(
-        self,
-        seqs: Sequence[int],
-        counts: Sequence[int] | None,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> None:
-        lists = self._with_fresh(seqs)
-        plan = self.manager.plan_append(0, [own[0] for own in lists], counts)
+    def reserve(self, seqs: Sequence[int], counts: Sequence[int]) -> AppendPlan:
+        return self._plan(seqs, counts)
+
+    def fill(self, reservation: AppendPlan, key: torch.Tensor, value: torch.Tensor) -> None:
         for layer in range(self.spec.num_layers):
-            self.manager.write(plan, layer, key[layer], value[layer])
-        self._keep(seqs, lists)
+            self.manager.write(reservation, layer, key[layer], value[layer])
+
+    def _plan(self, seqs: Sequence[int | None], counts: Sequence[int] | None) -> AppendPlan:
+        lists = self._with_fresh(seqs)
+        rows = [None if seq is None else lists[seq][0] for seq in seqs]
+        plan = self.manager.plan_append(0, rows, counts)
+        self.lists.update(lists)
+        return plan
