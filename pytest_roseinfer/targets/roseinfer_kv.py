@@ -117,7 +117,7 @@ class _ManagerAdapter(KVCacheAdapter):
         return self.manager.keys, self.manager.values
 
     def path_counts(self) -> Mapping[str, int]:
-        return {name.value: count for name, count in self.manager.path_counts.items()}
+        return {str(name): count for name, count in self.manager.path_counts.items()}
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         self.append_padded(seqs, key, value)

@@ -14,8 +14,16 @@ if TYPE_CHECKING:
     from roseinfer.config import AppendPolicy
 
 
-class Path(str, Enum):
-    """Who moved the data. The members are strings, so ``path_counts["per_token"]`` works."""
+class _Name(str, Enum):
+    """Members are the strings they stand for, so ``path_counts["per_token"]`` works."""
+
+    def __str__(self) -> str:
+        value: str = self.value
+        return value
+
+
+class Path(_Name):
+    """Who moved the data."""
 
     TRITON_FULL_BATCH = "triton_full_batch"
     TRITON_IDENTITY_POS = "triton_identity_pos"
@@ -49,7 +57,7 @@ _SCALAR_POSITION = frozenset({Path.TRITON_FULL_BATCH, Path.TORCH_SCALAR})
 _GATHER = frozenset({Path.TRITON_GATHER, Path.TORCH_GATHER})
 
 
-class Condition(str, Enum):
+class Condition(_Name):
     """What a row found at the end of its block list, and what the machine lacked."""
 
     FRESH = "fresh"
@@ -61,7 +69,7 @@ class Condition(str, Enum):
     TRITON_UNAVAILABLE = "triton_unavailable"
 
 
-PathCounts = Counter[Path | Condition]
+PathCounts = Counter[str]
 """How often each path ran and each condition was met since the manager was built."""
 
 

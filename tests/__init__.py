@@ -1,0 +1,1 @@
+"""The tests of roseinfer and of its pytest plugin."""

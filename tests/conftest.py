@@ -1,0 +1,21 @@
+"""What every test shares: the device, and Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+# Triton decides when a kernel is defined whether it will be interpreted, so this must stand
+# before anything imports roseinfer's kernels.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    # The tensors are tiny; on a busy machine threads only wait for each other.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where caches live: the GPU when there is one, so that the kernels run compiled."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,1 @@
+"""The paged KV cache, each fast path against the per-token one."""

@@ -1,0 +1,107 @@
+"""What a call did, other than its result: tensor operations, bytecodes, objects made."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from roseinfer.kv import pool
+from roseinfer.kv.triton_launch import KernelLauncher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    import pytest
+    import torch
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records every tensor operation dispatched, and every kernel launched, inside the block.
+
+    What Triton's interpreter does to run a kernel is not the engine's doing and is left out.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.launches: list[Launch] = []
+        launch = KernelLauncher.__call__
+
+        def recorded(launcher: KernelLauncher, *args: Any, **kwargs: Any) -> None:
+            _, tensors, scalars, *_ = args
+            self.launches.append(Launch(list(tensors), list(scalars)))
+            with _disable_current_modes():
+                launch(launcher, *args, **kwargs)
+
+        monkeypatch.setattr(KernelLauncher, "__call__", recorded)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func.overloadpacket.__name__, args))
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name: str) -> int:
+        return sum(called == name for called, _ in self.calls)
+
+    def beyond(self, *expected: str) -> set[str]:
+        """Operations that are neither views nor among ``expected``."""
+        return {name for name, _ in self.calls} - {"select", "slice", *expected}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a kernel was handed."""
+
+    tensors: list[torch.Tensor]
+    scalars: list[int]
+
+
+def count_steps(call: Callable[[], object]) -> int:
+    """Python bytecodes executed by ``call`` and all it calls, plus the C functions entered.
+
+    A clock would say the same with noise. C functions count as one step however much they
+    do, so what they are handed has to be watched separately.
+    """
+    steps = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal steps
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        steps += event == "opcode"
+        return trace
+
+    def profile(_frame: FrameType, event: str, _: Any) -> None:
+        nonlocal steps
+        steps += event == "c_call"
+
+    before = sys.gettrace(), sys.getprofile()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 wants to know before tracing starts
+    sys.setprofile(profile)
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before[0])
+        sys.setprofile(before[1])
+    return steps
+
+
+@contextmanager
+def block_records_made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """A list that grows by every ``KVBlockInfo`` built in the meantime."""
+    made: list[object] = []
+    build = pool.KVBlockInfo
+
+    def counted(*args: Any, **kwargs: Any) -> pool.KVBlockInfo:
+        info = build(*args, **kwargs)
+        made.append(info)
+        return info
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "KVBlockInfo", counted)
+        yield made

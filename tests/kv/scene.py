@@ -1,0 +1,108 @@
+"""A cache with some of everything in it, and calls it must refuse without a trace."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from roseinfer import AppendPolicy, KVBlockManager, RoseinferError
+from tests.kv.harness import BLOCK_SIZE, Snapshot, build
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+Call = tuple[Any, ...]
+"""A function and its arguments."""
+
+
+@dataclass
+class Scene:
+    """Sequences of layer 0, one of layer 1, and a freed block."""
+
+    kv: KVBlockManager
+    partial: list[int] = field(default_factory=list)
+    full: list[int] = field(default_factory=list)
+    shared: list[int] = field(default_factory=list)
+    sharing: list[int] = field(default_factory=list)
+    other_layer: list[int] = field(default_factory=list)
+    free_id: int = 0
+
+    def tokens(self, *batch: int) -> torch.Tensor:
+        """Zeros would be hard to see in a cache of zeros; this one is poisoned."""
+        return self.kv.keys.new_zeros(*batch, self.kv.num_heads, self.kv.head_dim)
+
+    @property
+    def lists(self) -> list[list[int]]:
+        return [self.partial, self.full, self.shared, self.sharing, self.other_layer]
+
+    @property
+    def elsewhere(self) -> str:
+        """A device the cache is not on, present on every machine."""
+        return "cpu" if self.kv.device.type == "cuda" else "meta"
+
+    def append(self, lists: Any, key: Any = None, value: Any = None, layer: int = 0) -> Call:
+        """The arguments of an ``append_token_batch``, valid but for what is given."""
+        key = self.tokens(len(lists)) if key is None else key
+        value = self.tokens(len(lists)) if value is None else value
+        return self.kv.append_token_batch, layer, lists, key, value
+
+    def append_one(self, ids: Any, key: Any = None, value: Any = None, layer: int = 0) -> Call:
+        key = self.tokens() if key is None else key
+        value = self.tokens() if value is None else value
+        return self.kv.append_token, layer, ids, key, value
+
+
+def set_up(device: str, policy: AppendPolicy) -> Scene:
+    kv = build(device, policy)
+    scene = Scene(kv)
+    freed: list[int] = []
+    lengths = [(scene.partial, 2), (scene.full, BLOCK_SIZE), (scene.shared, 3), (freed, 1)]
+    for ids, length in lengths:
+        for _ in range(length):
+            kv.append_token(0, ids, scene.tokens(), scene.tokens())
+    kv.append_token(1, scene.other_layer, scene.tokens(), scene.tokens())
+    kv.incref_blocks(scene.shared)
+    scene.sharing = list(scene.shared)
+    kv.free_blocks(0, freed)
+    scene.free_id = freed[0]
+    return scene
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A call that must raise ``error`` with ``words`` and change nothing."""
+
+    call: Callable[[Scene], Call]
+    error: type[RoseinferError]
+    words: str
+
+
+def assert_refused(scene: Scene, case: Refused) -> RoseinferError:
+    """Make the call; compare the cache, the scene's lists and the arguments' before and after."""
+    function, *arguments = case.call(scene)
+    lists = copy.deepcopy((scene.lists, block_lists(arguments)))
+    before = Snapshot.of(scene.kv)
+    with pytest.raises(case.error, match=case.words) as caught:
+        function(*arguments)
+    before.assert_unchanged(scene.kv)
+    assert (scene.lists, block_lists(arguments)) == lists
+    return caught.value
+
+
+def block_lists(arguments: list[Any]) -> list[Any]:
+    """Those of a call's arguments that hold block ids."""
+    return [given for given in arguments if isinstance(given, (list, tuple))]
+
+
+POLICIES = {
+    "triton": AppendPolicy(),
+    "torch": AppendPolicy(triton=False),
+    "rollover_apart": AppendPolicy(batched_rollover=False),
+    "copy_on_write_apart": AppendPolicy(batched_copy_on_write=False),
+    "per_token": AppendPolicy(batched=False),
+}

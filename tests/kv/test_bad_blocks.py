@@ -1,0 +1,215 @@
+"""Block ids that mean nothing, or not what the caller thinks: refused, nothing changed."""
+
+from __future__ import annotations
+
+import pytest
+
+from roseinfer import AppendPolicy, BadArgument, BadBlock, BadRefcount
+from tests.kv.scene import POLICIES, Call, Refused, Scene, assert_refused, set_up
+
+UNKNOWN = 10**6
+NEVER_USED = 20
+SCRATCH = 0
+OTHER_SCRATCH = 24
+
+BAD_IDS = {
+    "unknown": (lambda _: UNKNOWN, r"block 1000000 does not belong to layer 0.* 1 to 23"),
+    "negative": (lambda _: -1, r"block -1 does not belong to layer 0.* 1 to 23"),
+    "other_layer": (
+        lambda scene: scene.other_layer[0],
+        r"block 25 does not belong to layer 0.* 1 to 23",
+    ),
+    "scratch": (lambda _: SCRATCH, r"block 0 is layer 0's scratch block"),
+    "freed": (lambda scene: scene.free_id, r"block 4 of layer 0 is free: nobody holds it"),
+    "never_used": (lambda _: NEVER_USED, r"block 20 of layer 0 is free: nobody holds it"),
+}
+
+every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+every_bad_id = pytest.mark.parametrize(("bad", "words"), BAD_IDS.values(), ids=BAD_IDS)
+
+
+@every_policy
+@every_bad_id
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_in_any_row_of_a_batch(
+    device: str, policy: AppendPolicy, bad: object, words: str, row: int
+) -> None:
+    def call(scene: Scene) -> Call:
+        lists = [scene.partial, scene.full]
+        lists.insert(row, [bad_id_of(bad, scene)])
+        return scene.append(lists)
+
+    assert_refused(set_up(device, policy), Refused(call, BadBlock, words))
+
+
+def bad_id_of(bad: object, scene: Scene) -> int:
+    assert callable(bad)
+    return int(bad(scene))
+
+
+@every_bad_id
+def test_as_the_last_of_a_list_to_append_to(device: str, bad: object, words: str) -> None:
+    def call(scene: Scene) -> Call:
+        return scene.append_one([*scene.full, bad_id_of(bad, scene)])
+
+    assert_refused(set_up(device, AppendPolicy()), Refused(call, BadBlock, words))
+
+
+@every_bad_id
+def test_in_a_plan(device: str, bad: object, words: str) -> None:
+    def call(scene: Scene) -> Call:
+        return scene.kv.plan_append, 0, [scene.partial, [bad_id_of(bad, scene)]], [2, 9]
+
+    assert_refused(set_up(device, AppendPolicy()), Refused(call, BadBlock, words))
+
+
+@every_bad_id
+@pytest.mark.parametrize("at", [0, 1])
+def test_in_a_list_to_gather(device: str, bad: object, words: str, at: int) -> None:
+    def call(scene: Scene) -> Call:
+        ids = list(scene.full)
+        ids.insert(at, bad_id_of(bad, scene))
+        return scene.kv.gather_sequence, 0, ids
+
+    assert_refused(set_up(device, AppendPolicy()), Refused(call, BadBlock, words))
+
+
+HOLDABLE = {name: BAD_IDS[name] for name in BAD_IDS if name not in ("freed", "never_used")}
+
+
+@pytest.mark.parametrize(("bad", "words"), HOLDABLE.values(), ids=HOLDABLE)
+@pytest.mark.parametrize("at", [0, 1])
+def test_in_a_list_to_free(device: str, bad: object, words: str, at: int) -> None:
+    """Nothing may be freed before the bad id is met, wherever in the list it stands."""
+
+    def call(scene: Scene) -> Call:
+        ids = list(scene.partial)
+        ids.insert(at, bad_id_of(bad, scene))
+        return scene.kv.free_blocks, 0, ids
+
+    assert_refused(set_up(device, AppendPolicy()), Refused(call, BadBlock, words))
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (-1, "block -1 does not belong"),
+        (UNKNOWN, "block 1000000 does not belong to layer 1"),
+        (SCRATCH, "layer 0's scratch block"),
+        (OTHER_SCRATCH, "layer 1's scratch block"),
+        (NEVER_USED, "block 20 of layer 0 is free"),
+    ],
+)
+@pytest.mark.parametrize("at", [0, 1])
+def test_in_a_list_to_share(device: str, bad: int, words: str, at: int) -> None:
+    def call(scene: Scene) -> Call:
+        ids = list(scene.partial)
+        ids.insert(at, bad)
+        return scene.kv.incref_blocks, ids
+
+    assert_refused(set_up(device, AppendPolicy()), Refused(call, BadBlock, words))
+
+
+def test_sharing_a_freed_block(device: str) -> None:
+    def call(scene: Scene) -> Call:
+        return scene.kv.incref_blocks, [*scene.partial, scene.free_id]
+
+    case = Refused(call, BadBlock, "block 4 of layer 0 is free: nobody holds it")
+    assert_refused(set_up(device, AppendPolicy()), case)
+
+
+@pytest.mark.parametrize("reader", ["refcount", "block_info"])
+@pytest.mark.parametrize("bad", [-1, UNKNOWN, 48, SCRATCH, OTHER_SCRATCH])
+def test_asking_about_a_block_that_is_none(device: str, reader: str, bad: int) -> None:
+    case = Refused(lambda scene: (getattr(scene.kv, reader), bad), BadBlock, f"block {bad} ")
+    assert_refused(set_up(device, AppendPolicy()), case)
+
+
+FREED_TOO_OFTEN = {
+    "not_held": (lambda scene: [scene.free_id], "block 4 .* held 0 times .* freed 1 times"),
+    "never_used": (lambda _: [NEVER_USED], "block 20 .* held 0 times .* freed 1 times"),
+    "twice_in_one_call": (
+        lambda scene: scene.partial * 2,
+        "block 1 .* held 1 times .* freed 2 times",
+    ),
+    "shared_thrice_in_one_call": (
+        lambda scene: scene.shared + scene.sharing + scene.shared,
+        "block 3 .* held 2 times .* freed 3 times",
+    ),
+    "last_of_many": (
+        lambda scene: [*scene.partial, *scene.full, scene.free_id],
+        "block 4 .* held 0 times",
+    ),
+}
+
+
+@pytest.mark.parametrize(("ids", "words"), FREED_TOO_OFTEN.values(), ids=FREED_TOO_OFTEN)
+def test_freeing_more_often_than_held(device: str, ids: object, words: str) -> None:
+    assert callable(ids)
+    case = Refused(lambda scene: (scene.kv.free_blocks, 0, ids(scene)), BadRefcount, words)
+    assert_refused(set_up(device, AppendPolicy()), case)
+
+
+def test_freeing_as_often_as_held_in_one_call(device: str) -> None:
+    """The limit itself is fine: both holders may let go at once."""
+    scene = set_up(device, AppendPolicy())
+    free = scene.kv.num_free_blocks(0)
+    scene.kv.free_blocks(0, scene.shared + scene.sharing)
+    assert scene.kv.num_free_blocks(0) == free + 1
+
+
+@every_policy
+@pytest.mark.parametrize("first", [True, False])
+def test_two_lists_on_a_partial_block_that_one_holds(
+    device: str, policy: AppendPolicy, first: bool
+) -> None:
+    """Both would write the same slot: somebody forgot ``incref_blocks``."""
+
+    def call(scene: Scene) -> Call:
+        lists = [scene.partial, list(scene.partial)]
+        lists.insert(0 if first else 1, scene.full)
+        return scene.append(lists)
+
+    words = "block index 1 .* more rows than hold it: incref_blocks"
+    assert_refused(set_up(device, policy), Refused(call, BadRefcount, words))
+
+
+@every_policy
+def test_three_lists_on_a_partial_block_that_two_hold(device: str, policy: AppendPolicy) -> None:
+    def call(scene: Scene) -> Call:
+        return scene.append([scene.shared, scene.sharing, list(scene.shared)])
+
+    words = "block index 3 .* more rows than hold it: incref_blocks"
+    assert_refused(set_up(device, policy), Refused(call, BadRefcount, words))
+
+
+@every_policy
+@pytest.mark.parametrize("name", ["partial", "full", "shared"])
+def test_the_same_list_twice(device: str, policy: AppendPolicy, name: str) -> None:
+    """Whatever the list ends in; that the lists are equal alone is no fault."""
+
+    def call(scene: Scene) -> Call:
+        ids = getattr(scene, name)
+        return scene.append([ids, scene.other_layer[:0], ids])
+
+    case = Refused(call, BadArgument, "row 2 is the same list object as row 0")
+    assert_refused(set_up(device, policy), case)
+
+
+def test_the_same_empty_list_twice(device: str) -> None:
+    def call(scene: Scene) -> Call:
+        new: list[int] = []
+        return scene.append([scene.partial, new, new])
+
+    case = Refused(call, BadArgument, "row 2 is the same list object as row 1")
+    assert_refused(set_up(device, AppendPolicy()), case)
+
+
+def test_a_list_that_is_not_one_sequence(device: str) -> None:
+    """A partial block before another one: reading on would read what was never stored."""
+
+    def call(scene: Scene) -> Call:
+        return scene.kv.gather_sequence, 0, scene.partial + scene.full
+
+    case = Refused(call, BadArgument, "block 1 holds 2 of 4 tokens and is not the last")
+    assert_refused(set_up(device, AppendPolicy()), case)

@@ -1,0 +1,128 @@
+"""What the fast paths do without, asserted on the operations they dispatch.
+
+Identity: no gather, the caller's keys are used as they come. One position for all: the
+position is a number and no tensor holds it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from roseinfer import AppendPolicy, KVBlockManager, Path
+from tests.kv.harness import Twins
+from tests.kv.recorded import Operations
+
+EVEN = (2, 2, 2)
+UNEVEN = (1, 2, 3)
+SCALAR = {True: Path.TRITON_FULL_BATCH, False: Path.TORCH_SCALAR}
+VECTOR = {True: Path.TRITON_IDENTITY_POS, False: Path.TORCH_VECTOR}
+GATHER = {True: Path.TRITON_GATHER, False: Path.TORCH_GATHER}
+
+triton_or_torch = pytest.mark.parametrize("triton", [True, False], ids=["triton", "torch"])
+
+
+def uploads(device: str) -> int:
+    """Copies that bring the indices to the device; on a CPU they are there already."""
+    return int(device == "cuda")
+
+
+def record_append(twins: Twins, operations: Operations, path: Path) -> tuple[int, int]:
+    """Append one token to all; the addresses of the key and value handed in."""
+    key, value = twins.token(len(twins.fast_lists)), twins.token(len(twins.fast_lists))
+    before = twins.fast.path_counts[path]
+    with operations:
+        twins.fast.append_token_batch(twins.layer, twins.fast_lists, key, value)
+    assert twins.fast.path_counts[path] == before + 1
+    return key.data_ptr(), value.data_ptr()
+
+
+def test_full_batch_kernel_gets_block_indices_and_a_number(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = Twins(device, lengths=EVEN)
+    operations = Operations(monkeypatch)
+    addresses = record_append(twins, operations, Path.TRITON_FULL_BATCH)
+    assert not operations.beyond("copy_")
+    assert operations.count("copy_") == uploads(device)
+    (launch,) = operations.launches
+    _, _, key, value, block_idx = launch.tensors
+    assert (key.data_ptr(), value.data_ptr()) == addresses
+    assert block_idx.tolist() == [ids[0] % 24 for ids in twins.fast_lists]
+    assert launch.scalars[-1] == 2
+
+
+def test_torch_scalar_path_writes_at_a_number(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(device, AppendPolicy(triton=False), lengths=EVEN)
+    operations = Operations(monkeypatch)
+    addresses = record_append(twins, operations, Path.TORCH_SCALAR)
+    assert not operations.beyond("copy_", "index_copy_")
+    assert operations.count("copy_") == uploads(device)
+    written = [args[3] for name, args in operations.calls if name == "index_copy_"]
+    assert tuple(new.data_ptr() for new in written) == addresses
+    assert not operations.launches
+
+
+@triton_or_torch
+@pytest.mark.parametrize("lengths", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_identity_selects_nothing(
+    device: str, monkeypatch: pytest.MonkeyPatch, triton: bool, lengths: tuple[int, ...]
+) -> None:
+    twins = Twins(device, AppendPolicy(triton=triton), lengths=lengths)
+    operations = Operations(monkeypatch)
+    record_append(twins, operations, (SCALAR if lengths is EVEN else VECTOR)[triton])
+    assert operations.count("index_select") == 0
+
+
+def test_a_gather_does_select(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that its absence above means something."""
+    twins = Twins(device, AppendPolicy(triton=False, identity=False), lengths=EVEN)
+    operations = Operations(monkeypatch)
+    record_append(twins, operations, Path.TORCH_GATHER)
+    assert operations.count("index_select") == 2
+
+
+def test_the_gather_kernel_gets_rows_and_positions(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = Twins(device, AppendPolicy(identity=False), lengths=UNEVEN)
+    operations = Operations(monkeypatch)
+    record_append(twins, operations, Path.TRITON_GATHER)
+    rows, positions = operations.launches[0].tensors[4:6]
+    assert (rows.tolist(), positions.tolist()) == ([0, 1, 2], [1, 2, 3])
+
+
+@triton_or_torch
+@pytest.mark.parametrize(
+    ("paths", "lengths", "identity", "columns"),
+    [(SCALAR, EVEN, True, 1), (VECTOR, UNEVEN, True, 2), (GATHER, UNEVEN, False, 3)],
+    ids=["scalar", "vector", "gather"],
+)
+def test_only_the_indices_a_path_reads_are_staged(
+    device: str,
+    triton: bool,
+    paths: dict[bool, Path],
+    lengths: tuple[int, ...],
+    identity: bool,
+    columns: int,
+) -> None:
+    twins = Twins(device, AppendPolicy(triton=triton, identity=identity), lengths=lengths)
+    plan = twins.fast.plan_append(twins.layer, twins.fast_lists)
+    assert plan.path is paths[triton]
+    assert plan.staged is not None
+    assert len(plan.staged.columns) == columns
+
+
+@triton_or_torch
+def test_index_buffers_are_the_same_call_after_call(device: str, triton: bool) -> None:
+    """Steady state allocates no index tensor: the ring's storages come round again."""
+    twins = Twins(device, AppendPolicy(triton=triton), lengths=EVEN, max_blocks_per_layer=128)
+
+    def staged_storages(kv: KVBlockManager) -> set[int]:
+        storages = set()
+        for _ in range(80):
+            staged = kv.plan_append(twins.layer, twins.fast_lists).staged
+            assert staged is not None
+            storages.add(staged.columns[0].untyped_storage().data_ptr())
+        return storages
+
+    assert len(staged_storages(twins.fast)) == 1

@@ -1,0 +1,107 @@
+"""Random histories of appends, forks, frees and prompts, under policies that keep changing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roseinfer import OutOfBlocks
+from tests.kv.harness import Snapshot, Twins, random_words
+from tests.kv.test_policy_switches import COMBINATIONS
+
+if TYPE_CHECKING:
+    from roseinfer import AppendPolicy
+
+SEQUENCES = 5
+
+appends = st.tuples(
+    st.just("append"),
+    st.lists(st.integers(0, SEQUENCES - 1), min_size=1, unique=True),
+    st.sampled_from(COMBINATIONS),
+)
+forks = st.tuples(st.just("fork"), st.permutations(range(SEQUENCES)), st.none())
+frees = st.tuples(st.just("free"), st.integers(0, SEQUENCES - 1), st.none())
+prompts = st.tuples(st.just("prompt"), st.integers(0, SEQUENCES - 1), st.integers(1, 9))
+histories = st.lists(st.one_of(appends, appends, appends, forks, frees, prompts), max_size=14)
+
+
+class History(Twins):
+    """Five sequences whose owner forgets nothing."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device, lengths=[0] * SEQUENCES, max_blocks_per_layer=10)
+
+    def step(self, kind: str, what: Any, how: Any) -> None:
+        if kind == "append":
+            self.step_append(what, how)
+        elif kind == "fork":
+            self.refill(what[0], from_row=what[1])
+        elif kind == "free":
+            self.free(what)
+        else:
+            self.step_prompt(what, how)
+
+    def step_append(self, rows: list[int], policy: AppendPolicy) -> None:
+        """A batch that does not fit must leave no trace; the twin then stays as it is."""
+        self.fast.policy = policy
+        before = Snapshot.of(self.fast)
+        try:
+            self.append(rows)
+        except OutOfBlocks:
+            before.assert_unchanged(self.fast)
+
+    def refill(self, row: int, from_row: int) -> None:
+        self.free(row)
+        for kv, lists in ((self.fast, self.fast_lists), (self.slow, self.slow_lists)):
+            kv.incref_blocks(lists[from_row])
+            lists[row][:] = lists[from_row]
+
+    def step_prompt(self, row: int, length: int) -> None:
+        self.free(row)
+        shape = (1, self.fast.num_heads, length, self.fast.head_dim)
+        key, value = (
+            random_words(shape, self.fast.dtype, length + seed).to(self.fast.device)
+            for seed in (0, 100)
+        )
+        try:
+            self.fast_lists[row][:] = self.fast.register_prefill_layer(self.layer, key, value)
+        except OutOfBlocks:
+            return
+        for token in range(length):
+            self.slow.append_token(
+                self.layer, self.slow_lists[row], key[0, :, token], value[0, :, token]
+            )
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(history=histories)
+def test_every_history_ends_where_append_token_ends(
+    device: str, history: list[tuple[str, Any, Any]]
+) -> None:
+    twins = History(device)
+    for step in history:
+        twins.step(*step)
+        assert twins.fast_lists == twins.slow_lists
+    twins.check()
+    free_everything(twins)
+
+
+def free_everything(twins: Twins) -> None:
+    """No block is lost and none is held by nobody."""
+    for row in range(SEQUENCES):
+        twins.free(row)
+    assert twins.fast.num_free_blocks(twins.layer) == twins.fast.max_blocks_per_layer - 1
+    twins.check()
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [1, 0]])
+def test_a_history_that_runs_out_of_blocks(device: str, rows: list[int]) -> None:
+    """The random ones may or may not get there; this one does."""
+    twins = History(device)
+    for _ in range(40):
+        twins.step("append", rows, COMBINATIONS[0])
+    assert twins.fast.num_free_blocks(twins.layer) in (0, 1)
+    twins.check()

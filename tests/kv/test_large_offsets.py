@@ -1,0 +1,207 @@
+"""Offsets of 2**31 elements and more, where 32-bit arithmetic would wrap.
+
+The tensors are a few elements strewn over eight gigabytes of which almost none are ever
+touched. They begin in the middle, so that an offset wrapped to a negative number still falls
+inside: the test then fails instead of crashing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from roseinfer.kv.clone_triton import kv_clone_triton
+from tests.kv.harness import assert_same_bits, random_words
+from tests.kv.kernels import Pair, index, run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MIDDLE = 2**31
+FAR = 2**31
+"""Distance of the last index of the dimension under test from its first."""
+ARENA = 2**32 + 2**22
+VALUES_BEHIND_KEYS = 2**14
+AXES = {"layer": -5, "block": -4, "head": -3, "token": -2, "dim": -1}
+
+
+@pytest.fixture(scope="module")
+def arena(device: str) -> Iterator[torch.Tensor]:
+    needed = ARENA * 2
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < needed + 2**28:
+        pytest.skip(f"needs {needed >> 30} GiB of free GPU memory")
+    try:
+        flat = torch.empty(ARENA, dtype=torch.float16, device=device)
+    except RuntimeError as reason:
+        pytest.skip(f"cannot reserve {needed >> 30} GiB of address space: {reason}")
+    yield flat
+    del flat
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Strewn:
+    """A view of the arena one of whose dimensions reaches ``FAR``."""
+
+    view: torch.Tensor
+    axis: int
+
+    @classmethod
+    def make(cls, arena: torch.Tensor, shape: tuple[int, ...], axis: int, start: int) -> Strewn:
+        strides = list(torch.empty(shape, device="meta").stride())
+        assert FAR % (shape[axis] - 1) == 0
+        strides[axis] = FAR // (shape[axis] - 1)
+        return cls(arena.as_strided(shape, strides, start), axis)
+
+    def places(self) -> torch.Tensor:
+        """Offsets in the arena of the first, last and last but one index along the axis."""
+        offsets = torch.tensor(self.view.storage_offset())
+        for axis, (size, stride) in enumerate(
+            zip(self.view.shape, self.view.stride(), strict=True)
+        ):
+            near = torch.arange(size)
+            if axis == self.axis % self.view.dim():
+                near = torch.tensor(sorted({0, size - 2, size - 1}))
+            offsets = offsets[..., None] + near * stride
+        return offsets.flatten()
+
+    def wrapped_places(self) -> torch.Tensor:
+        """Where the same elements would be sought by 32-bit offsets."""
+        start = int(self.view.storage_offset())
+        relative = self.places() - start
+        return torch.remainder(relative + 2**31, 2**32) - 2**31 + start
+
+
+def distinct(offsets: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(sorted(set(offsets.tolist())))
+
+
+class Watch:
+    """Random bits in all places that a right or a wrapped write can reach."""
+
+    def __init__(self, arena: torch.Tensor, *strewn: Strewn) -> None:
+        places = [s.places() for s in strewn] + [s.wrapped_places() for s in strewn]
+        self.places = distinct(torch.cat(places)).to(arena.device)
+        self.arena = arena
+        self.start = random_words((len(self.places),), torch.float16, 5).to(arena.device)
+        self.reset()
+
+    def reset(self) -> None:
+        self.arena[self.places] = self.start
+
+    def seen(self) -> torch.Tensor:
+        return self.arena[self.places].clone()
+
+
+def strewn_caches(arena: torch.Tensor, shape: tuple[int, ...], axis: int) -> tuple[Strewn, Strewn]:
+    keys = Strewn.make(arena, shape, axis, MIDDLE)
+    values = Strewn.make(arena, shape, axis, MIDDLE + VALUES_BEHIND_KEYS)
+    return keys, values
+
+
+CACHES = {
+    "block": (2, 3, 4, 5),
+    "many_blocks": (2049, 3, 4, 5),
+    "head": (2, 5, 4, 5),
+    "token": (2, 3, 5, 5),
+    "dim": (2, 3, 4, 5),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("kernel", ["gather", "identity_pos", "full_batch"])
+def test_appending_far_from_the_start_of_the_cache(
+    device: str, arena: torch.Tensor, name: str, kernel: str
+) -> None:
+    shape = CACHES[name]
+    strewn = strewn_caches(arena, shape, AXES[name.replace("many_blocks", "block")])
+    watch = Watch(arena, *strewn)
+    keys, values = (cache.view for cache in strewn)
+    tokens = tuple(
+        random_words((2, shape[1], shape[3]), torch.float16, seed).to(device) for seed in (1, 2)
+    )
+    block, position = shape[0] - 1, shape[2] - 1
+    append_twice(kernel, (keys, values), (tokens[0], tokens[1]), block, position)
+    got = watch.seen()
+    watch.reset()
+    for cache, new in zip((keys, values), tokens, strict=True):
+        cache[block, :, position] = new[0]
+        cache[block - 1, :, position] = new[1]
+    assert_same_bits(got, watch.seen(), "everything within reach")
+
+
+def append_twice(kernel: str, caches: Pair, tokens: Pair, block: int, position: int) -> None:
+    """Row 0 to the last block, row 1 to the one before."""
+    device = caches[0].device
+    given = {"block_idx": index((block, block - 1), device)}
+    if kernel == "full_batch":
+        run(kernel, caches, tokens, pos=position, **given)
+        return
+    given["pos"] = index((position, position), device)
+    if kernel == "gather":
+        given["batch_idx"] = index((0, 1), device)
+    run(kernel, caches, tokens, **given)
+
+
+INPUTS = {"row": ((2, 3, 5), 0), "head": ((2, 5, 5), 1), "dim": ((2, 3, 5), 2)}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_reading_far_from_the_start_of_the_inputs(
+    device: str, arena: torch.Tensor, name: str
+) -> None:
+    shape, axis = INPUTS[name]
+    strewn = strewn_caches(arena, shape, axis)
+    watch = Watch(arena, *strewn)
+    key, value = (new.view for new in strewn)
+    caches = torch.zeros(2, 3, shape[1], 4, shape[2], dtype=torch.float16, device=device)
+    given = {"batch_idx": index((1, 0), device), "block_idx": index((0, 2), device)}
+    run("gather", (caches[0], caches[1]), (key, value), pos=index((1, 3), device), **given)
+    expected = torch.zeros_like(caches)
+    for cache, new in zip(expected, (key, value), strict=True):
+        cache[0, :, 1] = new[1]
+        cache[2, :, 3] = new[0]
+    assert_same_bits(caches, expected, "caches")
+    assert_same_bits(watch.seen(), watch.start, "inputs")
+
+
+CLONES = {
+    "layer": (2, 3, 3, 4, 5),
+    "block": (2, 3, 3, 4, 5),
+    "head": (2, 3, 5, 4, 5),
+    "token": (2, 3, 3, 5, 5),
+    "dim": (2, 3, 3, 4, 5),
+}
+
+
+@pytest.mark.parametrize("name", CLONES)
+@pytest.mark.parametrize(("source", "target"), [(0, 2), (2, 0)], ids=["away", "back"])
+def test_cloning_over_a_distance(
+    device: str, arena: torch.Tensor, name: str, source: int, target: int
+) -> None:
+    strewn = strewn_caches(arena, CLONES[name], AXES[name])
+    watch = Watch(arena, *strewn)
+    keys, values = (cache.view for cache in strewn)
+    where = {"source": index((source,), device), "target": index((target,), device)}
+    kv_clone_triton(k_cache=keys, v_cache=values, **where)
+    got = watch.seen()
+    watch.reset()
+    for cache in (keys, values):
+        cache[:, target] = cache[:, source]
+    assert_same_bits(got, watch.seen(), "everything within reach")
+
+
+@pytest.mark.parametrize("name", CLONES)
+def test_elements_within_reach_do_not_coincide(arena: torch.Tensor, name: str) -> None:
+    """A wrapped offset would land elsewhere than a right one; else nothing is shown above."""
+    (keys, values) = strewn_caches(arena, CLONES[name], AXES[name])
+    right = torch.cat([keys.places(), values.places()])
+    assert len(distinct(right)) == len(right)
+    wrapped = torch.cat([keys.wrapped_places(), values.wrapped_places()])
+    assert (wrapped != right).any()
+    assert int(wrapped.min()) >= 0
+    assert int(right.max()) < ARENA

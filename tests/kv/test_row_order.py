@@ -1,0 +1,86 @@
+"""Shortcuts that a glance at a few rows would take wrongly.
+
+Whether a batch is the identity and whether its position is constant are facts about all
+rows; each test puts the exception where a check of first, last or neighbouring rows would
+not look.
+"""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from roseinfer import AppendPolicy, Path
+from tests.kv.harness import BLOCK_SIZE, Twins
+
+ODD_ONES = range(5)
+
+
+@pytest.mark.parametrize("odd", ODD_ONES)
+@pytest.mark.parametrize(
+    ("policy", "path"),
+    [
+        (AppendPolicy(), Path.TRITON_IDENTITY_POS),
+        (AppendPolicy(triton=False), Path.TORCH_VECTOR),
+    ],
+)
+def test_one_row_at_another_position(
+    device: str, policy: AppendPolicy, path: Path, odd: int
+) -> None:
+    lengths = [2] * len(ODD_ONES)
+    lengths[odd] = 3
+    twins = Twins(device, policy, lengths=lengths)
+    assert twins.append()[path] == 1
+    twins.check()
+
+
+@pytest.mark.parametrize("odd", ODD_ONES)
+@pytest.mark.parametrize("triton", [True, False])
+def test_one_row_leaves_the_batch(device: str, odd: int, triton: bool) -> None:
+    """Its neighbours must not slide into its place, above all when it is a middle row."""
+    policy = AppendPolicy(batched_copy_on_write=False, triton=triton)
+    twins = Twins(device, policy, lengths=[2] * len(ODD_ONES))
+    twins.fork(odd)
+    counts = twins.append(ODD_ONES)
+    assert counts[Path.PER_TOKEN] == 1
+    assert counts[Path.TRITON_GATHER if triton else Path.TORCH_GATHER] == 1
+    twins.check()
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_several_middle_rows_leave_the_batch(device: str, triton: bool) -> None:
+    policy = AppendPolicy(batched_rollover=False, triton=triton)
+    twins = Twins(device, policy, lengths=(2, BLOCK_SIZE, 1, 0, BLOCK_SIZE, 2))
+    assert twins.append()[Path.PER_TOKEN] == 3
+    twins.check()
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4), 3)))
+def test_a_permuted_subset_of_the_sequences(device: str, order: tuple[int, ...]) -> None:
+    """Neither the sequences' age nor their block ids say which input row is theirs."""
+    twins = Twins(device, AppendPolicy(), lengths=(1, 2, 2, 3))
+    assert twins.append(order)[Path.TRITON_IDENTITY_POS] == 1
+    twins.check()
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+@pytest.mark.parametrize(
+    ("policy", "path"),
+    [(AppendPolicy(), Path.TRITON_FULL_BATCH), (AppendPolicy(triton=False), Path.TORCH_SCALAR)],
+)
+def test_a_permuted_batch_at_one_position(
+    device: str, policy: AppendPolicy, path: Path, order: tuple[int, ...]
+) -> None:
+    twins = Twins(device, policy, lengths=(2, 2, 2))
+    assert twins.append(order)[path] == 1
+    twins.check()
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_one_position_in_different_blocks_of_the_list(device: str, triton: bool) -> None:
+    """Sequences of different length whose next tokens share a position take the scalar."""
+    twins = Twins(device, AppendPolicy(triton=triton), lengths=(1, 1 + BLOCK_SIZE, 1))
+    path = Path.TRITON_FULL_BATCH if triton else Path.TORCH_SCALAR
+    assert twins.append()[path] == 1
+    twins.check()

@@ -1,0 +1,139 @@
+"""A machine on which Triton is wanted and cannot run: torch writes, and says so.
+
+A cache on the CPU without the interpreter is such a machine anywhere, so these tests need
+no guard on one that has a GPU. They run in processes of their own, since whether kernels
+are interpreted is settled when they are imported.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from roseinfer import Condition, Path
+from tests.python_process import run_python
+
+NO_INTERPRETER = ""
+NO_TRITON = "import sys; sys.modules['triton'] = None"
+MACHINES = {"no_interpreter": NO_INTERPRETER, "no_triton_package": NO_TRITON}
+REASONS = {
+    "no_interpreter": "Triton compiles nothing for cpu, and its interpreter is off",
+    "no_triton_package": "the triton package is not installed",
+}
+
+CACHE = """
+import json, warnings
+import torch
+from roseinfer import *
+
+def cache(**switches):
+    return KVBlockManager(num_layers=1, num_heads=1, head_dim=2, block_size=2,
+                          max_blocks_per_layer=32, device="cpu", dtype=torch.float32,
+                          policy=AppendPolicy(**switches))
+
+def append(kv, *lists):
+    key = torch.arange(2.0 * len(lists)).view(-1, 1, 2) + 1
+    kv.append_token_batch(0, list(lists), key, -key)
+
+def show(warned, *caches):
+    print(json.dumps({
+        "warned": [str(w.message) for w in warned if w.category is TritonUnavailable],
+        "counts": [{name.value: n for name, n in kv.path_counts.items() if n} for kv in caches],
+    }))
+"""
+
+HISTORY = """
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    first, second = cache(), cache()
+    a, b = [], []
+    for _ in range(3):
+        append(first, a, b)
+    append(second, [])
+    first.incref_blocks(a)
+    append(first, a)
+show(warned, first, second)
+print(first.gather_sequence(0, a)[0].flatten().tolist())
+"""
+
+
+def told(code: str, machine: str) -> tuple[dict[str, Any], list[str]]:
+    """What ``show`` printed, and the lines after it."""
+    lines = run_python(MACHINES[machine] + CACHE + code).splitlines()
+    return json.loads(lines[0]), lines[1:]
+
+
+every_machine = pytest.mark.parametrize("machine", MACHINES)
+
+
+@every_machine
+def test_torch_writes_it_is_counted_and_said_once(machine: str) -> None:
+    """Two caches, five writes and a clone: one warning in the whole process."""
+    report, (tokens,) = told(HISTORY, machine)
+    (warning,) = report["warned"]
+    assert REASONS[machine] in warning
+    assert "AppendPolicy(triton=False)" in warning
+    first, second = report["counts"]
+    assert first[Path.TORCH_SCALAR] == 4
+    assert first[Path.CLONE_TORCH] == 1
+    assert first[Condition.TRITON_UNAVAILABLE] == 5
+    assert second == {
+        Path.TORCH_SCALAR: 1,
+        Condition.FRESH: 1,
+        Condition.TRITON_UNAVAILABLE: 1,
+    }
+    assert not any("triton_" in name and "unavailable" not in name for name in first)
+    assert tokens == "[1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0]"
+
+
+QUIET = """
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    kv = cache(triton=False)
+    append(kv, [])
+    kv.append_token(0, [], torch.ones(1, 2), torch.ones(1, 2))
+small = cache(triton_min_batch=2)  # warns, for larger batches may come
+append(small, [])
+show(warned, kv, small)
+"""
+
+
+@every_machine
+def test_nothing_is_said_where_triton_was_not_wanted(machine: str) -> None:
+    """Switched off: not a word. A batch below its threshold: no count."""
+    report, _ = told(QUIET, machine)
+    assert report["warned"] == []
+    assert not any(Condition.TRITON_UNAVAILABLE in counts for counts in report["counts"])
+
+
+WARNINGS_AS_ERRORS = """
+kv = cache()
+first, second, third = [], [], []
+for ids in (first, second):
+    kv.append_token(0, ids, torch.ones(1, 2), torch.ones(1, 2))
+kv.incref_blocks(second)
+lists = [first, second, third]
+
+def state():
+    return (kv.keys.tolist(), kv.values.tolist(), lists, kv.num_free_blocks(0),
+            [(kv.refcount(id), str(kv.block_info(id))) for id in range(1, 32)],
+            {name.value: n for name, n in kv.path_counts.items()})
+
+before = json.dumps(state())
+warnings.simplefilter("error", TritonUnavailable)
+try:
+    append(kv, *lists)
+except TritonUnavailable:
+    print("refused, nothing changed" if json.dumps(state()) == before else "half done")
+else:
+    print("done")
+"""
+
+
+@every_machine
+def test_the_warning_made_an_error_leaves_nothing_half_done(machine: str) -> None:
+    """Whoever runs with warnings as errors gets all of the append or none of it."""
+    (outcome,) = run_python(MACHINES[machine] + CACHE + WARNINGS_AS_ERRORS).splitlines()
+    assert outcome in ("done", "refused, nothing changed")

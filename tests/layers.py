@@ -1,0 +1,157 @@
+"""The rules about who may import what, as a function from sources to violations.
+
+Taking sources and not files, it can be handed one that breaks a rule and be seen to object.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+LAYERS = (
+    {"errors"},
+    {"config"},
+    {"kv"},
+    {"attention"},
+    {"model"},
+    {"decode", "sampling"},
+    {"session", "prefix_cache", "detokenizer", "scheduler"},
+    {"engine"},
+    {"cli", "bench", "benchmark_scheduler", "benchmark_streaming", "__main__"},
+)
+"""The top-level modules of roseinfer; each imports from its own layer and those before it."""
+RANKS = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
+TOP = len(LAYERS) - 1
+FRONT_DOOR = "roseinfer/__init__.py"
+TORCH_FREE = {"roseinfer/kv/pool.py", "roseinfer/kv/plan.py", "roseinfer/kv/paths.py"}
+HEAVY = {"torch", "triton", "transformers"}
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+READS_ENVIRONMENT = "roseinfer/config.py"
+
+
+@dataclass(frozen=True)
+class Import:
+    target: str
+    """Dotted name, an imported name included: ``roseinfer.kv.plan.AppendPlan``."""
+    line: int
+    at_runtime: bool
+
+
+def violations(sources: Mapping[str, str], public: frozenset[str]) -> list[str]:
+    """What is wrong in ``sources``, a mapping from path to text, as ``path:line: reason``.
+
+    ``public`` are the names that roseinfer offers to outsiders.
+    """
+    found: list[str] = []
+    for path, source in sources.items():
+        tree = ast.parse(source)
+        reasons = [*_import_reasons(path, tree, public)]
+        if path.startswith("roseinfer/") and path != READS_ENVIRONMENT:
+            reasons += _environment_reasons(tree)
+        found += [f"{path}:{line}: {reason}" for line, reason in reasons]
+    return found
+
+
+def _import_reasons(
+    path: str, tree: ast.Module, public: frozenset[str]
+) -> Iterator[tuple[int, str]]:
+    package = path.split("/")[0]
+    module = module_of(path)
+    if package == "roseinfer" and path != FRONT_DOOR and module not in RANKS:
+        yield 1, f"roseinfer.{module} has no place in the layers: give it one in tests/layers.py"
+        return
+    for found in imports(path, tree):
+        root = found.target.split(".")[0]
+        if path in TORCH_FREE and root in HEAVY and found.at_runtime:
+            yield found.line, f"imports {root} at run time"
+        if package == "roseinfer" and path != FRONT_DOOR:
+            reason = _against_the_layers(module, found.target)
+        elif package == "pytest_roseinfer":
+            reason = _past_the_front_door(found.target, public)
+        else:
+            reason = None
+        if reason:
+            yield found.line, reason
+
+
+def _against_the_layers(module: str, target: str) -> str | None:
+    root, *rest = target.split(".")
+    if root == "pytest_roseinfer" and RANKS[module] < TOP:
+        return f"{module} imports the plugin, which stands above it"
+    if root != "roseinfer":
+        return None
+    if not rest or rest[0] not in RANKS:
+        return None if RANKS[module] == TOP else f"{module} imports roseinfer's front door"
+    if RANKS[rest[0]] > RANKS[module]:
+        return f"{module} imports {rest[0]}, which stands above it"
+    return None
+
+
+def _past_the_front_door(target: str, public: frozenset[str]) -> str | None:
+    root, *rest = target.split(".")
+    if root == "roseinfer" and rest and (len(rest) > 1 or rest[0] not in public):
+        return f"imports {target}, which is no public name of roseinfer"
+    return None
+
+
+def _environment_reasons(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        names: set[str] = set()
+        line = 0
+        if isinstance(node, ast.Attribute):
+            names, line = {node.attr}, node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            names, line = {alias.name for alias in node.names}, node.lineno
+        for name in names & ENVIRONMENT:
+            yield line, f"uses os.{name}; only {READS_ENVIRONMENT} may"
+
+
+def module_of(path: str) -> str:
+    """``roseinfer/kv/pool.py`` -> ``kv``; ``roseinfer/cli.py`` -> ``cli``."""
+    return path.split("/")[1].removesuffix(".py")
+
+
+def imports(path: str, tree: ast.Module) -> Iterator[Import]:
+    """Every import in the file, wherever it stands, by statement or by ``import_module``."""
+    type_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and _is_type_checking(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.stmt, ast.expr)):
+            for target in _targets(path, node):
+                yield Import(target, node.lineno, id(node) not in type_only)
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
+    return name == "TYPE_CHECKING"
+
+
+def _targets(path: str, node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = _base(path, node)
+        return [f"{base}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and node.args:
+        called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        name = node.args[0]
+        if called in ("import_module", "__import__") and isinstance(name, ast.Constant):
+            return [str(name.value)]
+    return []
+
+
+def _base(path: str, node: ast.ImportFrom) -> str:
+    """The absolute name of the module that is imported from."""
+    if not node.level:
+        return node.module or ""
+    package = path.split("/")[: -node.level]
+    return ".".join([*package, *([node.module] if node.module else [])])

@@ -1,0 +1,198 @@
+"""Imports go one way, and importing costs nothing that was not asked for."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+import roseinfer
+from tests.layers import TORCH_FREE, violations
+from tests.python_process import ROOT, run_python
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PUBLIC = frozenset(roseinfer.__all__)
+
+
+def sources(*packages: str) -> dict[str, str]:
+    files = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
+
+
+def test_no_import_goes_against_the_layers() -> None:
+    assert violations(sources("roseinfer", "pytest_roseinfer"), PUBLIC) == []
+
+
+def test_the_packages_were_looked_at() -> None:
+    """An empty list of violations of nothing would be no news."""
+    found = sources("roseinfer", "pytest_roseinfer")
+    assert found.keys() >= TORCH_FREE | {"roseinfer/config.py", "pytest_roseinfer/__init__.py"}
+
+
+WRONG = {
+    "kv_imports_attention": (
+        "roseinfer/kv/pool.py",
+        "from roseinfer.attention.decode import attend",
+        "kv imports attention, which stands above it",
+    ),
+    "kv_imports_engine_inside_a_function": (
+        "roseinfer/kv/manager.py",
+        "def f():\n    import roseinfer.engine\n",
+        "kv imports engine, which stands above it",
+    ),
+    "kv_imports_bench_by_relative_import": (
+        "roseinfer/kv/manager.py",
+        "from ..bench import timing",
+        "kv imports bench, which stands above it",
+    ),
+    "kv_imports_model_by_name": (
+        "roseinfer/kv/manager.py",
+        "import importlib\nimportlib.import_module('roseinfer.model')",
+        "kv imports model, which stands above it",
+    ),
+    "types_count_too": (
+        "roseinfer/attention/decode.py",
+        "if TYPE_CHECKING:\n    from roseinfer import scheduler",
+        "attention imports scheduler, which stands above it",
+    ),
+    "errors_import_config": (
+        "roseinfer/errors.py",
+        "from roseinfer.config import AppendPolicy",
+        "errors imports config, which stands above it",
+    ),
+    "decode_imports_scheduler": (
+        "roseinfer/decode.py",
+        "from roseinfer.scheduler import Scheduler",
+        "decode imports scheduler, which stands above it",
+    ),
+    "scheduler_imports_engine": (
+        "roseinfer/scheduler.py",
+        "from . import engine",
+        "scheduler imports engine, which stands above it",
+    ),
+    "engine_imports_cli": (
+        "roseinfer/engine.py",
+        "from roseinfer import cli",
+        "engine imports cli, which stands above it",
+    ),
+    "front_door_from_inside": (
+        "roseinfer/kv/plan.py",
+        "from roseinfer import KVBlockInfo",
+        "kv imports roseinfer's front door",
+    ),
+    "engine_imports_the_plugin": (
+        "roseinfer/engine.py",
+        "import pytest_roseinfer",
+        "engine imports the plugin, which stands above it",
+    ),
+    "a_module_nobody_placed": (
+        "roseinfer/surprise.py",
+        "",
+        "roseinfer.surprise has no place in the layers",
+    ),
+    "plan_imports_torch": (
+        "roseinfer/kv/plan.py",
+        "def f():\n    from torch import nn\n",
+        "imports torch at run time",
+    ),
+    "pool_imports_triton": (
+        "roseinfer/kv/pool.py",
+        "import triton.language as tl",
+        "imports triton at run time",
+    ),
+    "plugin_imports_a_submodule": (
+        "pytest_roseinfer/machine.py",
+        "from roseinfer.kv.pool import KVBlockInfo",
+        "imports roseinfer.kv.pool.KVBlockInfo, which is no public name",
+    ),
+    "plugin_imports_a_module_whole": (
+        "pytest_roseinfer/machine.py",
+        "import roseinfer.kv",
+        "imports roseinfer.kv, which is no public name",
+    ),
+    "plugin_imports_a_subpackage_by_name": (
+        "pytest_roseinfer/machine.py",
+        "from roseinfer import kv",
+        "imports roseinfer.kv, which is no public name",
+    ),
+    "environment": (
+        "roseinfer/kv/kernels.py",
+        "import os\nos.environ.get('X')",
+        "uses os.environ; only roseinfer/config.py may",
+    ),
+    "getenv": (
+        "roseinfer/bench/append.py",
+        "from os import getenv\n",
+        "uses os.getenv; only roseinfer/config.py may",
+    ),
+}
+RIGHT = {
+    "downwards": ("roseinfer/scheduler.py", "from roseinfer.kv.manager import KVBlockManager"),
+    "own_layer": ("roseinfer/kv/mover.py", "from roseinfer.kv.kernels import load_kernels"),
+    "types_of_torch": ("roseinfer/kv/plan.py", "if TYPE_CHECKING:\n    import torch"),
+    "environment_in_config": ("roseinfer/config.py", "import os\nos.environ"),
+    "public_name": ("pytest_roseinfer/machine.py", "from roseinfer import KVBlockManager"),
+    "plugin_itself": ("pytest_roseinfer/machine.py", "from pytest_roseinfer.model import Model"),
+    "top_uses_the_front_door": ("roseinfer/cli.py", "from roseinfer import KVBlockManager"),
+}
+
+
+@pytest.mark.parametrize(("path", "source", "reason"), WRONG.values(), ids=WRONG)
+def test_a_violation_is_caught(path: str, source: str, reason: str) -> None:
+    (found,) = violations({path: source}, PUBLIC)
+    assert found.startswith(f"{path}:")
+    assert reason in found
+
+
+@pytest.mark.parametrize(("path", "source"), RIGHT.values(), ids=RIGHT)
+def test_what_is_allowed_is_left_alone(path: str, source: str) -> None:
+    assert violations({path: source}, PUBLIC) == []
+
+
+LOADED = "; import json, sys; print(json.dumps([m for m in {heavy} if m in sys.modules]))"
+
+
+def loaded_by(statement: str, *heavy: str) -> list[str]:
+    """Which of ``heavy`` a fresh process has imported after ``statement``."""
+    names: list[str] = json.loads(run_python(statement + LOADED.format(heavy=heavy)))
+    return names
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert loaded_by("import roseinfer", "torch", "triton", "transformers", "numpy") == []
+
+
+def test_importing_the_planning_loads_nothing_heavy() -> None:
+    statement = "import roseinfer.kv.plan, roseinfer.kv.pool, roseinfer.kv.paths"
+    assert loaded_by(statement, "torch", "triton", "transformers", "numpy") == []
+
+
+def test_importing_the_cache_loads_torch_and_no_transformers() -> None:
+    statement = "from roseinfer import KVBlockManager, AppendPolicy"
+    assert loaded_by(statement, "torch", "transformers", "roseinfer.kv.append_triton") == ["torch"]
+
+
+IMPORT_KERNELS = """
+    import triton
+    import triton.compiler
+
+    def compile(*args, **kwargs):
+        raise SystemExit("a kernel was compiled by importing it")
+
+    triton.compile = triton.compiler.compile = triton.compiler.compiler.compile = compile
+    from roseinfer.kv import append_triton, clone_triton
+
+    assert not append_triton.is_interpreted()
+    for kernel in (append_triton._gather_kernel, append_triton._full_batch_kernel,
+                   append_triton._identity_pos_kernel, clone_triton._clone_kernel):
+        assert not kernel.device_caches, kernel
+    print("imported")
+"""
+
+
+def test_importing_the_kernels_compiles_nothing(tmp_path: Path) -> None:
+    assert run_python(IMPORT_KERNELS, TRITON_CACHE_DIR=str(tmp_path)) == "imported\n"
+    assert not list(tmp_path.iterdir())
