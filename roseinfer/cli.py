@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,10 @@ def _verify(*, cpu: bool, seed: int | None) -> int:
 
     gpu = torch.cuda.is_available() and not cpu
     arguments = ["--pyargs", "pytest_roseinfer.suite", "-p", "no:cacheprovider", "-q"]
-    arguments += ["-o", "addopts=", "--roseinfer-profile", "dev"]
+    # Whatever the folder it is called from says about its own tests is not meant for these.
+    arguments += ["-c", os.devnull, "--rootdir", "."]
+    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # roseinfer is running
+    arguments += ["--roseinfer-profile", "dev"]
     arguments += ["--roseinfer-gpu"] if gpu else []
     arguments += ["--roseinfer-seed", str(seed)] if seed is not None else []
     return int(pytest.main(arguments))
