@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from roseinfer.errors import RoseinferError as RoseinferError
     from roseinfer.errors import StalePlan as StalePlan
     from roseinfer.errors import TritonUnavailable as TritonUnavailable
+    from roseinfer.errors import UnsupportedModel as UnsupportedModel
     from roseinfer.kv.manager import KVBlockManager as KVBlockManager
     from roseinfer.kv.paths import Condition as Condition
     from roseinfer.kv.paths import Path as Path
@@ -49,6 +50,7 @@ _HOMES = {
     "RoseinferError": "roseinfer.errors",
     "StalePlan": "roseinfer.errors",
     "TritonUnavailable": "roseinfer.errors",
+    "UnsupportedModel": "roseinfer.errors",
 }
 
 __version__ = "0.1.0"

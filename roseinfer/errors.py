@@ -44,3 +44,7 @@ class ConfigError(RoseinferError, ValueError):
 
 class TritonUnavailable(UserWarning):
     """Triton was wanted and cannot run here; the torch paths write instead."""
+
+
+class UnsupportedModel(RoseinferError, ValueError):
+    """A model whose attention this engine would get wrong, or that it cannot load."""

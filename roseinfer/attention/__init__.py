@@ -1,0 +1,1 @@
+"""Attention over the paged cache: a reference, a decode kernel, and prefill."""

@@ -1,0 +1,102 @@
+"""One forward pass as attention sees it: whose tokens these are and where they are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer.attention.paths import AttentionPath
+from roseinfer.attention.prefill import attend_chunk
+from roseinfer.attention.reference import attend
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Sequence
+
+    from roseinfer.kv.manager import KVBlockManager
+    from roseinfer.kv.plan import AppendPlan
+
+
+@dataclass
+class AttentionBatch:
+    """New tokens of several sequences, a sequence's together.
+
+    ``block_lists[i][g]`` is sequence ``i``'s list in layer group ``g``, ``counts[i]`` how
+    many of the tokens are its own, and ``lengths[i]`` how many it has with them. A group is
+    planned when its first layer is stored.
+    """
+
+    kv: KVBlockManager
+    block_lists: Sequence[Sequence[list[int]]]
+    counts: Sequence[int]
+    lengths: Sequence[int]
+    path_counts: Counter[str]
+    kernels: bool
+    """Whether Triton kernels may run; off, the reference does."""
+    _plans: dict[int, AppendPlan] = field(default_factory=dict)
+    _tables: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Append ``[tokens, kv_heads, head_dim]`` to every sequence in one layer."""
+        group = layer // self.kv.layers_per_group
+        lists = [own[group] for own in self.block_lists]
+        if self.kv.layers_per_group == 1 and self.is_decode:
+            # The arrangement in which every switch of the append policy counts.
+            self.kv.append_token_batch(layer, lists, key, value)
+            return
+        if group not in self._plans:
+            self._plans[group] = self.kv.plan_append(layer, lists, self.counts)
+        self.kv.write(self._plans[group], layer, key, value)
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention for ``[tokens, q_heads, head_dim]`` over what is stored by now."""
+        if self.is_decode and self.kernels:
+            return self._decode(layer, query, scale)
+        outputs = []
+        begin = 0
+        group = layer // self.kv.layers_per_group
+        path, chunk = (
+            (AttentionPath.CHUNK_SDPA, attend_chunk)
+            if self.kernels
+            else (AttentionPath.REFERENCE, attend)
+        )
+        for lists, count in zip(self.block_lists, self.counts, strict=True):
+            keys, values = self.kv.gather_sequence(layer, lists[group])
+            outputs.append(chunk(query[begin : begin + count], keys, values, scale))
+            begin += count
+        self.path_counts[path] += 1
+        return torch.cat(outputs)
+
+    @cached_property
+    def is_decode(self) -> bool:
+        return all(count == 1 for count in self.counts)
+
+    def _decode(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+        from roseinfer.attention.decode_triton import paged_attention_decode
+
+        self.path_counts[AttentionPath.DECODE_TRITON] += 1
+        return paged_attention_decode(
+            query,
+            self.kv.keys[layer],
+            self.kv.values[layer],
+            self._table(layer // self.kv.layers_per_group),
+            self._device_lengths,
+            scale,
+            longest=max(self.lengths),
+        )
+
+    @cached_property
+    def _device_lengths(self) -> torch.Tensor:
+        return torch.tensor(self.lengths, device=self.kv.device)
+
+    def _table(self, group: int) -> torch.Tensor:
+        if group not in self._tables:
+            first = group * self.kv.max_blocks_per_layer
+            rows = [[block_id - first for block_id in own[group]] for own in self.block_lists]
+            width = max(map(len, rows))
+            padded = [row + [0] * (width - len(row)) for row in rows]
+            self._tables[group] = torch.tensor(padded, device=self.kv.device)
+        return self._tables[group]

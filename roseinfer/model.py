@@ -1,0 +1,156 @@
+"""Any transformers causal LM, run on the paged cache through its attention interface."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from roseinfer.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from roseinfer.attention.batch import AttentionBatch
+
+_NAME = "roseinfer_paged"
+_CHANGES_ATTENTION = ("softcap", "s_aux", "head_mask")
+"""Arguments a model hands to its attention that ours would ignore."""
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    *,
+    roseinfer_batch: AttentionBatch | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every layer: ``[1, heads, tokens, head_dim]`` each."""
+    asked = [name for name in _CHANGES_ATTENTION if kwargs.get(name) is not None]
+    if asked or roseinfer_batch is None or attention_mask is not None:
+        raise UnsupportedModel(
+            f"{type(module).__name__} asks its attention for "
+            f"{', '.join(asked) or 'a mask, or runs outside the engine'}, which is not supported"
+        )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    roseinfer_batch.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    out = roseinfer_batch.attend(layer, query[0].transpose(0, 1), scale)
+    return out[None], None
+
+
+AttentionInterface.register(_NAME, _attend)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the cache and the engine need to know of a model."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_length: int
+    """Positions the model was made for."""
+
+
+class CausalModel:
+    """A transformers model that keeps its keys and values in our cache."""
+
+    def __init__(self, model: Any, *, max_length: int | None = None) -> None:
+        """Take over ``model``: its attention is ours from here on."""
+        _refuse_other_attention(model)
+        self.shape = _shape(model.config, max_length)
+        _refuse_sliding_window(model, self.shape)
+        model.set_attn_implementation(_NAME)
+        self._model = model.eval()
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        max_length: int | None = None,
+    ) -> CausalModel:
+        """From a local directory or a hub id; safetensors only, never remote code."""
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
+            )
+        except (OSError, ValueError) as error:
+            raise UnsupportedModel(f"{path!r} cannot be loaded: {error}") from error
+        return cls(model.to(device), max_length=max_length)
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        last_rows: torch.Tensor,
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        """Run all tokens in one row; return ``[sequences, vocab]`` for each one's last token."""
+        output = self._model(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=last_rows,
+            roseinfer_batch=batch,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+def _shape(config: Any, max_length: int | None) -> ModelShape:
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    made_for = int(text.max_position_embeddings)
+    if max_length is not None and max_length > made_for:
+        raise UnsupportedModel(f"max_length={max_length}: the model has {made_for} positions")
+    return ModelShape(
+        num_layers=text.num_hidden_layers,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocab_size=text.vocab_size,
+        max_length=max_length or made_for,
+    )
+
+
+def _refuse_other_attention(model: Any) -> None:
+    """Raise for attention this engine would compute wrongly, naming it."""
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{name} does not use transformers' attention interface")
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder model")
+    for setting, meaning in (
+        ("attn_logit_softcapping", "soft-capped attention"),
+        ("attention_chunk_size", "chunked attention"),
+        ("alibi", "ALiBi positions"),
+        ("reorder_and_upcast_attn", "reordered attention"),
+    ):
+        if getattr(config, setting, None):
+            raise UnsupportedModel(f"{name} uses {meaning} ({setting}), which is not supported")
+
+
+def _refuse_sliding_window(model: Any, shape: ModelShape) -> None:
+    """Raise if some layer forgets tokens within the positions that may be used."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None) or []
+    slides = not layers or any(kind != "full_attention" for kind in layers)
+    if window and slides and window < shape.max_length:
+        raise UnsupportedModel(
+            f"{type(model).__name__} attends to a sliding window of {window} tokens, which is not supported: "
+            f"with max_length={window} or less it never slides"
+        )

@@ -1,0 +1,150 @@
+"""Sequences that a model continues: prefill, decode, fork, release."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer.attention.batch import AttentionBatch
+from roseinfer.errors import BadArgument
+from roseinfer.kv.kernels import load_kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roseinfer.kv.manager import KVBlockManager
+    from roseinfer.model import CausalModel
+
+
+@dataclass(slots=True, eq=False)
+class InferenceSession:
+    """One sequence: its tokens, and where their keys and values are."""
+
+    block_lists: list[list[int]]
+    """A list of blocks for each group of layers."""
+    token_ids: list[int] = field(default_factory=list)
+    stored: int = 0
+    """How many of the tokens have keys and values in the cache."""
+
+
+class InferenceEngine:
+    """Runs sessions of any lengths through one model, on one cache."""
+
+    def __init__(
+        self, model: CausalModel, kv: KVBlockManager, *, attention_kernels: bool = True
+    ) -> None:
+        self.model = model
+        self.kv = kv
+        self.path_counts: Counter[str] = Counter()
+        self._kernels = attention_kernels and bool(load_kernels(kv.device)[0])
+        self._groups = kv.num_layers // kv.layers_per_group
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> tuple[list[InferenceSession], torch.Tensor]:
+        """Start a session for each prompt; return them with the logits of their next tokens."""
+        sessions = []
+        for prompt in prompts:
+            self._check_tokens(prompt)
+            sessions.append(self._empty(list(prompt)))
+        return sessions, self.extend(sessions)
+
+    def extend(
+        self, sessions: Sequence[InferenceSession], most_tokens: int | None = None
+    ) -> torch.Tensor:
+        """Store tokens that are not stored yet, up to ``most_tokens`` of each session.
+
+        Returns the logits behind the last token stored of each.
+        """
+        counts = []
+        for at, session in enumerate(sessions):
+            count = len(session.token_ids) - session.stored
+            if count < 1:
+                raise BadArgument(f"session {at} has no token that is not stored yet")
+            counts.append(min(count, most_tokens or count))
+        logits = self._forward(sessions, counts)
+        for session, count in zip(sessions, counts, strict=True):
+            session.stored += count
+        return logits
+
+    def decode_step_sessions(self, sessions: Sequence[InferenceSession]) -> list[int]:
+        """The most likely next token of every session, appended to each.
+
+        A session's newest token is stored first, so every session must have exactly one
+        that is not.
+        """
+        for at, session in enumerate(sessions):
+            if len(session.token_ids) - session.stored != 1:
+                raise BadArgument(
+                    f"session {at} has {len(session.token_ids) - session.stored} tokens that are "
+                    "not stored; a decode step takes one"
+                )
+        tokens: list[int] = self.extend(sessions).argmax(-1).tolist()
+        for session, token in zip(sessions, tokens, strict=True):
+            session.token_ids.append(token)
+        return tokens
+
+    def fork(self, session: InferenceSession) -> InferenceSession:
+        """A session that shares all that is stored and goes its own way from here."""
+        child = InferenceSession(
+            [list(block_ids) for block_ids in session.block_lists],
+            list(session.token_ids),
+            session.stored,
+        )
+        for block_ids in child.block_lists:
+            self.kv.incref_blocks(block_ids)
+        return child
+
+    def release(self, session: InferenceSession) -> None:
+        """Give back a session's blocks. The session is empty afterwards."""
+        for group, block_ids in enumerate(session.block_lists):
+            self.kv.free_blocks(group * self.kv.layers_per_group, block_ids)
+        session.block_lists = [[] for _ in range(self._groups)]
+        session.token_ids, session.stored = [], 0
+
+    def _empty(self, token_ids: list[int]) -> InferenceSession:
+        return InferenceSession([[] for _ in range(self._groups)], token_ids)
+
+    def _check_tokens(self, prompt: Sequence[int]) -> None:
+        shape = self.model.shape
+        if not prompt:
+            raise BadArgument("an empty prompt: at least one token is needed")
+        if len(prompt) > shape.max_length:
+            raise BadArgument(
+                f"a prompt of {len(prompt)} tokens for a model of {shape.max_length} positions"
+            )
+        if not all(0 <= token < shape.vocab_size for token in prompt):
+            raise BadArgument(f"token ids must lie in 0..{shape.vocab_size - 1}")
+
+    def _forward(self, sessions: Sequence[InferenceSession], counts: list[int]) -> torch.Tensor:
+        tokens: list[int] = []
+        positions: list[int] = []
+        last_rows: list[int] = []
+        lengths: list[int] = []
+        for session, count in zip(sessions, counts, strict=True):
+            end = session.stored + count
+            if end > self.model.shape.max_length:
+                raise BadArgument(f"position {end}: the model has {self.model.shape.max_length}")
+            tokens += session.token_ids[session.stored : end]
+            positions += range(session.stored, end)
+            last_rows.append(len(tokens) - 1)
+            lengths.append(end)
+        batch = AttentionBatch(
+            self.kv,
+            [session.block_lists for session in sessions],
+            counts,
+            lengths,
+            self.path_counts,
+            self._kernels,
+        )
+        as_tensor = torch.tensor
+        device = self.kv.device
+        return self.model.logits(
+            as_tensor(tokens, device=device),
+            as_tensor(positions, device=device),
+            as_tensor(last_rows, device=device),
+            batch,
+        )

@@ -1,0 +1,132 @@
+"""The Triton decode kernel against the reference, over a cache poisoned with NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from roseinfer import AppendPolicy, BadArgument, KVBlockManager
+from roseinfer.attention.decode_triton import paged_attention_decode
+from roseinfer.attention.prefill import attend_chunk
+from roseinfer.attention.reference import attend, paged_attention_reference
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""Rounding to the dtype once, after arithmetic in fp32 that adds in another order."""
+
+
+class Case:
+    """Sequences of given lengths in a cache that holds NaN wherever nothing is stored."""
+
+    def __init__(
+        self,
+        device: str,
+        lengths: list[int],
+        *,
+        q_heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 8,
+        block_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        torch.manual_seed(len(lengths) + head_dim)
+        policy = AppendPolicy(triton=False)
+        blocks = sum(-(-length // block_size) for length in lengths) + 1
+        self.kv = KVBlockManager(1, kv_heads, head_dim, block_size, blocks, device, dtype, policy)
+        self.kv.keys.fill_(float("nan"))
+        self.kv.values.fill_(float("nan"))
+        self.lists = [
+            self.kv.register_prefill_layer(
+                0, *torch.randn(2, 1, kv_heads, length, head_dim, device=device).to(dtype)
+            )
+            for length in lengths
+        ]
+        self.query = torch.randn(len(lengths), q_heads, head_dim, device=device).to(dtype)
+        self.lengths = torch.tensor(lengths, device=device)
+        width = max(map(len, self.lists))
+        rows = [block_ids + [0] * (width - len(block_ids)) for block_ids in self.lists]
+        self.tables = torch.tensor(rows, device=device)
+        self.scale = head_dim**-0.5
+        self.longest = max(lengths)
+
+    def decode(self) -> torch.Tensor:
+        return paged_attention_decode(
+            self.query,
+            self.kv.keys[0],
+            self.kv.values[0],
+            self.tables,
+            self.lengths,
+            self.scale,
+            longest=self.longest,
+        )
+
+    def reference(self) -> torch.Tensor:
+        ones = [1] * len(self.lists)
+        return paged_attention_reference(self.kv, 0, self.query, self.lists, ones, self.scale)
+
+
+def assert_close(case: Case) -> None:
+    got, want = case.decode(), case.reference()
+    assert not got.isnan().any()
+    torch.testing.assert_close(got, want, atol=TOLERANCE[case.query.dtype], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("head_dim", [5, 64, 80, 96])
+def test_every_head_size_and_dtype(device: str, head_dim: int, dtype: torch.dtype) -> None:
+    assert_close(Case(device, [1, 4, 5], head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(1, 1), (4, 4), (4, 1), (6, 2), (8, 1)])
+def test_every_grouping_of_query_heads(device: str, q_heads: int, kv_heads: int) -> None:
+    assert_close(Case(device, [7, 2], q_heads=q_heads, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 512, 513, 700])
+def test_contexts_that_are_split(device: str, length: int) -> None:
+    """At, before and behind the end of a part, beside a sequence of one token."""
+    assert_close(Case(device, [length, 1], block_size=16))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 128])
+def test_every_block_size(device: str, block_size: int) -> None:
+    assert_close(Case(device, [block_size, block_size + 1, 2], block_size=block_size))
+
+
+def test_a_query_of_other_strides(device: str) -> None:
+    case = Case(device, [5, 9])
+    wide = torch.full((2, 3, 4, 16), float("nan"), device=device)
+    wide[:, 1, :, ::2] = case.query
+    case.query = wide[:, 1, :, ::2]
+    assert_close(case)
+
+
+def test_what_lies_behind_the_last_token_is_not_used(device: str) -> None:
+    case = Case(device, [5])
+    before = case.decode()
+    case.kv.values[0, case.lists[0][-1], :, 1:] = 1e30
+    torch.testing.assert_close(case.decode(), before, atol=0, rtol=0)
+
+
+def test_the_context_matters(device: str) -> None:
+    """Or else nothing above could fail."""
+    case = Case(device, [5])
+    before = case.decode()
+    case.kv.values[0, case.lists[0][0], :, 0] += 1
+    assert (case.decode() - before).abs().max() > 1e-3
+
+
+def test_heads_that_do_not_fit_are_refused(device: str) -> None:
+    case = Case(device, [3])
+    case.query = case.query[:, :3]
+    with pytest.raises(BadArgument, match="3 query heads of 8 do not fit 2 KV heads of 8"):
+        case.decode()
+
+
+@pytest.mark.parametrize(("tokens", "context"), [(1, 1), (5, 5), (3, 9), (1, 7)])
+def test_a_chunk_equals_the_reference(device: str, tokens: int, context: int) -> None:
+    torch.manual_seed(tokens)
+    query = torch.randn(tokens, 4, 8, device=device)
+    keys, values = torch.randn(2, 2, context, 8, device=device)
+    torch.testing.assert_close(
+        attend_chunk(query, keys, values, 0.3), attend(query, keys, values, 0.3)
+    )

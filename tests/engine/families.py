@@ -1,0 +1,49 @@
+"""Tiny random models of every family, their weights large enough that argmax is no tie."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+VOCABULARY = 97
+POSITIONS = 96
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+}
+
+
+def _gpt2() -> Any:
+    return transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=48, n_layer=2, n_head=4, n_positions=POSITIONS
+    )
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "gpt2": _gpt2,
+    "llama": lambda: transformers.LlamaConfig(**_SHAPE),
+    "qwen2": lambda: transformers.Qwen2Config(**_SHAPE),
+    "qwen3": lambda: transformers.Qwen3Config(**_SHAPE, head_dim=20),
+    "mistral": lambda: transformers.MistralConfig(**_SHAPE),
+}
+
+
+def tiny(family: str, device: str) -> Any:
+    """The same weights whenever it is asked for the same family."""
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.mul_(10)
+    return model.eval().to(device)
