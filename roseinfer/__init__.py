@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roseinfer.config import AppendPolicy as AppendPolicy
+    from roseinfer.config import SamplingParams as SamplingParams
     from roseinfer.errors import BadArgument as BadArgument
     from roseinfer.errors import BadBlock as BadBlock
     from roseinfer.errors import BadRefcount as BadRefcount
@@ -48,6 +49,7 @@ _HOMES = {
     "OutOfBlocks": "roseinfer.errors",
     "Path": "roseinfer.kv.paths",
     "RoseinferError": "roseinfer.errors",
+    "SamplingParams": "roseinfer.config",
     "StalePlan": "roseinfer.errors",
     "TritonUnavailable": "roseinfer.errors",
     "UnsupportedModel": "roseinfer.errors",

@@ -74,6 +74,44 @@ class AppendPolicy:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends."""
+
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Only the k most likely tokens; 0 for all."""
+    top_p: float = 1.0
+    """Only the most likely tokens that together have this probability."""
+    min_p: float = 0.0
+    """Only tokens at least this many times as likely as the most likely one."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits, and multiplies the negative ones, of tokens seen before."""
+    seed: int | None = None
+    """The same seed and tokens give the same choice, whatever else is in the batch."""
+    max_new_tokens: int = 16
+    stop: tuple[str, ...] = ()
+    """Texts that end the request; they are not part of its output."""
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "temperature": (self.temperature >= 0, "at least 0"),
+            "top_k": (self.top_k >= 0, "at least 0 (0 turns it off)"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (1 turns it off)"),
+            "min_p": (0 <= self.min_p <= 1, "between 0 (which turns it off) and 1"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0 (1 turns it off)"),
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "stop": (not isinstance(self.stop, str) and all(self.stop), "texts, none empty"),
+        }
+        for name, (holds, wanted) in allowed.items():
+            if not holds:
+                raise ConfigError(
+                    f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {wanted}"
+                )
+
+
 def _switch(env: Mapping[str, str], name: str, *, default: bool) -> bool:
     text = env.get(name)
     if text is None:

@@ -151,6 +151,6 @@ def _refuse_sliding_window(model: Any, shape: ModelShape) -> None:
     slides = not layers or any(kind != "full_attention" for kind in layers)
     if window and slides and window < shape.max_length:
         raise UnsupportedModel(
-            f"{type(model).__name__} attends to a sliding window of {window} tokens, which is not supported: "
-            f"with max_length={window} or less it never slides"
+            f"{type(model).__name__} attends to a sliding window of {window} tokens, which is not "
+            f"supported: with max_length={window} or less it never slides"
         )

@@ -1,0 +1,134 @@
+"""Choosing next tokens on the device, for requests that each have their own parameters.
+
+A choice is the argmax of log-probability plus Gumbel noise, which samples exactly from the
+distribution. The noise of a token is a hash of the request's seed, the position and the
+token itself, so a request draws the same whatever it is batched with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roseinfer.config import SamplingParams
+
+_NEVER = float("-inf")
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """The parameters of some requests as columns on the device, one row each."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    repetition_penalty: torch.Tensor
+    seeds: torch.Tensor
+    greedy: bool
+    """Every row takes its most likely token: nothing has to be sorted or drawn."""
+    penalised: bool
+    """Some row has a repetition penalty."""
+
+    @classmethod
+    def of(
+        cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device | str
+    ) -> SamplingBatch:
+        """``seeds[i]`` serves request ``i``: its own, or one drawn for it when it has none."""
+
+        def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+        return cls(
+            column([each.temperature for each in params], torch.float32),
+            column([each.top_k for each in params], torch.int64),
+            column([each.top_p for each in params], torch.float32),
+            column([each.min_p for each in params], torch.float32),
+            column([each.repetition_penalty for each in params], torch.float32),
+            column([_signed64(seed) for seed in seeds], torch.int64),
+            all(each.temperature == 0 for each in params),
+            any(each.repetition_penalty != 1 for each in params),
+        )
+
+    def choose(
+        self, logits: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The next token of every row of ``[requests, vocab]`` logits.
+
+        ``positions`` are those the tokens will have; ``seen`` marks, where a repetition
+        penalty is in force, the tokens each request already has.
+        """
+        logits = self._penalise(logits.float(), seen)
+        likeliest = logits.argmax(-1)
+        if self.greedy:
+            return likeliest
+        kept, order = self._sorted_log_probabilities(logits)
+        noise = gumbel_noise(self.seeds, positions[:, None], order)
+        drawn = order.gather(-1, (kept + noise).argmax(-1, keepdim=True))[:, 0]
+        return torch.where(self.temperature[:, 0] == 0, likeliest, drawn)
+
+    def probabilities(self, logits: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+        """What ``choose`` draws from; exactly zero for a token that cannot be drawn."""
+        logits = self._penalise(logits.float(), seen)
+        kept, order = self._sorted_log_probabilities(logits)
+        drawn = torch.zeros_like(logits).scatter(-1, order, kept.softmax(-1))
+        certain = torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return torch.where(self.temperature == 0, certain, drawn)
+
+    def _penalise(self, logits: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+        if not self.penalised or seen is None:
+            return logits
+        penalty = self.repetition_penalty
+        lower = torch.where(logits > 0, logits / penalty, logits * penalty)
+        return torch.where(seen, lower, logits)
+
+    def _sorted_log_probabilities(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities from the most likely down, minus infinity where ruled out."""
+        temperature = torch.where(self.temperature == 0, 1.0, self.temperature)
+        scaled, order = (logits / temperature).sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(scaled.shape[-1], device=scaled.device)
+        beyond_k = (rank >= self.top_k) & (self.top_k > 0)
+        scaled = scaled.masked_fill(beyond_k, _NEVER)
+        probabilities = scaled.softmax(-1)
+        above = probabilities.cumsum(-1) - probabilities
+        outside = (above >= self.top_p) & (self.top_p < 1)
+        outside |= probabilities < self.min_p * probabilities[:, :1]
+        outside[:, 0] = False
+        return scaled.masked_fill(outside, _NEVER).log_softmax(-1), order
+
+
+def rows_without_a_distribution(logits: torch.Tensor) -> torch.Tensor:
+    """Rows that hold NaN, or nothing finite: there is no next token to choose."""
+    return logits.isnan().any(-1) | ~logits.isfinite().any(-1)
+
+
+def log_probability(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Of the chosen tokens, by the model's own logits, before any parameter applies."""
+    return logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+
+
+def gumbel_noise(
+    seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Standard Gumbel noise, a function of seed, position and token alone."""
+    bits = _mix(_mix(_mix(seeds) + positions) + tokens)
+    uniform = (((bits >> 40) & 0xFFFFFF).to(torch.float32) + 0.5) / (1 << 24)
+    return -(-uniform.log()).log()
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    """A bijection of 64-bit integers that leaves no trace of their order."""
+    bits = bits + _signed64(0x9E3779B97F4A7C15)
+    bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * _signed64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * _signed64(0x94D049BB133111EB)
+    return bits ^ ((bits >> 31) & 0x1FFFFFFFF)
+
+
+def _signed64(number: int) -> int:
+    """The same 64 bits as torch's integers hold them."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,178 @@
+"""Sampling draws from exactly the distribution its parameters describe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from roseinfer import ConfigError
+from roseinfer.config import SamplingParams
+from roseinfer.sampling import (
+    SamplingBatch,
+    gumbel_noise,
+    log_probability,
+    rows_without_a_distribution,
+)
+
+VOCABULARY = 50
+
+
+def batch(device: str, *params: SamplingParams, seeds: list[int] | None = None) -> SamplingBatch:
+    return SamplingBatch.of(params, seeds or list(range(len(params))), device)
+
+
+def some_logits(device: str, rows: int = 1, seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(rows, VOCABULARY, device=device) * 3
+
+
+def at(device: str, *positions: int) -> torch.Tensor:
+    return torch.tensor(positions, device=device)
+
+
+def by_transformers(logits: torch.Tensor, params: SamplingParams, seen: list[int]) -> torch.Tensor:
+    """The distribution after transformers' own processors, in its order."""
+    steps: list[Any] = []
+    if params.repetition_penalty != 1:
+        steps.append(transformers.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    steps.append(transformers.TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        steps.append(transformers.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        steps.append(transformers.TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        steps.append(transformers.MinPLogitsWarper(params.min_p))
+    ids = torch.tensor([seen], device=logits.device)
+    for step in steps:
+        logits = step(ids, logits)
+    return logits.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.3),
+        SamplingParams(top_k=1),
+        SamplingParams(top_k=7),
+        SamplingParams(top_p=0.5),
+        SamplingParams(top_p=0.01),
+        SamplingParams(min_p=0.2),
+        SamplingParams(repetition_penalty=1.7),
+        SamplingParams(0.8, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
+    ],
+    ids=str,
+)
+def test_the_distribution_is_transformers(device: str, params: SamplingParams) -> None:
+    seen_ids = [3, 4, 4, 9]
+    seen = torch.zeros(1, VOCABULARY, dtype=torch.bool, device=device)
+    seen[0, seen_ids] = True
+    for seed in range(20):
+        logits = some_logits(device, seed=seed)
+        got = batch(device, params).probabilities(logits, seen)
+        want = by_transformers(logits.clone(), params, seen_ids)
+        assert torch.equal(got > 0, want > 0)
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
+
+
+def test_draws_follow_the_distribution(device: str) -> None:
+    """20,000 positions of one request: each frequency within five standard deviations."""
+    draws = 20_000
+    params = SamplingParams(temperature=0.9, top_k=12, top_p=0.95)
+    logits = some_logits(device)
+    probabilities = batch(device, params).probabilities(logits)[0]
+    many = batch(device, *[params] * draws, seeds=[5] * draws)
+    tokens = many.choose(logits.expand(draws, -1), torch.arange(draws, device=device))
+    counts = torch.bincount(tokens, minlength=VOCABULARY).float()
+    spread = (draws * probabilities * (1 - probabilities)).sqrt()
+    assert ((counts - draws * probabilities).abs() <= 5 * spread + 1e-3).all()
+    assert counts[probabilities == 0].sum() == 0
+
+
+def test_a_request_draws_the_same_alone_and_in_any_batch(device: str) -> None:
+    params = [
+        SamplingParams(temperature=1.3),
+        SamplingParams(temperature=0),
+        SamplingParams(top_p=0.7),
+        SamplingParams(top_k=3, min_p=0.1),
+    ]
+    logits = some_logits(device, rows=4)
+    seeds = [11, 12, 13, 14]
+    for step in range(30):
+        together = batch(device, *params, seeds=seeds).choose(logits, at(device, *[step] * 4))
+        for row in range(4):
+            alone = batch(device, params[row], seeds=seeds[row : row + 1])
+            assert alone.choose(logits[row : row + 1], at(device, step)) == together[row]
+        backwards = batch(device, *params[::-1], seeds=seeds[::-1])
+        turned = backwards.choose(logits.flip(0), at(device, *[step] * 4))
+        assert torch.equal(turned.flip(0), together)
+
+
+def test_seeds_and_positions_make_a_difference(device: str) -> None:
+    logits = torch.zeros(64, VOCABULARY, device=device)
+    same = [SamplingParams()] * 64
+    by_seed = batch(device, *same, seeds=list(range(64))).choose(logits, at(device, *[3] * 64))
+    by_position = batch(device, *same, seeds=[1] * 64).choose(logits, at(device, *range(64)))
+    assert len(set(by_seed.tolist())) > 20
+    assert len(set(by_position.tolist())) > 20
+
+
+def test_temperature_zero_takes_the_most_likely(device: str) -> None:
+    logits = some_logits(device, rows=2)
+    greedy = batch(device, *[SamplingParams(temperature=0)] * 2)
+    assert torch.equal(greedy.choose(logits, at(device, 0, 0)), logits.argmax(-1))
+    mixed = batch(device, SamplingParams(temperature=0), SamplingParams())
+    assert mixed.choose(logits, at(device, 0, 0))[0] == logits[0].argmax()
+    assert mixed.probabilities(logits)[0].max() == 1
+
+
+def test_a_penalty_reaches_greedy_choices_too(device: str) -> None:
+    logits = torch.tensor([[2.0, 1.5, -1.0]], device=device)
+    seen = torch.tensor([[True, False, False]], device=device)
+    penalised = batch(device, SamplingParams(temperature=0, repetition_penalty=2.0))
+    assert penalised.choose(logits, at(device, 0), seen).tolist() == [1]
+
+
+def test_noise_is_gumbel(device: str) -> None:
+    seed = torch.tensor([[-7]], device=device)
+    noise = gumbel_noise(seed, at(device, 4)[:, None], torch.arange(100_000, device=device)[None])
+    assert abs(float(noise.mean()) - 0.5772) < 0.02
+    assert abs(float(noise.var()) - 1.6449) < 0.05
+    assert noise.isfinite().all()
+
+
+def test_rows_that_cannot_be_sampled_are_named(device: str) -> None:
+    logits = some_logits(device, rows=4)
+    logits[1, 3] = float("nan")
+    logits[2] = float("-inf")
+    logits[3, :-1] = float("-inf")
+    assert rows_without_a_distribution(logits).tolist() == [False, True, True, False]
+
+
+def test_log_probabilities_are_the_models_own(device: str) -> None:
+    logits = some_logits(device, rows=2)
+    want = logits.log_softmax(-1)[[0, 1], [5, 6]]
+    torch.testing.assert_close(log_probability(logits, at(device, 5, 6)), want)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1; it must be at least 0"),
+        ({"top_p": 0.0}, "top_p is 0.0; it must be above 0"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        ({"stop": "END"}, "stop is 'END'; it must be texts"),
+        ({"temperature": float("nan")}, "temperature"),
+    ],
+    ids=str,
+)
+def test_parameters_that_make_no_sense(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**wrong)
