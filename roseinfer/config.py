@@ -15,6 +15,14 @@ TRITON_SWITCH = "ROSELLM_TRITON_KV_APPEND"
 TRITON_MIN_BATCH = "ROSELLM_TRITON_KV_APPEND_MIN_BATCH"
 TRITON_FULL_BATCH_MIN_BATCH = "ROSELLM_TRITON_KV_APPEND_FULL_BATCH_MIN_BATCH"
 
+_APPEND_SWITCHES = (
+    "batched",
+    "batched_rollover",
+    "batched_copy_on_write",
+    "identity",
+    "scalar_position",
+    "triton",
+)
 _ON = frozenset({"1", "on", "true", "yes"})
 _OFF = frozenset({"0", "off", "false", "no"})
 
@@ -47,6 +55,11 @@ class AppendPolicy:
     """Tokens from which the full-batch kernel does; ``triton_min_batch`` when None."""
 
     def __post_init__(self) -> None:
+        for name in _APPEND_SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"AppendPolicy.{name} must be True or False, not {getattr(self, name)!r}"
+                )
         for name in ("triton_min_batch", "triton_full_batch_min_batch"):
             value = getattr(self, name)
             if value is None and name == "triton_full_batch_min_batch":

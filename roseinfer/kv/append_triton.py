@@ -272,6 +272,8 @@ def _checked(
             raise BadArgument(f"{name} must be [rows, {heads}, {head_dim}], not {tuple(new.shape)}")
         if new.device != k_cache.device:
             raise BadArgument(f"{name} is on {new.device} and the cache on {k_cache.device}")
+        if not new.is_floating_point():
+            raise BadArgument(f"{name} must be of floats, not {new.dtype}")
     if key.shape != value.shape:
         raise BadArgument(f"key_new has {key.shape[0]} rows and value_new {value.shape[0]}")
     return key.to(k_cache.dtype), value.to(k_cache.dtype)

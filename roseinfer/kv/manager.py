@@ -269,7 +269,10 @@ class KVBlockManager:
         return self._pools[self._group_of(block_id)].refcount(block_id)
 
     def block_info(self, block_id: int) -> KVBlockInfo:
-        """The block's live record: it changes as tokens are appended. Length 0 when free."""
+        """A held block's live record, which changes as tokens are appended.
+
+        A free block's has length 0, and is nobody's record to keep.
+        """
         return self._pools[self._group_of(block_id)].info(block_id)
 
     # ------------------------------------------------------------------------------- inside
@@ -353,6 +356,8 @@ class KVBlockManager:
         for row, condition in seen.needs_block.items():
             if apart is None or row not in apart.rows:
                 met[condition] += 1
-        met[Condition.IN_PLACE] += len(seen.positions) - len(seen.needs_block)
+        in_place = len(seen.positions) - len(seen.needs_block)
+        if in_place:
+            met[Condition.IN_PLACE] += in_place
         self._mover.prepare(plan)
         return plan

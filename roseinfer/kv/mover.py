@@ -67,7 +67,7 @@ class DataMover:
         """Write one layer of a prepared plan."""
         if plan.staged is None:
             return
-        plan.staged.check_current()
+        plan.staged.check_usable(self._staging)
         storage, path, columns = self._storage, plan.path, plan.staged.columns
         key, value = storage.as_stored(key), storage.as_stored(value)
         self._counts[path] += 1

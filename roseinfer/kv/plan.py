@@ -100,14 +100,14 @@ def survey(
     used = len(pool_infos)
     leaving: dict[int, int] = {}  # block index -> earlier rows that will copy it and let go
     for row, block_ids in enumerate(block_lists):
-        if block_ids.__class__ is not list:
-            if block_ids is not None:
-                raise BadArgument(f"row {row}: a block list must be a list, not {block_ids!r}")
+        if block_ids is None:
             infos.append(pool_infos[SCRATCH])
             positions.append(0)
             seen.needs_block[row] = Condition.PADDING
             seen.padding += 1
             continue
+        if not isinstance(block_ids, list):
+            raise BadArgument(f"row {row}: a block list must be a list, not {block_ids!r}")
         if not block_ids:
             infos.append(pool_infos[SCRATCH])
             positions.append(0)

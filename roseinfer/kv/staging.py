@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.errors import StalePlan
+from roseinfer.errors import BadArgument, StalePlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +17,8 @@ _SLOTS = 64
 _FIRST_CAPACITY = 256
 _SPARE = 3
 """What starting each of three columns on 16 bytes can cost."""
+_MOST_IN_RING = 1 << 14
+"""Most indices that go through the ring: 8 MiB of it. A prompt of thousands goes apart."""
 _MOST_SHAPES = 8
 """Lengths for which a slot remembers its views; decoding needs one or two."""
 
@@ -27,12 +29,16 @@ class StagedIndices:
 
     columns: tuple[torch.Tensor, ...]
     ring: IndexStaging
-    ticket: int
+    ticket: int | None
+    """Which turn of the ring this was; None for buffers of its own."""
 
-    def check_current(self) -> None:
-        if self.ring.tickets - self.ticket >= _SLOTS:
+    def check_usable(self, ring: IndexStaging) -> None:
+        """Raise unless the columns are ``ring``'s and still hold what was staged."""
+        if self.ring is not ring:
+            raise BadArgument("the plan was made by another cache")
+        if self.ticket is not None and ring.tickets - self.ticket >= _SLOTS:
             raise StalePlan(
-                f"this plan's indices were overwritten: {self.ring.tickets - self.ticket} plans "
+                f"this plan's indices were overwritten: {ring.tickets - self.ticket} plans "
                 f"were made after it and at most {_SLOTS - 1} may be; write a plan before "
                 "making many more"
             )
@@ -77,12 +83,19 @@ class IndexStaging:
     def stage(self, columns: Sequence[list[int]]) -> StagedIndices:
         """Put columns of equal length on the device with a single copy."""
         length = len(columns[0])
+        if length * len(columns) > _MOST_IN_RING:
+            return StagedIndices(self._stage_apart(columns), self, None)
         views = self._slot_views(self._next_slot(length * len(columns)), length, len(columns))
         for begin, column in zip(views.begins, columns, strict=True):
             self._memory[begin : begin + length] = array("q", column)
         if self._on_gpu:
             views.target.copy_(views.source, non_blocking=True)
         return StagedIndices(views.columns, self, self.tickets)
+
+    def _stage_apart(self, columns: Sequence[list[int]]) -> tuple[torch.Tensor, ...]:
+        """Buffers of their own for a long prompt, which must not swell all of the ring."""
+        host = torch.tensor(columns, dtype=torch.int64, pin_memory=self._on_gpu)
+        return host.to(self._device, non_blocking=True).unbind(0)
 
     def _slot_views(self, slot: int, length: int, columns: int) -> _Views:
         known = self._views[slot]

@@ -87,6 +87,11 @@ def check_cache_pair(k_cache: torch.Tensor, v_cache: torch.Tensor, dims: int) ->
             f"key and value caches must be {dims}-dimensional and of one shape; they are "
             f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         )
+    if k_cache.device.type == "cpu" and not knobs.runtime.interpret:
+        raise BadArgument(
+            "the caches are on the CPU, where Triton kernels need its interpreter: set "
+            "TRITON_INTERPRET=1 before roseinfer is imported"
+        )
     if k_cache.dtype != v_cache.dtype or k_cache.device != v_cache.device:
         raise BadArgument(
             "key and value caches must share dtype and device; they are "

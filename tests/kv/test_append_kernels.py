@@ -21,6 +21,7 @@ from tests.kv.kernels import (
     assert_appends,
     index,
     new_tokens,
+    off_by_one,
     run,
 )
 
@@ -231,6 +232,24 @@ def test_full_batch_at_any_position(device: str, position: int) -> None:
         cache[list(KERNELS["full_batch"].blocks), :, position] = new
     run("full_batch", caches.pair, inputs, pos=position)
     caches.assert_same(expected)
+
+
+@every_kernel
+@pytest.mark.parametrize("shifted", ["caches", "inputs", "index"])
+def test_unaligned_tensors_after_aligned_ones_of_the_same_form(
+    device: str, kernel: str, shifted: str
+) -> None:
+    """What is compiled for aligned addresses reads 16 bytes at once, and may not be reused."""
+    shape, slots = (6, 4, 4, 64), KERNELS[kernel]
+    caches = Caches.build(device, shape, dtype=torch.float16)
+    assert_appends(kernel, caches, new_tokens(caches))
+    if shifted == "caches":
+        caches = Caches.build(device, shape, off_by_one, torch.float16)
+    key, value = new_tokens(caches)
+    if shifted == "inputs":
+        key, value = off_by_one(torch.cat([key.flatten()] * 3), key.shape)
+    given = {"block_idx": index((0, *slots.blocks), device)[1:]} if shifted == "index" else {}
+    assert_appends(kernel, caches, (key, value), **given)
 
 
 @every_kernel

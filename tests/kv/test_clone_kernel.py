@@ -10,7 +10,7 @@ import torch
 from roseinfer import BadArgument
 from roseinfer.kv.clone_triton import kv_clone_triton
 from tests.kv.harness import DTYPES
-from tests.kv.kernels import LAYOUTS, Caches, Pair, Shape, index
+from tests.kv.kernels import LAYOUTS, Caches, Pair, Shape, apart, index, off_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,6 +82,12 @@ def test_any_head_dim_and_number_of_heads(device: str, heads: int, head_dim: int
 def test_blocks_larger_than_one_program_copies(device: str, shape: Shape) -> None:
     """The last program's part is ragged, or exactly full."""
     assert_clones(Caches.build(device, shape, dtype=torch.float16), (1,), (2,))
+
+
+def test_unaligned_caches_after_aligned_ones_of_the_same_form(device: str) -> None:
+    """What is compiled for aligned addresses reads 16 bytes at once, and may not be reused."""
+    for layout in (apart, off_by_one):
+        assert_clones(Caches.build(device, (2, 4, 2, 4, 64), layout, torch.float16), (1,), (3,))
 
 
 @every_layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -106,6 +107,34 @@ def test_plans_outlive_the_growth_of_the_buffers(device: str, policy: AppendPoli
     largest = steps.plan(range(602))
     for step in (largest, *small, large):
         step.write()
+    steps.check()
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_a_buffer_serves_columns_of_changing_number_and_length(device: str, triton: bool) -> None:
+    """Round after round a slot meets other batches and other paths than the last time."""
+    steps = Steps(build(device, max_blocks_per_layer=250), starts=[2, 2, 2, 3])
+    dice = random.Random(1)
+    for _ in range(4 * RING + 7):
+        steps.kv.policy = AppendPolicy(
+            triton=triton, identity=dice.random() < 0.7, scalar_position=dice.random() < 0.5
+        )
+        steps.plan(range(dice.choice([2, 2, 3, 4]))).write()
+    steps.check()
+
+
+@pytest.mark.parametrize("rows", [84, 85, 86, 127, 128, 129, 255, 256, 257])
+@pytest.mark.parametrize("columns", [1, 2, 3])
+def test_batches_that_just_fit_into_the_buffers(device: str, rows: int, columns: int) -> None:
+    """With one, two or three columns; the row beside the batch stays as it is."""
+    policy = AppendPolicy(triton=False, identity=columns < 3, scalar_position=columns < 2)
+    kv = build(device, policy, max_blocks_per_layer=2 * rows + 4, num_heads=1, head_dim=1)
+    steps = Steps(kv, starts=[1] * (rows + 1))
+    first, second = steps.plan(range(rows)), steps.plan(range(rows))
+    assert first.plan.staged is not None
+    assert len(first.plan.staged.columns) == columns
+    second.write()
+    first.write()
     steps.check()
 
 
