@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapter import CacheSpec as CacheSpec
     from pytest_roseinfer.adapter import KVCacheAdapter as KVCacheAdapter
     from pytest_roseinfer.adapter import Ledger as Ledger
-    from pytest_roseinfer.conformance import conformance as conformance
+    from pytest_roseinfer.checks import conformance as conformance
     from pytest_roseinfer.divergence import Divergence as Divergence
     from pytest_roseinfer.history import History as History
     from pytest_roseinfer.machine import run_history as run_history
@@ -49,7 +49,7 @@ _HOMES = {
     "KVCacheAdapter": "pytest_roseinfer.adapter",
     "Ledger": "pytest_roseinfer.adapter",
     "Oracle": "pytest_roseinfer.model",
-    "conformance": "pytest_roseinfer.conformance",
+    "conformance": "pytest_roseinfer.checks",
     "run_history": "pytest_roseinfer.machine",
 }
 __all__ = sorted(_HOMES)

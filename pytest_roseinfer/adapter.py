@@ -6,9 +6,11 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
+
+    from pytest_roseinfer.bad_calls import BadCall
 
 
 class CacheFull(Exception):
@@ -54,8 +56,8 @@ class KVCacheAdapter:
 
     An ability is offered by overriding its method, and tested when it is:
     ``append_many``, ``append_padded``, ``prefill``, ``reserve`` with ``fill``, ``fork``,
-    ``free``, ``gather``, ``set_options``, ``table``, ``ledger``, ``arena`` and
-    ``path_counts``.
+    ``free``, ``gather``, ``set_options``, ``table``, ``ledger``, ``arena``, ``path_counts``
+    and ``bad_calls``.
     """
 
     full_errors: ClassVar[tuple[type[BaseException], ...]] = (CacheFull,)
@@ -68,10 +70,16 @@ class KVCacheAdapter:
     """Names in ``path_counts`` that are no paths but must be met all the same."""
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Switches to vary: each history draws a value for every name, for ``spec.options``."""
-    path_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Switches without which a path cannot run, so that histories can aim at it."""
-    scratch_blocks: ClassVar[frozenset[int]] = frozenset()
-    """Blocks of ``arena`` that no sequence owns and padding may write to."""
+    path_options: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = {}
+    """For paths that do not run by default: settings of the switches, under each of which
+    they do, so that histories can aim at them."""
+    row_conditions: ClassVar[Mapping[str, str]] = {}
+    """Which of ``conditions`` counts what a row found: a name for each of "fresh", "in_place",
+    "rollover", "rollover_shared", "copy_on_write" and "padding" that is counted row by row."""
+    ruled_out: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = {}
+    """Settings of the switches, any one of which keeps a path from running."""
+    scratch_blocks: frozenset[int] = frozenset()
+    """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
     """Dtypes the cache can be built with."""
 
@@ -149,6 +157,10 @@ class KVCacheAdapter:
         """How often each path ran and each condition was met since ``make``."""
         raise NotImplementedError
 
+    def bad_calls(self) -> Iterable[BadCall]:
+        """Calls that must be refused, or leave no trace, in the state the cache is in now."""
+        raise NotImplementedError
+
 
 OPTIONAL = (
     "append_many",
@@ -164,6 +176,7 @@ OPTIONAL = (
     "ledger",
     "arena",
     "path_counts",
+    "bad_calls",
 )
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_roseinfer.adapter import KVCacheAdapter, abilities
+from pytest_roseinfer.bad_calls import check_bad_calls
+from pytest_roseinfer.bookkeeping import check_conditions, check_switches, conditions_met
 from pytest_roseinfer.divergence import Divergence, describe_mismatch
 from pytest_roseinfer.history import (
     AppendMany,
@@ -30,7 +32,8 @@ from pytest_roseinfer.model import Oracle, padding_token
 from pytest_roseinfer.payload import Payload, as_bits, same_bits
 
 if TYPE_CHECKING:
-    from typing import NoReturn
+    from collections.abc import Mapping
+    from typing import Any, NoReturn
 
     from pytest_roseinfer.history import Write
 
@@ -39,7 +42,10 @@ _Slot = tuple[int, int]
 
 
 def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same ``[layers, tokens, heads, head_dim]`` values with other strides or dtype."""
+    """The same ``[layers, tokens, heads, head_dim]`` values with other strides or dtype.
+
+    ``apart``, where keys and values differ, is none of one tensor.
+    """
     if layout == "fused":  # one third of a wider tensor, as a qkv projection leaves it
         wide = tensor.new_empty((*tensor.shape[:2], 3, *tensor.shape[2:]))
         wide[:, :, 1] = tensor
@@ -62,6 +68,8 @@ class _Reservation:
     handle: object
     step: Reserve
     tokens: list[int]
+    options: Mapping[str, Any]
+    """The switches when it was planned."""
 
 
 @dataclass(slots=True)
@@ -72,6 +80,8 @@ class _Before:
     owners: list[Counter[int]]
     books: object
     counts: Counter[str]
+    conditions: Counter[str]
+    """What the rows of the step are to find."""
 
 
 class Machine:
@@ -89,6 +99,7 @@ class Machine:
         self.done: list[Operation] = []
         self.seen: set[int] = set()
         self.reserved: list[_Reservation] = []
+        self.options = self.spec.options
         if "arena" in self.can:
             for cache in self.adapter.arena():
                 cache.fill_(float("nan"))
@@ -97,10 +108,12 @@ class Machine:
         """Do every step; return how often each path ran and condition was met."""
         for step in self.history.operations:
             self.step(step)
+        if "bad_calls" in self.can:
+            check_bad_calls(self)
         return self.counts
 
     def step(self, step: Operation) -> None:
-        before = self._look()
+        before = self._look(step)
         self.done.append(step)
         tokens: list[int] = []
         fits = True
@@ -126,7 +139,12 @@ class Machine:
             self._check_arena(tokens, slots, before)
         if "path_counts" in self.can:
             may_copy = isinstance(step, Reserve) and fits
-            self._check_paths(slots, before.counts, may_copy=may_copy)
+            ran = self._check_paths(slots, before.counts, may_copy=may_copy)
+            if not isinstance(step, Copy):  # which may be written token by token
+                check_conditions(self, ran, before.conditions if fits else Counter())
+            check_switches(
+                self, ran, self.filling.options if isinstance(step, Fill) else self.options
+            )
 
     # ---------------------------------------------------------------------------- doing
 
@@ -156,7 +174,9 @@ class Machine:
         """Keys and values to write."""
         if layout == "wider" and not self.payload.finite:
             layout = "plain"  # NaN patterns survive no conversion
-        return [lay_out(tensor, layout) for tensor in self.payload.all_layers(tokens)]
+        layouts = ("fused", "transposed") if layout == "apart" else (layout, layout)
+        both = zip(self.payload.all_layers(tokens), layouts, strict=True)
+        return [lay_out(tensor, own) for tensor, own in both]
 
     def _call_write(
         self, step: Write, tokens: list[int], key: torch.Tensor, value: torch.Tensor
@@ -165,7 +185,7 @@ class Machine:
             self.adapter.prefill(step.seq, key, value)
         elif isinstance(step, Reserve):
             handle = self.adapter.reserve(step.seqs, step.counts)
-            self.reserved.append(_Reservation(handle, step, tokens))
+            self.reserved.append(_Reservation(handle, step, tokens, self.options))
         elif isinstance(step, AppendPadded):
             self.adapter.append_padded(step.seqs, key, value)
         elif isinstance(step, AppendMany):
@@ -182,7 +202,7 @@ class Machine:
     def _fill(self) -> list[int]:
         due = self.reserved.pop(0)
         key, value = self._inputs(due.tokens, due.step.layout)
-        self.filling = due.step
+        self.filling = due
         try:
             self.adapter.fill(due.handle, key, value)
         except Exception as error:
@@ -204,19 +224,21 @@ class Machine:
                 self.adapter.free(step.seq)
             elif isinstance(step, SetOptions):
                 self.adapter.set_options(step.options)
+                self.options = step.options
         except Exception as error:
             self.fail(f"the step raised {type(error).__name__}: {error}", error)
 
     # --------------------------------------------------------------------------- looking
 
-    def _look(self) -> _Before:
+    def _look(self, step: Operation) -> _Before:
         arena = None
         if {"arena", "table"} <= self.can:
             keys, values = self.adapter.arena()
             arena = (keys.clone(), values.clone())
         owners = self._owners() if arena is not None else []
         counts = self._reported() if "path_counts" in self.can else Counter()
-        return _Before(arena, owners, self._books(), counts)
+        met = conditions_met(self.oracle, step)
+        return _Before(arena, owners, self._books(), counts, met)
 
     def _reported(self) -> Counter[str]:
         return Counter({str(name): n for name, n in self.adapter.path_counts().items()})
@@ -341,7 +363,7 @@ class Machine:
     def _slots(self, step: Operation) -> list[list[_Slot]]:
         """Block and position of every token just written, in written order, for each layer."""
         if isinstance(step, Fill):
-            step = self.filling
+            step = self.filling.step
         elif not is_write(step) or isinstance(step, Reserve):
             return []
         if "table" not in self.can:
@@ -372,7 +394,7 @@ class Machine:
 
     def _check_paths(
         self, slots: list[list[_Slot]], before: Counter[str], *, may_copy: bool
-    ) -> None:
+    ) -> dict[str, int]:
         after = self._reported()
         ran = {name: after[name] - before[name] for name in after if after[name] != before[name]}
         twins = set(self.adapter.paths.values())
@@ -398,6 +420,7 @@ class Machine:
                     f"rows needed positions {sorted(positions)}"
                 )
         self.counts.update(ran)
+        return ran
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
         raise Divergence(self, what) from cause

@@ -1,4 +1,4 @@
-"""The pytest plugin: options, markers, fixtures and the verdict at the end.
+"""The pytest plugin: hooks only; what they do stands in the modules they call.
 
 It is active in every pytest run of an environment that has it, so it imports nothing
 heavy: torch, triton, transformers and hypothesis come in with what uses them.
@@ -6,185 +6,217 @@ heavy: torch, triton, transformers and hypothesis come in with what uses them.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from pathlib import Path
-from typing import Any
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_roseinfer import coverage, settings
-from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, Settings
+from pytest_roseinfer import markers, options, settings
 
-_PROFILE_NAMES = ", ".join(PROFILES)
-_WORKER_KEY = "roseinfer_coverage"
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from pytest_roseinfer.adapter import KVCacheAdapter
+    from pytest_roseinfer.coverage import Coverage
+
+pytest_plugins = ("pytest_roseinfer.fixtures",)
+
+_WORKER_SAW = "roseinfer_coverage"
+_WORKER_ERROR = "roseinfer_usage_error"
+_OUTER = pytest.StashKey[tuple[settings.Settings, "Coverage | None"]]()
+"""What belongs to a pytest run that started this one in its own process."""
+_PROBLEMS = pytest.StashKey[dict[str, list[str]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("roseinfer", "conformance of KV caches")
-    group.addoption(
-        "--roseinfer-gpu",
-        action="store_true",
-        help="run on the GPU with compiled kernels; an error when there is none",
-    )
-    group.addoption(
-        "--roseinfer-target",
-        action="append",
-        metavar="MODULE:CLASS",
-        help="adapter for pytest_roseinfer.suite to test; may be repeated",
-    )
-    group.addoption(
-        "--roseinfer-profile",
-        choices=list(PROFILES),
-        help=f"how hard to look: {_PROFILE_NAMES}",
-    )
-    group.addoption("--roseinfer-examples", type=int, help="histories for each search")
-    group.addoption("--roseinfer-steps", type=int, help="most steps of one history")
-    group.addoption("--roseinfer-seed", type=int, help="make the search repeatable")
-    group.addoption(
-        "--roseinfer-required-paths",
-        choices=["on", "off"],
-        help="whether a declared path that was not reached fails the run",
-    )
-    group.addoption(
-        "--roseinfer-replay", metavar="FILE", help="run the history in a trace file, and only it"
-    )
-    parser.addini("roseinfer_targets", "adapters for pytest_roseinfer.suite", type="linelist")
-    parser.addini("roseinfer_profile", f"how hard to look: {_PROFILE_NAMES}", default="dev")
-    parser.addini("roseinfer_examples", "histories for each search")
-    parser.addini("roseinfer_steps", "most steps of one history")
-    parser.addini("roseinfer_seed", "make the search repeatable")
-    parser.addini("roseinfer_required_paths", "fail on unreached paths", type="bool", default=True)
+    options.add(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "roseinfer_gpu: needs a GPU; runs with --roseinfer-gpu")
-    settings.set_current(_settings(config))
-    coverage.reset()
+    for line in markers.LINES:
+        config.addinivalue_line("markers", line)
+    asked = options.read(config)
+    config.stash[_OUTER] = (settings.current(), _swap_coverage(None))
+    settings.set_current(asked)
+    options.check_targets(config, asked)
 
 
-def _settings(config: pytest.Config) -> Settings:
-    gpu = bool(config.getoption("--roseinfer-gpu"))
-    if gpu and not _has_gpu():
-        raise pytest.UsageError("--roseinfer-gpu: torch finds no CUDA device on this machine")
-    profile = config.getoption("--roseinfer-profile") or config.getini("roseinfer_profile")
-    if profile not in PROFILES:
-        raise pytest.UsageError(f"roseinfer_profile = {profile}: choose one of {_PROFILE_NAMES}")
-    required = config.getoption("--roseinfer-required-paths")
-    return Settings(
-        profile=profile,
-        examples=_number(config, "examples", at_least=1) or PROFILES[profile].examples,
-        steps=_number(config, "steps", at_least=1) or PROFILES[profile].steps,
-        seed=_number(config, "seed", at_least=0),
-        gpu=gpu,
-        require_paths=(
-            required == "on" if required else bool(config.getini("roseinfer_required_paths"))
-        ),
-        targets=tuple(
-            config.getoption("--roseinfer-target")
-            or config.getini("roseinfer_targets")
-            or SHIPPED_TARGETS
-        ),
-        failures_dir=str(Path(str(config.rootpath)) / ".roseinfer"),
-    )
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if outer := config.stash.get(_OUTER, None):
+        settings.set_current(outer[0])
+        _swap_coverage(outer[1])
 
 
-def _number(config: pytest.Config, name: str, *, at_least: int) -> int | None:
-    value = config.getoption(f"--roseinfer-{name}")
-    if value is None:
-        text = config.getini(f"roseinfer_{name}")
-        if not text:
-            return None
-        try:
-            value = int(text)
-        except ValueError:
-            raise pytest.UsageError(f"roseinfer_{name} = {text}: not a whole number") from None
-    if value < at_least:
-        raise pytest.UsageError(f"roseinfer {name} = {value}: must be at least {at_least}")
-    return int(value)
-
-
-def _has_gpu() -> bool:
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def pytest_report_header(config: pytest.Config) -> list[str]:
-    asked = settings.current()
-    options = ("target", "profile", "examples", "steps", "seed", "required-paths")
-    chosen = any(config.getoption(f"--roseinfer-{name}") is not None for name in options)
-    if not (chosen or asked.gpu or config.getini("roseinfer_targets")):
-        return []
-    seed = "random" if asked.seed is None else asked.seed
-    runtime = os.environ.get("TRITON_INTERPRET")
-    return [
-        f"roseinfer: {', '.join(asked.targets)}",
-        f"roseinfer: device {asked.device}, profile {asked.profile} ({asked.examples} examples of "
-        f"up to {asked.steps} steps), seed {seed}"
-        + (f", TRITON_INTERPRET={runtime}" if runtime is not None else ""),
-    ]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if settings.current().gpu:
-        return
-    skip = pytest.mark.skip(reason="needs a GPU: run with --roseinfer-gpu")
-    for item in items:
-        marker = item.get_closest_marker("roseinfer_gpu")
-        if marker is None:
-            continue
-        if marker.args or marker.kwargs:
-            raise pytest.UsageError(f"{item.nodeid}: the marker roseinfer_gpu takes no arguments")
-        item.add_marker(skip)
+def _swap_coverage(new: Coverage | None) -> Coverage | None:
+    """Put another coverage, or an empty one, in place of that so far, if anything had use of it."""
+    coverage = sys.modules.get("pytest_roseinfer.coverage")
+    if coverage is None:
+        return None
+    old: Coverage = coverage.current()
+    coverage.set_current(new or coverage.Coverage())
+    return old
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """With ``--roseinfer-replay``, run the trace instead of any test."""
-    file = config.getoption("--roseinfer-replay")
-    if not file:
+    """Do what two options ask for instead of running tests."""
+    if file := config.getoption("--roseinfer-replay"):
+        return _replay(config, file)
+    if names := config.getoption("--roseinfer-mutants"):
+        return _hunt_mutants([] if names == "all" else names.split(","))
+    return None
+
+
+def _replay(config: pytest.Config, file: str) -> int:
+    from pytest_roseinfer.loading import TargetError
+    from pytest_roseinfer.replay import TraceError, replay
+
+    options.find_modules_here(config)
+    try:
+        return replay(file)
+    except (TargetError, TraceError) as error:
+        raise pytest.UsageError(f"--roseinfer-replay {error}") from error
+
+
+def _hunt_mutants(names: list[str]) -> int:
+    from pytest_roseinfer.mutants.catalogue import find
+    from pytest_roseinfer.mutants.command import main
+
+    try:
+        for name in names:
+            find(name)
+    except KeyError as error:
+        raise pytest.UsageError(f"--roseinfer-mutants: {error.args[0]}") from None
+    return main(["--quick", *names])
+
+
+# -------------------------------------------------------------------------- what is about to run
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    if not options.configured(config):
+        return []
+    from pytest_roseinfer import environment
+
+    asked = settings.current()
+    lines = environment.describe_targets(asked.chosen_targets)
+    return [*lines, *environment.describe_run(asked)]
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
+    """What the header could not say before the tests were collected."""
+    asked = settings.current()
+    adapters = dict.fromkeys(adapter for item in items if (adapter := _adapter(item)))
+    if not adapters:
+        return []
+    from pytest_roseinfer import coverage, environment
+
+    names = map(coverage.name_of, adapters)
+    lines = environment.describe_targets(n for n in names if n not in asked.chosen_targets)
+    return lines if options.configured(config) else [*lines, *environment.describe_run(asked)]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    try:
+        markers.check(items)
+    except pytest.UsageError as error:
+        output = getattr(config, "workeroutput", None)
+        if output is None:
+            raise
+        # Raised in a worker of pytest-xdist, it would show as an internal error of its controller.
+        output[_WORKER_ERROR] = str(error)
+        items.clear()
+    if not settings.current().gpu:
+        markers.skip_without_gpu(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    asked = settings.current()
+    settings.set_current(markers.budget(item, asked))
+    try:
+        return (yield)
+    finally:
+        settings.set_current(asked)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show a difference as its message alone: the way to it leads through the harness."""
+    report = yield
+    divergence = sys.modules.get("pytest_roseinfer.divergence")
+    if call.excinfo is None or divergence is None or item.config.getoption("fulltrace"):
+        return report
+    failure = call.excinfo.value
+    if isinstance(failure, divergence.Divergence):
+        shown = call.excinfo.getrepr(style="value", chain=False)
+        if shown.reprcrash:  # what the short summary says
+            shown.reprcrash.message = failure.what
+        report.longrepr = shown
+        if failure.__cause__:
+            trace = "".join(traceback.format_exception(failure.__cause__))
+            report.sections.append(("raised by the cache", trace))
+    return report
+
+
+def _adapter(item: pytest.Item) -> type[KVCacheAdapter] | None:
+    """The adapter that a test of ``conformance()`` is about."""
+    checks = sys.modules.get("pytest_roseinfer.checks")
+    owner = getattr(item, "cls", None)
+    if checks is None or owner is None or not issubclass(owner, checks.ConformanceTests):
         return None
-    from pytest_roseinfer.replay import replay
-
-    return replay(file)
-
-
-# ------------------------------------------------------------------- the verdict at the end
+    adapter: type[KVCacheAdapter] = owner.adapter
+    return adapter
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    seen = coverage.current()
-    output = getattr(session.config, "workeroutput", None)
-    if output is not None:
-        output[_WORKER_KEY] = seen.to_json()
-        return
-    failed = session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-    if seen.targets and settings.current().require_paths and seen.missing() and not failed:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+# ------------------------------------------------------------------------- the verdict at the end
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give a worker of pytest-xdist the seed that was drawn here."""
+    node.workerinput["roseinfer_seed"] = settings.current().seed
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    coverage.current().add(getattr(node, "workeroutput", {}).get(_WORKER_KEY, {}))
+    output = getattr(node, "workeroutput", {})
+    if error := output.get(_WORKER_ERROR):
+        raise pytest.UsageError(error)
+    if seen := output.get(_WORKER_SAW):
+        from pytest_roseinfer import coverage
+
+        coverage.current().add(seen)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the JUnit file is written
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    asked = settings.current()
+    used = "pytest_roseinfer.coverage" in sys.modules or asked.named_targets or asked.reports
+    if not used or session.config.getoption("collectonly"):
+        return
+    from pytest_roseinfer import coverage
+
+    seen = coverage.current()
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output[_WORKER_SAW] = seen.to_json()
+        return
+    from pytest_roseinfer.report.finish import finish
+
+    problems = finish(session, seen, asked)
+    session.config.stash[_PROBLEMS] = problems
+    if problems and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    seen = coverage.current()
-    if not seen.targets:
+    problems = terminalreporter.config.stash.get(_PROBLEMS, None)
+    if problems is None:
         return
+    from pytest_roseinfer import coverage
     from pytest_roseinfer.report.terminal import show
 
-    show(terminalreporter, seen, settings.current())
-
-
-# -------------------------------------------------------------------------------- fixtures
-
-
-@pytest.fixture(scope="session")
-def roseinfer_device() -> str:
-    """Where caches under test live: ``"cuda"`` with --roseinfer-gpu, else ``"cpu"``."""
-    settings.choose_kernel_runtime()
-    return settings.current().device
+    show(terminalreporter, coverage.current(), settings.current(), problems)

@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
-import sys
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer import reproduce
-from pytest_roseinfer.divergence import Divergence
-from pytest_roseinfer.machine import run_history
-from pytest_roseinfer.settings import load_target
+if TYPE_CHECKING:
+    from pytest_roseinfer.adapter import CacheSpec
+
+
+class TraceError(ValueError):
+    """A file that holds no trace, or one that cannot be run here."""
 
 
 def replay(file: str) -> int:
     """Run the history in ``file``; 1 when it still fails, 0 when it runs through."""
-    name, history = reproduce.load(file)
-    sys.path.insert(0, "")
-    print(f"replaying on {name}:\n{history.words()}\n")
+    trace = _read(file)
+    # Triton asks for its switch when kernels are defined, so before any of this is imported.
+    os.environ.update(trace["environment"])
+
+    from pytest_roseinfer import reproduce
+    from pytest_roseinfer.divergence import Divergence
+    from pytest_roseinfer.history import History
+
+    history = History.from_json(trace["history"])
+    _need_device(file, history.spec)
+    print(f"replaying on {trace['adapter']} ({trace['check']}):\n{history.words()}\n")
     try:
-        run_history(load_target(name), history)
+        reproduce.run(trace)
     except Divergence as failure:
         print(f"FAILED: {failure}")
         return 1
     print("the history ran through: nothing differed")
     return 0
+
+
+def _read(file: str) -> dict[str, Any]:
+    try:
+        trace = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TraceError(f"{file}: {error.strerror}") from None
+    except ValueError as error:
+        raise TraceError(f"{file} is no trace: {error}") from None
+    expected = {"adapter", "file", "folders", "environment", "check", "history"}
+    if not (isinstance(trace, dict) and expected <= trace.keys()):
+        raise TraceError(f"{file} is no trace: expected the fields {', '.join(sorted(expected))}")
+    return trace
+
+
+def _need_device(file: str, spec: CacheSpec) -> None:
+    import torch
+
+    device = torch.device(spec.device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise TraceError(
+            f'{file} was recorded on "{spec.device}", which this machine does not have; change '
+            '"device" in the file to replay it elsewhere'
+        )

@@ -4,70 +4,114 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
+import sysconfig
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from pprint import pformat
+from typing import TYPE_CHECKING, Any
 
+from pytest_roseinfer import coverage
+from pytest_roseinfer.environment import variables
 from pytest_roseinfer.history import History
+from pytest_roseinfer.loading import load_target
+from pytest_roseinfer.machine import run_history
+from pytest_roseinfer.metamorphic import (
+    check_copied,
+    check_every_option,
+    check_permuted,
+    check_split,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pytest_roseinfer.adapter import KVCacheAdapter
 
+CHECKS: dict[str, Callable[[type[KVCacheAdapter], History], object]] = {
+    check.__name__: check
+    for check in (run_history, check_permuted, check_split, check_copied, check_every_option)
+}
+"""What a history can be put to, by the name a trace gives it."""
+
 _SCRIPT = '''\
-"""Replays a failing history on {name}. Needs neither pytest nor Hypothesis.
+"""Replays a failing history on {adapter}. Needs neither pytest nor Hypothesis."""
 
-{what}
-"""
+{message}
 
-import json
 import os
 import sys
 
-{runtime}sys.path.insert(0, {folder!r})
+os.environ.update({environment})
+sys.path[:0] = {folders}
 
 from pytest_roseinfer.history import History
-from pytest_roseinfer.machine import run_history
-from {module} import {name} as Adapter
+from pytest_roseinfer.loading import load_target
+from pytest_roseinfer.{module} import {check}
 
-HISTORY = json.loads({history!r})
+HISTORY = {history}
 
-run_history(Adapter, History.from_json(HISTORY))
+Adapter = load_target({adapter!r}, {file!r})
+{check}(Adapter, History.from_json(HISTORY))
 print("the history ran through: nothing differed")
 '''
 
 
 def save(
-    adapter: type[KVCacheAdapter], history: History, what: str, folder: str
-) -> tuple[Path, Path]:
-    """Write the trace and the script; return where they are."""
-    trace = {"adapter": f"{adapter.__module__}:{adapter.__qualname__}", **history.to_json()}
+    adapter: type[KVCacheAdapter], history: History, check: str, message: str, folder: str
+) -> str:
+    """Write the trace and the script; say how to run them, or why there are none."""
+    name = coverage.name_of(adapter)
+    if "<locals>" in name:
+        return f"no replay was saved: {name} is defined in a function and cannot be imported"
+    trace: dict[str, Any] = {
+        "adapter": name,
+        "file": str(Path(inspect.getfile(adapter)).resolve()),
+        "folders": _folders(),
+        "environment": variables(),
+        "check": check,
+        "history": history.to_json(),
+    }
+    try:
+        trace_file, script_file = _write(trace, message, Path(folder))
+    except (OSError, TypeError) as error:
+        # What was found must be shown, whatever happens to its copies.
+        return f"no replay was saved: {error}"
+    return f"replay with: pytest --roseinfer-replay {trace_file}\n         or: python {script_file}"
+
+
+def run(trace: dict[str, Any]) -> None:
+    """Put the history of a trace to its check; raises ``Divergence`` as long as it fails."""
+    sys.path[:0] = [folder for folder in trace["folders"] if folder not in sys.path]
+    adapter = load_target(trace["adapter"], trace["file"])
+    CHECKS[trace["check"]](adapter, History.from_json(trace["history"]))
+
+
+def _write(trace: dict[str, Any], message: str, folder: Path) -> tuple[Path, Path]:
     text = json.dumps(trace, indent=1)
-    stem = f"{adapter.__name__}-{sha256(text.encode()).hexdigest()[:10]}"
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    trace_file, script_file = place / f"{stem}.json", place / f"{stem}.py"
-    trace_file.write_text(text)
-    runtime = 'os.environ.setdefault("TRITON_INTERPRET", "1")\n' * (history.spec.device == "cpu")
-    script_file.write_text(
-        _SCRIPT.format(
-            name=adapter.__qualname__,
-            module=adapter.__module__,
-            what=what.splitlines()[0].replace("\\", "/"),
-            runtime=runtime,
-            folder=_folder_on_path(adapter),
-            history=json.dumps(history.to_json()),
-        )
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        (folder / ".gitignore").write_text("*\n")
+    class_name = trace["adapter"].partition(":")[2]
+    stem = f"{class_name}-{sha256(text.encode()).hexdigest()[:10]}"
+    trace_file, script_file = folder / f"{stem}.json", folder / f"{stem}.py"
+    trace_file.write_text(text, encoding="utf-8")
+    script = _SCRIPT.format(
+        **{name: trace[name] for name in ("adapter", "file", "check", "environment", "folders")},
+        module=CHECKS[trace["check"]].__module__.rpartition(".")[2],
+        message="\n".join(f"# {line}".rstrip() for line in message.splitlines()),
+        history=pformat(trace["history"], width=96, sort_dicts=False),
     )
+    script_file.write_text(script, encoding="utf-8")
     return trace_file, script_file
 
 
-def load(file: str) -> tuple[str, History]:
-    """The target's name and the history of a trace."""
-    data = json.loads(Path(file).read_text())
-    return data["adapter"], History.from_json(data)
-
-
-def _folder_on_path(adapter: type[KVCacheAdapter]) -> str:
-    """The folder from which ``adapter``'s module is imported."""
-    depth = adapter.__module__.count(".") + 1
-    return str(Path(inspect.getfile(adapter)).resolve().parents[depth - 1])
+def _folders() -> list[str]:
+    """Where modules were found that no installation put there, such as pytest's own additions."""
+    installed = [Path(path).resolve() for path in sysconfig.get_paths().values()]
+    folders = [Path(entry).resolve() for entry in sys.path]
+    return [
+        str(folder)
+        for folder in dict.fromkeys(folders)
+        if folder.is_dir() and not any(folder.is_relative_to(root) for root in installed)
+    ]

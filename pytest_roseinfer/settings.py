@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pytest_roseinfer.adapter import KVCacheAdapter
 
 SHIPPED_TARGETS = (
     "pytest_roseinfer.targets.roseinfer_kv:PerLayerManager",
@@ -45,13 +40,25 @@ class Settings:
     steps: int = PROFILES["dev"].steps
     seed: int | None = None
     gpu: bool = False
+    gpu_index: int | None = None
+    """The GPU of one worker among several; None where there is one process."""
     require_paths: bool = True
     targets: tuple[str, ...] = SHIPPED_TARGETS
+    named_targets: tuple[str, ...] = ()
+    """Those asked for on the command line, which this run must therefore have checked."""
+    reports: tuple[str, ...] = ()
     failures_dir: str | None = None
 
     @property
+    def chosen_targets(self) -> tuple[str, ...]:
+        """Those that somebody named, not the ones the plugin comes with."""
+        return () if self.targets == SHIPPED_TARGETS else self.targets
+
+    @property
     def device(self) -> str:
-        return "cuda" if self.gpu else "cpu"
+        if not self.gpu:
+            return "cpu"
+        return "cuda" if self.gpu_index is None else f"cuda:{self.gpu_index}"
 
 
 _current = Settings()
@@ -75,13 +82,3 @@ def choose_kernel_runtime() -> None:
     """
     if not _current.gpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-def load_target(name: str) -> type[KVCacheAdapter]:
-    """The adapter class that ``package.module:Class`` names."""
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        raise ValueError(f"target {name!r}: expected package.module:Class")
-    choose_kernel_runtime()
-    target: type[KVCacheAdapter] = getattr(importlib.import_module(module), attribute)
-    return target

@@ -35,7 +35,11 @@ if TYPE_CHECKING:
 
 HEAD_DIMS = (4, 1, 5, 8, 80, 96)
 BLOCK_SIZES = (4, 1, 2, 3, 5, 8, 16, 128)
-LAYOUTS = ("plain", "fused", "transposed", "strided", "wider")
+_HEADS = (1, 2, 3) * 3 + (40,)
+"""More than a kernel's tile may hold at once, now and then."""
+_POOLS = (8, 2, 5, 12, 16, 24)
+"""Blocks of a layer: soon all taken, or just enough for a batch of sequences."""
+LAYOUTS = ("plain", "fused", "transposed", "strided", "apart", "wider")
 """How a write's tensors lie in memory; see ``machine.lay_out``."""
 _MOST_SEQUENCES = 6
 _MOST_TOKENS = 300
@@ -50,12 +54,15 @@ def cache_specs(
     device: str = "cpu",
 ) -> CacheSpec:
     """Small caches of awkward shapes: odd head sizes, tiny blocks, few of them."""
+    num_heads = draw(st.sampled_from(_HEADS))
+    wide = num_heads > max(_HEADS[:3])
+    block_size = draw(st.sampled_from(BLOCK_SIZES[:4] if wide else BLOCK_SIZES))
     return CacheSpec(
-        num_layers=draw(st.sampled_from((1, 2, 3))),
-        num_heads=draw(st.sampled_from((1, 2, 3))),
-        head_dim=draw(st.sampled_from(HEAD_DIMS)),
-        block_size=draw(st.sampled_from(BLOCK_SIZES)),
-        num_blocks=draw(st.integers(2, 9)),
+        num_layers=draw(st.sampled_from((1, 2, 1, 2, 3))),
+        num_heads=num_heads,
+        head_dim=80 if wide else draw(st.sampled_from(HEAD_DIMS)),
+        block_size=block_size,
+        num_blocks=draw(st.sampled_from(_POOLS if block_size < 8 else _POOLS[:4])),
         dtype=draw(st.sampled_from(tuple(dtypes))),
         device=device,
         options=draw(options) if options is not None else {},
@@ -65,7 +72,7 @@ def cache_specs(
 def switches(
     adapter: type[KVCacheAdapter], aim: str | None = None
 ) -> st.SearchStrategy[dict[str, Any]]:
-    """A value for every switch: what a path needs, and up to two changes.
+    """A value for every switch: what a path needs, and up to three changes.
 
     The path is ``aim``, or any of those declared. Aiming gives each its share of histories;
     tossing a coin for every switch would starve those that need several switches right.
@@ -76,8 +83,10 @@ def switches(
     if not others:
         return st.just(usual)
     paths = [aim] if aim is not None else list(adapter.paths) or [""]
-    aims = st.sampled_from([adapter.path_options.get(path, {}) for path in paths])
-    changes = st.one_of(st.just([]), st.lists(st.sampled_from(others), max_size=2))
+    aims = st.sampled_from(paths).flatmap(
+        lambda path: st.sampled_from(adapter.path_options.get(path, [{}]))
+    )
+    changes = st.lists(st.sampled_from(others), max_size=3)
     return st.tuples(changes, aims).map(lambda drawn: {**usual, **dict(drawn[0]), **drawn[1]})
 
 
@@ -138,22 +147,40 @@ class _Writer:
         waiting = set().union(*self.waiting)
         return [seq for seq in self.oracle.sequences if seq not in waiting]
 
+    @property
+    def tight(self) -> bool:
+        """Whether the next batch may find no room: freeing lets the history go on."""
+        return self.oracle.capacity - self.oracle.pages_used() < 2
+
     def layout(self) -> str:
         return self.draw(st.sampled_from(LAYOUTS))
 
     def begin(self, tail: str) -> None:
-        """Open with sequences that share a partial or a full last block, or anyhow."""
+        """Open with sequences of which some share blocks, or anyhow.
+
+        Their last block is partial, full or begun, or one is each, so that a batch of all
+        of them meets most conditions at once.
+        """
+        size = self.oracle.block_size
+        lengths = {"partial": size - 1 or 1, "full": size, "begun": size + 1}
         if tail == "anyhow":
             return
-        size = self.oracle.block_size
-        length = size if tail == "full" else max(1, size - 1)
-        if "prefill" in abilities(self.adapter):
-            self.take(Prefill(0, length, self.layout()))
+        if tail == "mixed":
+            for length in self.draw(st.permutations(sorted(lengths.values()))):
+                self.start(length)
         else:
-            for _ in range(min(length, 5)):
-                self.take(Append((0,), self.layout()))
+            self.start(lengths[tail])
         for _ in range(self.draw(st.integers(1, 2))):
-            self.take(Fork(0, *self.fresh(1)))
+            self.take(Fork(self.draw(st.sampled_from(self.live)), *self.fresh(1)))
+
+    def start(self, length: int) -> None:
+        """A new sequence, of its full length if the cache takes prompts."""
+        (seq,) = self.fresh(1)
+        if "prefill" in abilities(self.adapter):
+            self.take(Prefill(seq, length, self.layout()))
+            return
+        for _ in range(min(length, 5)):
+            self.take(Append((seq,), self.layout()))
 
     def append(self) -> Operation:
         crowded = len(self.live) >= _MOST_SEQUENCES
@@ -200,7 +227,7 @@ class _Writer:
         """What may be done next; twice listed is twice as likely."""
         can = abilities(self.adapter)
         crowded = len(self.oracle.sequences) >= _MOST_SEQUENCES
-        moves = [self.append]
+        moves = [self.append] * 3
         if "append_many" in can:
             moves.append(self.append_many)
         if "append_padded" in can:
@@ -211,13 +238,13 @@ class _Writer:
         if "prefill" in can and not crowded:
             moves += [self.prefill] * 2
         if self.live:
-            moves += [self.append_every] * 4
+            moves += [self.append_every] * 3
             if "fork" in can and not crowded:
                 moves += [self.fork] * 4
             if "free" in can:
-                moves.append(self.free)
+                moves += [self.free] * (8 if self.tight else 2)
             if "set_options" in can and self.adapter.option_choices:
-                moves.append(self.set_options)
+                moves += [self.set_options] * 2
         return moves
 
     def take(self, step: Operation) -> None:
@@ -254,10 +281,12 @@ def histories(
     spec = draw(cache_specs(dtypes=adapter.dtypes, options=options, device=device))
     writer = _Writer(draw, adapter, Oracle(spec.block_size, spec.num_blocks))
     if "fork" in abilities(adapter):
-        writer.begin(draw(st.sampled_from(("anyhow", "partial", "partial", "full"))))
+        tails = ("anyhow", "partial", "full", "begun", "mixed", "mixed")
+        writer.begin(draw(st.sampled_from(tails)))
     for _ in range(most_steps):
         # None comes first, so that shrinking ends a history early.
-        move = draw(st.sampled_from([None, *writer.moves()] if writer.steps else writer.moves()))
+        moves = writer.moves() * 2
+        move = draw(st.sampled_from([None, *moves] if writer.steps else moves))
         if move is None:
             break
         writer.take(move())

@@ -7,6 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.mutants.options import DESCRIPTION, add_options
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -25,22 +27,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     verify.add_argument("--cpu", action="store_true", help="leave a GPU alone")
     verify.add_argument("--seed", type=int, help="make the search repeatable")
+    verify.set_defaults(run=_verify)
+    mutants = commands.add_parser(
+        "mutants", help="plant known bugs and show that each is found", description=DESCRIPTION
+    )
+    add_options(mutants)
+    mutants.set_defaults(run=_mutants)
     args = parser.parse_args(argv)
-    return _verify(cpu=args.cpu, seed=args.seed)
+    status: int = args.run(args)
+    return status
 
 
-def _verify(*, cpu: bool, seed: int | None) -> int:
+def _mutants(args: argparse.Namespace) -> int:
+    from pytest_roseinfer.mutants.command import run_command
+
+    return run_command(args)
+
+
+def _verify(args: argparse.Namespace) -> int:
     import pytest
     import torch
 
-    gpu = torch.cuda.is_available() and not cpu
+    gpu = torch.cuda.is_available() and not args.cpu
     arguments = ["--pyargs", "pytest_roseinfer.suite", "-p", "no:cacheprovider", "-q"]
     # Whatever the folder it is called from says about its own tests is not meant for these.
     arguments += ["-c", os.devnull, "--rootdir", "."]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # roseinfer is running
     arguments += ["--roseinfer-profile", "dev"]
     arguments += ["--roseinfer-gpu"] if gpu else []
-    arguments += ["--roseinfer-seed", str(seed)] if seed is not None else []
+    arguments += ["--roseinfer-seed", str(args.seed)] if args.seed is not None else []
     return int(pytest.main(arguments))
 
 

@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 
+pytest_plugins = ("pytester",)
+
 # Triton decides when a kernel is defined whether it will be interpreted, so this must stand
 # before anything imports roseinfer's kernels.
 if not torch.cuda.is_available():

@@ -6,45 +6,55 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
+from pytest_roseinfer.environment import describe_device, described
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import pytest
 
     from pytest_roseinfer.coverage import Coverage, Reached, TargetCoverage
     from pytest_roseinfer.settings import Settings
 
 
-def show(reporter: pytest.TerminalReporter, seen: Coverage, asked: Settings) -> None:
+def show(
+    reporter: pytest.TerminalReporter,
+    seen: Coverage,
+    asked: Settings,
+    problems: Mapping[str, Sequence[str]],
+) -> None:
     for name, target in seen.targets.items():
-        reporter.section(f"roseinfer: {name}")
-        reporter.line(
-            f"{target.histories} histories on {asked.device}, profile {asked.profile}; tested: "
-            f"make, append, peek, {', '.join(target.tested) or 'nothing else'}"
-        )
+        reporter.section(f"roseinfer: {described(name)}")
+        reporter.line(searched(target, asked))
+        reporter.line(f"tested: make, append, peek, {', '.join(target.tested) or 'nothing else'}")
         if target.not_offered:
             reporter.line(f"not offered: {', '.join(target.not_offered)}")
-        rows = target.rows(name)
-        if rows:
-            reporter.line(table(rows, target))
-        for row in rows:
-            if not row.enough and asked.require_paths:
-                reporter.line(
-                    f"FAILED: {row.kind} {row.name!r} was reached {row.times} times: a check that "
-                    "did not run is no pass",
-                    red=True,
-                )
+        if rows := target.rows():
+            reporter.line(table(rows, "simple"))
+        _show_problems(reporter, problems.get(name, ()))
+    if problems.get(""):
+        reporter.section("roseinfer")
+        _show_problems(reporter, problems[""])
 
 
-def table(rows: list[Reached], target: TargetCoverage) -> str:
-    return tabulate(
-        [(row.kind, row.name, row.twin, row.times, _verdict(row, target)) for row in rows],
-        headers=("", "name", "must equal", "times reached", "verdict"),
-        tablefmt="simple",
+def searched(target: TargetCoverage, asked: Settings) -> str:
+    """How hard this run looked at a target."""
+    if not target.searched:
+        return "its histories were not searched in this run, so its paths are not judged"
+    return (
+        f"{target.histories} histories of up to {asked.steps} steps on {describe_device(asked)}, "
+        f"profile {asked.profile}, seed {asked.seed}"
     )
 
 
-def _verdict(row: Reached, target: TargetCoverage) -> str:
-    if not row.enough:
-        return "NOT REACHED"
-    if target.failed:
-        return "see failures"
-    return "equal" if row.kind == "path" else "met"
+def table(rows: Sequence[Reached], style: str) -> str:
+    return tabulate(
+        [(row.kind, row.name, row.twin, row.times, row.verdict) for row in rows],
+        headers=("", "name", "must equal", "times reached", "verdict"),
+        tablefmt=style,
+    )
+
+
+def _show_problems(reporter: pytest.TerminalReporter, problems: Sequence[str]) -> None:
+    for problem in problems:
+        reporter.line(f"FAILED: {problem}", red=True)

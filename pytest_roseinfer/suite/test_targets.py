@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from pytest_roseinfer.conformance import conformance
-from pytest_roseinfer.settings import current, load_target
+from pytest_roseinfer import settings
+from pytest_roseinfer.checks import conformance
+from pytest_roseinfer.loading import load_target
 
-for _name in current().targets:
+settings.choose_kernel_runtime()
+for _name in settings.current().targets:
     _made = conformance(load_target(_name))
-    globals()[_made.__name__] = _made
+    # Two targets may share a class name; neither must hide the other.
+    _same = sum(_other.startswith(_made.__name__) for _other in globals())
+    globals()[f"{_made.__name__}{_same + 1 if _same else ''}"] = _made

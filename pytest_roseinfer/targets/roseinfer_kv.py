@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from pytest_roseinfer.adapter import CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer.targets.roseinfer_bad_calls import bad_calls
 from roseinfer import AppendPlan, AppendPolicy, Condition, KVBlockManager, OutOfBlocks, Path
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from pytest_roseinfer.bad_calls import BadCall
 
 
 class _ManagerAdapter(KVCacheAdapter):
@@ -36,12 +39,39 @@ class _ManagerAdapter(KVCacheAdapter):
         "triton_full_batch_min_batch": (None, 2),
     }
 
-    path_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        Path.TRITON_GATHER.value: {"identity": False},
-        Path.TORCH_SCALAR.value: {"triton": False},
-        Path.TORCH_VECTOR.value: {"triton": False, "scalar_position": False},
-        Path.TORCH_GATHER.value: {"triton": False, "identity": False},
-        Path.CLONE_TORCH.value: {"triton": False, "batched_copy_on_write": True},
+    path_options: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = {
+        Path.TRITON_GATHER.value: [
+            {"identity": False},
+            {"batched_rollover": False},
+            {"batched_copy_on_write": False},
+        ],
+        Path.TORCH_SCALAR.value: [{"triton": False}],
+        Path.TORCH_VECTOR.value: [{"triton": False, "scalar_position": False}],
+        Path.TORCH_GATHER.value: [
+            {"triton": False, "identity": False},
+            {"triton": False, "batched_rollover": False},
+            {"triton": False, "batched_copy_on_write": False},
+        ],
+        Path.CLONE_TORCH.value: [{"triton": False, "batched_copy_on_write": True}],
+    }
+    row_conditions: ClassVar[Mapping[str, str]] = {name: name for name in conditions}
+    ruled_out: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = {
+        Path.TRITON_FULL_BATCH.value: [
+            {"triton": False},
+            {"identity": False},
+            {"scalar_position": False},
+        ],
+        Path.TRITON_IDENTITY_POS.value: [{"triton": False}, {"identity": False}],
+        Path.TRITON_GATHER.value: [{"triton": False}],
+        Path.TORCH_SCALAR.value: [
+            {"triton": True, "triton_min_batch": 1},
+            {"identity": False},
+            {"scalar_position": False},
+        ],
+        Path.TORCH_VECTOR.value: [{"triton": True, "triton_min_batch": 1}, {"identity": False}],
+        Path.TORCH_GATHER.value: [{"triton": True, "triton_min_batch": 1}],
+        Path.CLONE_TRITON.value: [{"triton": False}, {"batched_copy_on_write": False}],
+        Path.CLONE_TORCH.value: [{"triton": True}, {"batched_copy_on_write": False}],
     }
 
     manager: KVBlockManager
@@ -83,8 +113,13 @@ class _ManagerAdapter(KVCacheAdapter):
 
     def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = self.table(seq, layer)
-        first = layer // self.manager.layers_per_group * self.manager.max_blocks_per_layer
-        length = sum(self.manager.block_info(first + block).length for block in blocks)
+        per_group = self.manager.layers_per_group
+        first = layer // per_group * self.manager.max_blocks_per_layer
+        infos = [self.manager.block_info(first + block) for block in blocks]
+        for at, info in enumerate(infos):
+            if (info.layer, info.start) != (layer - layer % per_group, at * self.spec.block_size):
+                raise AssertionError(f"block {at} of the list has the record {info}")
+        length = sum(info.length for info in infos)
         keys, values = (
             cache[layer, blocks].transpose(1, 2).flatten(0, 1)[:length]
             for cache in (self.manager.keys, self.manager.values)
@@ -118,6 +153,9 @@ class _ManagerAdapter(KVCacheAdapter):
 
     def path_counts(self) -> Mapping[str, int]:
         return {str(name): count for name, count in self.manager.path_counts.items()}
+
+    def bad_calls(self) -> Iterable[BadCall]:
+        return bad_calls(self.manager, list(self.lists.values()))
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         self.append_padded(seqs, key, value)

@@ -1,0 +1,133 @@
+"""The tests every cache gets, as a class made for it.
+
+The script that replays a failure imports the file that calls ``conformance``, and needs
+neither pytest nor Hypothesis. So both come in when a test runs, not before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+from pytest_roseinfer import coverage, settings
+from pytest_roseinfer.adapter import KVCacheAdapter, abilities
+from pytest_roseinfer.machine import Machine
+from pytest_roseinfer.reproduce import CHECKS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_roseinfer.coverage import TargetCoverage
+    from pytest_roseinfer.history import History, Operation
+
+
+class ConformanceTests:
+    """What ``conformance(Adapter)`` returns a subclass of."""
+
+    adapter: ClassVar[type[KVCacheAdapter]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, shipped in vars(ConformanceTests).items():
+            if name.startswith("test_"):
+                own = getattr(cls, name)
+                if inspect.unwrap(own) is not shipped:
+                    setattr(cls, name, _excused(shipped, own))
+
+    def test_histories(self) -> None:
+        """Any history leaves the cache as the oracle says, after every step."""
+        from pytest_roseinfer.search import search
+
+        target = coverage.current().of(self.adapter)
+        target.searched = True
+
+        def check(history: History) -> None:
+            _WatchedMachine(self.adapter, history, target).run()
+            target.histories += 1
+
+        aims: list[str | None] = [*self.adapter.paths] or [None]
+        for aim in aims:
+            search(self.adapter, check, share=1 / len(aims), aim=aim)
+
+    def test_permuting_a_batch_permutes_the_result(self) -> None:
+        self._search("check_permuted", share=0.2)
+
+    def test_one_batch_equals_its_split_in_two(self) -> None:
+        self._search("check_split", share=0.2)
+
+    def test_fork_then_append_equals_copy_then_append(self) -> None:
+        if "fork" not in abilities(self.adapter):
+            _skip(f"{self.adapter.__name__} does not offer fork()")
+        self._search("check_copied", share=0.2)
+
+    def test_every_option_ends_in_the_same_bits(self) -> None:
+        if not self.adapter.option_choices:
+            _skip(f"{self.adapter.__name__} has no option_choices")
+        self._search("check_every_option", share=0.1)
+
+    def _search(self, name: str, *, share: float) -> None:
+        from pytest_roseinfer.search import search
+
+        coverage.current().of(self.adapter)
+        check = CHECKS[name]
+        search(
+            self.adapter,
+            lambda history: check(self.adapter, history),
+            share=share,
+            replayed_by=name,
+        )
+
+
+def conformance(adapter: type[KVCacheAdapter]) -> type[ConformanceTests]:
+    """A test class for one adapter: ``TestMyCache = conformance(MyCache)``."""
+    if not (isinstance(adapter, type) and issubclass(adapter, KVCacheAdapter)):
+        raise TypeError(f"conformance() takes a subclass of KVCacheAdapter, not {adapter!r}")
+    missing = [
+        name
+        for name in ("make", "append", "peek")
+        if getattr(adapter, name) is getattr(KVCacheAdapter, name)
+    ]
+    if missing:
+        raise TypeError(f"{adapter.__name__} must define {', '.join(missing)}")
+    settings.choose_kernel_runtime()
+    return type(f"Test{adapter.__name__}", (ConformanceTests,), {"adapter": adapter})
+
+
+class _WatchedMachine(Machine):
+    """Notes which paths and conditions every step met, and which of them together."""
+
+    def __init__(
+        self, adapter: type[KVCacheAdapter], history: History, target: TargetCoverage
+    ) -> None:
+        super().__init__(adapter, history)
+        self._target = target
+
+    def step(self, step: Operation) -> None:
+        before = Counter(self.counts)
+        super().step(step)
+        self._target.note(self.counts - before)
+
+
+def _excused(shipped: Callable[[Any], None], own: object) -> Callable[[Any], None]:
+    """The shipped test with the xfail marks of what stands in its place, and nothing else."""
+    marks = [mark for mark in getattr(own, "pytestmark", []) if mark.name == "xfail"]
+    if not any(mark.kwargs.get("reason") for mark in marks):
+        raise TypeError(
+            f"{shipped.__name__} is a test of pytest_roseinfer and cannot be replaced. If the "
+            "cache is known to fail it, mark it: @pytest.mark.xfail(reason=...)"
+        )
+
+    @wraps(shipped)
+    def run(self: ConformanceTests) -> None:
+        shipped(self)
+
+    vars(run)["pytestmark"] = marks
+    return run
+
+
+def _skip(reason: str) -> NoReturn:
+    import pytest
+
+    pytest.skip(reason)

@@ -1,0 +1,102 @@
+"""What a run depends on beside its tests: the versions it meets, the variables it obeys."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pytest_roseinfer.settings import Settings
+
+_PREFIXES = ("ROSEINFER_", "ROSELLM_", "TRITON_", "HYPOTHESIS_", "PYTORCH_")
+_NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "PYTEST_ADDOPTS")
+_OWN = ("roseinfer", "torch", "triton", "hypothesis", "pytest")
+
+
+def variables() -> dict[str, str]:
+    """The environment variables that change what a run does."""
+    return {
+        name: text
+        for name, text in sorted(os.environ.items())
+        if name.startswith(_PREFIXES) or name in _NAMES
+    }
+
+
+def versions() -> dict[str, str]:
+    """What the harness itself stands on."""
+    return {name: version for name in _OWN if (version := _version(name))}
+
+
+def distribution_of(target: str) -> str:
+    """Name and version of the distribution that ``package.module:Class`` comes from, or ""."""
+    package = target.partition(":")[0].partition(".")[0]
+    if version := _version(package):
+        return f"{package} {version}"
+    # Only now, since this reads the file list of everything that is installed.
+    owners = metadata.packages_distributions().get(package) or _editable_owners(package)
+    return ", ".join(f"{name} {_version(name)}" for name in dict.fromkeys(owners))
+
+
+def _editable_owners(package: str) -> list[str]:
+    """Distributions installed from the folder ``package`` is in, which need not list it."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return []
+    if spec is None or spec.origin is None:
+        return []
+    owners = []
+    for distribution in metadata.distributions():
+        source = json.loads(distribution.read_text("direct_url.json") or "{}")
+        path = urlsplit(source.get("url", "")).path
+        if path and Path(spec.origin).is_relative_to(url2pathname(path)):
+            owners.append(distribution.name)
+    return owners
+
+
+def describe_run(asked: Settings) -> list[str]:
+    """How this run goes about it, in lines for the header."""
+    lines = [
+        f"roseinfer: device {describe_device(asked)}, profile {asked.profile} "
+        f"({asked.examples} examples of up to {asked.steps} steps), seed {asked.seed}, "
+        f"required paths {'on' if asked.require_paths else 'off'}"
+    ]
+    if obeyed := variables():
+        shown = " ".join(f"{name}={text}" for name, text in obeyed.items())
+        lines.append(f"roseinfer: environment {shown}")
+    return lines
+
+
+def describe_device(asked: Settings) -> str:
+    if asked.gpu:
+        import torch
+
+        count = torch.cuda.device_count()
+        name = torch.cuda.get_device_name(asked.gpu_index or 0)
+        return f"{asked.device} ({f'{count} x ' if count > 1 else ''}{name})"
+    interpreted = os.environ.get("TRITON_INTERPRET", "1") not in ("", "0")
+    return asked.device + (" (Triton interpreted)" if interpreted else "")
+
+
+def describe_targets(names: Iterable[str]) -> list[str]:
+    return [f"roseinfer: target {described(name)}" for name in names]
+
+
+def described(target: str) -> str:
+    distribution = distribution_of(target)
+    return f"{target} ({distribution})" if distribution else target
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,48 @@
+"""Every planted bug."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.mutants import (
+    catalogue_kernels,
+    catalogue_moving,
+    catalogue_ownership,
+    catalogue_plan,
+)
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.mutants.mutant import Mutant
+
+CATALOGUE: tuple[Mutant, ...] = (
+    *catalogue_ownership.MUTANTS,
+    *catalogue_plan.MUTANTS,
+    *catalogue_moving.MUTANTS,
+    *catalogue_kernels.MUTANTS,
+)
+
+
+def find(name: str) -> Mutant:
+    for mutant in CATALOGUE:
+        if mutant.name == name:
+            return mutant
+    raise KeyError(f"no mutant is called {name!r}")
+
+
+NOT_PLANTED: dict[str, str] = {
+    "Copy-on-write of a batch that drops its hold before it has a new block": (
+        "the capacity was checked for the whole batch and other holders keep the block, so "
+        "nothing differs; the single-token path, where it matters, has the bug planted"
+    ),
+    "Free blocks handed out first in, first out": "another order of block ids, no bug",
+    "A clone kernel that counts a block's elements in another order": (
+        "source and target are read in the same order, so the copy is the same"
+    ),
+    "A compiled kernel reused for arguments of another kind (the launcher's memory)": (
+        "Triton's interpreter compiles nothing; needs a GPU"
+    ),
+    "An index buffer rewritten while its copy to the device is in flight": (
+        "without a GPU there is no copy; needs a GPU"
+    ),
+}
+"""Changes thought of and left out, with the reason."""

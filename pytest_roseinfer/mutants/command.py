@@ -1,0 +1,121 @@
+"""``roseinfer mutants``: plant the bugs, look for them, say what was found."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from pytest_roseinfer.mutants import report
+from pytest_roseinfer.mutants.catalogue import CATALOGUE, find
+from pytest_roseinfer.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Task
+from pytest_roseinfer.mutants.options import DESCRIPTION, add_options
+from pytest_roseinfer.mutants.results import sum_up
+from pytest_roseinfer.mutants.runner import WorkerFailed, run
+from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_roseinfer.mutants.jobs import Outcome
+    from pytest_roseinfer.mutants.mutant import Mutant
+
+_SEEDS_OF_A_JOB = 4
+"""Of an unbroken copy, which is searched to the end."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="roseinfer mutants", description=DESCRIPTION)
+    add_options(parser)
+    return run_command(parser.parse_args(argv))
+
+
+def run_command(asked: argparse.Namespace) -> int:
+    try:
+        mutants = [find(name) for name in asked.names] or list(CATALOGUE)
+    except KeyError as error:
+        print(f"{error.args[0]}; --list names them all", file=sys.stderr)
+        return 2
+    if asked.list:
+        for mutant in mutants:
+            print(f"{mutant.name}: {mutant.wrong}")
+        return 0
+    try:
+        if asked.false_alarms:
+            return _look_for_false_alarms(asked)
+        return _look_for_bugs(asked, mutants)
+    except WorkerFailed as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def jobs_for(mutants: Sequence[Mutant], *, seeds: int, compare: bool) -> list[Job]:
+    """What to try on each mutant; with ``compare``, random operations and examples too."""
+    jobs = []
+    for mutant in mutants:
+        tasks = [Task(DIRECTED)] if mutant.directed else []
+        for seed in range(seeds if mutant.targets else 0):
+            tasks.append(Task(HUNT, seed))
+            if compare:
+                tasks.append(Task(RANDOM, seed))
+        if compare:
+            tasks.append(Task(EXAMPLES))
+        jobs.append(Job(mutant, mutant.targets, tuple(tasks)))
+    return jobs
+
+
+def alarm_jobs(seeds: int) -> list[Job]:
+    """The dev profile on a copy without a bug, once for every seed."""
+    tasks = [Task(HUNT, seed) for seed in range(seeds)]
+    dev = PROFILES["dev"]
+    return [
+        Job(None, SHIPPED_TARGETS, tuple(tasks[at : at + _SEEDS_OF_A_JOB]), dev.examples, dev.steps)
+        for at in range(0, seeds, _SEEDS_OF_A_JOB)
+    ]
+
+
+def _look_for_bugs(asked: argparse.Namespace, mutants: list[Mutant]) -> int:
+    seeds = 1 if asked.quick else asked.seeds
+    outcomes, seconds = _do(
+        jobs_for(mutants, seeds=seeds, compare=not asked.quick), asked.jobs, "planted bugs"
+    )
+    results = sum_up(mutants, outcomes)
+    print(report.table(results))
+    print(f"\n{report.summary(results, seconds)}")
+    for result in results:
+        for outcome in result.searches:
+            if result.survived and outcome.killed:
+                print(f"  {outcome.mutant}, seed {outcome.seed}: {outcome.check}: {outcome.what}")
+    if asked.write_docs:
+        report.write_results(Path(asked.write_docs), results, seconds, _command(asked))
+    return int(any(result.survived for result in results))
+
+
+def _look_for_false_alarms(asked: argparse.Namespace) -> int:
+    outcomes, seconds = _do(alarm_jobs(asked.false_alarms), asked.jobs, "seeds")
+    print(report.alarms(outcomes, seconds))
+    if asked.write_docs:
+        report.write_alarms(Path(asked.write_docs), outcomes, seconds, _command(asked))
+    return int(any(outcome.killed for outcome in outcomes))
+
+
+def _do(jobs: Sequence[Job], processes: int, what: str) -> tuple[list[Outcome], float]:
+    start = time.perf_counter()
+    todo = sum(len(job.tasks) for job in jobs)
+    outcomes = list(tqdm(run(jobs, processes=processes), what, total=todo, unit="task"))
+    return outcomes, time.perf_counter() - start
+
+
+def _command(asked: argparse.Namespace) -> str:
+    parts = ["roseinfer mutants", *asked.names]
+    if asked.false_alarms:
+        parts.append(f"--false-alarms {asked.false_alarms}")
+    elif asked.quick:
+        parts.append("--quick")
+    elif asked.seeds != 10:
+        parts.append(f"--seeds {asked.seeds}")
+    return " ".join([*parts, f"--write-docs {asked.write_docs}"])

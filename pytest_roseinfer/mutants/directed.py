@@ -1,0 +1,102 @@
+"""Checks for what no history on a small cache can reach: offsets beyond 32 bits.
+
+The caches are a few blocks of one tensor of eight gigabytes, of which almost nothing is ever
+touched. They begin in its middle, so that an offset that wraps around still falls inside and
+the check fails instead of the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_roseinfer.mutants.hunt import Found, Stop, guarded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_roseinfer.mutants.tally import Tally
+
+_FAR = 2**31
+_BLOCKS = 2049
+_APART = _FAR // (_BLOCKS - 1)
+"""From one block to the next: the last begins where 32 bits end."""
+_TOKENS, _DIMS = 4, 8
+
+
+def run(name: str | None, tally: Tally) -> Found | None:
+    """One check, or all of them."""
+    for check in CHECKS if name is None else [name]:
+        tally.check = f"directed: {check}"
+        try:
+            with guarded(tally, 1):
+                CHECKS[check]()
+        except Stop as stopped:
+            return Found(tally.check, stopped.what)
+    return None
+
+
+def _caches() -> tuple[torch.Tensor, torch.Tensor]:
+    memory = torch.empty(2 * _FAR + 2 * _APART, dtype=torch.float16)
+    keys, values = (
+        memory.as_strided(
+            (1, _BLOCKS, 1, _TOKENS, _DIMS),
+            (0, _APART, _APART // 2, _DIMS, 1),
+            _FAR + at * _APART // 4,
+        )
+        for at in range(2)
+    )
+    for cache in (keys, values):
+        for block in (0, _BLOCKS - 2, _BLOCKS - 1):
+            cache[:, block] = block + 1
+    return keys, values
+
+
+def far_appends() -> None:
+    """Every append kernel, to the last two blocks."""
+    kernels = importlib.import_module("roseinfer.kv." + "append_triton")
+    index = {"block_idx": torch.tensor([_BLOCKS - 1, _BLOCKS - 2])}
+    positions = {"pos": torch.tensor([1, 1])}
+    rows = {"batch_idx": torch.tensor([0, 1])}
+    calls: list[tuple[Callable[..., None], dict[str, Any]]] = [
+        (kernels.kv_append_triton, {**index, **positions, **rows}),
+        (kernels.kv_append_triton_identity_pos, {**index, **positions}),
+        (kernels.kv_append_triton_full_batch, {**index, "pos": 1}),
+    ]
+    new = torch.arange(2 * _DIMS, dtype=torch.float16).view(2, 1, _DIMS)
+    for kernel, given in calls:
+        keys, values = _caches()
+        kernel(
+            k_cache_layer=keys[0],
+            v_cache_layer=values[0],
+            key_new=new,
+            value_new=new + 100,
+            **given,
+        )
+        for cache, tokens in ((keys, new), (values, new + 100)):
+            for row, block in enumerate(index["block_idx"].tolist()):
+                wanted = torch.full((_TOKENS, _DIMS), block + 1.0, dtype=torch.float16)
+                wanted[1] = tokens[row, 0]
+                assert torch.equal(cache[0, block, 0], wanted), f"{kernel.__name__}: block {block}"
+
+
+def far_clones() -> None:
+    """From the first block to the last and back."""
+    clone = importlib.import_module("roseinfer.kv." + "clone_triton").kv_clone_triton
+    for source, target in ((0, _BLOCKS - 1), (_BLOCKS - 1, 0)):
+        caches = _caches()
+        clone(
+            k_cache=caches[0],
+            v_cache=caches[1],
+            source=torch.tensor([source]),
+            target=torch.tensor([target]),
+        )
+        for cache in caches:
+            assert (cache[0, target] == source + 1).all(), f"block {source} did not reach {target}"
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    check.__name__: check for check in (far_appends, far_clones)
+}

@@ -1,0 +1,104 @@
+"""Searching one cache until something shows that it is wrong, as a user's run would.
+
+The tests are those of ``conformance``, in their order and with the examples of the profile.
+All that differs is that a search ends at the first example that fails: finding the bug is
+measured here, not making the example small.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from pytest_roseinfer import coverage, search, settings
+from pytest_roseinfer.checks import ConformanceTests, conformance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pytest_roseinfer.adapter import KVCacheAdapter
+    from pytest_roseinfer.history import History
+    from pytest_roseinfer.mutants.tally import Tally
+    from pytest_roseinfer.settings import Settings
+
+_HANGS_AFTER = 60
+"""Seconds for one example, after which SIGALRM ends the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Which check failed, and what it said."""
+
+    check: str
+    what: str
+
+
+class Stop(BaseException):
+    """Leaves a search past Hypothesis, which would go on to shrink the example."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+
+def hunt(targets: Sequence[type[KVCacheAdapter]], asked: Settings, tally: Tally) -> Found | None:
+    """Search every target as asked; None when all of them pass."""
+    settings.set_current(asked)
+    coverage.set_current(coverage.Coverage())
+    with patch.object(search, "search", counting(search.search, tally)):
+        for target in targets:
+            tests = conformance(target)()
+            for name in vars(ConformanceTests):
+                if not name.startswith("test_"):
+                    continue
+                tally.check = name.removeprefix("test_")
+                try:
+                    _run(getattr(tests, name))
+                except Stop as stopped:
+                    return Found(tally.check, stopped.what)
+    problems = coverage.current().problems(require_paths=asked.require_paths)
+    for lines in problems.values():
+        return Found("coverage", lines[0])
+    return None
+
+
+def _run(test: Callable[[], None]) -> None:
+    import pytest
+
+    try:
+        test()
+    except pytest.skip.Exception:
+        return
+
+
+def counting(real: Callable[..., None], tally: Tally) -> Callable[..., None]:
+    """A search that counts, and stops at the first failure."""
+
+    def search_counted(
+        adapter: type[KVCacheAdapter], check: Callable[[History], object], **how: Any
+    ) -> None:
+        def counted(history: History) -> None:
+            with guarded(tally, len(history.operations)):
+                check(history)
+
+        counted.__qualname__ = check.__qualname__  # the seed of the search is made from it
+        real(adapter, counted, **how)
+
+    return search_counted
+
+
+class guarded:  # noqa: N801  (used like a function)
+    """Around one example: counts it, ends it when it hangs, and stops where it fails."""
+
+    def __init__(self, tally: Tally, operations: int) -> None:
+        tally.count(operations)
+
+    def __enter__(self) -> None:
+        signal.alarm(_HANGS_AFTER)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        signal.alarm(0)
+        if isinstance(error, Exception):
+            raise Stop(str(error).partition("\n")[0] or type(error).__name__) from error

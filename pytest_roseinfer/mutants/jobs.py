@@ -1,0 +1,77 @@
+"""What the runner asks of a worker process and what it hears back, as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from pytest_roseinfer.mutants.mutant import Mutant
+from pytest_roseinfer.settings import PROFILES
+
+HUNT = "hunt"
+"""The search that users get."""
+RANDOM = "random"
+"""Random operations, as many as the hunt with the same seed needed."""
+EXAMPLES = "examples"
+"""Tests made of examples."""
+DIRECTED = "directed"
+"""The check made for what no history can reach; all of them on an unbroken copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One attempt at showing the bug, made in a process of its own."""
+
+    kind: str
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Attempts on one broken copy of the package; no mutant means an unbroken copy."""
+
+    mutant: Mutant | None
+    targets: tuple[str, ...]
+    tasks: tuple[Task, ...]
+    examples: int = PROFILES["ci"].examples
+    steps: int = PROFILES["ci"].steps
+
+    @property
+    def name(self) -> str | None:
+        return self.mutant.name if self.mutant else None
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_line(cls, line: str) -> Job:
+        data = json.loads(line)
+        data["tasks"] = tuple(Task(**task) for task in data["tasks"])
+        data["targets"] = tuple(data["targets"])
+        if data["mutant"]:
+            data["mutant"] = Mutant.from_json(data["mutant"])
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one task."""
+
+    mutant: str | None
+    kind: str
+    seed: int
+    killed: bool = False
+    check: str = ""
+    """Which check failed."""
+    what: str = ""
+    """What it said, or how the process ended."""
+    examples: int = 0
+    operations: int = 0
+    seconds: float = 0.0
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_line(cls, line: str) -> Outcome:
+        return cls(**json.loads(line))

@@ -1,0 +1,44 @@
+"""The options of ``roseinfer mutants``; nothing heavy is imported to offer them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+
+DESCRIPTION = (
+    "Plant every bug of the catalogue in a copy of the KV cache, one at a time, and search each "
+    "copy as the ci profile does, without a GPU. Exit status 0 only when every bug was found "
+    "by every seed."
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these bugs (default: all)")
+    parser.add_argument("--list", action="store_true", help="name the bugs and do nothing else")
+    parser.add_argument(
+        "--seeds", type=_at_least_one, default=10, help="searches of each bug (default: 10)"
+    )
+    parser.add_argument("--quick", action="store_true", help="one seed each, compared with nothing")
+    parser.add_argument(
+        "--jobs",
+        type=_at_least_one,
+        default=os.cpu_count() or 1,
+        help="processes at a time (default: one for each CPU)",
+    )
+    parser.add_argument("--write-docs", metavar="FILE", help="put the result into this page")
+    parser.add_argument(
+        "--false-alarms",
+        type=_at_least_one,
+        metavar="SEEDS",
+        help="instead, run the dev profile with so many seeds on a cache without a planted bug",
+    )
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number

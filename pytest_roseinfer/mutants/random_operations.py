@@ -1,0 +1,163 @@
+"""What the search is compared with: random operations, drawn without its shaping.
+
+They come from the same kinds, on caches of the same range, and are followed
+by the same checks. What they lack is the shaping: every choice is uniform and independent of
+what was drawn before, lengths have nothing to do with blocks, and no history is aimed.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer.adapter import CacheSpec, abilities
+from pytest_roseinfer.history import (
+    Append,
+    AppendMany,
+    AppendPadded,
+    Fill,
+    Fork,
+    Free,
+    History,
+    Operation,
+    Prefill,
+    Reserve,
+    SetOptions,
+    apply_to_oracle,
+    is_write,
+)
+from pytest_roseinfer.machine import run_history
+from pytest_roseinfer.model import Oracle
+from pytest_roseinfer.mutants.hunt import Found, Stop, guarded
+from pytest_roseinfer.strategies import LAYOUTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pytest_roseinfer.adapter import KVCacheAdapter
+    from pytest_roseinfer.mutants.tally import Tally
+
+_STEPS = 20
+_MOST_HEADS = 4
+_MOST_DIMS = 96
+_MOST_TOKENS = 16
+"""Of a block."""
+_MOST_BLOCKS = 64
+
+
+def run(
+    targets: Sequence[type[KVCacheAdapter]], seed: int, operations: int, tally: Tally
+) -> Found | None:
+    """Histories of random operations until something fails or there were so many."""
+    rng = random.Random(seed)
+    tally.check = "random operations"
+    try:
+        while tally.operations < operations:
+            target = rng.choice(targets)
+            history = random_history(rng, target)
+            with guarded(tally, len(history.operations)):
+                run_history(target, history)
+    except Stop as stopped:
+        return Found(tally.check, stopped.what)
+    return None
+
+
+def random_history(rng: random.Random, target: type[KVCacheAdapter]) -> History:
+    """Operations drawn one by one, whatever came before; only names must make sense."""
+    spec = CacheSpec(
+        num_layers=rng.randint(1, 3),
+        num_heads=rng.randint(1, _MOST_HEADS),
+        head_dim=rng.randint(1, _MOST_DIMS),
+        block_size=rng.randint(1, _MOST_TOKENS),
+        num_blocks=rng.randint(1, _MOST_BLOCKS),
+        dtype=rng.choice(target.dtypes),
+        options=_options(rng, target),
+    )
+    writer = _Writer(rng, target, Oracle(spec.block_size, spec.num_blocks))
+    for _ in range(_STEPS):
+        writer.take(rng.choice(writer.moves())())
+    while writer.waiting:
+        writer.take(Fill())
+    return History(spec, tuple(writer.steps), finite=rng.random() < 0.5)
+
+
+def _options(rng: random.Random, target: type[KVCacheAdapter]) -> dict[str, Any]:
+    return {name: rng.choice(values) for name, values in target.option_choices.items()}
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Draws operations; the oracle only says which sequences there are."""
+
+    rng: random.Random
+    target: type[KVCacheAdapter]
+    oracle: Oracle
+    steps: list[Operation] = field(default_factory=list)
+    waiting: list[set[int]] = field(default_factory=list)
+    names: int = 0
+
+    def moves(self) -> list[Callable[[], Operation]]:
+        can = abilities(self.target)
+        offered: list[tuple[str, Callable[[], Operation]]] = [
+            ("append", self._append),
+            ("prefill", lambda: Prefill(self._new(), self._count(), self._layout())),
+            ("append_many", self._append_many),
+            ("append_padded", self._append_padded),
+            ("reserve", self._reserve),
+            ("set_options", lambda: SetOptions(_options(self.rng, self.target))),
+        ]
+        if self._live():
+            offered += [
+                ("fork", lambda: Fork(self.rng.choice(self._live()), self._new())),
+                ("free", lambda: Free(self.rng.choice(self._live()))),
+            ]
+        if self.waiting:
+            offered.append(("fill", Fill))
+        return [move for name, move in offered if name == "append" or name in can]
+
+    def take(self, step: Operation) -> None:
+        fits = True
+        if is_write(step):
+            fits = self.oracle.fits(step.rows())
+            if not fits and "ledger" not in abilities(self.target):
+                return  # it may hold more than the oracle knows
+        apply_to_oracle(self.oracle, step)
+        if isinstance(step, Reserve) and fits:
+            self.waiting.append(set(step.seqs))
+        elif isinstance(step, Fill):
+            self.waiting.pop(0)
+        self.steps.append(step)
+
+    def _live(self) -> list[int]:
+        return [seq for seq in self.oracle.sequences if seq not in set().union(*self.waiting)]
+
+    def _new(self) -> int:
+        self.names += 1
+        return self.names - 1
+
+    def _rows(self) -> tuple[int, ...]:
+        names = [*self._live(), self._new()]
+        return tuple(self.rng.sample(names, self.rng.randint(1, len(names))))
+
+    def _count(self) -> int:
+        return self.rng.randint(1, 2 * _MOST_TOKENS)
+
+    def _layout(self) -> str:
+        return self.rng.choice(LAYOUTS)
+
+    def _append(self) -> Operation:
+        return Append(self._rows(), self._layout())
+
+    def _append_many(self) -> Operation:
+        rows = self._rows()
+        return AppendMany(rows, tuple(self._count() for _ in rows), self._layout())
+
+    def _append_padded(self) -> Operation:
+        rows: list[int | None] = [*self._rows(), None]
+        self.rng.shuffle(rows)
+        return AppendPadded(tuple(rows), self._layout())
+
+    def _reserve(self) -> Operation:
+        rows = self._rows()
+        return Reserve(rows, tuple(self._count() for _ in rows), self._layout())

@@ -1,0 +1,128 @@
+"""The process that plants bugs and looks for them: reads jobs, writes outcomes.
+
+Importing torch, Triton and Hypothesis takes seconds, so that is done once, here. Every broken
+copy is then imported in a fork of this process, and every task on it runs in a fork of that
+one: a bug that corrupts memory, hangs or crashes takes nobody with it.
+
+Its arguments are the process that started it, which it must not outlive, and a folder to put
+the copies in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.mutants.forking import in_child
+from pytest_roseinfer.mutants.install import import_from, plant
+from pytest_roseinfer.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Outcome, Task
+from pytest_roseinfer.mutants.runner import DONE
+from pytest_roseinfer.mutants.tally import Tally
+from pytest_roseinfer.settings import Settings
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    from pytest_roseinfer.adapter import KVCacheAdapter
+    from pytest_roseinfer.mutants.hunt import Found
+
+_LEAST_OPERATIONS = 40
+"""Random operations tried where the search needed fewer."""
+
+
+def main() -> None:
+    runner, folder = int(sys.argv[1]), sys.argv[2]
+    # Whatever anyone prints must not come between the outcomes.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    from pytest_roseinfer.mutants.warm import warm_up
+
+    warm_up()
+    for line in sys.stdin:
+        try:
+            _do(Job.from_line(line), Path(tempfile.mkdtemp(dir=folder)), answers, runner)
+        except Exception:  # noqa: PERF203  (one bad job must not end the worker)
+            answers.write(json.dumps({"error": traceback.format_exc()}) + "\n")
+        else:
+            answers.write(DONE + "\n")
+
+
+def _do(job: Job, folder: Path, answers: TextIO, runner: int) -> None:
+    plant(job.mutant, folder)
+    in_child(lambda: _try_all(job, folder, answers, runner))
+
+
+def _try_all(job: Job, folder: Path, answers: TextIO, runner: int) -> str:
+    sys.dont_write_bytecode = True
+    import_from(folder)
+    from pytest_roseinfer.loading import load_target
+
+    targets = [load_target(name) for name in job.targets]
+    bench = _Bench(job, targets, runner)
+    for task in job.tasks:
+        answers.write(bench.outcome(task).to_line() + "\n")
+    return ""
+
+
+@dataclass(slots=True)
+class _Bench:
+    """One imported copy and what is tried on it."""
+
+    job: Job
+    targets: list[type[KVCacheAdapter]]
+    runner: int
+    needed: int = 0
+    """Operations of the last hunt."""
+
+    def outcome(self, task: Task) -> Outcome:
+        tally = Tally()
+        start = time.perf_counter()
+        ended = in_child(lambda: self._attempt(task, tally).to_line(), watch=self.runner)
+        if ended.ended_by:
+            outcome = Outcome(
+                self.job.name, task.kind, task.seed, killed=True, check=tally.check,
+                what=f"the process was ended by {ended.ended_by}",
+                seconds=time.perf_counter() - start,
+            )  # fmt: skip
+        else:
+            outcome = Outcome.from_line(ended.answer)
+        outcome = replace(outcome, examples=tally.examples, operations=tally.operations)
+        if task.kind == HUNT:
+            self.needed = max(outcome.operations, _LEAST_OPERATIONS)
+        return outcome
+
+    def _attempt(self, task: Task, tally: Tally) -> Outcome:
+        start = time.perf_counter()
+        found = self._found(task, tally)
+        outcome = Outcome(self.job.name, task.kind, task.seed, seconds=time.perf_counter() - start)
+        if found is None:
+            return outcome
+        return replace(outcome, killed=True, check=found.check, what=found.what[:500])
+
+    def _found(self, task: Task, tally: Tally) -> Found | None:
+        from pytest_roseinfer.mutants import directed, examples, hunt, random_operations
+
+        if task.kind == HUNT:
+            job = self.job
+            asked = Settings(
+                examples=job.examples, steps=job.steps, seed=task.seed, targets=job.targets
+            )
+            return hunt.hunt(self.targets, asked, tally)
+        if task.kind == RANDOM:
+            return random_operations.run(self.targets, task.seed, self.needed, tally)
+        if task.kind == EXAMPLES:
+            return examples.run(tally)
+        if task.kind == DIRECTED:
+            return directed.run(self.job.mutant.directed if self.job.mutant else None, tally)
+        raise ValueError(f"no task is called {task.kind!r}")
+
+
+if __name__ == "__main__":
+    main()

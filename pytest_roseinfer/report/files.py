@@ -1,0 +1,60 @@
+"""The verdict in files: what ``--roseinfer-report`` names, JUnit, and a GitHub summary."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.report.html import page
+from pytest_roseinfer.report.terminal import searched, table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    import pytest
+
+    from pytest_roseinfer.coverage import Coverage
+    from pytest_roseinfer.report.verdict import Verdict
+    from pytest_roseinfer.settings import Settings
+
+
+def write(file: Path, verdict: Verdict) -> str:
+    """One report, in the format its suffix names; returns why it could not be written."""
+    text = page(verdict) if file.suffix == ".html" else json.dumps(verdict, indent=1) + "\n"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        return f"--roseinfer-report {file}: {error.strerror}"
+    return ""
+
+
+def add_junit_properties(config: pytest.Config, seen: Coverage) -> None:
+    """Add ``roseinfer.<target>.<path>`` to the file of ``--junitxml``, if there is one."""
+    from _pytest.junitxml import xml_key  # its public face is a fixture, and no test runs here
+
+    if (xml := config.stash.get(xml_key, None)) is None:
+        return
+    for name, target in seen.targets.items():
+        for row in target.rows():
+            xml.add_global_property(f"roseinfer.{name}.{row.name}", str(row.times))
+
+
+def add_github_summary(
+    seen: Coverage, asked: Settings, problems: Mapping[str, Sequence[str]]
+) -> None:
+    """Append the tables to what a step of a GitHub workflow shows."""
+    file = os.environ.get("GITHUB_STEP_SUMMARY")
+    if not (file and seen.targets):
+        return
+    lines: list[str] = []
+    for name, target in seen.targets.items():
+        lines += [f"### roseinfer: `{name}`", "", searched(target, asked), ""]
+        lines += [table(target.rows(), "github"), ""]
+        lines += [f"- **failed**: {problem}" for problem in problems.get(name, ())]
+        lines.append("")
+    lines += [f"- **failed**: {problem}" for problem in problems.get("", ())]
+    with open(file, "a", encoding="utf-8") as summary:
+        summary.write("\n".join(lines) + "\n")

@@ -1,0 +1,108 @@
+"""What a run found, as plain data: what the JSON file holds and the HTML file shows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypedDict
+
+from pytest_roseinfer.environment import describe_device, distribution_of, variables, versions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_roseinfer.coverage import Coverage, TargetCoverage
+    from pytest_roseinfer.settings import Settings
+
+FORMAT = 1
+"""Raised when a field changes its meaning."""
+
+
+class Row(TypedDict):
+    """A declared path or condition."""
+
+    kind: str
+    name: str
+    must_equal: str
+    times: int
+    verdict: str
+
+
+class Target(TypedDict):
+    name: str
+    distribution: str
+    histories: int
+    searched: bool
+    failed: bool
+    problems: list[str]
+    tested: list[str]
+    not_offered: list[str]
+    rows: list[Row]
+    times: dict[str, int]
+    """How often each path ran, slow twins included."""
+    together: dict[str, dict[str, int]]
+    """For each of them, in how many steps that took it each condition was met."""
+
+
+class Verdict(TypedDict):
+    format: int
+    passed: bool
+    problems: list[str]
+    device: str
+    profile: str
+    examples: int
+    steps: int
+    seed: int | None
+    required_paths: bool
+    versions: dict[str, str]
+    environment: dict[str, str]
+    targets: list[Target]
+
+
+def verdict(
+    seen: Coverage, asked: Settings, problems: Mapping[str, Sequence[str]], *, passed: bool
+) -> Verdict:
+    """``problems`` are lines by target; those of no target stand under an empty name."""
+    return {
+        "format": FORMAT,
+        "passed": passed,
+        "problems": list(problems.get("", ())),
+        "device": describe_device(asked),
+        "profile": asked.profile,
+        "examples": asked.examples,
+        "steps": asked.steps,
+        "seed": asked.seed,
+        "required_paths": asked.require_paths,
+        "versions": versions(),
+        "environment": variables(),
+        "targets": [
+            _target(name, target, problems.get(name, ())) for name, target in seen.targets.items()
+        ],
+    }
+
+
+def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Target:
+    paths = [*target.paths, *target.twins]
+    return {
+        "name": name,
+        "distribution": distribution_of(name),
+        "histories": target.histories,
+        "searched": target.searched,
+        "failed": target.failed,
+        "problems": list(problems),
+        "tested": ["make", "append", "peek", *target.tested],
+        "not_offered": target.not_offered,
+        "rows": [
+            {
+                "kind": row.kind,
+                "name": row.name,
+                "must_equal": row.twin,
+                "times": row.times,
+                "verdict": row.verdict,
+            }
+            for row in target.rows()
+        ],
+        "times": {path: target.counts[path] for path in paths},
+        "together": {
+            path: {name: target.together[path][name] for name in target.conditions}
+            for path in paths
+        },
+    }

@@ -1,0 +1,116 @@
+"""Looking for a history on which a check fails, and saving the one that was found."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from hypothesis import HealthCheck, Phase, given
+from hypothesis import seed as seeded
+from hypothesis import settings as hypothesis_settings
+from hypothesis.errors import Flaky
+
+from pytest_roseinfer import coverage, reproduce, settings
+from pytest_roseinfer.divergence import Divergence
+from pytest_roseinfer.strategies import histories
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pytest_roseinfer.adapter import KVCacheAdapter
+    from pytest_roseinfer.history import History
+
+
+def search(
+    adapter: type[KVCacheAdapter],
+    check: Callable[[History], object],
+    *,
+    share: float = 1.0,
+    aim: str | None = None,
+    replayed_by: str = "run_history",
+) -> None:
+    """Look for a history on which ``check`` fails; ``share`` is the part of the examples.
+
+    With ``aim``, histories start with the switches that path needs. ``replayed_by`` names
+    the one of ``reproduce.CHECKS`` that is to run a failing history again.
+
+    A fresh function is handed to Hypothesis for every search, since it rejects one that
+    runs as a method of two classes.
+    """
+    asked = settings.current()
+    tried: list[History] = []
+
+    def attempt(history: History) -> None:
+        tried[:] = [history]
+        check(history)
+
+    attempt.__qualname__ = f"{replayed_by}[{coverage.name_of(adapter)}]"
+    drawn = histories(adapter, most_steps=asked.steps, device=asked.device, aim=aim)
+    test = given(drawn)(attempt)
+    test = hypothesis_settings(
+        max_examples=max(1, int(asked.examples * share)),
+        # A step under Triton's interpreter takes as long as its launch is large.
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        report_multiple_bugs=False,
+        print_blob=False,
+        # Where it sees a CI, Hypothesis would draw the same histories in every run.
+        derandomize=False,
+        phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+    )(test)
+    if asked.seed is not None:
+        # Searches of one run must not all draw the same histories.
+        test = seeded(f"{asked.seed} {attempt.__qualname__} {aim}")(test)
+    try:
+        with _one_thread():
+            test()
+    except (Exception, KeyboardInterrupt) as failure:
+        coverage.current().of(adapter).failed = True
+        if not tried:
+            raise
+        (history,) = tried  # the last that was tried is the shrunk one
+        found = _divergence(failure)
+        if found is None:
+            _note(failure, history, _saved(adapter, history, replayed_by, repr(failure)))
+            raise
+        found.args = (f"{found}\n\n{_saved(adapter, history, replayed_by, str(found))}",)
+        raise found from found.__cause__
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch to one thread: tensors this small only wait for the others."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _divergence(failure: BaseException) -> Divergence | None:
+    """The difference that ended a search, alone or among what Hypothesis calls flaky."""
+    if isinstance(failure, Divergence):
+        return failure
+    if isinstance(failure, Flaky):
+        for part in getattr(failure, "exceptions", ()):
+            if isinstance(part, Divergence):
+                found = _divergence(part)
+                part.args = (
+                    f"{part}\n\nThe same history passed when it was tried again: what the cache "
+                    "does depends on more than what is done to it.",
+                )
+                return found
+    return None
+
+
+def _saved(adapter: type[KVCacheAdapter], history: History, check: str, message: str) -> str:
+    """Save a failure; say how it is run again."""
+    folder = settings.current().failures_dir
+    return reproduce.save(adapter, history, check, message, folder) if folder else ""
+
+
+def _note(failure: BaseException, history: History, how: str) -> None:
+    """Say after an error on which history it was raised, in place of Hypothesis's own note."""
+    vars(failure)["__notes__"] = [f"\non {history.words()}\n\n{how}".rstrip()]

@@ -1,0 +1,133 @@
+"""Caches that would fool a careless harness. Each is wrong in one way; none may pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from pytest_roseinfer import CacheSpec, conformance
+
+from .list_cache import ListCache
+from .paged_cache import PagedCache
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class ReturnsItsInputs(ListCache):
+    """Keeps what it is handed and hands it back: what it never stored is always right."""
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        for i, seq in enumerate(seqs):
+            self.rows.setdefault(seq, []).append((key[:, i], value[:, i]))  # type: ignore[arg-type]
+
+    def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = zip(*self.rows[seq], strict=True)
+        return torch.stack(keys, 1)[layer], torch.stack(values, 1)[layer]
+
+
+class IgnoresAppends(ListCache):
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        pass
+
+    def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002
+        nothing = torch.empty(0, self.spec.num_heads, self.spec.head_dim)
+        return nothing, nothing
+
+
+class WritesNothing(PagedCache):
+    """Its books are perfect."""
+
+    def write(self, *_: object) -> None:
+        self.counts["row_by_row"] += 1
+
+
+class PeekSharesMemory(PagedCache):
+    """Stores nothing, and shows the caller's own tensors to whoever asks what is stored."""
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        self.shown: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        super().append(seqs, key, value)
+        for i, seq in enumerate(seqs):
+            self.shown.setdefault(seq, []).append((key[:, i], value[:, i]))
+
+    def write(self, *_: object) -> None:
+        self.counts["row_by_row"] += 1
+
+    def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = zip(*self.shown[seq], strict=True)
+        return torch.stack(keys, 1)[layer], torch.stack(values, 1)[layer]
+
+
+class NeverTakesItsFastPath(PagedCache):
+    def write(
+        self, blocks: list[int], positions: list[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        for i, (block, position) in enumerate(zip(blocks, positions, strict=True)):
+            super().write([block], [position], key[:, i : i + 1], value[:, i : i + 1])
+
+
+class _Claims(PagedCache):
+    """Writes row by row and counts what ``claim`` says."""
+
+    def claim(self) -> str:
+        raise NotImplementedError
+
+    def write(
+        self, blocks: list[int], positions: list[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        counts = self.counts.copy()
+        for i, (block, position) in enumerate(zip(blocks, positions, strict=True)):
+            super().write([block], [position], key[:, i : i + 1], value[:, i : i + 1])
+        self.counts = counts
+        self.counts[self.claim()] += 1
+
+
+class ClaimsAPathItsRowsRuleOut(_Claims):
+    """Its fast path can only write one position, and it says that it wrote two."""
+
+    def claim(self) -> str:
+        return "all_rows"
+
+
+class ClaimsAPathItsSwitchesRuleOut(_Claims):
+    one_position_paths: ClassVar[frozenset[str]] = frozenset()
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {"batched": (True, False)}
+    ruled_out: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = {
+        "all_rows": [{"batched": False}]
+    }
+
+    def claim(self) -> str:
+        return "all_rows"
+
+
+class ClaimsAPathForNothing(PagedCache):
+    def free(self, seq: int) -> None:
+        super().free(seq)
+        self.counts["all_rows"] += 1
+
+
+class ClaimsNoPath(_Claims):
+    def claim(self) -> str:
+        return "new_block"
+
+
+class TakesAnUndeclaredPath(_Claims):
+    def claim(self) -> str:
+        return "shortcut"
+
+
+TestReturnsItsInputs = conformance(ReturnsItsInputs)
+TestIgnoresAppends = conformance(IgnoresAppends)
+TestWritesNothing = conformance(WritesNothing)
+TestPeekSharesMemory = conformance(PeekSharesMemory)
+TestNeverTakesItsFastPath = conformance(NeverTakesItsFastPath)
+TestClaimsAPathItsRowsRuleOut = conformance(ClaimsAPathItsRowsRuleOut)
+TestClaimsAPathItsSwitchesRuleOut = conformance(ClaimsAPathItsSwitchesRuleOut)
+TestClaimsAPathForNothing = conformance(ClaimsAPathForNothing)
+TestClaimsNoPath = conformance(ClaimsNoPath)
+TestTakesAnUndeclaredPath = conformance(TakesAnUndeclaredPath)

@@ -1,0 +1,76 @@
+"""A fresh project for every test: an empty folder and a pytest that found the plugin installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+CACHES = Path(__file__).parent / "caches"
+_OUTSIDE = (
+    "TRITON_INTERPRET",
+    "GITHUB_STEP_SUMMARY",
+    "PYTEST_ADDOPTS",
+    "PYTEST_XDIST_WORKER",
+    "PYTEST_XDIST_WORKER_COUNT",
+    "PYTEST_XDIST_TESTRUNUID",
+)
+"""Variables of the run these tests are part of that theirs must not see."""
+
+
+_TORCH_WITH_GPUS = """
+    import sys
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType, SimpleNamespace
+
+    torch = sys.modules["torch"] = ModuleType("torch")
+    torch.__spec__ = ModuleSpec("torch", None)
+    torch.cuda = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: {count},
+        get_device_name=lambda index: "Imaginary GPU",
+    )
+"""
+
+
+@dataclass
+class Project:
+    pytester: pytest.Pytester
+    monkeypatch: pytest.MonkeyPatch
+
+    @property
+    def path(self) -> Path:
+        return self.pytester.path
+
+    def write(self, **files: str) -> None:
+        """``name=text`` becomes name.py."""
+        for name, text in files.items():
+            (self.path / f"{name}.py").write_text(dedent(text))
+
+    def copy_caches(self) -> None:
+        """The caches beside this file, as a package of the project."""
+        shutil.copytree(CACHES, self.path / "caches", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def pretend_gpus(self, *, count: int) -> list[str]:
+        """Options of a run in which torch is no more than a claim to have GPUs."""
+        self.write(torch_with_gpus=_TORCH_WITH_GPUS.format(count=count))
+        self.monkeypatch.setenv("PYTHONPATH", str(self.path), prepend=os.pathsep)
+        return ["-p", "torch_with_gpus", "--roseinfer-gpu"]
+
+    def ini(self, *lines: str) -> None:
+        (self.path / "pytest.ini").write_text("\n".join(["[pytest]", *lines]) + "\n")
+
+    def pytest(self, *arguments: str) -> pytest.RunResult:
+        """Run in a process of its own, so that the plugin comes in as it does for a user."""
+        return self.pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Project:
+    for name in _OUTSIDE:
+        monkeypatch.delenv(name, raising=False)
+    return Project(pytester, monkeypatch)

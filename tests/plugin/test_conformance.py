@@ -1,0 +1,189 @@
+"""``conformance()`` and the suite: what they accept, what they refuse, and that they are easy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from textwrap import dedent
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+import pytest_roseinfer
+from pytest_roseinfer import CacheSpec, History, KVCacheAdapter, conformance, run_history
+from pytest_roseinfer.history import Append
+from tests.plugin.caches.list_cache import ListCache
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from tests.plugin.conftest import Project
+
+FEW = ("--roseinfer-examples=15", "--roseinfer-seed=1")
+TESTS = 5
+
+
+@pytest.fixture(autouse=True)
+def _keep_the_kernel_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``conformance()`` chooses one for the process; that of these tests has others to run."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def tutorial() -> str:
+    """The example in the docstring of pytest_roseinfer, word for word."""
+    indented = str(pytest_roseinfer.__doc__).partition("::\n")[2].partition("\nRun ``pytest``")[0]
+    return dedent(indented)
+
+
+def test_the_tutorial_works_as_it_is_printed(project: Project) -> None:
+    project.write(test_mine=tutorial())
+    result = project.pytest("-W", "error", *FEW)
+    assert result.ret == pytest.ExitCode.OK
+    result.assert_outcomes(passed=3, skipped=2)
+    result.stdout.fnmatch_lines(
+        [
+            "*= roseinfer: test_mine:ListCache =*",
+            "15 histories of up to 12 steps on cpu (Triton interpreted), profile dev, seed 1",
+            "tested: make, append, peek, nothing else",
+            "not offered: append_many, *prefill, *fork, free, gather, *path_counts*",
+        ]
+    )
+
+
+def test_the_tutorial_takes_ten_lines() -> None:
+    code = [line for line in tutorial().splitlines() if line.strip() and "import" not in line]
+    assert len(code) <= 12  # with the class and the line that makes tests of it
+
+
+def test_the_suite_needs_no_file_and_hides_no_target(project: Project) -> None:
+    """Started as ``pytest``, which unlike ``python -m pytest`` does not look where it stands."""
+    for name in ("one", "two"):
+        (project.path / name).mkdir()
+        (project.path / name / "caches.py").write_text(tutorial().partition("TestListCache")[0])
+    targets = [f"--roseinfer-target={name}.caches:ListCache" for name in ("one", "two")]
+    arguments = ["--pyargs", "pytest_roseinfer.suite", "-k", "histories", *targets, *FEW]
+    done = subprocess.run(
+        [Path(sys.executable).with_name("pytest"), "-p", "no:cacheprovider", *arguments],
+        cwd=project.path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr
+    assert f"2 passed, {2 * (TESTS - 1)} deselected" in done.stdout
+    assert "= roseinfer: one.caches:ListCache =" in done.stdout
+    assert "= roseinfer: two.caches:ListCache =" in done.stdout
+
+
+def test_a_known_failure_can_be_excused_and_still_runs(project: Project) -> None:
+    """What stands in place of a shipped test is not run; only its marks count."""
+    project.copy_caches()
+    project.write(
+        test_mine="""
+            import pytest
+            from caches.adversaries import WritesNothing
+            from caches.paged_cache import PagedCache
+            from pytest_roseinfer import conformance
+
+            class TestBroken(conformance(WritesNothing)):
+                @pytest.mark.xfail(reason="writes nothing")
+                def test_histories(self):
+                    raise SystemExit("this must not run")
+
+            class TestFine(conformance(PagedCache)):
+                @pytest.mark.xfail(reason="was broken once", strict=True)
+                def test_histories(self):
+                    assert False
+        """
+    )
+    result = project.pytest("-k", "histories", "-rxX", *FEW)
+    result.assert_outcomes(xfailed=1, failed=1, deselected=2 * (TESTS - 1))
+    result.stdout.fnmatch_lines(["*XPASS(strict)*was broken once", "XFAIL *- writes nothing*"])
+
+
+def replaced(**tests: Any) -> type:
+    return type("TestMine", (conformance(ListCache),), tests)
+
+
+def nothing(self: object) -> None:
+    """A test that checks nothing."""
+
+
+@pytest.mark.skip(reason="slow")
+def skipped(self: object) -> None: ...
+
+
+@pytest.mark.xfail
+def excused_for_no_reason(self: object) -> None: ...
+
+
+@pytest.mark.parametrize("own", [nothing, None, skipped, excused_for_no_reason])
+def test_a_shipped_test_cannot_be_replaced(own: object) -> None:
+    with pytest.raises(TypeError, match="test_histories is a test of pytest_roseinfer and cannot"):
+        replaced(test_histories=own)
+
+
+def test_nor_can_it_be_replaced_by_a_class_beside_it() -> None:
+    class Gutted:
+        test_one_batch_equals_its_split_in_two = nothing
+
+    with pytest.raises(TypeError, match="test_one_batch_equals_its_split_in_two is a test of"):
+        type("TestMine", (Gutted, conformance(ListCache)), {})
+
+
+def test_tests_of_ones_own_may_be_added() -> None:
+    added = replaced(test_mine=nothing)
+    assert vars(added)["test_mine"] is nothing
+    assert type("TestMore", (added,), {"test_more": nothing})
+
+
+def test_it_says_what_an_adapter_lacks() -> None:
+    class Empty(KVCacheAdapter):
+        def make(self, spec: object) -> None: ...
+
+    with pytest.raises(TypeError, match="Empty must define append, peek"):
+        conformance(Empty)
+    with pytest.raises(TypeError, match="takes a subclass of KVCacheAdapter, not <"):
+        conformance(ListCache())  # type: ignore[arg-type]
+
+
+def test_a_cache_may_count_its_paths_without_showing_its_tables() -> None:
+    class Counting(ListCache):
+        paths: ClassVar[Mapping[str, str]] = {"rows": "row"}
+
+        def make(self, spec: CacheSpec) -> None:
+            super().make(spec)
+            self.counts: Counter[str] = Counter()
+
+        def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+            super().append(seqs, key, value)
+            self.counts["rows"] += 1
+
+        def path_counts(self) -> Mapping[str, int]:
+            return self.counts
+
+    assert run_history(Counting, History(CacheSpec(), (Append((0, 1)),))) == {"rows": 1}
+
+
+def test_two_adapters_and_one_adapter_twice_fit_in_one_file(project: Project) -> None:
+    """Hypothesis refuses a test that runs as a method of two classes."""
+    project.copy_caches()
+    project.write(
+        test_mine="""
+            from caches.list_cache import ListCache
+            from caches.paged_cache import PagedCache
+            from pytest_roseinfer import conformance
+
+            TestList = conformance(ListCache)
+            TestPaged = conformance(PagedCache)
+            TestPagedAgain = conformance(PagedCache)
+        """
+    )
+    result = project.pytest("-k", "histories or permuting", *FEW)
+    result.assert_outcomes(passed=6, deselected=9)
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["*= roseinfer: caches.paged*", "30 histories *"])

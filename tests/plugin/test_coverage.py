@@ -1,0 +1,177 @@
+"""What was reached decides the run: added up, judged where it was searched, and only there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_roseinfer import coverage, settings
+from pytest_roseinfer.coverage import REQUIRED_TIMES, Coverage, TargetCoverage
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import Project
+
+TWO_CACHES = """
+    from caches.adversaries import NeverTakesItsFastPath
+    from caches.paged_cache import PagedCache
+    from pytest_roseinfer import conformance
+
+    TestPaged = conformance(PagedCache)
+    TestNeverFast = conformance(NeverTakesItsFastPath)
+"""
+FEW = ("--roseinfer-examples=25", "--roseinfer-seed=4")
+
+
+def reached(**counts: int) -> TargetCoverage:
+    target = TargetCoverage({"fast": "slow", "faster": "slow"}, ["rare"], searched=True)
+    target.counts.update(counts)
+    target.histories = 10
+    return target
+
+
+def test_too_few_times_is_a_problem_by_name() -> None:
+    target = reached(fast=REQUIRED_TIMES, faster=REQUIRED_TIMES - 1)
+    assert target.problems(require_paths=True) == [
+        "path 'faster' was reached 2 times and must be 3 times: a check that did not run is no "
+        "pass",
+        "condition 'rare' was never reached and must be 3 times: a check that did not run is no "
+        "pass",
+    ]
+    assert [row.verdict for row in target.rows()] == ["equal", "NOT REACHED", "NOT REACHED"]
+    assert target.problems(require_paths=False) == []
+
+
+def test_what_was_not_searched_is_not_judged() -> None:
+    target = reached()
+    target.searched = False
+    assert target.problems(require_paths=True) == []
+    assert {row.verdict for row in target.rows()} == {"not searched"}
+
+
+def test_a_search_that_ended_in_a_failure_is_not_judged_by_what_it_reached() -> None:
+    target = reached()
+    target.failed = True
+    assert target.problems(require_paths=True) == []
+    assert {row.verdict for row in target.rows()} == {"see failures"}
+
+
+def test_a_search_without_histories_is_a_problem_whatever_is_required() -> None:
+    target = reached(fast=5, faster=5, rare=5)
+    target.histories = 0
+    for required in (True, False):
+        (problem,) = target.problems(require_paths=required)
+        assert "ran no history" in problem
+
+
+def test_paths_are_counted_with_the_conditions_met_in_the_same_step() -> None:
+    target = reached()
+    target.note({"fast": 2, "rare": 5})
+    target.note({"slow": 1})
+    target.note({"fast": 1})
+    assert target.counts == {"fast": 3, "slow": 1, "rare": 5}
+    assert target.together["fast"] == {"rare": 1}
+    assert target.together["slow"] == {}
+
+
+def test_workers_add_up() -> None:
+    whole = Coverage()
+    for counts in ({"fast": 2}, {"fast": 1, "rare": 4}):
+        part = Coverage()
+        part._targets["mine:Cache"] = reached(**counts)
+        whole.add(part.to_json())
+    target = whole.targets["mine:Cache"]
+    assert (target.histories, target.searched, target.failed) == (20, True, False)
+    assert target.counts == {"fast": 3, "rare": 4}
+
+
+def test_the_same_verdict_with_workers_as_without(project: Project) -> None:
+    project.copy_caches()
+    project.write(test_mine=TWO_CACHES)
+    alone = project.pytest(*FEW)
+    together = project.pytest(*FEW, "-n", "2")
+    assert alone.ret == together.ret == pytest.ExitCode.TESTS_FAILED
+    assert alone.parseoutcomes() == together.parseoutcomes() == {"passed": 6, "skipped": 4}
+    assert summary(alone) == summary(together)
+    (problem,) = [line for line in summary(alone) if "FAILED" in line]
+    assert problem.startswith("FAILED: path 'all_rows' was never reached")
+
+
+def summary(result: pytest.RunResult) -> list[str]:
+    """From the first table to the last line before the count of tests."""
+    lines = result.outlines
+    first = next(at for at, line in enumerate(lines) if "= roseinfer: caches." in line)
+    return [line for line in lines[first:-1] if line]
+
+
+def test_a_run_inside_of_another_leaves_that_one_alone(project: Project) -> None:
+    outer = (settings.current(), coverage.current())
+    project.write(
+        test_inner="""
+            from pytest_roseinfer import coverage, settings
+            from pytest_roseinfer.coverage import TargetCoverage
+
+            def test_inner():
+                assert settings.current().examples == 77
+                assert coverage.current().targets == {}
+                coverage.current()._targets["inner"] = TargetCoverage({}, [], searched=True)
+        """
+    )
+    inner = project.pytester.runpytest_inprocess("--roseinfer-examples=77")
+    inner.stdout.fnmatch_lines(["FAILED: its search ran no history: *"])
+    assert (settings.current(), coverage.current()) == outer
+
+
+def test_a_deselected_search_is_not_missed(project: Project) -> None:
+    project.copy_caches()
+    project.write(test_mine=TWO_CACHES)
+    result = project.pytest(*FEW, "-k", "split")
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(
+        [
+            "its histories were not searched in this run, so its paths are not judged",
+            "path * all_rows * row_by_row * 0 *not searched",
+        ]
+    )
+
+
+def test_a_target_that_was_asked_for_must_be_tested(project: Project) -> None:
+    """Easily said: the option, without the suite that it is for."""
+    project.copy_caches()
+    project.write(test_plain="def test_plain(): pass")
+    target = ("--roseinfer-target", "caches.paged_cache:PagedCache")
+    result = project.pytest(*target)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "FAILED: --roseinfer-target caches.paged_cache:PagedCache: no test of this run checked "
+            "it. Those that do are run by pytest --pyargs pytest_roseinfer.suite"
+        ]
+    )
+    assert project.pytest(*target, "--collect-only").ret == pytest.ExitCode.OK
+    # A run that failed for another reason may have been on the way there.
+    project.write(test_plain="def test_plain(): assert 0")
+    assert "no test of this run" not in project.pytest(*target, "-x").stdout.str()
+
+
+SHOW_DEVICES = """
+    import os, pathlib, pytest, time
+
+    @pytest.mark.parametrize("at", range(6))
+    def test_device(at, roseinfer_device):
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+        pathlib.Path(f"{worker} {roseinfer_device}").touch()
+        time.sleep(0.2)  # so that every worker gets some
+"""
+
+
+def test_workers_spread_over_the_gpus(project: Project) -> None:
+    project.write(test_device=SHOW_DEVICES)
+    gpu = project.pretend_gpus(count=2)
+    project.pytest(*gpu, "-n", "3").assert_outcomes(passed=6)
+    alone = project.pytest(*gpu)
+    alone.assert_outcomes(passed=6)
+    alone.stdout.fnmatch_lines(["roseinfer: device cuda (2 x Imaginary GPU), *"])
+    seen = {file.name for file in project.path.iterdir() if " " in file.name}
+    assert seen == {"gw0 cuda:0", "gw1 cuda:1", "gw2 cuda:0", "alone cuda"}

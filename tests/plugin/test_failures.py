@@ -1,0 +1,210 @@
+"""A failure is shown so that a person can see it, and saved so that it can be run again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_roseinfer import CacheSpec, History
+from pytest_roseinfer.history import Append
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.plugin.conftest import Project
+
+SEARCH = ("--roseinfer-examples=40", "--roseinfer-seed=1")
+TESTED = """
+    from caches.broken_caches import {name}
+    from pytest_roseinfer import conformance
+
+    TestIt = conformance({name})
+"""
+# Whatever imports one of these fails, as it would where they are not installed.
+WITHOUT_PYTEST = """
+import runpy, sys
+sys.modules["pytest"] = sys.modules["hypothesis"] = None
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def fail(project: Project, name: str, *arguments: str) -> pytest.RunResult:
+    project.copy_caches()
+    project.write(test_it=TESTED.format(name=name))
+    result = project.pytest("test_it.py", *SEARCH, *arguments)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    return result
+
+
+def saved(project: Project, suffix: str) -> Path:
+    (file,) = (project.path / ".roseinfer").glob(f"*{suffix}")
+    return file
+
+
+def run_script(file: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_PYTEST, str(file)],
+        cwd=file.parents[2],  # not where the project is
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
+    result = fail(project, "SwapsRows", "-k", "histories")
+    lines = result.outlines
+    start = next(at for at, line in enumerate(lines) if "TestIt.test_histories ___" in line)
+    shown = [line.strip() for line in lines[start + 1 :] if line]
+    assert shown[0] == (
+        "peek: sequence 0, layer 0, K: position 0, head 0 (1 of 1 wrong): expected sequence 0, "
+        "token 0, layer 0, head 0, K, found sequence 1, token 0, layer 0, head 0, K"
+    )
+    assert shown[1] == "after step 1 of"
+    assert shown[2].startswith("a cache with num_layers=1, num_heads=1, head_dim=4, block_size=")
+    assert shown[3] == "1. append one token to sequences 0, 1"
+    assert {"sequence 1: [1.0]", "sequence 1: 1x1"} <= set(shown[4:10])
+    assert f"replay with: pytest --roseinfer-replay {saved(project, '.json')}" in shown
+    # The short summary has the first line of it.
+    assert any(
+        line.startswith("FAILED test_it.py::TestIt::test_histories - peek:") for line in shown
+    )
+    # And of the harness, neither its frames nor the history as Hypothesis prints it.
+    for noise in ("search.py", "Hypothesis", "Failing test case", "History(", "Traceback"):
+        assert noise not in "".join(shown)
+
+
+def test_an_error_in_the_cache_is_shown_where_it_was_raised(project: Project) -> None:
+    result = fail(project, "LosesTheBlock", "-k", "histories")
+    result.stdout.fnmatch_lines(
+        [
+            "the step raised KeyError: *",
+            "*1. append one token to sequences 0*",
+            "*2. free sequence 0",
+            "*raised by the cache*",
+            "*broken_caches.py*in free*",
+            "*block = self.tables.pop(seq + 1)*",
+        ]
+    )
+
+
+def test_an_error_the_harness_does_not_expect_comes_with_its_history_too(project: Project) -> None:
+    result = fail(project, "HasNoBooks", "-k", "histories")
+    result.stdout.fnmatch_lines(
+        [
+            "*def ledger(self, layer: int) -> Ledger:*",
+            "E * RuntimeError: books are gone",
+            "E * on a cache with num_layers=1, *",
+            "E *1. append one token to sequences 0*",
+            "E * replay with: pytest --roseinfer-replay *",
+        ]
+    )
+    assert "History(" not in result.stdout.str()
+    assert "RuntimeError: books are gone" in run_script(saved(project, ".py")).stderr
+
+
+def test_a_cache_that_fails_once_is_reported_as_such(project: Project) -> None:
+    result = fail(project, "WorksTheSecondTime", "-k", "histories")
+    result.stdout.fnmatch_lines(
+        [
+            "peek: sequence *",
+            "The same history passed when it was tried again: *",
+            "replay with: pytest --roseinfer-replay *",
+        ]
+    )
+
+
+@pytest.mark.parametrize(("mode", "folder_name"), [("prepend", "checks"), ("importlib", "email")])
+def test_a_saved_failure_runs_again_until_it_is_mended(
+    project: Project, mode: str, folder_name: str
+) -> None:
+    """The adapter stands in the test file itself, which either mode imports in its own way.
+
+    As importlib does it, the folder may be called like a package that is installed.
+    """
+    project.copy_caches()
+    folder = project.path / folder_name
+    folder.mkdir()
+    (project.path / "caches/broken_caches.py").replace(folder / "test_it.py")
+    (folder / "test_it.py").write_text(
+        (folder / "test_it.py").read_text().replace("from .paged", "from caches.paged")
+        + "\n\nfrom pytest_roseinfer import conformance\n\nTestIt = conformance(SwapsRows)\n"
+    )
+    project.ini("pythonpath = .", f"addopts = --import-mode={mode}")
+    result = project.pytest(*SEARCH, "-k", "histories")
+    result.assert_outcomes(failed=1, deselected=4)
+
+    broken = run_script(saved(project, ".py"))
+    assert broken.returncode == 1
+    assert "Divergence: peek: sequence 0, layer 0, K: position " in broken.stderr
+    assert replay(project) == pytest.ExitCode.TESTS_FAILED
+
+    mended = (folder / "test_it.py").read_text()
+    mended = mended.replace("[blocks[-1], *blocks[1:-1], blocks[0]]", "blocks")
+    (folder / "test_it.py").write_text(mended)
+    done = run_script(saved(project, ".py"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "the history ran through: nothing differed\n"
+    assert replay(project) == pytest.ExitCode.OK
+
+
+def replay(project: Project) -> int:
+    result = project.pytest("--roseinfer-replay", str(saved(project, ".json")))
+    assert ". append one token to sequences 0, 1" in result.stdout.str()
+    assert ("FAILED: peek: sequence 0" in result.stdout.str()) == bool(result.ret)
+    return int(result.ret)
+
+
+def test_a_failure_of_two_runs_compared_is_replayed_as_such(project: Project) -> None:
+    """Alone, neither of the two histories fails."""
+    result = fail(project, "FillsFromTheEnd", "-k", "histories or every_option")
+    result.assert_outcomes(failed=1, passed=1, deselected=3)
+    message = "the whole cache differs from the run without options {'from_the_end': True}"
+    result.stdout.fnmatch_lines([f"*{message}*"])
+    assert message in run_script(saved(project, ".py")).stderr
+
+
+def test_a_trace_of_a_gpu_that_is_not_here(project: Project) -> None:
+    history = History(CacheSpec(device="cuda:99"), (Append((0,)),))
+    trace = {
+        "adapter": "no.matter:Cache",
+        "file": "",
+        "folders": [],
+        "environment": {},
+        "check": "run_history",
+        "history": history.to_json(),
+    }
+    (project.path / "elsewhere.json").write_text(json.dumps(trace))
+    result = project.pytest("--roseinfer-replay=elsewhere.json")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ['ERROR: --roseinfer-replay elsewhere.json was recorded on "cuda:99"*']
+    )
+
+
+def test_a_cache_that_cannot_be_imported_again_is_still_reported(project: Project) -> None:
+    project.copy_caches()
+    project.write(
+        test_it="""
+            from caches.broken_caches import SwapsRows
+            from pytest_roseinfer import conformance
+
+            def local():
+                class Local(SwapsRows):
+                    pass
+                return Local
+
+            TestIt = conformance(local())
+        """
+    )
+    result = project.pytest(*SEARCH, "-k", "histories")
+    result.stdout.fnmatch_lines(
+        [
+            "peek: sequence 0, layer 0, K: *",
+            "no replay was saved: test_it:local.<locals>.Local is defined in a function *",
+        ]
+    )

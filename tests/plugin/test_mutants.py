@@ -1,0 +1,273 @@
+"""The planted bugs are found, and the runner would say so if they were not."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_roseinfer.mutants import command, hunt, report
+from pytest_roseinfer.mutants.catalogue import CATALOGUE
+from pytest_roseinfer.mutants.forking import in_child
+from pytest_roseinfer.mutants.install import plant, source_of
+from pytest_roseinfer.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Outcome, Task
+from pytest_roseinfer.mutants.known_bugs import KNOWN_BUGS
+from pytest_roseinfer.mutants.mutant import COMPACTED, MANAGERS, Mutant, StaleMutant
+from pytest_roseinfer.mutants.results import sum_up
+from pytest_roseinfer.mutants.runner import WorkerFailed, run
+from pytest_roseinfer.mutants.tally import Tally
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DOCS = Path(__file__).parents[2] / "docs" / "mutants.md"
+APPLICABLE = {1, 4, 5, 6, 8, 9, 10, 12, 16, 17, 18, 25, 26, 27, 28, 29, 31, 32, 33, 34, 35}
+"""Rows of the list of known bugs that the cache could have; 30 needs CUDA graphs."""
+POOL = "roseinfer.kv.pool"
+RELEASE = "        self.refcounts[index] -= 1\n"
+EQUIVALENT = Mutant(
+    "equivalent", "Nothing.", POOL, RELEASE, "        self.refcounts[index] += -1\n"
+)
+CRASH = Mutant(
+    "crash", "Freeing ends the process.", POOL, RELEASE,
+    "        import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n",
+)  # fmt: skip
+BROKEN = Mutant("broken", "It is no Python.", POOL, RELEASE, "        self.refcounts[index] -=\n")
+
+
+def small_job(mutant: Mutant | None, *tasks: Task, targets: Sequence[str] = (COMPACTED,)) -> Job:
+    return Job(mutant, tuple(targets), tasks, examples=10, steps=6)
+
+
+# ------------------------------------------------------------------------- the catalogue
+
+
+@pytest.mark.parametrize("mutant", CATALOGUE, ids=lambda mutant: mutant.name)
+def test_a_planted_bug_changes_the_code_it_was_made_for(mutant: Mutant) -> None:
+    source = source_of(mutant.module).read_text()
+    broken = mutant.applied_to(source)
+    assert ast.dump(ast.parse(broken)) != ast.dump(ast.parse(source))
+
+
+def test_the_catalogue_covers_every_known_bug_that_applies() -> None:
+    assert len(CATALOGUE) >= 30
+    assert len({mutant.name for mutant in CATALOGUE}) == len(CATALOGUE)
+    assert {row for mutant in CATALOGUE for row in mutant.rows} == APPLICABLE == KNOWN_BUGS.keys()
+
+
+@pytest.mark.parametrize("mutant", CATALOGUE, ids=lambda mutant: mutant.name)
+def test_a_planted_bug_is_searched_for_in_one_way(mutant: Mutant) -> None:
+    assert bool(mutant.targets) != bool(mutant.directed)
+
+
+def test_the_page_shows_the_catalogue_as_it_is() -> None:
+    """Else: ``roseinfer mutants --write-docs docs/mutants.md``."""
+    rows = [line.split("|") for line in DOCS.read_text().splitlines() if line.startswith("| ")]
+    shown = {row[1].strip(): row[2].strip() for row in rows if len(row) > 8}
+    shown.pop("bug")
+    assert shown == {mutant.name: mutant.wrong for mutant in CATALOGUE}
+    assert "SURVIVED" not in DOCS.read_text()
+
+
+# ------------------------------------------------------------------------------ planting
+
+
+@pytest.mark.parametrize("source", ["nothing of the sort", RELEASE * 2], ids=["gone", "twice"])
+def test_a_stale_mutant_is_an_error(source: str) -> None:
+    with pytest.raises(StaleMutant, match="'equivalent' replaces text that must occur once"):
+        EQUIVALENT.applied_to(source)
+
+
+def test_planting_a_stale_mutant_is_an_error(tmp_path: Path) -> None:
+    stale = Mutant("stale", "Nothing.", POOL, "no such code", "")
+    with pytest.raises(StaleMutant, match="occurs 0 times"):
+        plant(stale, tmp_path)
+
+
+def test_a_bug_is_planted_in_the_copy_alone(tmp_path: Path) -> None:
+    before = source_of(POOL).read_text()
+    plant(CRASH, tmp_path)
+    assert "SIGSEGV" in (tmp_path / "roseinfer" / "kv" / "pool.py").read_text()
+    assert source_of(POOL).read_text() == before
+
+
+# ------------------------------------------------------------------------------- finding
+
+
+def one_for_each_row() -> list[Mutant]:
+    return [next(m for m in CATALOGUE if row in m.rows) for row in sorted(KNOWN_BUGS)]
+
+
+def test_a_bug_of_every_known_kind_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    names = sorted({mutant.name for mutant in one_for_each_row()})
+    assert command.main([*names, "--quick", "--jobs", "2"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in names)
+    assert f"{len(names)} of {len(names)} planted bugs found" in said
+
+
+def test_a_change_that_breaks_nothing_survives(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def small(mutants: Sequence[Mutant], **_: object) -> list[Job]:
+        return [small_job(mutant, Task(HUNT)) for mutant in mutants]
+
+    monkeypatch.setattr(command, "CATALOGUE", (EQUIVALENT,))
+    monkeypatch.setattr(command, "jobs_for", small)
+    assert command.main([]) == 1
+    assert "SURVIVED: equivalent" in capsys.readouterr().out
+
+
+def test_nothing_is_found_where_nothing_is_planted() -> None:
+    tasks = [Task(kind) for kind in (HUNT, RANDOM, EXAMPLES, DIRECTED)]
+    outcomes = list(run([small_job(None, *tasks)], processes=1))
+    assert [outcome.kind for outcome in outcomes] == [task.kind for task in tasks]
+    assert [(outcome.check, outcome.what) for outcome in outcomes if outcome.killed] == []
+    assert outcomes[0].examples > 10
+    assert outcomes[1].operations >= outcomes[0].operations
+
+
+def test_a_crash_is_a_kill_and_the_next_seed_is_tried() -> None:
+    job = small_job(CRASH, Task(HUNT, 0), Task(HUNT, 1), targets=MANAGERS[:1])
+    outcomes = list(run([job], processes=1))
+    assert [outcome.what for outcome in outcomes] == ["the process was ended by SIGSEGV"] * 2
+    assert all(outcome.killed and outcome.check == "histories" for outcome in outcomes)
+    assert all(outcome.examples for outcome in outcomes)
+
+
+def test_a_copy_that_cannot_be_imported_is_no_kill() -> None:
+    with pytest.raises(WorkerFailed, match=r"could not do broken: [\s\S]*SyntaxError"):
+        list(run([small_job(BROKEN, Task(HUNT), targets=MANAGERS)], processes=1))
+
+
+def test_an_example_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hunt, "_HANGS_AFTER", 1)
+    tally = Tally()
+
+    def hang() -> str:
+        with hunt.guarded(tally, operations=7):
+            time.sleep(30)
+        return "it went on"
+
+    assert in_child(hang).ended_by == "SIGALRM"
+    assert (tally.examples, tally.operations) == (1, 7)
+
+
+# ------------------------------------------------------------------------- child processes
+
+
+def test_a_child_returns_what_it_made() -> None:
+    ended = in_child(lambda: str(os.getpid()))
+    assert not ended.ended_by
+    assert int(ended.answer) != os.getpid()
+
+
+def test_an_error_in_a_child_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="division by zero"):
+        in_child(lambda: str(1 // 0))
+
+
+def test_a_child_does_not_outlive_whom_it_works_for() -> None:
+    gone = os.fork()
+    if not gone:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="ended with status"):
+        in_child(_sleep_long, watch=gone)
+    assert time.monotonic() - start < 10
+
+
+def test_a_signal_is_told_by_name() -> None:
+    def end() -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return ""
+
+    assert in_child(end).ended_by == "SIGTERM"
+
+
+# ------------------------------------------------------------------------------ reporting
+
+
+def outcome(seed: int, *, killed: bool, kind: str = HUNT, examples: int = 3) -> Outcome:
+    return Outcome(EQUIVALENT.name, kind, seed, killed, "histories", "what", examples, 9, 0.5)
+
+
+def test_one_seed_that_misses_makes_a_survivor() -> None:
+    (result,) = sum_up([EQUIVALENT], [outcome(0, killed=True), outcome(1, killed=False)])
+    assert result.survived
+    assert result.killed == "1/2"
+
+
+def test_a_bug_that_nobody_looked_for_survives() -> None:
+    (result,) = sum_up([EQUIVALENT], [outcome(0, killed=True, kind=RANDOM)])
+    assert result.survived
+
+
+def test_medians_are_over_the_searches_alone() -> None:
+    searches = [
+        outcome(seed, killed=True, examples=examples) for seed, examples in enumerate((1, 9, 2))
+    ]
+    (result,) = sum_up(
+        [EQUIVALENT], [*searches, outcome(0, killed=False, kind=RANDOM, examples=99)]
+    )
+    assert (result.median_examples, result.most_examples) == (2, 9)
+    assert (result.killed_by_random, result.survived) == ("0/1", False)
+
+
+def test_a_section_of_the_page_is_replaced_and_the_rest_kept(tmp_path: Path) -> None:
+    page = tmp_path / "mutants.md"
+    results = sum_up([EQUIVALENT], [outcome(0, killed=True)])
+    report.write_results(page, results, 1.0, "first command")
+    report.write_alarms(page, [outcome(0, killed=False)], 2.0, "alarm command")
+    report.write_results(page, results, 3.0, "second command")
+    text = page.read_text()
+    assert "first command" not in text
+    assert text.index("second command") < text.index("alarm command")
+    assert "1 seeds of the dev profile on the block manager without a planted bug: 0 failed" in text
+    assert all(f"| {row:5} |" in text for row in KNOWN_BUGS)
+
+
+def test_a_page_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("mine")
+    with pytest.raises(ValueError, match="no section"):
+        report.write_alarms(page, [], 0.0, "")
+    assert page.read_text() == "mine"
+
+
+# ----------------------------------------------------------------------------- the command
+
+
+def test_the_list_names_every_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [mutant.name for mutant in CATALOGUE]
+
+
+def test_an_unknown_name_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["no-such-bug"]) == 2
+    assert "no mutant is called 'no-such-bug'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seeds", [1, 4, 9])
+def test_every_seed_is_looked_at_for_false_alarms(seeds: int) -> None:
+    tasks = [task for job in command.alarm_jobs(seeds) for task in job.tasks]
+    assert tasks == [Task(HUNT, seed) for seed in range(seeds)]
+    assert all(job.mutant is None for job in command.alarm_jobs(seeds))
+
+
+def test_a_job_survives_the_trip_to_the_worker() -> None:
+    job = command.jobs_for(CATALOGUE[:1], seeds=2, compare=True)[0]
+    assert Job.from_line(job.to_line()) == job
+    assert [task.kind for task in job.tasks] == [HUNT, RANDOM, HUNT, RANDOM, EXAMPLES]
+
+
+def _sleep_long() -> str:
+    time.sleep(30)
+    return ""

@@ -1,0 +1,213 @@
+"""Options, their twins in the ini file, and what is said about both."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import Project
+
+SHOW = """
+    from pytest_roseinfer import settings
+
+    def test_show():
+        asked = settings.current()
+        print("\\nSEEN", asked.profile, asked.examples, asked.steps, asked.seed,
+              asked.require_paths, asked.targets, asked.reports)
+"""
+SUITE = ("--pyargs", "pytest_roseinfer.suite")
+
+
+def seen(project: Project, *arguments: str) -> str:
+    """The settings that a test of the project finds."""
+    project.write(test_show=SHOW)
+    result = project.pytest("-s", *arguments)
+    result.assert_outcomes(passed=1)
+    (line,) = [line for line in result.outlines if line.startswith("SEEN ")]
+    return line.removeprefix("SEEN ")
+
+
+def test_every_option_has_an_effect(project: Project) -> None:
+    arguments = ["--roseinfer-profile=ci", "--roseinfer-examples=7", "--roseinfer-steps=3"]
+    arguments += ["--roseinfer-seed=5", "--roseinfer-required-paths=off"]
+    arguments += ["--roseinfer-report=a.json", "--roseinfer-report=b.html"]
+    assert seen(project, *arguments).startswith("ci 7 3 5 False ")
+    assert {file.name for file in project.path.iterdir()} >= {"a.json", "b.html"}
+
+
+def test_the_ini_file_has_the_same_effect(project: Project) -> None:
+    project.ini(
+        "roseinfer_profile = nightly",
+        "roseinfer_examples = 8",
+        "roseinfer_steps = 4",
+        "roseinfer_seed = 6",
+        "roseinfer_required_paths = false",
+        "roseinfer_targets =",
+        "    one:Cache",
+        "    two:Cache",
+        "roseinfer_report = c.json",
+    )
+    assert seen(project) == "nightly 8 4 6 False ('one:Cache', 'two:Cache') ('c.json',)"
+    said = ["--roseinfer-profile=dev", "--roseinfer-examples=9", "--roseinfer-steps=5"]
+    said += ["--roseinfer-seed=7", "--roseinfer-required-paths=on", "--roseinfer-report=d.json"]
+    assert seen(project, *said).startswith("dev 9 5 7 True ")
+
+
+def test_a_profile_brings_its_examples_and_steps(project: Project) -> None:
+    assert seen(project, "--roseinfer-profile=ci").startswith("ci 500 20 ")
+
+
+def test_the_seed_of_hypothesis_holds_where_there_is_no_other(project: Project) -> None:
+    assert " 12 " in seen(project, "--hypothesis-seed=12")
+    assert " 13 " in seen(project, "--hypothesis-seed=12", "--roseinfer-seed=13")
+
+
+def test_planted_bugs_are_hunted_instead_of_running_tests(project: Project) -> None:
+    project.write(test_plain="def test_plain(): assert 0")
+    result = project.pytest("--roseinfer-mutants=freed-twice")
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["freed-twice * 1/1 *", "1 of 1 planted bugs found *"])
+
+
+MISTAKES = {
+    "--roseinfer-examples=0": "roseinfer examples = 0: must be at least 1",
+    "--roseinfer-seed=-1": "roseinfer seed = -1: must be at least 0",
+    "--roseinfer-report=out.txt": "--roseinfer-report out.txt: the name must end in .json or .html",
+    "--roseinfer-target=nowhere": "'nowhere' is no target: expected package.module:Class",
+    "--roseinfer-target=no.where:Cache": "no.where:Cache: there is no module no.where",
+    "--roseinfer-target=broken:Cache": "broken:Cache: ZeroDivisionError: division by zero",
+    "--roseinfer-target=empty:Cache": "empty:Cache: empty has no Cache",
+    "--roseinfer-target=json:JSONDecoder": "JSONDecoder is no subclass of KVCacheAdapter",
+    "--roseinfer-mutants=freed-twice,unheard-of": "no mutant is called 'unheard-of'",
+    "--roseinfer-replay=gone.json": "--roseinfer-replay gone.json: No such file or directory",
+    "--roseinfer-replay=empty.py": "--roseinfer-replay empty.py is no trace",
+}
+
+
+@pytest.mark.parametrize("argument", MISTAKES)
+def test_a_mistake_is_a_usage_error_in_one_line(project: Project, argument: str) -> None:
+    project.write(broken="1 / 0", empty="")
+    result = project.pytest(argument)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    errors = [line for line in result.errlines if line]
+    assert len(errors) == 1, errors
+    assert errors[0].startswith("ERROR: ")
+    assert MISTAKES[argument] in errors[0]
+
+
+INI_MISTAKES = {
+    "roseinfer_profile = fast": "roseinfer_profile = fast: choose one of dev, ci, nightly",
+    "roseinfer_steps = few": "roseinfer_steps = few: not a whole number",
+    "roseinfer_required_paths = perhaps": "roseinfer_required_paths: invalid truth value",
+}
+
+
+@pytest.mark.parametrize("line", INI_MISTAKES)
+def test_a_mistake_in_the_ini_file_is_a_usage_error_too(project: Project, line: str) -> None:
+    project.ini(line)
+    result = project.pytest()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {INI_MISTAKES[line]}*"])
+
+
+def test_a_target_of_the_ini_file_that_cannot_be_imported(project: Project) -> None:
+    project.ini("roseinfer_targets = no.where:Cache")
+    result = project.pytest(*SUITE)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: roseinfer_targets: no.where:Cache: there is no module no.where"]
+    )
+    # Other tests of the project have nothing to do with it.
+    project.write(test_plain="def test_plain(): pass")
+    project.pytest().assert_outcomes(passed=1)
+
+
+def test_an_unknown_name_in_the_ini_file_is_warned_about(project: Project) -> None:
+    project.ini("roseinfer_target = one:Cache")
+    result = project.pytest()
+    result.stdout.fnmatch_lines(["*PytestConfigWarning: Unknown config option: roseinfer_target*"])
+    assert project.pytest("--strict-config").ret == pytest.ExitCode.USAGE_ERROR
+
+
+def test_a_gpu_is_asked_for_where_there_is_none(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a skip: whoever says --roseinfer-gpu wants to know that the GPU was not tested."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for more in ([], ["-n", "2"]):
+        result = project.pytest("--roseinfer-gpu", *more)
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        assert [line for line in result.errlines if line] == [
+            "ERROR: --roseinfer-gpu: torch finds no CUDA device on this machine"
+        ]
+
+
+def test_the_header_says_what_changes_the_run(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.copy_caches()
+    monkeypatch.setenv("ROSELLM_TRITON_KV_APPEND", "off")
+    monkeypatch.setenv("HYPOTHESIS_EXPERIMENTAL_OBSERVABILITY", "")
+    result = project.pytest(
+        "--collect-only",
+        *SUITE,
+        "--roseinfer-target=caches.list_cache:ListCache",
+        "--roseinfer-target=pytest_roseinfer.targets.roseinfer_kv:PerLayerManager",
+        "--roseinfer-seed=3",
+    )
+    result.stdout.fnmatch_lines(
+        [
+            "roseinfer: target caches.list_cache:ListCache",
+            "roseinfer: target pytest_roseinfer.*:PerLayerManager (roseinfer *)",
+            "roseinfer: device cpu (Triton interpreted), profile dev (100 examples of up to 12 "
+            "steps), seed 3, required paths on",
+            "roseinfer: environment *HYPOTHESIS_EXPERIMENTAL_OBSERVABILITY= "
+            "ROSELLM_TRITON_KV_APPEND=off*",
+        ]
+    )
+    assert len([line for line in result.outlines if line.startswith("roseinfer: ")]) == 4
+
+
+def test_the_header_also_comes_where_only_the_tests_show_that_it_is_wanted(
+    project: Project,
+) -> None:
+    project.copy_caches()
+    project.write(
+        test_mine="""
+            from caches.list_cache import ListCache
+            from pytest_roseinfer import conformance
+
+            TestListCache = conformance(ListCache)
+        """
+    )
+    result = project.pytest("--collect-only")
+    result.stdout.fnmatch_lines(
+        ["collected 5 items", "roseinfer: target caches.list_cache:ListCache", "roseinfer: device*"]
+    )
+
+
+def test_other_runs_have_no_header(project: Project) -> None:
+    project.write(test_plain="def test_plain(): pass")
+    assert "roseinfer: " not in project.pytest().stdout.str()
+
+
+def test_a_drawn_seed_is_shown_and_the_same_in_every_worker(project: Project) -> None:
+    project.write(
+        test_seed="""
+            import pathlib, pytest
+            from pytest_roseinfer import settings
+
+            @pytest.mark.parametrize("at", range(4))
+            def test_seed(at):
+                pathlib.Path(f"seed {settings.current().seed}").touch()
+        """
+    )
+    for workers in ([], ["-n", "2"]):
+        result = project.pytest("--roseinfer-profile=ci", *workers)
+        (shown,) = re.findall(r"seed (\d+), required", result.stdout.str())
+        (file,) = project.path.glob("seed *")
+        assert file.name == f"seed {shown}"
+        file.unlink()

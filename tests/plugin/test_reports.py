@@ -1,0 +1,167 @@
+"""The verdict in files: JSON, HTML, JUnit, and what GitHub shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+import pytest
+
+from pytest_roseinfer.coverage import Coverage, TargetCoverage
+from pytest_roseinfer.report.html import page
+from pytest_roseinfer.report.plot import plot
+from pytest_roseinfer.report.verdict import Verdict, verdict
+from pytest_roseinfer.settings import Settings
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import Project
+
+NEVER = "path 'faster' was never reached and must be 3 times: a check that did not run is no pass"
+
+
+def example() -> Verdict:
+    """Two paths, one of which was never reached, on a cache with an awkward name."""
+    target = TargetCoverage({"fast": "slow", "faster": "slow"}, ["a<b", "rare"], searched=True)
+    for _ in range(40):
+        target.note({"fast": 1, "a<b": 2})
+    target.note({"slow": 3, "rare": 1})
+    target.histories = 41
+    seen = Coverage()
+    seen._targets["mine.caches:Box<int>"] = target
+    asked = Settings(seed=9)
+    problems = seen.problems(require_paths=True)
+    return verdict(seen, asked, problems, passed=False)
+
+
+def test_every_file_that_was_asked_for_is_written(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.copy_caches()
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(project.path / "summary.md"))
+    (project.path / "summary.md").write_text("# from an earlier step\n")
+    result = project.pytest(
+        *("--pyargs", "pytest_roseinfer.suite", "-k", "histories"),
+        "--roseinfer-target=caches.paged_cache:PagedCache",
+        *("--roseinfer-seed=2", "--roseinfer-examples=25"),
+        *("--roseinfer-report=out/reached.json", "--roseinfer-report=out/reached.html"),
+        "--junitxml=junit.xml",
+    )
+    assert result.ret == pytest.ExitCode.OK
+    data = json.loads((project.path / "out/reached.json").read_text())
+    (target,) = data["targets"]
+    times = {row["name"]: row["times"] for row in target["rows"]}
+    assert data["passed"]
+    assert (data["seed"], data["examples"]) == (2, 25)
+    assert data["device"] == "cpu (Triton interpreted)"
+    assert target["name"] == "caches.paged_cache:PagedCache"
+    assert target["histories"] == 25
+    assert target["not_offered"][:2] == ["append_many", "append_padded"]
+    assert times.keys() == {"all_rows", "new_block"}
+    assert min(times.values()) > 3
+    assert 0 < target["together"]["all_rows"]["new_block"] < target["times"]["all_rows"]
+
+    assert "caches.paged_cache:PagedCache" in (project.path / "out/reached.html").read_text()
+    assert junit_properties(project) == {
+        f"roseinfer.caches.paged_cache:PagedCache.{name}": str(count)
+        for name, count in times.items()
+    }
+    summary = (project.path / "summary.md").read_text()
+    assert summary.startswith("# from an earlier step\n### roseinfer: `caches.paged_cache:Paged")
+    (row,) = [line for line in summary.splitlines() if line.startswith("| path")]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == ["path", "all_rows", "row_by_row", str(times["all_rows"]), "equal"]
+
+
+def junit_properties(project: Project) -> dict[str, str]:
+    tree = ElementTree.parse(project.path / "junit.xml")
+    found = {node.attrib["name"]: node.attrib["value"] for node in tree.iter("property")}
+    return {name: value for name, value in found.items() if name.startswith("roseinfer.")}
+
+
+def test_a_report_that_cannot_be_written_fails_the_run(project: Project) -> None:
+    project.write(test_plain="def test_plain(): pass")
+    (project.path / "taken").write_text("")
+    result = project.pytest("--roseinfer-report=taken/out.json")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["FAILED: --roseinfer-report *taken/out.json: *"])
+
+
+def test_the_json_says_why_a_run_is_no_pass() -> None:
+    data: dict[str, Any] = json.loads(json.dumps(example()))
+    (target,) = data["targets"]
+    assert not data["passed"]
+    assert target["problems"][0] == NEVER
+    assert "condition 'rare' was reached 1 time" in target["problems"][1]
+    assert [row["verdict"] for row in target["rows"]] == [
+        "equal",
+        "NOT REACHED",
+        "met",
+        "NOT REACHED",
+    ]
+
+
+# ------------------------------------------------------------------------------------- HTML
+
+
+class Reader(HTMLParser):
+    """What a page would make a browser do, and whether its tags are closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.requests: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.requests += [str(value) for name, value in attrs if name in ("src", "href", "data")]
+        if tag not in ("meta", "br", "link"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_needs_nothing_else() -> None:
+    reader = Reader()
+    text = page(example())
+    reader.feed(text)
+    assert reader.open == []
+    assert reader.requests == []
+    assert not reader.tags & {"script", "link", "img", "iframe"}
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_the_page_says_what_the_data_says() -> None:
+    text = page(example())
+    assert "Box&lt;int&gt;" in text
+    assert "Box<int>" not in text
+    assert f"FAILED: {NEVER}" in text.replace("&#x27;", "'")
+    assert 'class="badge bad">failed' in text
+    passed = page({**example(), "passed": True, "targets": []})
+    assert 'class="badge good">passed' in passed
+    assert "No cache was tested in this run." in passed
+
+
+def test_the_plot_has_a_cell_for_every_path_and_condition() -> None:
+    (target,) = example()["targets"]
+    cells = re.findall(
+        r"<title>([^<]*)</title><rect[^>]*class=\"(\w+)\" fill-opacity=\"([\d.]+)\"", plot(target)
+    )
+    shown = {title: (kind, float(shade)) for title, kind, shade in cells}
+    assert len(cells) == len(shown) == 3 * 3  # times run and two conditions, for slow as well
+    assert shown["fast ran 40"] == ("cell", 1.0)
+    assert shown["fast while a&lt;b: steps 40"] == ("cell", 1.0)
+    assert shown["faster ran 0"] == ("empty", 0.0)
+    assert shown["fast while rare: steps 0"] == ("empty", 0.0)
+    # On a logarithmic scale, so that what was met once can still be seen.
+    assert 0.2 < shown["slow while rare: steps 1"][1] < shown["slow ran 3"][1] < 1
+
+
+def test_the_plot_is_well_formed() -> None:
+    (target,) = example()["targets"]
+    ElementTree.fromstring(plot(target))
