@@ -168,7 +168,7 @@ def test_a_child_returns_what_it_made() -> None:
 
 
 def test_an_error_in_a_child_is_raised() -> None:
-    with pytest.raises(RuntimeError, match="division by zero"):
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         in_child(lambda: str(1 // 0))
 
 
