@@ -137,22 +137,29 @@ def test_a_deselected_search_is_not_missed(project: Project) -> None:
 
 def test_a_target_that_was_asked_for_must_be_tested(project: Project) -> None:
     """Easily said: the option, without the suite that it is for."""
-    project.copy_caches()
-    project.write(test_plain="def test_plain(): pass")
-    target = ("--roseinfer-target", "caches.paged_cache:PagedCache")
-    result = project.pytest(*target)
+    project.write(
+        mine="""
+            from pytest_roseinfer import KVCacheAdapter
+
+            class Cache(KVCacheAdapter):
+                pass
+        """,
+        test_plain="def test_plain(): pass",
+    )
+    target = "--roseinfer-target=mine:Cache"
+    result = project.pytest(target)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(
         [
-            "FAILED: --roseinfer-target caches.paged_cache:PagedCache: no test of this run checked "
-            "it. Those that do are run by pytest --pyargs pytest_roseinfer.suite"
+            "FAILED: --roseinfer-target mine:Cache: no test of this run checked it. Those that do "
+            "are run by pytest --pyargs pytest_roseinfer.suite"
         ]
     )
-    assert project.pytest(*target, "--collect-only").ret == pytest.ExitCode.OK
+    assert project.pytest(target, "--collect-only").ret == pytest.ExitCode.OK
     # A run that failed for another reason may have been on the way there.
     project.write(test_plain="def test_plain(): assert 0")
-    assert "no test of this run" not in project.pytest(*target, "-x").stdout.str()
+    assert "no test of this run" not in project.pytest(target, "-x").stdout.str()
 
 
 SHOW_DEVICES = """

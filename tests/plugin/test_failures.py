@@ -118,26 +118,9 @@ def test_a_cache_that_fails_once_is_reported_as_such(project: Project) -> None:
     )
 
 
-@pytest.mark.parametrize(("mode", "folder_name"), [("prepend", "checks"), ("importlib", "email")])
-def test_a_saved_failure_runs_again_until_it_is_mended(
-    project: Project, mode: str, folder_name: str
-) -> None:
-    """The adapter stands in the test file itself, which either mode imports in its own way.
-
-    As importlib does it, the folder may be called like a package that is installed.
-    """
-    project.copy_caches()
-    folder = project.path / folder_name
-    folder.mkdir()
-    (project.path / "caches/broken_caches.py").replace(folder / "test_it.py")
-    (folder / "test_it.py").write_text(
-        (folder / "test_it.py").read_text().replace("from .paged", "from caches.paged")
-        + "\n\nfrom pytest_roseinfer import conformance\n\nTestIt = conformance(SwapsRows)\n"
-    )
-    project.ini("pythonpath = .", f"addopts = --import-mode={mode}")
-    result = project.pytest(*SEARCH, "-k", "histories")
-    result.assert_outcomes(failed=1, deselected=4)
-
+def test_a_saved_failure_runs_again_until_it_is_mended(project: Project) -> None:
+    """The adapter stands in the test file itself, as it does in the tutorial."""
+    folder = fail_in_test_file(project, "checks", "prepend")
     broken = run_script(saved(project, ".py"))
     assert broken.returncode == 1
     assert "Divergence: peek: sequence 0, layer 0, K: position " in broken.stderr
@@ -150,6 +133,29 @@ def test_a_saved_failure_runs_again_until_it_is_mended(
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "the history ran through: nothing differed\n"
     assert replay(project) == pytest.ExitCode.OK
+
+
+def test_a_saved_failure_runs_again_whatever_its_folder_is_called(project: Project) -> None:
+    """With importlib, a test file may be in a folder named like a package that is installed."""
+    fail_in_test_file(project, "email", "importlib")
+    broken = run_script(saved(project, ".py"))
+    assert broken.returncode == 1
+    assert "Divergence: peek: sequence 0, layer 0, K: position " in broken.stderr
+
+
+def fail_in_test_file(project: Project, name: str, mode: str) -> Path:
+    project.copy_caches()
+    folder = project.path / name
+    folder.mkdir()
+    adapters = (project.path / "caches/broken_caches.py").read_text()
+    (folder / "test_it.py").write_text(
+        adapters.replace("from .paged", "from caches.paged")
+        + "\n\nfrom pytest_roseinfer import conformance\n\nTestIt = conformance(SwapsRows)\n"
+    )
+    project.ini("pythonpath = .", f"addopts = --import-mode={mode}")
+    result = project.pytest(*SEARCH, "-k", "histories")
+    result.assert_outcomes(failed=1, deselected=4)
+    return folder
 
 
 def replay(project: Project) -> int:

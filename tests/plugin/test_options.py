@@ -171,24 +171,6 @@ def test_the_header_says_what_changes_the_run(
     assert len([line for line in result.outlines if line.startswith("roseinfer: ")]) == 4
 
 
-def test_the_header_also_comes_where_only_the_tests_show_that_it_is_wanted(
-    project: Project,
-) -> None:
-    project.copy_caches()
-    project.write(
-        test_mine="""
-            from caches.list_cache import ListCache
-            from pytest_roseinfer import conformance
-
-            TestListCache = conformance(ListCache)
-        """
-    )
-    result = project.pytest("--collect-only")
-    result.stdout.fnmatch_lines(
-        ["collected 5 items", "roseinfer: target caches.list_cache:ListCache", "roseinfer: device*"]
-    )
-
-
 def test_other_runs_have_no_header(project: Project) -> None:
     project.write(test_plain="def test_plain(): pass")
     assert "roseinfer: " not in project.pytest().stdout.str()

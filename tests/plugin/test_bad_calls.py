@@ -1,0 +1,109 @@
+"""Calls that must be refused: which caches pass, and what is said of those that do not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_roseinfer import CacheSpec, Divergence, History, run_history
+from pytest_roseinfer.bad_calls import BadCall
+from pytest_roseinfer.history import Append
+from pytest_roseinfer.payload import Payload
+from pytest_roseinfer.targets.roseinfer_kernels import CompactedKernels, StridedKernels
+from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
+from tests.plugin.caches.paged_cache import PagedCache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pytest_roseinfer import KVCacheAdapter
+
+HISTORY = History(CacheSpec(), (Append((0, 1)), Append((0,))))
+
+
+class StrictCache(PagedCache):
+    """Refuses to free a sequence it does not know."""
+
+    def bad_calls(self) -> Iterable[BadCall]:
+        yield BadCall("free of an unknown sequence", lambda: self.free(99), (KeyError,))
+
+
+class LenientCache(StrictCache):
+    def free(self, seq: int) -> None:
+        if seq in self.tables:
+            super().free(seq)
+
+
+class WronglyAngryCache(StrictCache):
+    def free(self, seq: int) -> None:
+        raise RuntimeError(f"not {seq} today")
+
+
+class LeakyCache(StrictCache):
+    def free(self, seq: int) -> None:
+        self.unused.pop()
+        super().free(seq)
+
+
+class ScribblingCache(StrictCache):
+    def free(self, seq: int) -> None:
+        self.keys[0, -1] = 1.0
+        super().free(seq)
+
+
+class ForgetfulCache(StrictCache):
+    """Its call is fine in itself and should undo itself, but does not."""
+
+    def bad_calls(self) -> Iterable[BadCall]:
+        yield BadCall("giving a block away and taking it back", lambda: self.unused.pop())
+
+
+class CarefulCache(StrictCache):
+    def bad_calls(self) -> Iterable[BadCall]:
+        yield BadCall(
+            "giving a block away and taking it back",
+            lambda: self.unused.append(self.unused.pop()),
+        )
+
+
+@pytest.mark.parametrize("cache", [StrictCache, CarefulCache])
+def test_a_cache_that_refuses_passes(cache: type[KVCacheAdapter]) -> None:
+    run_history(cache, HISTORY)
+
+
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [
+        (LenientCache, "free of an unknown sequence went through; it must raise KeyError"),
+        (WronglyAngryCache, "free of an unknown sequence raised RuntimeError: not 99 today"),
+        (LeakyCache, "free of an unknown sequence changed the books"),
+        (ScribblingCache, "a call that was to be refused changed what is stored in K"),
+        (ForgetfulCache, "giving a block away and taking it back changed the books"),
+    ],
+)
+def test_a_cache_that_does_not_is_failed(cache: type[KVCacheAdapter], said: str) -> None:
+    with pytest.raises(Divergence, match=said):
+        run_history(cache, HISTORY)
+
+
+@pytest.mark.parametrize(
+    ("target", "least"), [(PerLayerManager, 25), (GroupedManager, 18), (StridedKernels, 5)]
+)
+def test_shipped_targets_make_up_bad_calls(target: type[KVCacheAdapter], least: int) -> None:
+    adapter = target()
+    options = {name: values[0] for name, values in target.option_choices.items()}
+    spec = CacheSpec(num_layers=2, num_blocks=2, options=options)
+    adapter.make(spec)
+    adapter.append([0, 1], *Payload(spec).all_layers([0, 1]))
+    words = [bad.words for bad in adapter.bad_calls()]
+    assert len(words) >= least
+    assert len(set(words)) == len(words)
+
+
+@pytest.mark.parametrize("layout", ["plain", "pairs", "tokens_first", "gaps", "slow_dims"])
+@pytest.mark.parametrize("target", [StridedKernels, CompactedKernels])
+def test_kernels_pass_on_every_layout(target: type[KVCacheAdapter], layout: str) -> None:
+    options = {"keys": layout, "values": "pairs", "index": "int32", "gather": True}
+    spec = CacheSpec(num_layers=2, num_heads=3, head_dim=5, options=options)
+    run_history(target, History(spec, (Append((0, 1, 2)), Append((2, 0)))))
