@@ -65,7 +65,7 @@ def test_the_oracle_says_what_rows_meet(steps: list[Operation], expected: dict[s
 class CountingCache(PagedCache):
     """Counts what its rows met, for one list of all layers."""
 
-    conditions = ("new", "old")  # type: ignore[assignment]  (PagedCache has one)
+    conditions = ("new", "old")
     row_conditions: ClassVar[Mapping[str, str]] = {"fresh": "new", "in_place": "old"}
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class PagedCache(KVCacheAdapter):
     paths: ClassVar[Mapping[str, str]] = {"all_rows": "row_by_row"}
     one_position_paths = frozenset({"all_rows"})
-    conditions = ("new_block",)
+    conditions: ClassVar[Sequence[str]] = ("new_block",)
 
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec
