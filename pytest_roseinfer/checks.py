@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from functools import wraps
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from pytest_roseinfer import coverage, settings
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.coverage import TargetCoverage
     from pytest_roseinfer.history import History, Operation
+
+_EXAMPLES_OF_A_TURN = 12
 
 
 class ConformanceTests:
@@ -48,24 +51,29 @@ class ConformanceTests:
             target.histories += 1
 
         aims: list[str | None] = [*self.adapter.paths] or [None]
-        for aim in aims:
-            search(self.adapter, check, share=1 / len(aims), aim=aim)
+        examples = settings.current().examples
+        # In turns: a bug on the last path is not found only after all the others' histories.
+        turns = max(1, round(examples / len(aims) / _EXAMPLES_OF_A_TURN))
+        searches = list(product(range(turns), aims))
+        for at, (turn, aim) in enumerate(searches):
+            due = (at + 1) * examples // len(searches) - at * examples // len(searches)
+            search(self.adapter, check, examples=max(1, due), aim=aim, turn=turn)
 
     def test_permuting_a_batch_permutes_the_result(self) -> None:
-        self._search("check_permuted", share=0.2)
+        self._search("check_permuted", share=0.1)
 
     def test_one_batch_equals_its_split_in_two(self) -> None:
-        self._search("check_split", share=0.2)
+        self._search("check_split", share=0.1)
 
     def test_fork_then_append_equals_copy_then_append(self) -> None:
         if "fork" not in abilities(self.adapter):
             _skip(f"{self.adapter.__name__} does not offer fork()")
-        self._search("check_copied", share=0.2)
+        self._search("check_copied", share=0.1)
 
     def test_every_option_ends_in_the_same_bits(self) -> None:
         if not self.adapter.option_choices:
             _skip(f"{self.adapter.__name__} has no option_choices")
-        self._search("check_every_option", share=0.1)
+        self._search("check_every_option", share=0.05)
 
     def _search(self, name: str, *, share: float) -> None:
         from pytest_roseinfer.search import search
@@ -75,7 +83,7 @@ class ConformanceTests:
         search(
             self.adapter,
             lambda history: check(self.adapter, history),
-            share=share,
+            examples=max(1, int(settings.current().examples * share)),
             replayed_by=name,
         )
 

@@ -26,14 +26,16 @@ def search(
     adapter: type[KVCacheAdapter],
     check: Callable[[History], object],
     *,
-    share: float = 1.0,
+    examples: int,
     aim: str | None = None,
+    turn: int = 0,
     replayed_by: str = "run_history",
 ) -> None:
-    """Look for a history on which ``check`` fails; ``share`` is the part of the examples.
+    """Look for a history on which ``check`` fails among so many ``examples``.
 
-    With ``aim``, histories start with the switches that path needs. ``replayed_by`` names
-    the one of ``reproduce.CHECKS`` that is to run a failing history again.
+    With ``aim``, histories start with the switches that path needs; ``turn`` counts searches
+    that differ in nothing else. ``replayed_by`` names the one of ``reproduce.CHECKS`` that is
+    to run a failing history again.
 
     A fresh function is handed to Hypothesis for every search, since it rejects one that
     runs as a method of two classes.
@@ -49,7 +51,7 @@ def search(
     drawn = histories(adapter, most_steps=asked.steps, device=asked.device, aim=aim)
     test = given(drawn)(attempt)
     test = hypothesis_settings(
-        max_examples=max(1, int(asked.examples * share)),
+        max_examples=examples,
         # A step under Triton's interpreter takes as long as its launch is large.
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
@@ -61,7 +63,7 @@ def search(
     )(test)
     if asked.seed is not None:
         # Searches of one run must not all draw the same histories.
-        test = seeded(f"{asked.seed} {attempt.__qualname__} {aim}")(test)
+        test = seeded(f"{asked.seed} {attempt.__qualname__} {aim} {turn}")(test)
     try:
         with _one_thread():
             test()

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 
 SHIPPED_TARGETS = (
-    "pytest_roseinfer.targets.roseinfer_kv:PerLayerManager",
     "pytest_roseinfer.targets.roseinfer_kv:GroupedManager",
+    "pytest_roseinfer.targets.roseinfer_kv:PerLayerManager",
 )
 
 

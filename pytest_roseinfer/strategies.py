@@ -58,7 +58,7 @@ def cache_specs(
     wide = num_heads > max(_HEADS[:3])
     block_size = draw(st.sampled_from(BLOCK_SIZES[:4] if wide else BLOCK_SIZES))
     return CacheSpec(
-        num_layers=draw(st.sampled_from((1, 2, 1, 2, 3))),
+        num_layers=draw(st.sampled_from((1, 2, 1, 4, 2, 3))),
         num_heads=num_heads,
         head_dim=80 if wide else draw(st.sampled_from(HEAD_DIMS)),
         block_size=block_size,
@@ -90,10 +90,18 @@ def switches(
     return st.tuples(changes, aims).map(lambda drawn: {**usual, **dict(drawn[0]), **drawn[1]})
 
 
-def boundary_lengths(block_size: int, *, stored: int = 0) -> st.SearchStrategy[int]:
-    """How many tokens to append so that the end falls at, before or after a boundary."""
-    room = block_size - stored % block_size
-    near = {room - 1, room, room + 1, room + block_size, room + block_size + 1, 1, 2}
+def boundary_lengths(
+    block_size: int, *, stored: int = 0, free: int | None = None
+) -> st.SearchStrategy[int]:
+    """How many tokens to append so that the end falls at, before or after a boundary.
+
+    With the number of ``free`` blocks, the end of the last of them is one more boundary.
+    """
+    room = -stored % block_size
+    ends = {0, room, room + block_size}
+    if free is not None:
+        ends.add(room + free * block_size)
+    near = {1, 2} | {end + more for end in ends for more in (-1, 0, 1)}
     return st.sampled_from(sorted(count for count in near if 0 < count <= _MOST_TOKENS))
 
 
@@ -221,7 +229,8 @@ class _Writer:
 
     def _count(self, seq: int) -> int:
         stored = self.oracle.length(seq)
-        return self.draw(boundary_lengths(self.oracle.block_size, stored=stored))
+        free = self.oracle.capacity - self.oracle.pages_used()
+        return self.draw(boundary_lengths(self.oracle.block_size, stored=stored, free=free))
 
     def moves(self) -> list[Callable[[], Operation]]:
         """What may be done next; twice listed is twice as likely."""

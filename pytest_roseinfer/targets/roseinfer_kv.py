@@ -75,7 +75,9 @@ class _ManagerAdapter(KVCacheAdapter):
     }
 
     manager: KVBlockManager
-    layers_per_group = 1
+
+    def layers_per_group(self, spec: CacheSpec) -> int:
+        raise NotImplementedError
 
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec
@@ -89,7 +91,7 @@ class _ManagerAdapter(KVCacheAdapter):
             device=spec.device,
             dtype=getattr(torch, spec.dtype),
             policy=AppendPolicy(**spec.options),
-            layers_per_group=self.layers_per_group or spec.num_layers,
+            layers_per_group=self.layers_per_group(spec),
         )
         self.groups = spec.num_layers // self.manager.layers_per_group
 
@@ -172,6 +174,9 @@ class _ManagerAdapter(KVCacheAdapter):
 class PerLayerManager(_ManagerAdapter):
     """``append_token_batch`` and ``register_prefill_layer``, a block list for every layer."""
 
+    def layers_per_group(self, spec: CacheSpec) -> int:
+        return 1
+
     def append_padded(
         self, seqs: Sequence[int | None], key: torch.Tensor, value: torch.Tensor
     ) -> None:
@@ -191,9 +196,13 @@ class PerLayerManager(_ManagerAdapter):
 
 
 class GroupedManager(_ManagerAdapter):
-    """``plan_append`` once and ``write`` per layer, one block list for all layers."""
+    """``plan_append`` once for a group of layers and ``write`` per layer.
 
-    layers_per_group = 0
+    Four layers make two groups; fewer are one.
+    """
+
+    def layers_per_group(self, spec: CacheSpec) -> int:
+        return 2 if spec.num_layers == 4 else spec.num_layers
 
     def append_padded(
         self, seqs: Sequence[int | None], key: torch.Tensor, value: torch.Tensor
@@ -208,16 +217,20 @@ class GroupedManager(_ManagerAdapter):
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.fill(self._plan([seq], [key.shape[1]]), key, value)
 
-    def reserve(self, seqs: Sequence[int], counts: Sequence[int]) -> AppendPlan:
+    def reserve(self, seqs: Sequence[int], counts: Sequence[int]) -> list[AppendPlan]:
         return self._plan(seqs, counts)
 
-    def fill(self, reservation: AppendPlan, key: torch.Tensor, value: torch.Tensor) -> None:
+    def fill(self, reservation: list[AppendPlan], key: torch.Tensor, value: torch.Tensor) -> None:
         for layer in range(self.spec.num_layers):
-            self.manager.write(reservation, layer, key[layer], value[layer])
+            plan = reservation[layer // self.manager.layers_per_group]
+            self.manager.write(plan, layer, key[layer], value[layer])
 
-    def _plan(self, seqs: Sequence[int | None], counts: Sequence[int] | None) -> AppendPlan:
+    def _plan(self, seqs: Sequence[int | None], counts: Sequence[int] | None) -> list[AppendPlan]:
         lists = self._with_fresh(seqs)
-        rows = [None if seq is None else lists[seq][0] for seq in seqs]
-        plan = self.manager.plan_append(0, rows, counts)
+        plans = []
+        for group in range(self.groups):
+            rows = [None if seq is None else lists[seq][group] for seq in seqs]
+            first = group * self.manager.layers_per_group
+            plans.append(self.manager.plan_append(first, rows, counts))
         self.lists.update(lists)
-        return plan
+        return plans
