@@ -10,8 +10,7 @@ from pytest_roseinfer import settings
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapter import CacheSpec
-    from pytest_roseinfer.tiny_model import TinyGPT2
-    from roseinfer import AppendPolicy, KVBlockManager
+    from roseinfer import AppendPolicy, KVBlockManager, TinyGPT2
 
 
 @pytest.fixture(scope="session")
@@ -82,6 +81,6 @@ def roseinfer_tiny_gpt2(roseinfer_device: str) -> TinyGPT2:
     Built on the spot, without network and always with the same weights, which are so large
     that the likeliest token is never a tie. Shared by all tests: leave it as it is.
     """
-    from pytest_roseinfer.tiny_model import tiny_gpt2
+    from roseinfer import tiny_gpt2
 
     return tiny_gpt2(roseinfer_device)

@@ -19,13 +19,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from roseinfer.async_llm import AsyncLLM as AsyncLLM
+    from roseinfer.attention.paths import AttentionPath as AttentionPath
     from roseinfer.config import AppendPolicy as AppendPolicy
+    from roseinfer.config import EngineConfig as EngineConfig
     from roseinfer.config import SamplingParams as SamplingParams
+    from roseinfer.engine_paths import EnginePath as EnginePath
     from roseinfer.errors import BadArgument as BadArgument
     from roseinfer.errors import BadBlock as BadBlock
     from roseinfer.errors import BadRefcount as BadRefcount
     from roseinfer.errors import ConfigError as ConfigError
+    from roseinfer.errors import EngineStopped as EngineStopped
+    from roseinfer.errors import NoDistribution as NoDistribution
     from roseinfer.errors import OutOfBlocks as OutOfBlocks
+    from roseinfer.errors import RequestTooLarge as RequestTooLarge
     from roseinfer.errors import RoseinferError as RoseinferError
     from roseinfer.errors import StalePlan as StalePlan
     from roseinfer.errors import TritonUnavailable as TritonUnavailable
@@ -35,24 +42,43 @@ if TYPE_CHECKING:
     from roseinfer.kv.paths import Path as Path
     from roseinfer.kv.plan import AppendPlan as AppendPlan
     from roseinfer.kv.pool import KVBlockInfo as KVBlockInfo
+    from roseinfer.llm import LLM as LLM
+    from roseinfer.llm import RequestOutput as RequestOutput
+    from roseinfer.sampling import SamplingBatch as SamplingBatch
+    from roseinfer.tiny import TinyGPT2 as TinyGPT2
+    from roseinfer.tiny import byte_tokenizer as byte_tokenizer
+    from roseinfer.tiny import tiny_gpt2 as tiny_gpt2
 
 _HOMES = {
     "AppendPlan": "roseinfer.kv.plan",
     "AppendPolicy": "roseinfer.config",
+    "AsyncLLM": "roseinfer.async_llm",
+    "AttentionPath": "roseinfer.attention.paths",
     "BadArgument": "roseinfer.errors",
     "BadBlock": "roseinfer.errors",
     "BadRefcount": "roseinfer.errors",
     "Condition": "roseinfer.kv.paths",
     "ConfigError": "roseinfer.errors",
+    "EngineConfig": "roseinfer.config",
+    "EnginePath": "roseinfer.engine_paths",
+    "EngineStopped": "roseinfer.errors",
     "KVBlockInfo": "roseinfer.kv.pool",
     "KVBlockManager": "roseinfer.kv.manager",
+    "LLM": "roseinfer.llm",
+    "NoDistribution": "roseinfer.errors",
     "OutOfBlocks": "roseinfer.errors",
     "Path": "roseinfer.kv.paths",
+    "RequestOutput": "roseinfer.llm",
+    "RequestTooLarge": "roseinfer.errors",
     "RoseinferError": "roseinfer.errors",
+    "SamplingBatch": "roseinfer.sampling",
     "SamplingParams": "roseinfer.config",
     "StalePlan": "roseinfer.errors",
+    "TinyGPT2": "roseinfer.tiny",
     "TritonUnavailable": "roseinfer.errors",
     "UnsupportedModel": "roseinfer.errors",
+    "byte_tokenizer": "roseinfer.tiny",
+    "tiny_gpt2": "roseinfer.tiny",
 }
 
 __version__ = "0.1.0"

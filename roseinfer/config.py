@@ -23,6 +23,8 @@ _APPEND_SWITCHES = (
     "scalar_position",
     "triton",
 )
+ADMISSION_POLICIES = ("fifo", "pack")
+
 _ON = frozenset({"1", "on", "true", "yes"})
 _OFF = frozenset({"0", "off", "false", "no"})
 
@@ -107,6 +109,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Texts that end the request; they are not part of its output."""
     ignore_eos: bool = False
+    """Go on after a token that ends a text."""
+    logprobs: bool = False
+    """Return the log-probability of each chosen token by the model's own logits."""
 
     def __post_init__(self) -> None:
         allowed = {
@@ -123,6 +128,63 @@ class SamplingParams:
                 raise ConfigError(
                     f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {wanted}"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How requests are served: sizes, limits and which optimisations run."""
+
+    max_batch_size: int = 64
+    """Requests that run at once."""
+    block_size: int = 64
+    """Tokens of a block of the KV cache."""
+    kv_cache_tokens: int | None = None
+    """Tokens the KV cache holds, in whole blocks; None for what the device has room for."""
+    max_length: int | None = None
+    """Most tokens of a request, prompt included; None for what the model was made for."""
+    prefix_cache: bool = True
+    """Prompts that begin alike share what is stored of their beginning."""
+    prefill_admission_policy: str = "fifo"
+    """``fifo`` admits in order of arrival; ``pack`` prefers prompts that fit whole."""
+    prefill_max_batch_size: int = 16
+    """Prompts that are worked on in one step."""
+    prefill_max_tokens: int = 2048
+    """Prompt tokens of one step, which bounds how long running requests wait for it."""
+    chunked_prefill: bool = True
+    """Off: a prompt is stored in one step, however long."""
+    paged_attention: bool | None = None
+    """Whether Triton kernels attend, or the reference, which gathers every sequence; None for
+    the kernels on a GPU."""
+    per_layer_kv: bool = False
+    """A block list for every layer, which the append policy's per-token switches need."""
+    append_policy: AppendPolicy | None = None
+    """How the KV cache is written to; None for what the device does best."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "block_size", "prefill_max_batch_size"):
+            _require_at_least_1(name, getattr(self, name))
+        _require_at_least_1("prefill_max_tokens", self.prefill_max_tokens)
+        for name in ("kv_cache_tokens", "max_length"):
+            if getattr(self, name) is not None:
+                _require_at_least_1(name, getattr(self, name))
+        if self.prefill_admission_policy not in ADMISSION_POLICIES:
+            raise ConfigError(
+                f"prefill_admission_policy is {self.prefill_admission_policy!r}; it must be "
+                f"{' or '.join(ADMISSION_POLICIES)}"
+            )
+
+    def uses_kernels(self, device: str) -> bool:
+        """Whether Triton kernels attend on that kind of device."""
+        return device == "cuda" if self.paged_attention is None else self.paged_attention
+
+    def policy_for(self, device: str) -> AppendPolicy:
+        """How the cache is written to on that kind of device."""
+        return self.append_policy or AppendPolicy(triton=device == "cuda")
+
+
+def _require_at_least_1(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
 def _switch(env: Mapping[str, str], name: str, *, default: bool) -> bool:

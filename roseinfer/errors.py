@@ -48,3 +48,15 @@ class TritonUnavailable(UserWarning):
 
 class UnsupportedModel(RoseinferError, ValueError):
     """A model whose attention this engine would get wrong, or that it cannot load."""
+
+
+class RequestTooLarge(RoseinferError, ValueError):
+    """A request that the model's positions or the KV cache could never hold."""
+
+
+class NoDistribution(RoseinferError, RuntimeError):
+    """Logits from which no next token can be chosen."""
+
+
+class EngineStopped(RoseinferError, RuntimeError):
+    """A stream of an engine that no longer runs."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from roseinfer.errors import UnsupportedModel
@@ -71,25 +72,6 @@ class CausalModel:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
 
-    @classmethod
-    def load(
-        cls,
-        path: str,
-        *,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        max_length: int | None = None,
-    ) -> CausalModel:
-        """From a local directory or a hub id; safetensors only, never remote code."""
-        try:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-            model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
-            )
-        except (OSError, ValueError) as error:
-            raise UnsupportedModel(f"{path!r} cannot be loaded: {error}") from error
-        return cls(model.to(device), max_length=max_length)
-
     @torch.inference_mode()
     def logits(
         self,
@@ -108,6 +90,31 @@ class CausalModel:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+def fetch(path: str, dtype: torch.dtype | str) -> Any:
+    """A transformers model from a local directory or a hub id, with all of its weights.
+
+    Safetensors only, never remote code.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise UnsupportedModel(f"{path!r} cannot be loaded: {error}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise UnsupportedModel(
+            f"the checkpoint {path!r} lacks {len(missing)} weights, {missing[0]} among them: "
+            "transformers would make them up"
+        )
+    return model
 
 
 def _shape(config: Any, max_length: int | None) -> ModelShape:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.attention.batch import AttentionBatch
+from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument
 from roseinfer.kv.kernels import load_kernels
 
@@ -28,6 +29,8 @@ class InferenceSession:
     token_ids: list[int] = field(default_factory=list)
     stored: int = 0
     """How many of the tokens have keys and values in the cache."""
+    room: int = 0
+    """Up to how many tokens its blocks take, as far as they are its own to write to."""
 
 
 class InferenceEngine:
@@ -48,26 +51,30 @@ class InferenceEngine:
         """Start a session for each prompt; return them with the logits of their next tokens."""
         sessions = []
         for prompt in prompts:
-            self._check_tokens(prompt)
-            sessions.append(self._empty(list(prompt)))
+            self.check_tokens(prompt)
+            sessions.append(self.empty(list(prompt)))
         return sessions, self.extend(sessions)
 
     def extend(
-        self, sessions: Sequence[InferenceSession], most_tokens: int | None = None
+        self, sessions: Sequence[InferenceSession], counts: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Store tokens that are not stored yet, up to ``most_tokens`` of each session.
+        """Store the next ``counts[i]`` tokens of session ``i``, or all that are not stored yet.
 
-        Returns the logits behind the last token stored of each.
+        Returns the logits behind the last token stored of each. It is fastest with sessions
+        that store a single token in front.
         """
-        counts = []
-        for at, session in enumerate(sessions):
-            count = len(session.token_ids) - session.stored
-            if count < 1:
+        pending = [len(session.token_ids) - session.stored for session in sessions]
+        counts = pending if counts is None else list(counts)
+        for at, (count, left) in enumerate(zip(counts, pending, strict=True)):
+            if left < 1:
                 raise BadArgument(f"session {at} has no token that is not stored yet")
-            counts.append(min(count, most_tokens or count))
+            if not 1 <= count <= left:
+                raise BadArgument(f"session {at} has {left} tokens to store, not {count}")
         logits = self._forward(sessions, counts)
+        size = self.kv.block_size
         for session, count in zip(sessions, counts, strict=True):
             session.stored += count
+            session.room = len(session.block_lists[0]) * size
         return logits
 
     def decode_step_sessions(self, sessions: Sequence[InferenceSession]) -> list[int]:
@@ -96,19 +103,28 @@ class InferenceEngine:
         )
         for block_ids in child.block_lists:
             self.kv.incref_blocks(block_ids)
+        session.room = child.room = session.stored
+        self.path_counts[EnginePath.FORKED] += 1
         return child
 
     def release(self, session: InferenceSession) -> None:
         """Give back a session's blocks. The session is empty afterwards."""
+        self.rewind(session)
+        session.token_ids = []
+
+    def rewind(self, session: InferenceSession) -> None:
+        """Give back a session's blocks and keep its tokens, which can be stored again."""
         for group, block_ids in enumerate(session.block_lists):
             self.kv.free_blocks(group * self.kv.layers_per_group, block_ids)
         session.block_lists = [[] for _ in range(self._groups)]
-        session.token_ids, session.stored = [], 0
+        session.stored = session.room = 0
 
-    def _empty(self, token_ids: list[int]) -> InferenceSession:
+    def empty(self, token_ids: list[int]) -> InferenceSession:
+        """A session of which nothing is stored yet."""
         return InferenceSession([[] for _ in range(self._groups)], token_ids)
 
-    def _check_tokens(self, prompt: Sequence[int]) -> None:
+    def check_tokens(self, prompt: Sequence[int]) -> None:
+        """Raise for a prompt that the model cannot read."""
         shape = self.model.shape
         if not prompt:
             raise BadArgument("an empty prompt: at least one token is needed")

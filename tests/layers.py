@@ -13,15 +13,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 LAYERS = (
-    {"errors"},
+    {"errors", "engine_paths"},
     {"config"},
     {"kv"},
     {"attention"},
     {"model"},
     {"decode", "sampling"},
-    {"session", "prefix_cache", "detokenizer", "scheduler"},
+    {"session", "prefix_cache", "detokenizer", "stop_strings", "tiny"},
+    {"request", "request_text", "block_supply", "scheduler", "admission"},
     {"engine"},
-    {"cli", "bench", "benchmark_scheduler", "benchmark_streaming", "__main__"},
+    {"loading"},
+    {"llm"},
+    {"async_llm"},
+    {"cli", "generate", "bench", "benchmark_scheduler", "benchmark_streaming", "__main__"},
 )
 """The top-level modules of roseinfer; each imports from its own layer and those before it."""
 RANKS = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}

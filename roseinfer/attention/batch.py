@@ -26,7 +26,8 @@ class AttentionBatch:
 
     ``block_lists[i][g]`` is sequence ``i``'s list in layer group ``g``, ``counts[i]`` how
     many of the tokens are its own, and ``lengths[i]`` how many it has with them. A group is
-    planned when its first layer is stored.
+    planned when its first layer is stored. The decode kernel serves the sequences in front
+    that have one token each.
     """
 
     kv: KVBlockManager
@@ -53,26 +54,42 @@ class AttentionBatch:
 
     def attend(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention for ``[tokens, q_heads, head_dim]`` over what is stored by now."""
-        if self.is_decode and self.kernels:
-            return self._decode(layer, query, scale)
         outputs = []
-        begin = 0
+        begin = self._singles if self.kernels else 0
+        if begin:
+            outputs.append(self._decode(layer, query[:begin], scale))
+        if begin < len(self.counts):
+            outputs += self._chunks(layer, query, scale, begin)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _chunks(
+        self, layer: int, query: torch.Tensor, scale: float, begin: int
+    ) -> list[torch.Tensor]:
+        """Of the sequences from ``begin`` on, whose tokens begin there too."""
         group = layer // self.kv.layers_per_group
         path, chunk = (
             (AttentionPath.CHUNK_SDPA, attend_chunk)
             if self.kernels
             else (AttentionPath.REFERENCE, attend)
         )
-        for lists, count in zip(self.block_lists, self.counts, strict=True):
+        outputs = []
+        at = begin
+        for lists, count in zip(self.block_lists[begin:], self.counts[begin:], strict=True):
             keys, values = self.kv.gather_sequence(layer, lists[group])
-            outputs.append(chunk(query[begin : begin + count], keys, values, scale))
-            begin += count
+            outputs.append(chunk(query[at : at + count], keys, values, scale))
+            at += count
         self.path_counts[path] += 1
-        return torch.cat(outputs)
+        return outputs
+
+    @property
+    def is_decode(self) -> bool:
+        return self._singles == len(self.counts)
 
     @cached_property
-    def is_decode(self) -> bool:
-        return all(count == 1 for count in self.counts)
+    def _singles(self) -> int:
+        """How many sequences in front have one new token each."""
+        more = (at for at, count in enumerate(self.counts) if count > 1)
+        return next(more, len(self.counts))
 
     def _decode(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
         from roseinfer.attention.decode_triton import paged_attention_decode
@@ -85,17 +102,20 @@ class AttentionBatch:
             self._table(layer // self.kv.layers_per_group),
             self._device_lengths,
             scale,
-            longest=max(self.lengths),
+            longest=max(self.lengths[: self._singles]),
         )
 
     @cached_property
     def _device_lengths(self) -> torch.Tensor:
-        return torch.tensor(self.lengths, device=self.kv.device)
+        return torch.tensor(self.lengths[: self._singles], device=self.kv.device)
 
     def _table(self, group: int) -> torch.Tensor:
         if group not in self._tables:
             first = group * self.kv.max_blocks_per_layer
-            rows = [[block_id - first for block_id in own[group]] for own in self.block_lists]
+            rows = [
+                [block_id - first for block_id in own[group]]
+                for own in self.block_lists[: self._singles]
+            ]
             width = max(map(len, rows))
             padded = [row + [0] * (width - len(row)) for row in rows]
             self._tables[group] = torch.tensor(padded, device=self.kv.device)

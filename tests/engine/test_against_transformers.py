@@ -92,7 +92,7 @@ def test_a_prompt_in_chunks(device: str, family: str, chunk: int) -> None:
     (prompt,) = prompts(11)
     session = InferenceSession([[]], prompt)
     while session.stored < len(prompt):
-        logits = engine.extend([session], chunk)
+        logits = engine.extend([session], [min(chunk, len(prompt) - session.stored)])
     check_step(family, device, [session], logits)
 
 
@@ -103,7 +103,7 @@ def test_a_long_prompt_beside_running_sequences(device: str, family: str) -> Non
     check_step(family, device, running, logits)
     late = InferenceSession([[]], prompts(10)[0])
     for _ in range(3):
-        logits = engine.extend([*running, late], 4)
+        logits = engine.extend([*running, late], [1, 1, min(4, 10 - late.stored)])
         check_step(family, device, running, logits[:2])
     check_step(family, device, [late], logits[2:])
 

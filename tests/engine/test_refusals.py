@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from roseinfer import BadArgument, OutOfBlocks, UnsupportedModel
-from roseinfer.model import CausalModel
+from roseinfer.model import CausalModel, fetch
 from tests.engine.families import CONFIGS, VOCABULARY, tiny
 from tests.engine.test_against_transformers import engine_for, prompts
 
@@ -54,14 +54,14 @@ def test_more_positions_than_the_model_has() -> None:
 
 def test_a_missing_checkpoint(tmp_path: Any) -> None:
     with pytest.raises(UnsupportedModel, match="cannot be loaded"):
-        CausalModel.load(str(tmp_path), device="cpu", dtype=torch.float32)
+        fetch(str(tmp_path), torch.float32)
 
 
 def test_a_checkpoint_from_disk_is_the_model_that_was_saved(tmp_path: Any, device: str) -> None:
     model = tiny("llama", device)
     model.save_pretrained(tmp_path)
-    loaded = CausalModel.load(str(tmp_path), device=device, dtype=torch.float32)
-    assert loaded.shape == CausalModel(model).shape
+    loaded = fetch(str(tmp_path), torch.float32)
+    assert CausalModel(loaded).shape == CausalModel(model).shape
 
 
 @pytest.mark.parametrize(

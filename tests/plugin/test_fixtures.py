@@ -11,11 +11,10 @@ from roseinfer import Path
 
 if TYPE_CHECKING:
     from pytest_roseinfer import CacheSpec
-    from pytest_roseinfer.tiny_model import TinyGPT2
-    from roseinfer import KVBlockManager
+    from roseinfer import KVBlockManager, TinyGPT2
     from tests.plugin.conftest import Project
 
-PROMPTS = ("The quick brown fox", "a", "KV cache", "ü" * 30, "0123456789" * 12)
+PROMPTS = ("The quick brown fox", "a", "KV cache", "ü" * 30, "0123456789" * 12, "0123456789" * 100)
 
 
 @pytest.fixture(scope="session")
@@ -140,7 +139,7 @@ def test_every_token_of_the_prompt_matters(roseinfer_tiny_gpt2: TinyGPT2) -> Non
 def test_it_is_the_same_every_time_and_leaves_the_random_state_alone(
     roseinfer_tiny_gpt2: TinyGPT2, roseinfer_device: str
 ) -> None:
-    from pytest_roseinfer.tiny_model import tiny_gpt2
+    from roseinfer import tiny_gpt2
 
     torch.manual_seed(7)
     before = torch.random.get_rng_state()

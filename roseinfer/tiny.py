@@ -31,7 +31,7 @@ def tiny_gpt2(device: str = "cpu") -> TinyGPT2:
     """Always the same weights, whatever torch's own random state is, which stays as it was."""
     config = GPT2Config(
         vocab_size=_END + 1,
-        n_positions=256,
+        n_positions=1024,
         n_embd=64,
         n_layer=2,
         n_head=4,

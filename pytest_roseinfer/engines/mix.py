@@ -1,0 +1,73 @@
+"""Requests that come at different times, as plain data, and in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request's tokens are chosen, and how many."""
+
+    max_new_tokens: int = 1
+    temperature: float = 0.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    arrives: int = 0
+    """The step before which it is submitted."""
+    cancelled_after: int | None = None
+    """So many steps later; None for a request that runs to its end."""
+
+    def words(self) -> str:
+        sampling = self.sampling
+        parts = [
+            f"at step {self.arrives}: {len(self.prompt)} tokens {list(self.prompt)}, "
+            f"up to {sampling.max_new_tokens} new"
+        ]
+        if sampling.temperature:
+            parts.append(f"drawn at temperature {sampling.temperature} from seed {sampling.seed}")
+        if sampling.repetition_penalty != 1:
+            parts.append(f"repetition penalty {sampling.repetition_penalty}")
+        if sampling.ignore_eos:
+            parts.append("past the end of the text")
+        if self.cancelled_after is not None:
+            parts.append(f"cancelled {self.cancelled_after} steps later")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMix:
+    """An engine to build and what it is asked to do."""
+
+    requests: tuple[Asked, ...]
+    block_size: int = 4
+    cache_tokens: int = 64
+    """Tokens its cache has room for."""
+    device: str = "cpu"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Switches of the engine."""
+
+    def words(self) -> str:
+        switches = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        lines = [
+            f"a cache of {self.cache_tokens} tokens in blocks of {self.block_size}"
+            + (f", {switches}" if switches else "")
+        ]
+        lines += [f"{at}. {asked.words()}" for at, asked in enumerate(self.requests)]
+        return "\n  ".join(lines)

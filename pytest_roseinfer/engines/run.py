@@ -1,0 +1,160 @@
+"""Runs a mix of requests and holds each against the same request served alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.engines.adapter import EngineAdapter
+    from pytest_roseinfer.engines.mix import Asked, RequestMix
+
+_SLACK = 20
+"""Steps an engine may take beyond one for every token of every request."""
+
+
+class MixDivergence(AssertionError):
+    """An engine whose requests got something else than they get alone."""
+
+    def __init__(self, adapter: type[EngineAdapter], mix: RequestMix, what: str) -> None:
+        name = f"{adapter.__module__}:{adapter.__qualname__}"
+        super().__init__(
+            f"{what}\n\n{name}, {mix.words()}\n\nTo see it again:\n\n"
+            f"from {adapter.__module__} import {adapter.__name__}\n"
+            "from pytest_roseinfer import Asked, RequestMix, Sampling, run_mix\n"
+            f"run_mix({adapter.__name__}, {mix!r})"
+        )
+
+
+@dataclass(slots=True)
+class _Served:
+    """A request that was submitted."""
+
+    number: int
+    asked: Asked
+    request: Any
+    expected: list[int]
+    cancelled: bool = False
+    compared: int = 0
+    """Tokens that were found right."""
+    tied: bool = False
+    """Rounding decided one of its tokens; what follows says nothing."""
+
+
+class _MixRun:
+    def __init__(self, adapter_type: type[EngineAdapter], mix: RequestMix) -> None:
+        self.mix = mix
+        self.adapter = adapter_type()
+        self.adapter.make(mix)
+        self.served: list[_Served] = []
+
+    def run(self) -> Counter[str]:
+        asked = self.mix.requests
+        tokens = sum(len(each.prompt) + each.sampling.max_new_tokens for each in asked)
+        # Whoever is preempted is computed again, at worst for each of the others' tokens.
+        most = max(each.arrives for each in asked) + tokens * len(asked) + _SLACK
+        for step in range(most):
+            self._arrive(step)
+            self._cancel(step)
+            if len(self.served) == len(asked) and all(map(self._ended, self.served)):
+                break
+            self._step()
+        else:
+            waiting = [each.number for each in self.served if not self._ended(each)]
+            self.fail(f"requests {waiting} have not ended after {most} steps")
+        if left := self.adapter.leftovers():
+            self.fail(f"every request has ended, and the engine still holds {left}")
+        return self._paths()
+
+    def _ended(self, each: _Served) -> bool:
+        return self.adapter.ended(each.request)
+
+    def _arrive(self, step: int) -> None:
+        for number, asked in enumerate(self.mix.requests):
+            if asked.arrives == step:
+                expected = self.adapter.alone(asked.prompt, asked.sampling, self.mix)
+                try:
+                    request = self.adapter.submit(asked.prompt, asked.sampling)
+                except Exception as error:
+                    self.fail(f"request {number} was refused: {type(error).__name__}: {error}")
+                self.served.append(_Served(number, asked, request, expected))
+
+    def _cancel(self, step: int) -> None:
+        for each in self.served:
+            after = each.asked.cancelled_after
+            if after is not None and each.asked.arrives + after == step:
+                each.cancelled = each.cancelled or not self._ended(each)
+                self.adapter.cancel(each.request)
+                if not self._ended(each):
+                    self.fail(f"request {each.number} was cancelled and goes on")
+
+    def _step(self) -> None:
+        try:
+            self.adapter.step()
+        except Exception as error:
+            self.fail(f"a step raised {type(error).__name__}: {error}", error)
+        for each in self.served:
+            self._compare(each)
+
+    def _compare(self, each: _Served) -> None:
+        found = self.adapter.tokens(each.request)
+        for at in range(each.compared, len(found)):
+            if each.tied:
+                break
+            wanted = each.expected[at] if at < len(each.expected) else None
+            if found[at] != wanted:
+                before = [*each.asked.prompt, *found[:at]]
+                each.tied = self.adapter.undecided(before, each.asked.sampling, self.mix)
+                if not each.tied:
+                    self._fail_token(each, at, wanted, found[at])
+        each.compared = len(found)
+        short = len(found) < len(each.expected) and not each.tied
+        if self._ended(each) and not each.cancelled and short:
+            self.fail(
+                f"request {each.number} ended after {len(found)} tokens; alone it gets "
+                f"{len(each.expected)}"
+            )
+
+    def _fail_token(self, each: _Served, at: int, wanted: int | None, found: int) -> NoReturn:
+        right = f"it gets {wanted}" if wanted is not None else "it has ended by then"
+        self.fail(f"request {each.number}, token {at}: {found}; alone {right}")
+
+    def _paths(self) -> Counter[str]:
+        counts = Counter({str(name): n for name, n in self.adapter.path_counts().items() if n})
+        declared = {*self.adapter.paths, *self.adapter.paths.values(), *self.adapter.conditions}
+        if undeclared := sorted(set(counts) - declared):
+            self.fail(f"path {undeclared[0]!r} ran and is not declared")
+        return counts
+
+    def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
+        raise MixDivergence(type(self.adapter), self.mix, what) from cause
+
+
+def run_mix(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
+    """Serve a mix; returns the paths it took and raises where a request is served wrongly."""
+    return _MixRun(adapter, mix).run()
+
+
+def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
+    """The mix's ways of sampling as forks of its first prompt equal as many requests."""
+    engine = adapter()
+    engine.make(mix)
+    prompt = mix.requests[0].prompt
+    samplings = [asked.sampling for asked in mix.requests]
+    for number, (found, sampling) in enumerate(
+        zip(engine.forked(prompt, samplings), samplings, strict=True)
+    ):
+        wanted = engine.alone(prompt, sampling, mix)
+        pairs = zip(wanted, found, strict=False)
+        at = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+        if at is None and len(found) == len(wanted):
+            continue
+        if at is not None and engine.undecided([*prompt, *found[:at]], sampling, mix):
+            continue
+        raise MixDivergence(
+            adapter, mix, f"fork {number} of request 0's prompt got {found}; alone it gets {wanted}"
+        )
+    if left := engine.leftovers():
+        raise MixDivergence(adapter, mix, f"every fork was released, and left are {left}")
+    return Counter({str(name): n for name, n in engine.path_counts().items() if n})

@@ -1,0 +1,88 @@
+"""Hypothesis strategies for mixes of requests.
+
+Prompts are never drawn token by token: they begin with a common text, of which each takes
+a part, and go on in a few different ways, so that prefixes meet at every length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import strategies as st
+
+from pytest_roseinfer.engines.mix import Asked, RequestMix, Sampling
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.engines.adapter import EngineAdapter
+
+BLOCK_SIZES = (4, 1, 2, 3, 8)
+_MOST_REQUESTS = 6
+_TEMPERATURES = (0.0, 0.0, 1.0, 3.0)
+
+
+def common_text(length: int, vocabulary: int, branch: int = 0) -> tuple[int, ...]:
+    """Tokens that look like any others and are the same every time."""
+    return tuple((at * at * 7 + at * 3 + branch * 11 + 5) % vocabulary for at in range(length))
+
+
+@st.composite
+def prompts(draw: st.DrawFn, *, vocabulary: int, longest: int) -> tuple[int, ...]:
+    """Some of the common text, then some of one of four others."""
+    shared = draw(st.integers(0, longest))
+    own = draw(st.integers(0 if shared else 1, min(4, longest - shared) or 1))
+    branch = draw(st.integers(1, 4))
+    return (common_text(shared, vocabulary) + common_text(own, vocabulary, branch))[:longest]
+
+
+@st.composite
+def samplings(draw: st.DrawFn, *, most: int) -> Sampling:
+    return Sampling(
+        max_new_tokens=draw(st.integers(1, most)),
+        temperature=draw(st.sampled_from(_TEMPERATURES)),
+        top_k=draw(st.sampled_from((0, 1, 5))),
+        top_p=draw(st.sampled_from((1.0, 0.8))),
+        repetition_penalty=draw(st.sampled_from((1.0, 1.0, 1.5))),
+        seed=draw(st.integers(0, 3)),
+        ignore_eos=draw(st.booleans()),
+    )
+
+
+@st.composite
+def request_mixes(
+    draw: st.DrawFn, adapter: type[EngineAdapter], *, most_steps: int = 12, device: str = "cpu"
+) -> RequestMix:
+    """A small engine and requests that share prefixes, crowd its cache and come and go.
+
+    Half of them crowd it for certain: several requests at once that run to their last token,
+    and hardly more blocks than the largest takes.
+    """
+    new = min(most_steps, adapter.most_tokens // 3)
+    longest = adapter.most_tokens - new
+    crowded = draw(st.booleans())
+    block_size = draw(st.sampled_from(BLOCK_SIZES))
+    asked: list[Asked] = []
+    arrives = 0
+    for _ in range(draw(st.integers(3 if crowded else 1, _MOST_REQUESTS))):
+        arrives += draw(st.sampled_from((0, 0, 0, 1) if crowded else (0, 0, 1, 2, 5)))
+        sampling = draw(samplings(most=new))
+        if crowded:
+            sampling = replace(sampling, ignore_eos=True, max_new_tokens=new)
+        asked.append(
+            Asked(
+                draw(prompts(vocabulary=adapter.vocabulary, longest=longest)),
+                sampling,
+                arrives,
+                draw(st.sampled_from((None, None, None, None, 0, 1, 2, 4))),
+            )
+        )
+    sizes = [len(each.prompt) + each.sampling.max_new_tokens for each in asked]
+    more = [0, 1, block_size, 3 * block_size]
+    room = max(sizes) + draw(st.sampled_from(more if crowded else [*more, sum(sizes)]))
+    return RequestMix(tuple(asked), block_size, room, device, draw(_switches(adapter)))
+
+
+def _switches(adapter: type[EngineAdapter]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(
+        {name: st.sampled_from(tuple(values)) for name, values in adapter.option_choices.items()}
+    )

@@ -1,0 +1,224 @@
+"""This distribution's own engine, serving two small models."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from pytest_roseinfer.engines.adapter import EngineAdapter
+from roseinfer import (
+    LLM,
+    AppendPolicy,
+    AttentionPath,
+    EnginePath,
+    SamplingBatch,
+    SamplingParams,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_roseinfer.engines.mix import RequestMix, Sampling
+
+_VOCABULARY = 32
+_END = 5
+_POSITIONS = 48
+_ALONE = "engine_alone"
+_ROUNDING = 3e-5
+"""Relative, of logits that were computed in batches of other sizes."""
+
+
+class RoseinferEngine(EngineAdapter):
+    """``LLM``, driven step by step on a cache full of NaN."""
+
+    vocabulary = _VOCABULARY
+    most_tokens = _POSITIONS
+    paths: ClassVar[Mapping[str, str]] = {
+        **{path.value: _ALONE for path in EnginePath},
+        **{
+            path.value: AttentionPath.REFERENCE.value
+            for path in AttentionPath
+            if path is not AttentionPath.REFERENCE
+        },
+    }
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "model": ("gpt2", "llama"),
+        "prefix_cache": (True, False),
+        "prefill_admission_policy": ("fifo", "pack"),
+        "prefill_max_tokens": (100, 1, 3, 7),
+        "prefill_max_batch_size": (8, 1, 2),
+        "max_batch_size": (8, 1, 2, 3),
+        "chunked_prefill": (True, False),
+        "per_layer_kv": (False, True),
+        "paged_attention": (False, False, False, True),
+    }
+
+    def make(self, mix: RequestMix) -> None:
+        options = dict(mix.options)
+        self.llm = LLM(
+            _network(options.pop("model"), mix.device),
+            device=mix.device,
+            block_size=mix.block_size,
+            kv_cache_tokens=mix.cache_tokens,
+            **options,
+        )
+        self.engine = self.llm.engine
+        kv = self.engine.sessions.kv
+        for cache in (kv.keys, kv.values):
+            cache.fill_(float("nan"))
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
+        return self.engine.submit(prompt, _params(sampling))
+
+    def cancel(self, request: Any) -> None:
+        self.engine.cancel(request)
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def tokens(self, request: Any) -> list[int]:
+        token_ids: list[int] = request.token_ids
+        return token_ids
+
+    def ended(self, request: Any) -> bool:
+        return request.finish_reason is not None
+
+    def leftovers(self) -> str:
+        if self.engine.prefixes is not None:
+            self.engine.prefixes.clear()
+        kv = self.engine.sessions.kv
+        held = {
+            layer: kv.max_blocks_per_layer - 1 - kv.num_free_blocks(layer)
+            for layer in range(0, kv.num_layers, kv.layers_per_group)
+        }
+        return ", ".join(f"{count} blocks of layer {at}" for at, count in held.items() if count)
+
+    def path_counts(self) -> Mapping[str, int]:
+        return {str(name): count for name, count in self.engine.path_counts.items()}
+
+    def alone(self, prompt: Sequence[int], sampling: Sampling, mix: RequestMix) -> list[int]:
+        return list(_alone(mix.options["model"], mix.device, tuple(prompt), sampling))
+
+    def forked(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
+        sessions = self.engine.sessions
+        (first,), logits = sessions.prefill([list(prompt)])
+        forks = [first, *(sessions.fork(first) for _ in samplings[1:])]
+        logits = logits.expand(len(forks), -1)
+        going = list(range(len(forks)))
+        while going:
+            chosen = _choose(
+                logits,
+                [samplings[at] for at in going],
+                [forks[at].token_ids for at in going],
+            )
+            for at, token in zip(going, chosen, strict=True):
+                forks[at].token_ids.append(token)
+            going = [
+                at
+                for at, token in zip(going, chosen, strict=True)
+                if len(forks[at].token_ids) - len(prompt) < samplings[at].max_new_tokens
+                and (token != _END or samplings[at].ignore_eos)
+            ]
+            if going:
+                logits = sessions.extend([forks[at] for at in going])
+        found = [fork.token_ids[len(prompt) :] for fork in forks]
+        for fork in forks:
+            sessions.release(fork)
+        return found
+
+    def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
+        sessions = _slow(mix.options["model"], mix.device).engine.sessions
+        (session,), logits = sessions.prefill([list(tokens)])
+        sessions.release(session)
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn((16, logits.shape[1]), generator=generator).to(logits.device)
+        nearly = torch.cat([logits, logits + noise * logits.abs().max() * _ROUNDING])
+        rows = len(nearly)
+        return len(set(_choose(nearly, [sampling] * rows, [list(tokens)] * rows))) > 1
+
+
+@lru_cache(maxsize=8)
+def _network(name: str, device: str) -> Any:
+    """The same weights every time, large enough that the likeliest token is no tie."""
+    shape: dict[str, Any] = {
+        "vocab_size": _VOCABULARY,
+        "bos_token_id": _END,
+        "eos_token_id": _END,
+    }
+    config: Any = (
+        GPT2Config(n_positions=_POSITIONS, n_embd=24, n_layer=2, n_head=3, **shape)
+        if name == "gpt2"
+        else LlamaConfig(
+            hidden_size=24,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=6,
+            max_position_embeddings=_POSITIONS,
+            **shape,
+        )
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.dim() > 1:
+                    weight.normal_(std=0.4)
+    return model.eval().requires_grad_(False).to(device)
+
+
+@lru_cache(maxsize=8)
+def _slow(name: str, device: str) -> LLM:
+    """One request at a time, its prompt in one step, token by token into the cache."""
+    return LLM(
+        _network(name, device),
+        device=device,
+        block_size=16,
+        kv_cache_tokens=_POSITIONS,
+        max_batch_size=1,
+        prefix_cache=False,
+        prefill_max_tokens=_POSITIONS,
+        paged_attention=False,
+        per_layer_kv=True,
+        append_policy=AppendPolicy(triton=False, batched=False),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _alone(name: str, device: str, prompt: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
+    (output,) = _slow(name, device).generate([list(prompt)], _params(sampling), progress=False)
+    if output.error:
+        raise AssertionError(f"the slow twin cannot serve {list(prompt)}: {output.error}")
+    return tuple(output.token_ids)
+
+
+def _params(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=sampling.seed,
+        max_new_tokens=sampling.max_new_tokens,
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def _choose(
+    logits: torch.Tensor, samplings: Sequence[Sampling], tokens: Sequence[Sequence[int]]
+) -> list[int]:
+    """The next token of each row, by the engine's own sampling."""
+    batch = SamplingBatch.of(
+        [_params(each) for each in samplings], [each.seed for each in samplings], logits.device
+    )
+    seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    for row, own in enumerate(tokens):
+        seen[row, list(own)] = samplings[row].repetition_penalty != 1
+    positions = torch.tensor([len(own) for own in tokens], device=logits.device)
+    chosen: list[int] = batch.choose(logits, positions, seen).tolist()
+    return chosen

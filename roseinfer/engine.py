@@ -1,0 +1,244 @@
+"""Requests in, tokens out, one step at a time: whoever drives it decides when."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roseinfer.block_supply import BlockSupply
+from roseinfer.engine_paths import EnginePath
+from roseinfer.errors import BadArgument, NoDistribution, RequestTooLarge
+from roseinfer.prefix_cache import PrefixCache
+from roseinfer.request import FinishReason, Request
+from roseinfer.request_text import RequestText
+from roseinfer.sampling import SamplingBatch, log_probability, rows_without_a_distribution
+from roseinfer.scheduler import Scheduler
+from roseinfer.session import InferenceEngine
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Sequence
+
+    from roseinfer.config import EngineConfig, SamplingParams
+    from roseinfer.kv.manager import KVBlockManager
+    from roseinfer.model import CausalModel
+    from roseinfer.scheduler import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a step brought for one request."""
+
+    request: Request
+    token_id: int | None
+    """None where it ended without one."""
+    text: str
+    """What can be shown now and could not before."""
+
+
+class Engine:
+    """Serves any number of requests with one model on one cache."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        kv: KVBlockManager,
+        config: EngineConfig,
+        *,
+        tokenizer: Any = None,
+        end_tokens: Sequence[int] = (),
+    ) -> None:
+        self.config = config
+        self.sessions = InferenceEngine(
+            model, kv, attention_kernels=config.uses_kernels(kv.device.type)
+        )
+        self.path_counts: Counter[str] = self.sessions.path_counts
+        """How often each path of the engine and of its attention was taken."""
+        self.prefixes = PrefixCache(kv) if config.prefix_cache else None
+        self._supply = BlockSupply(self.sessions, self.prefixes)
+        self._scheduler = Scheduler(config, self._supply)
+        self._tokenizer = tokenizer
+        self._end_tokens = frozenset(end_tokens)
+        self._next_id = 0
+        self._sampling: tuple[list[Request], SamplingBatch] | None = None
+
+    # -------------------------------------------------------------------------- requests
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._scheduler.waiting or self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    def submit(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+        """Queue a prompt; raises for one that could never be served."""
+        token_ids = self._token_ids(prompt)
+        self.sessions.check_tokens(token_ids)
+        if params.stop and self._tokenizer is None:
+            raise BadArgument("stop strings need a tokenizer, and this model came without one")
+        request = Request(
+            id=self._next_id,
+            params=params,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            prompt_length=len(token_ids),
+            most_tokens=self._most_tokens(len(token_ids), params),
+            session=self.sessions.empty(token_ids),
+            text=RequestText(self._tokenizer, params.stop) if self._tokenizer else None,
+        )
+        self._next_id += 1
+        self._scheduler.add(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request now. One that has ended already stays as it is."""
+        if request.finish_reason is None:
+            self.path_counts[EnginePath.CANCELLED] += 1
+            self._end(request, FinishReason.CANCELLED)
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self._tokenizer is None:
+            raise BadArgument(
+                "a text prompt needs a tokenizer, and this model came without one: give token ids"
+            )
+        token_ids: list[int] = self._tokenizer.encode(prompt)
+        return token_ids
+
+    def _most_tokens(self, prompt_length: int, params: SamplingParams) -> int:
+        """How many tokens a request may generate; raises where not even one has room."""
+        positions = self.sessions.model.shape.max_length - prompt_length
+        if positions < 1:
+            raise RequestTooLarge(
+                f"a prompt of {prompt_length} tokens leaves no room for a new one: the model "
+                f"has {prompt_length + positions} positions"
+            )
+        most = min(params.max_new_tokens, positions)
+        size = self.sessions.kv.block_size
+        blocks = -(-(prompt_length + most - 1) // size)  # the last token is never stored
+        if blocks > self._supply.capacity:
+            raise RequestTooLarge(
+                f"a prompt of {prompt_length} tokens and {most} new ones take {blocks} blocks of "
+                f"{size} tokens, and the KV cache has {self._supply.capacity}: ask for fewer "
+                "tokens, or build it with a larger kv_cache_tokens"
+            )
+        return most
+
+    # ----------------------------------------------------------------------------- steps
+
+    def step(self) -> list[Update]:
+        """One forward pass; what it brought for each request that got a token or ended."""
+        step = self._scheduler.next_step()
+        if not step:
+            return []
+        self._supply.ensure(step.blocks)
+        requests = [*step.decoding, *(request for request, _ in step.chunks)]
+        counts = [1] * len(step.decoding) + [count for _, count in step.chunks]
+        self._count(step)
+        logits = self.sessions.extend([request.session for request in requests], counts)
+        due = [row for row, request in enumerate(requests) if not request.pending]
+        if len(due) < len(requests):
+            logits = logits[due]
+        updates = self._take_tokens([requests[row] for row in due], logits)
+        for request in requests:
+            if request.finish_reason is None:
+                self._supply.note_stored(request)
+        return updates
+
+    def _take_tokens(self, requests: list[Request], logits: torch.Tensor) -> list[Update]:
+        if not requests:
+            return []
+        tokens, logprobs = self._choose(requests, logits)
+        return [
+            self._take(request, token, logprob)
+            for request, token, logprob in zip(requests, tokens, logprobs, strict=True)
+        ]
+
+    def _choose(
+        self, requests: list[Request], logits: torch.Tensor
+    ) -> tuple[list[int], list[float | None]]:
+        """A token for each request, negative where there is none to choose."""
+        batch = self._sampling_batch(requests, logits.device)
+        seen = self._seen(requests, logits) if batch.penalised else None
+        positions = [len(request.session.token_ids) for request in requests]
+        chosen = batch.choose(logits, torch.tensor(positions, device=logits.device), seen)
+        usable = torch.where(rows_without_a_distribution(logits), -1, chosen)
+        logprobs: list[float | None] = [None] * len(requests)
+        if any(request.params.logprobs for request in requests):
+            logprobs = log_probability(logits, chosen).tolist()
+        return usable.tolist(), logprobs
+
+    def _sampling_batch(self, requests: list[Request], device: torch.device) -> SamplingBatch:
+        """The parameters as columns, built anew only where the requests are others."""
+        if self._sampling is None or self._sampling[0] != requests:
+            batch = SamplingBatch.of(
+                [request.params for request in requests],
+                [request.seed for request in requests],
+                device,
+            )
+            self._sampling = (requests, batch)
+        return self._sampling[1]
+
+    def _seen(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
+        """Which tokens each request has already, its prompt's included."""
+        seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+        for row, request in enumerate(requests):
+            if request.params.repetition_penalty != 1:
+                seen[row, request.session.token_ids] = True
+        return seen
+
+    def _take(self, request: Request, token: int, logprob: float | None) -> Update:
+        if token < 0:
+            request.error = NoDistribution(
+                f"the model's logits for token {len(request.session.token_ids)} hold NaN, or "
+                "nothing finite: there is no next token to choose"
+            )
+            return Update(request, None, self._end(request, FinishReason.ERROR))
+        request.session.token_ids.append(token)
+        if logprob is not None and request.params.logprobs:
+            request.logprobs.append(logprob)
+        if token in self._end_tokens and not request.params.ignore_eos:
+            return Update(request, token, self._end(request, FinishReason.STOP))
+        text, stopped = request.text.add([token]) if request.text else ("", False)
+        if stopped:
+            return Update(request, token, text + self._end(request, FinishReason.STOP))
+        if request.num_generated == request.most_tokens:
+            return Update(request, token, text + self._end(request, FinishReason.LENGTH))
+        return Update(request, token, text)
+
+    def _end(self, request: Request, reason: FinishReason) -> str:
+        """Let go of all that a request holds; return the last of its text."""
+        if reason is FinishReason.ERROR:
+            self._supply.spoil(request)
+        self._scheduler.remove(request)
+        self._sampling = None
+        request.finish_reason = reason
+        return request.text.finish() if request.text else ""
+
+    def _count(self, step: Step) -> None:
+        """Note which paths a step is about to take."""
+        counts = self.path_counts
+        if step.overtaken:
+            counts[EnginePath.OVERTAKEN] += step.overtaken
+        if len(step.decoding) + len(step.chunks) > 1:
+            counts[EnginePath.BATCHED] += 1
+        if step.decoding and step.chunks:
+            counts[EnginePath.MIXED] += 1
+        for request, count in step.chunks:
+            found = request.found
+            first = request.session.stored == found
+            if count < request.pending:
+                counts[EnginePath.CHUNKED] += 1
+            if first and found:
+                counts[EnginePath.PREFIX_HIT] += 1
+            if first and request.preempted:
+                counts[EnginePath.RESUMED] += 1

@@ -1,0 +1,29 @@
+"""What the engine does to be fast; each must end in the tokens its slow twin ends in."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class EnginePath(str, Enum):
+    """Counted once for every step or request that took it. The twin of all is one request
+    after the other, each with its whole prompt in one step and nothing shared."""
+
+    BATCHED = "engine_batched"
+    """A step for several requests."""
+    MIXED = "engine_mixed"
+    """A step that stores prompts beside requests that decode."""
+    CHUNKED = "engine_chunked"
+    """A prompt stored in part."""
+    OVERTAKEN = "engine_overtaken"
+    """A request admitted before one that came earlier."""
+    PREFIX_HIT = "engine_prefix_hit"
+    """A prompt whose beginning was stored already."""
+    RESUMED = "engine_resumed"
+    """A request computed again after its blocks were taken from it."""
+    FORKED = "engine_forked"
+    """A sequence that goes on in one more way, sharing what it had stored."""
+    CANCELLED = "engine_cancelled"
+    """A request that ended before its time, beside others or not."""
+
+    __str__ = str.__str__

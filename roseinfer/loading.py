@@ -1,0 +1,147 @@
+"""From a name to a model on a device, its tokenizer, and a cache as large as there is room."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoTokenizer
+
+from roseinfer.errors import ConfigError
+from roseinfer.kv.manager import KVBlockManager
+from roseinfer.model import CausalModel, fetch
+from roseinfer.tiny import tiny_gpt2
+
+if TYPE_CHECKING:
+    from roseinfer.config import EngineConfig
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+_SHARE_OF_MEMORY = 0.85
+"""Of a GPU's free memory, that the cache takes; activations need the rest."""
+_MOST_ON_CPU = 2 << 30
+"""Bytes of a cache in main memory that nobody gave a size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What an engine is built from."""
+
+    model: CausalModel
+    kv: KVBlockManager
+    tokenizer: Any
+    """None for a checkpoint without one: prompts are token ids then."""
+    end_tokens: tuple[int, ...]
+
+
+def load(
+    model: Any,
+    config: EngineConfig,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    tokenizer: Any = None,
+) -> Loaded:
+    """``model`` is ``"tiny"``, a directory, a hub id, or a model that was loaded already."""
+    where = _device(device)
+    if isinstance(model, (str, os.PathLike)):
+        network, tokenizer = _network(os.fspath(model), where, _dtype(dtype, where), tokenizer)
+    else:
+        network = model.to(where, DTYPES[dtype] if dtype else None)
+    causal = CausalModel(network, max_length=config.max_length)
+    return Loaded(
+        causal,
+        _cache(causal, config),
+        tokenizer,
+        _end_tokens(network, tokenizer),
+    )
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is not one that torch knows: {error}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r}: the engine runs on cpu and cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r}: torch sees no GPU here; device='cpu' works")
+    if (device.index or 0) >= max(1, torch.cuda.device_count()):
+        raise ConfigError(f"device {name!r}: there are {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def _dtype(name: str | None, device: torch.device) -> torch.dtype | str:
+    """As asked; else the checkpoint's own on a GPU, and fp32 on a CPU, which is fast there."""
+    if name is None:
+        return "auto" if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r}: it must be one of {', '.join(DTYPES)}")
+    dtype = DTYPES[name]
+    if dtype is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise ConfigError(f"{torch.cuda.get_device_name(device)} lacks bfloat16: use float16")
+    return dtype
+
+
+def _network(
+    name: str, device: torch.device, dtype: torch.dtype | str, tokenizer: Any
+) -> tuple[Any, Any]:
+    if name == "tiny":
+        tiny = tiny_gpt2()
+        wanted = torch.float32 if isinstance(dtype, str) else dtype
+        return tiny.model.to(device, wanted), tokenizer or tiny.tokenizer
+    return fetch(name, dtype).to(device), tokenizer or _tokenizer(name)
+
+
+def _tokenizer(name: str) -> Any:
+    """The checkpoint's own, if it has one."""
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError):
+        return None
+
+
+def _end_tokens(network: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends a text, whoever says so."""
+    ends: set[int] = set()
+    for source in (getattr(network, "generation_config", None), network.config, tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        ends |= {found} if isinstance(found, int) else set(found or ())
+    return tuple(sorted(ends))
+
+
+def _cache(model: CausalModel, config: EngineConfig) -> KVBlockManager:
+    shape = model.shape
+    most = config.max_batch_size * shape.max_length
+    tokens = config.kv_cache_tokens or min(most, _tokens_with_room(model))
+    blocks = -(-tokens // config.block_size)
+    if blocks < 1:
+        raise ConfigError(
+            f"there is no memory left on {model.device} for a KV cache: use a smaller model or "
+            "dtype"
+        )
+    return KVBlockManager(
+        shape.num_layers,
+        shape.num_kv_heads,
+        shape.head_dim,
+        config.block_size,
+        blocks + 1,  # one is scratch
+        model.device,
+        model.dtype,
+        config.policy_for(model.device.type),
+        layers_per_group=1 if config.per_layer_kv else shape.num_layers,
+    )
+
+
+def _tokens_with_room(model: CausalModel) -> int:
+    shape = model.shape
+    of_a_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
+    if model.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(model.device)
+        return int(free * _SHARE_OF_MEMORY) // of_a_token
+    return _MOST_ON_CPU // of_a_token

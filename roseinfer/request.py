@@ -1,0 +1,71 @@
+"""One request: what was asked, how far it is, how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from roseinfer.config import SamplingParams
+    from roseinfer.errors import RoseinferError
+    from roseinfer.prefix_cache import Held
+    from roseinfer.request_text import RequestText
+    from roseinfer.session import InferenceSession
+
+
+class FinishReason(str, Enum):
+    """Why a request has no more tokens to come."""
+
+    STOP = "stop"
+    """The model ended the text, or a stop string did."""
+    LENGTH = "length"
+    """As many tokens as were asked for, or as the model has positions for."""
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+    __str__ = str.__str__
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt on its way through the engine."""
+
+    id: int
+    """Requests are numbered as they come."""
+    params: SamplingParams
+    seed: int
+    """The one asked for, or one drawn for a request that asked for none."""
+    prompt_length: int
+    most_tokens: int
+    """Tokens it may generate; fewer than asked for where the model's positions end."""
+    session: InferenceSession
+    text: RequestText | None
+    """None for a model without a tokenizer."""
+    held: Held | None = None
+    """What it holds of the prefix cache."""
+    found: int = 0
+    """Tokens that were stored already when it was last admitted."""
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: RoseinferError | None = None
+    waits_for: int = 0
+    """Blocks that must be free before it is worth trying to admit it again."""
+    passed_over: int = 0
+    """Steps in which requests behind it were admitted before it."""
+    preempted: int = 0
+    """How often its blocks were taken from it."""
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are known and not stored yet."""
+        return len(self.session.token_ids) - self.session.stored
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What was generated."""
+        return self.session.token_ids[self.prompt_length :]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.session.token_ids) - self.prompt_length

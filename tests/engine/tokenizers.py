@@ -1,0 +1,79 @@
+"""Small tokenizers that decode as those of well-known models do, built on the spot."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from tokenizers import decoders
+from transformers import PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+SPECIAL = 0
+UNKNOWN = 1_000_000
+"""Beyond every vocabulary here, as the padding of a model's own can be."""
+SAMPLE = "aé€😀好"
+"""Characters of one to four bytes."""
+
+
+def llama_like(pieces: Sequence[str]) -> PreTrainedTokenizerBase:
+    """``SPECIAL``, then a token for each byte, then the pieces, with ``▁`` for a space."""
+    vocabulary = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    return _tokenizer(
+        vocabulary,
+        decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        ),
+    )
+
+
+def metaspace(pieces: Sequence[str]) -> PreTrainedTokenizerBase:
+    return _tokenizer(["<s>", *pieces], decoders.Metaspace())
+
+
+def word_ends(pieces: Sequence[str]) -> PreTrainedTokenizerBase:
+    return _tokenizer(["<s>", *pieces], decoders.BPEDecoder(suffix="</w>"))
+
+
+def word_pieces(pieces: Sequence[str]) -> PreTrainedTokenizerBase:
+    return _tokenizer(["<s>", *pieces], decoders.WordPiece(cleanup=True), clean_up=True)
+
+
+def byte_level(pieces: Sequence[bytes]) -> PreTrainedTokenizerBase:
+    """Tokens of several bytes each, wherever characters begin."""
+    return _tokenizer(["<s>", *map(_written, pieces)], decoders.ByteLevel())
+
+
+def all_cuts(longest: int = 3) -> list[bytes]:
+    """Everything of up to three bytes, out of those that ``SAMPLE`` has."""
+    alphabet = sorted(set(SAMPLE.encode()))
+    lengths = range(1, longest + 1)
+    return [bytes(each) for n in lengths for each in product(alphabet, repeat=n)]
+
+
+def _written(piece: bytes) -> str:
+    """As GPT-2's vocabulary writes bytes: itself where it can be seen, else from 256 up."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return "".join(chr(byte if byte in plain else 256 + others.index(byte)) for byte in piece)
+
+
+def _tokenizer(
+    vocabulary: Sequence[str], decoder: Any, *, clean_up: bool = False
+) -> PreTrainedTokenizerBase:
+    numbered = {token: at for at, token in enumerate(vocabulary)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbered, unk_token="<s>"))
+    backend.decoder = decoder
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", clean_up_tokenization_spaces=clean_up
+    )
