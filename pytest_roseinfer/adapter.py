@@ -78,6 +78,9 @@ class KVCacheAdapter:
     "rollover", "rollover_shared", "copy_on_write" and "padding" that is counted row by row."""
     ruled_out: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = {}
     """Settings of the switches, any one of which keeps a path from running."""
+    fork_shares: ClassVar[str] = "blocks"
+    """What a fork shares: all its ``"blocks"``, a partial one being copied when it is written
+    to; only its ``"full blocks"``, a partial one being copied at once; or ``"nothing"``."""
     scratch_blocks: frozenset[int] = frozenset()
     """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")

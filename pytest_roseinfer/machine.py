@@ -91,7 +91,7 @@ class Machine:
         self.history = history
         self.spec = history.spec
         self.can = abilities(adapter_type)
-        self.oracle = Oracle(self.spec.block_size, self.spec.num_blocks)
+        self.oracle = Oracle(self.spec.block_size, self.spec.num_blocks, adapter_type.fork_shares)
         self.payload = Payload(self.spec, history.finite)
         self.adapter = adapter_type()
         self.adapter.make(self.spec)
@@ -127,18 +127,21 @@ class Machine:
         elif isinstance(step, Fill):
             tokens = self._fill()
         else:
-            apply_to_oracle(self.oracle, step)
-            self._call(step)
+            fits = apply_to_oracle(self.oracle, step)
+            self._call(step, fits=fits)
         self._check_read_back()
         if "ledger" in self.can and "table" in self.can:
             self._check_books()
         if not fits and self._books() != before.books:
-            self.fail("a write that found no room changed the books")
+            self.fail("a step that found no room changed the books")
         slots = self._slots(step) if fits else []
         if before.arena is not None:
             self._check_arena(tokens, slots, before)
         if "path_counts" in self.can:
-            may_copy = isinstance(step, Reserve) and fits
+            may_copy = fits and (
+                isinstance(step, Reserve)
+                or (isinstance(step, Fork) and self.adapter.fork_shares != "blocks")
+            )
             wrote = isinstance(step, Fill) or (is_write(step) and fits and not may_copy)
             ran = self._check_paths(slots, before.counts, wrote=wrote, may_copy=may_copy)
             if not isinstance(step, Copy):  # which may be written token by token
@@ -217,7 +220,7 @@ class Machine:
         rows = [row for due in self.reserved for row in due.step.rows()]
         return sum(count for name, count in rows if name == seq)
 
-    def _call(self, step: Operation) -> None:
+    def _call(self, step: Operation, *, fits: bool) -> None:
         try:
             if isinstance(step, Fork):
                 self.adapter.fork(step.parent, step.child)
@@ -226,8 +229,14 @@ class Machine:
             elif isinstance(step, SetOptions):
                 self.adapter.set_options(step.options)
                 self.options = step.options
+        except self.adapter.full_errors as error:
+            if fits:
+                self.fail(f"refused a step that fits: {error}", error)
         except Exception as error:
             self.fail(f"the step raised {type(error).__name__}: {error}", error)
+        else:
+            if not fits:
+                self.fail("accepted a step that does not fit")
 
     # --------------------------------------------------------------------------- looking
 
@@ -334,7 +343,7 @@ class Machine:
                 if page_of.setdefault(block, id(page)) != id(page):
                     self.fail(
                         f"layer {layer}: block {block} of sequence {seq} is shared with a "
-                        "sequence that has written something else since"
+                        "sequence that must have one of its own by now"
                     )
 
     def _check_arena(self, tokens: list[int], slots: list[list[_Slot]], before: _Before) -> None:

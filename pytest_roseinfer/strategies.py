@@ -26,6 +26,7 @@ from pytest_roseinfer.history import (
     Reserve,
     SetOptions,
     apply_to_oracle,
+    fits_oracle,
     is_write,
 )
 from pytest_roseinfer.model import Oracle
@@ -258,9 +259,9 @@ class _Writer:
 
     def take(self, step: Operation) -> None:
         bounded = "ledger" in abilities(self.adapter)
+        if not bounded and not fits_oracle(self.oracle, step):
+            return
         if is_write(step):
-            if not bounded and not self.oracle.fits(step.rows()):
-                return
             named = [seq for seq, _ in step.rows()]
         else:
             named = [step.child] if isinstance(step, Fork) else []
@@ -288,7 +289,8 @@ def histories(
     """
     options = switches(adapter, aim)
     spec = draw(cache_specs(dtypes=adapter.dtypes, options=options, device=device))
-    writer = _Writer(draw, adapter, Oracle(spec.block_size, spec.num_blocks))
+    oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares)
+    writer = _Writer(draw, adapter, oracle)
     if "fork" in abilities(adapter):
         tails = ("anyhow", "partial", "full", "begun", "mixed", "mixed")
         writer.begin(draw(st.sampled_from(tails)))

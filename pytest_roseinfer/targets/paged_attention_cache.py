@@ -19,7 +19,7 @@ import itertools
 import logging
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -314,16 +314,10 @@ class UnsharedPagedAttentionCacheAdapter(PagedAttentionCacheAdapter):
 class ForkedPagedAttentionCacheAdapter(PagedAttentionCacheAdapter):
     """Forked requests, as made for one prompt that is answered several times.
 
-    A fork shares the full blocks and copies the last one at once if it is partial; the
-    harness expects that copy at the first write. So this pool never runs out, and its books
-    are not compared.
+    A fork shares the full blocks and copies the last one at once if it is partial.
     """
 
-    ledger = KVCacheAdapter.ledger  # not offered
-
-    def make(self, spec: CacheSpec) -> None:
-        # No sequence has more than one partial block.
-        super().make(replace(spec, num_blocks=spec.num_blocks + _MOST_SEQUENCES))
+    fork_shares = "full blocks"
 
     def fork(self, parent: int, child: int) -> None:
         self.cache.pool.try_to_free_sectors()
@@ -351,6 +345,7 @@ class SlidingPagedAttentionCacheAdapter(ForkedPagedAttentionCacheAdapter):
         "window": (3, 1, 2, 5, 16),
     }
     table = KVCacheAdapter.table  # not offered
+    ledger = KVCacheAdapter.ledger  # not offered
     arena = KVCacheAdapter.arena  # not offered
 
     def make(self, spec: CacheSpec) -> None:

@@ -38,7 +38,7 @@ OFFERED = {
     DynamicCacheAdapter: WRITES | {"fork"},
     PagedAttentionCacheAdapter: PAGED | {"table", "ledger", "arena"},
     UnsharedPagedAttentionCacheAdapter: PAGED | {"table", "ledger", "arena"},
-    ForkedPagedAttentionCacheAdapter: PAGED | {"table", "arena", "fork"},
+    ForkedPagedAttentionCacheAdapter: PAGED | {"table", "ledger", "arena", "fork"},
     SlidingPagedAttentionCacheAdapter: PAGED | {"fork"},
 }
 FOUND = Path(__file__).parents[2] / "docs" / "found.md"
