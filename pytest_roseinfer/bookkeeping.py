@@ -50,10 +50,10 @@ def check_conditions(machine: Machine, ran: Mapping[str, int], expected: Counter
 
 def check_switches(machine: Machine, ran: Mapping[str, int], options: Mapping[str, Any]) -> None:
     """No path ran that the switches rule out."""
-    for path in machine.adapter.ruled_out.keys() & ran.keys():
-        for switches in machine.adapter.ruled_out[path]:
-            if all(options.get(name) == value for name, value in switches.items()):
-                machine.fail(f"path {path!r} was counted, which {_said(switches)} rules out")
+    for name, path in machine.adapter.paths.items():
+        for switches in path.never_with if name in ran else ():
+            if all(options.get(switch) == value for switch, value in switches.items()):
+                machine.fail(f"path {name!r} was counted, which {_said(switches)} rules out")
 
 
 def _said(switches: Mapping[str, Any]) -> str:

@@ -407,7 +407,7 @@ class Machine:
     ) -> dict[str, int]:
         after = self._reported()
         ran = {name: after[name] - before[name] for name in after if after[name] != before[name]}
-        twins = set(self.adapter.paths.values())
+        twins = {path.equals for path in self.adapter.paths.values()}
         paths = set(self.adapter.paths) | twins
         for name, times in ran.items():
             if name not in paths | set(self.adapter.conditions):
@@ -423,8 +423,8 @@ class Machine:
         # A copy is written token by token; and where a slow twin took some of the rows,
         # those that were left may have had one position.
         whole = not isinstance(self.done[-1], Copy | Reserve) and not moved & twins
-        for name in moved & self.adapter.one_position_paths:
-            if whole and len(positions) > 1:
+        for name in moved & self.adapter.paths.keys():
+            if whole and len(positions) > 1 and self.adapter.paths[name].one_position:
                 self.fail(
                     f"path {name!r} was counted, which writes one position for all rows; these "
                     f"rows needed positions {sorted(positions)}"

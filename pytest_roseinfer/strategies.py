@@ -83,10 +83,9 @@ def switches(
     others = [(name, value) for name, values in choices.items() for value in values[1:]]
     if not others:
         return st.just(usual)
-    paths = [aim] if aim is not None else list(adapter.paths) or [""]
-    aims = st.sampled_from(paths).flatmap(
-        lambda path: st.sampled_from(adapter.path_options.get(path, [{}]))
-    )
+    paths = list(adapter.paths.values()) if aim is None else [adapter.paths[aim]]
+    settings = [path.runs_with or [{}] for path in paths] or [[{}]]
+    aims = st.sampled_from(settings).flatmap(st.sampled_from)
     changes = st.lists(st.sampled_from(others), max_size=3)
     return st.tuples(changes, aims).map(lambda drawn: {**usual, **dict(drawn[0]), **drawn[1]})
 
