@@ -29,6 +29,7 @@ from pytest_roseinfer.history import (
     fits_oracle,
     is_write,
 )
+from pytest_roseinfer.layouts import LAYOUTS
 from pytest_roseinfer.model import Oracle
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ _HEADS = (1, 2, 3) * 3 + (40,)
 """More than a kernel's tile may hold at once, now and then."""
 _POOLS = (8, 2, 5, 12, 16, 24)
 """Blocks of a layer: soon all taken, or just enough for a batch of sequences."""
-LAYOUTS = ("plain", "fused", "transposed", "strided", "apart", "wider")
-"""How a write's tensors lie in memory; see ``machine.lay_out``."""
 _MOST_SEQUENCES = 6
 _MOST_TOKENS = 300
 

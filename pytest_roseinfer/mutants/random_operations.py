@@ -27,10 +27,10 @@ from pytest_roseinfer.history import (
     apply_to_oracle,
     fits_oracle,
 )
+from pytest_roseinfer.layouts import LAYOUTS
 from pytest_roseinfer.machine import run_history
 from pytest_roseinfer.model import Oracle
 from pytest_roseinfer.mutants.hunt import Found, Stop, guarded
-from pytest_roseinfer.strategies import LAYOUTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -20,9 +20,9 @@ from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter
 from pytest_roseinfer.targets.paged_attention_cache import (
     ForkedPagedAttentionCacheAdapter,
     PagedAttentionCacheAdapter,
-    SlidingPagedAttentionCacheAdapter,
     UnsharedPagedAttentionCacheAdapter,
 )
+from pytest_roseinfer.targets.sliding_paged_attention_cache import SlidingPagedAttentionCacheAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

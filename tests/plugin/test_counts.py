@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, FastPath, History, Oracle, run_history
-from pytest_roseinfer.bookkeeping import conditions_met
+from pytest_roseinfer.counts import conditions_met
 from pytest_roseinfer.history import (
     Append,
     AppendMany,
