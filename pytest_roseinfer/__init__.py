@@ -35,16 +35,20 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapter import CacheSpec as CacheSpec
     from pytest_roseinfer.adapter import KVCacheAdapter as KVCacheAdapter
     from pytest_roseinfer.adapter import Ledger as Ledger
+    from pytest_roseinfer.bad_calls import BadCall as BadCall
     from pytest_roseinfer.checks import conformance as conformance
     from pytest_roseinfer.divergence import Divergence as Divergence
+    from pytest_roseinfer.fast_path import FastPath as FastPath
     from pytest_roseinfer.history import History as History
     from pytest_roseinfer.machine import run_history as run_history
     from pytest_roseinfer.model import Oracle as Oracle
 
 _HOMES = {
+    "BadCall": "pytest_roseinfer.bad_calls",
     "CacheFull": "pytest_roseinfer.adapter",
     "CacheSpec": "pytest_roseinfer.adapter",
     "Divergence": "pytest_roseinfer.divergence",
+    "FastPath": "pytest_roseinfer.fast_path",
     "History": "pytest_roseinfer.history",
     "KVCacheAdapter": "pytest_roseinfer.adapter",
     "Ledger": "pytest_roseinfer.adapter",

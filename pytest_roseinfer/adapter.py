@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_roseinfer.bad_calls import BadCall
+    from pytest_roseinfer.fast_path import FastPath
 
 
 class CacheFull(Exception):
@@ -62,22 +63,18 @@ class KVCacheAdapter:
 
     full_errors: ClassVar[tuple[type[BaseException], ...]] = (CacheFull,)
     """What ``append`` and friends raise, changing nothing, when there is no room."""
-    paths: ClassVar[Mapping[str, str]] = {}
-    """Fast paths the cache declares, each with the slow twin it must equal."""
-    one_position_paths: ClassVar[frozenset[str]] = frozenset()
-    """Those of them that can only write when all rows go to the same position of a block."""
+    paths: ClassVar[Mapping[str, FastPath]] = {}
+    """Fast paths the cache declares, by their names in ``path_counts``."""
     conditions: ClassVar[Sequence[str]] = ()
     """Names in ``path_counts`` that are no paths but must be met all the same."""
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Switches to vary: each history draws a value for every name, for ``spec.options``."""
-    path_options: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = {}
-    """For paths that do not run by default: settings of the switches, under each of which
-    they do, so that histories can aim at them."""
     row_conditions: ClassVar[Mapping[str, str]] = {}
     """Which of ``conditions`` counts what a row found: a name for each of "fresh", "in_place",
     "rollover", "rollover_shared", "copy_on_write" and "padding" that is counted row by row."""
-    ruled_out: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = {}
-    """Settings of the switches, any one of which keeps a path from running."""
+    fork_shares: ClassVar[str] = "blocks"
+    """What a fork shares: all its ``"blocks"``, a partial one being copied when it is written
+    to; only its ``"full blocks"``, a partial one being copied at once; or ``"nothing"``."""
     scratch_blocks: frozenset[int] = frozenset()
     """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")

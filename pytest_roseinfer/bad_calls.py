@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.payload import same_bits
+from pytest_roseinfer.snapshot import books_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,10 +35,10 @@ def check_bad_calls(machine: Machine) -> None:
     if "arena" in machine.can:
         keys, values = machine.adapter.arena()
         arena = (keys.clone(), values.clone())
-    books = _books(machine)
+    books = books_of(machine)
     for bad in machine.adapter.bad_calls():
         _make(machine, bad)
-        if _books(machine) != books:
+        if books_of(machine) != books:
             machine.fail(f"{bad.words} changed the books")
     if arena is None:
         return
@@ -56,15 +57,3 @@ def _make(machine: Machine, bad: BadCall) -> None:
     if bad.errors:
         names = " or ".join(kind.__name__ for kind in bad.errors)
         machine.fail(f"{bad.words} went through; it must raise {names}")
-
-
-def _books(machine: Machine) -> list[object]:
-    """Everything the cache's books say: tables, holders, free blocks."""
-    adapter, books = machine.adapter, list[object]()
-    for layer in range(machine.spec.num_layers):
-        if "table" in machine.can:
-            books += [list(adapter.table(seq, layer)) for seq in machine.oracle.sequences]
-        if "ledger" in machine.can:
-            ledger = adapter.ledger(layer)
-            books.append((dict(ledger.refcounts), sorted(ledger.free)))
-    return books

@@ -13,13 +13,15 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from pytest_roseinfer import coverage, settings
-from pytest_roseinfer.adapter import KVCacheAdapter, abilities
+from pytest_roseinfer.adapter import abilities
 from pytest_roseinfer.machine import Machine
+from pytest_roseinfer.mistakes import refuse_mistakes
 from pytest_roseinfer.reproduce import CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pytest_roseinfer.adapter import KVCacheAdapter
     from pytest_roseinfer.coverage import TargetCoverage
     from pytest_roseinfer.history import History, Operation
 
@@ -90,15 +92,7 @@ class ConformanceTests:
 
 def conformance(adapter: type[KVCacheAdapter]) -> type[ConformanceTests]:
     """A test class for one adapter: ``TestMyCache = conformance(MyCache)``."""
-    if not (isinstance(adapter, type) and issubclass(adapter, KVCacheAdapter)):
-        raise TypeError(f"conformance() takes a subclass of KVCacheAdapter, not {adapter!r}")
-    missing = [
-        name
-        for name in ("make", "append", "peek")
-        if getattr(adapter, name) is getattr(KVCacheAdapter, name)
-    ]
-    if missing:
-        raise TypeError(f"{adapter.__name__} must define {', '.join(missing)}")
+    refuse_mistakes(adapter)
     settings.choose_kernel_runtime()
     return type(f"Test{adapter.__name__}", (ConformanceTests,), {"adapter": adapter})
 

@@ -31,6 +31,7 @@ class TargetCoverage:
     """What one target declared, and what happened."""
 
     paths: dict[str, str]
+    """Each with the slow twin it must equal."""
     conditions: list[str]
     tested: list[str] = field(default_factory=list)
     not_offered: list[str] = field(default_factory=list)
@@ -126,7 +127,7 @@ class Coverage:
         if name not in self._targets:
             can = abilities(adapter)
             self._targets[name] = TargetCoverage(
-                dict(adapter.paths),
+                {name: path.equals for name, path in adapter.paths.items()},
                 list(adapter.conditions),
                 [ability for ability in OPTIONAL if ability in can],
                 [ability for ability in OPTIONAL if ability not in can],

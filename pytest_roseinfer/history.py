@@ -199,19 +199,26 @@ def tokens_of(oracle: Oracle, step: Write) -> list[int]:
 
 
 def apply_to_oracle(oracle: Oracle, step: Operation) -> bool:
-    """Do a step to the oracle; False when it is a write that does not fit.
+    """Do a step to the oracle; False when it does not fit.
 
     Tokens count as stored from the moment room is reserved for them.
     """
+    if not fits_oracle(oracle, step):
+        return False
     if isinstance(step, Fork):
         oracle.fork(step.parent, step.child)
     elif isinstance(step, Free):
         oracle.free(step.seq)
     elif is_write(step):
-        if not oracle.fits(step.rows()):
-            return False
         oracle.append(step.rows(), tokens_of(oracle, step))
     return True
+
+
+def fits_oracle(oracle: Oracle, step: Operation) -> bool:
+    """Whether there is room for a step."""
+    if isinstance(step, Fork):
+        return oracle.fork_fits(step.parent)
+    return oracle.fits(step.rows()) if is_write(step) else True
 
 
 def _listed(seqs: tuple[int, ...]) -> str:

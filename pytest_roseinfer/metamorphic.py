@@ -31,7 +31,7 @@ def check_permuted(adapter: type[KVCacheAdapter], history: History) -> None:
     def turned(step: Append) -> list[Operation]:
         return [replace(step, seqs=step.seqs[::-1])]
 
-    history = _roomy(history)
+    history = _roomy(adapter, history)
     _check_alike(adapter, history, _with_appends(history, turned), "its batches in reverse order")
 
 
@@ -43,13 +43,13 @@ def check_split(adapter: type[KVCacheAdapter], history: History) -> None:
         halves = [step.seqs[:at], step.seqs[at:]]
         return [replace(step, seqs=half) for half in halves if half]
 
-    history = _roomy(history)
+    history = _roomy(adapter, history)
     _check_alike(adapter, history, _with_appends(history, halved), "its batches split in two")
 
 
 def check_copied(adapter: type[KVCacheAdapter], history: History) -> None:
     """A fork behaves as a sequence of its own with the same tokens."""
-    history = _roomy(history)
+    history = _roomy(adapter, history)
     oracle = Oracle(history.spec.block_size, history.spec.num_blocks)
     steps: list[Operation] = []
     for step in history.operations:
@@ -88,10 +88,10 @@ def _settings(adapter: type[KVCacheAdapter]) -> Iterator[dict[str, Any]]:
     yield {name: values[-1] for name, values in adapter.option_choices.items()}
 
 
-def _roomy(history: History) -> History:
+def _roomy(adapter: type[KVCacheAdapter], history: History) -> History:
     """What the history gets done, on a cache so large that its copies would fit as well."""
     spec = history.spec
-    oracle = Oracle(spec.block_size, spec.num_blocks)
+    oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares)
     steps = tuple(step for step in history.operations if apply_to_oracle(oracle, step))
     endless = Oracle(spec.block_size, capacity=1 << 40)
     blocks = 1

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+FORK_SHARES = ("blocks", "full blocks", "nothing")
 _POSITIONS = 1 << 16
 """Longest sequence that tokens can tell apart."""
 
@@ -55,6 +56,8 @@ class Oracle:
 
     block_size: int
     capacity: int
+    fork_shares: str = "blocks"
+    """As ``KVCacheAdapter.fork_shares``."""
     sequences: dict[int, list[Page]] = field(default_factory=dict)
 
     def tokens(self, seq: int) -> list[int]:
@@ -109,10 +112,19 @@ class Oracle:
         pages[-1].tokens.append(token)
 
     def fork(self, parent: int, child: int) -> None:
-        pages = list(self.sequences[parent])
-        for page in pages:
-            page.holders += 1
-        self.sequences[child] = pages
+        self.sequences[child] = []
+        for page in self.sequences[parent]:
+            shared = self._shares(page)
+            page.holders += shared
+            self.sequences[child].append(page if shared else Page(list(page.tokens)))
+
+    def fork_fits(self, parent: int) -> bool:
+        copied = sum(not self._shares(page) for page in self.sequences[parent])
+        return self.pages_used() + copied <= self.capacity
+
+    def _shares(self, page: Page) -> bool:
+        full = len(page.tokens) == self.block_size
+        return self.fork_shares == "blocks" or (self.fork_shares == "full blocks" and full)
 
     def free(self, seq: int) -> None:
         for page in self.sequences.pop(seq):

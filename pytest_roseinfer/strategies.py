@@ -26,8 +26,10 @@ from pytest_roseinfer.history import (
     Reserve,
     SetOptions,
     apply_to_oracle,
+    fits_oracle,
     is_write,
 )
+from pytest_roseinfer.layouts import LAYOUTS
 from pytest_roseinfer.model import Oracle
 
 if TYPE_CHECKING:
@@ -39,8 +41,6 @@ _HEADS = (1, 2, 3) * 3 + (40,)
 """More than a kernel's tile may hold at once, now and then."""
 _POOLS = (8, 2, 5, 12, 16, 24)
 """Blocks of a layer: soon all taken, or just enough for a batch of sequences."""
-LAYOUTS = ("plain", "fused", "transposed", "strided", "apart", "wider")
-"""How a write's tensors lie in memory; see ``machine.lay_out``."""
 _MOST_SEQUENCES = 6
 _MOST_TOKENS = 300
 
@@ -82,10 +82,9 @@ def switches(
     others = [(name, value) for name, values in choices.items() for value in values[1:]]
     if not others:
         return st.just(usual)
-    paths = [aim] if aim is not None else list(adapter.paths) or [""]
-    aims = st.sampled_from(paths).flatmap(
-        lambda path: st.sampled_from(adapter.path_options.get(path, [{}]))
-    )
+    paths = list(adapter.paths.values()) if aim is None else [adapter.paths[aim]]
+    settings = [path.runs_with or [{}] for path in paths] or [[{}]]
+    aims = st.sampled_from(settings).flatmap(st.sampled_from)
     changes = st.lists(st.sampled_from(others), max_size=3)
     return st.tuples(changes, aims).map(lambda drawn: {**usual, **dict(drawn[0]), **drawn[1]})
 
@@ -258,9 +257,9 @@ class _Writer:
 
     def take(self, step: Operation) -> None:
         bounded = "ledger" in abilities(self.adapter)
+        if not bounded and not fits_oracle(self.oracle, step):
+            return
         if is_write(step):
-            if not bounded and not self.oracle.fits(step.rows()):
-                return
             named = [seq for seq, _ in step.rows()]
         else:
             named = [step.child] if isinstance(step, Fork) else []
@@ -288,7 +287,8 @@ def histories(
     """
     options = switches(adapter, aim)
     spec = draw(cache_specs(dtypes=adapter.dtypes, options=options, device=device))
-    writer = _Writer(draw, adapter, Oracle(spec.block_size, spec.num_blocks))
+    oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares)
+    writer = _Writer(draw, adapter, oracle)
     if "fork" in abilities(adapter):
         tails = ("anyhow", "partial", "full", "begun", "mixed", "mixed")
         writer.begin(draw(st.sampled_from(tails)))

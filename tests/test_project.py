@@ -61,6 +61,16 @@ def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch.Size([4, 21, 64])" in capsys.readouterr().out
 
 
+def test_the_layout_names_every_module_of_the_plugin() -> None:
+    layout = (ROOT / "docs" / "architecture.md").read_text()
+    missing = [
+        file.name
+        for file in (ROOT / "pytest_roseinfer").glob("*.py")
+        if not re.search(rf"^ .*\b{file.name}\b", layout, re.M)
+    ]
+    assert not missing
+
+
 def test_every_constraint_is_exact() -> None:
     lines = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]

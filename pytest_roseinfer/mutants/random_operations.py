@@ -25,12 +25,12 @@ from pytest_roseinfer.history import (
     Reserve,
     SetOptions,
     apply_to_oracle,
-    is_write,
+    fits_oracle,
 )
+from pytest_roseinfer.layouts import LAYOUTS
 from pytest_roseinfer.machine import run_history
 from pytest_roseinfer.model import Oracle
 from pytest_roseinfer.mutants.hunt import Found, Stop, guarded
-from pytest_roseinfer.strategies import LAYOUTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ def random_history(rng: random.Random, target: type[KVCacheAdapter]) -> History:
         dtype=rng.choice(target.dtypes),
         options=_options(rng, target),
     )
-    writer = _Writer(rng, target, Oracle(spec.block_size, spec.num_blocks))
+    writer = _Writer(rng, target, Oracle(spec.block_size, spec.num_blocks, target.fork_shares))
     for _ in range(_STEPS):
         writer.take(rng.choice(writer.moves())())
     while writer.waiting:
@@ -117,11 +117,9 @@ class _Writer:
         return [move for name, move in offered if name == "append" or name in can]
 
     def take(self, step: Operation) -> None:
-        fits = True
-        if is_write(step):
-            fits = self.oracle.fits(step.rows())
-            if not fits and "ledger" not in abilities(self.target):
-                return  # it may hold more than the oracle knows
+        fits = fits_oracle(self.oracle, step)
+        if not fits and "ledger" not in abilities(self.target):
+            return  # it may hold more than the oracle knows
         apply_to_oracle(self.oracle, step)
         if isinstance(step, Reserve) and fits:
             self.waiting.append(set(step.seqs))

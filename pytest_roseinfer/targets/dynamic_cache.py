@@ -48,6 +48,8 @@ class DynamicCacheAdapter(KVCacheAdapter):
         "select": ("batch_select_indices", "reorder_cache", "batch_repeat_interleave"),
     }
 
+    fork_shares = "nothing"
+
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)

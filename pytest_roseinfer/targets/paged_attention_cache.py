@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -32,12 +31,7 @@ from pytest_roseinfer.adapter import CacheFull, CacheSpec, KVCacheAdapter, Ledge
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-_MOST_SEQUENCES = 10
-"""As many as a history keeps alive at once, and some more."""
-_ALIGNMENT = 128
-"""Bytes that the size of a sector is a multiple of."""
-
-_KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +73,7 @@ class PagedAttentionCacheAdapter(KVCacheAdapter):
         self.spec = spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.states: dict[int, Any] = {}
-        self.attended: dict[int, list[_KeysAndValues]] = {}
+        self.attended: dict[int, list[KeysAndValues]] = {}
         """What attention was handed of a sequence, by layer."""
         self.token_ids = itertools.count()
         self.cache = _build(spec, num_blocks, allow_block_sharing=self.allow_block_sharing, **model)
@@ -217,7 +211,7 @@ class PagedAttentionCacheAdapter(KVCacheAdapter):
             )
             layers[layer] = (keys, values)
 
-    def _nothing(self) -> list[_KeysAndValues]:
+    def _nothing(self) -> list[KeysAndValues]:
         nothing = torch.empty(
             (0, self.spec.num_heads, self.spec.head_dim),
             dtype=self.dtype,
@@ -231,10 +225,10 @@ class PagedAttentionCacheAdapter(KVCacheAdapter):
 
     # --------------------------------------------------------------------------- reading
 
-    def gather(self, seq: int, layer: int) -> _KeysAndValues:
+    def gather(self, seq: int, layer: int) -> KeysAndValues:
         return self.attended.get(seq, self._nothing())[layer]
 
-    def peek(self, seq: int, layer: int) -> _KeysAndValues:
+    def peek(self, seq: int, layer: int) -> KeysAndValues:
         state = self.states[seq]
         length = state.position_offset
         kinds = self.cache.cache_allocators
@@ -299,7 +293,7 @@ class PagedAttentionCacheAdapter(KVCacheAdapter):
             for block in range(sector * size, (sector + 1) * size)
         ]
 
-    def arena(self) -> _KeysAndValues:
+    def arena(self) -> KeysAndValues:
         stored = self._storage(self.allocator)
         keys, values = (stored[:, :, kind].permute(1, 0, 3, 2, 4) for kind in (0, 1))
         return keys, values
@@ -314,16 +308,10 @@ class UnsharedPagedAttentionCacheAdapter(PagedAttentionCacheAdapter):
 class ForkedPagedAttentionCacheAdapter(PagedAttentionCacheAdapter):
     """Forked requests, as made for one prompt that is answered several times.
 
-    A fork shares the full blocks and copies the last one at once if it is partial; the
-    harness expects that copy at the first write. So this pool never runs out, and its books
-    are not compared.
+    A fork shares the full blocks and copies the last one at once if it is partial.
     """
 
-    ledger = KVCacheAdapter.ledger  # not offered
-
-    def make(self, spec: CacheSpec) -> None:
-        # No sequence has more than one partial block.
-        super().make(replace(spec, num_blocks=spec.num_blocks + _MOST_SEQUENCES))
+    fork_shares = "full blocks"
 
     def fork(self, parent: int, child: int) -> None:
         self.cache.pool.try_to_free_sectors()
@@ -337,53 +325,6 @@ class ForkedPagedAttentionCacheAdapter(PagedAttentionCacheAdapter):
         self.cache.perform_cache_copy(copies)
         self.states[child] = state.fork(name)
         self.attended[child] = list(self.attended[parent])
-
-
-class SlidingPagedAttentionCacheAdapter(ForkedPagedAttentionCacheAdapter):
-    """Sliding windows, in every layer or in every other one.
-
-    Layers of each kind have a table of their own and share the pool, which is more than the
-    harness can follow: what is compared is what attention reads, and what is stored.
-    """
-
-    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "layers": ("alternating", "sliding"),
-        "window": (3, 1, 2, 5, 16),
-    }
-    table = KVCacheAdapter.table  # not offered
-    arena = KVCacheAdapter.arena  # not offered
-
-    def make(self, spec: CacheSpec) -> None:
-        every = 2 if spec.options["layers"] == "alternating" else 1
-        kinds = [
-            "full_attention" if layer % every else "sliding_attention"
-            for layer in range(spec.num_layers)
-        ]
-        self.window = int(spec.options["window"])
-        # Forks share nothing in sliding layers.
-        num_blocks = spec.num_blocks * _MOST_SEQUENCES
-        # A sector goes to one kind of layers, and the last one of each may be nearly empty.
-        page = spec.block_size * spec.num_heads * spec.head_dim * 2
-        page *= torch.empty((), dtype=getattr(torch, spec.dtype)).element_size()
-        num_blocks += 2 * _ALIGNMENT // math.gcd(_ALIGNMENT, page)
-        self._make(spec, num_blocks, layer_types=kinds, sliding_window=self.window)
-
-    def peek(self, seq: int, layer: int) -> _KeysAndValues:
-        """The storage itself, after what has slid out of it."""
-        allocator = self.cache.layer_to_allocator[layer]
-        length = self.states[seq].position_offset
-        ring = self.window if allocator.layer_type == "sliding_attention" else max(length, 1)
-        kept = min(length, ring)
-        slots = [at % ring for at in range(length - kept, length)]
-        table, size = self._blocks(seq, layer), self.spec.block_size
-        blocks = [table[slot // size] for slot in slots]
-        positions = [slot % size for slot in slots]
-        stored = self._storage(allocator)[:, allocator.layer_indices.index(layer)]
-        keys, values = (
-            torch.cat([before[: length - kept], stored[blocks, kind, positions]])
-            for kind, before in enumerate(self.gather(seq, layer))
-        )
-        return keys, values
 
 
 def _new_request(name: str) -> Any:

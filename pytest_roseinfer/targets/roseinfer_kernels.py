@@ -15,6 +15,7 @@ import torch
 
 from pytest_roseinfer.adapter import CacheFull, CacheSpec, KVCacheAdapter, Ledger
 from pytest_roseinfer.bad_calls import BadCall
+from pytest_roseinfer.fast_path import FastPath
 from roseinfer import BadArgument
 
 if TYPE_CHECKING:
@@ -197,15 +198,11 @@ def _check_gaps(memory: torch.Tensor, view: torch.Tensor) -> None:
 class StridedKernels(_Kernels):
     """The append kernels and the clone kernel, on keys and values of any layout."""
 
-    paths: ClassVar[Mapping[str, str]] = {
-        "triton_full_batch": "per_token",
-        "triton_identity_pos": "per_token",
-        "triton_gather": "per_token",
-        "clone_triton": "per_token",
-    }
-    one_position_paths = frozenset({"triton_full_batch"})
-    path_options: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = {
-        "triton_gather": [{"gather": True}]
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        "triton_full_batch": FastPath(equals="per_token", one_position=True),
+        "triton_identity_pos": FastPath(equals="per_token"),
+        "triton_gather": FastPath(equals="per_token", runs_with=[{"gather": True}]),
+        "clone_triton": FastPath(equals="per_token"),
     }
 
     def table(self, seq: int, layer: int) -> list[int]:  # noqa: ARG002  (one for all layers)

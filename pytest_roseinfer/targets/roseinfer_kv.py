@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from pytest_roseinfer.adapter import CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer.fast_path import FastPath
 from pytest_roseinfer.targets.roseinfer_bad_calls import bad_calls
 from roseinfer import AppendPlan, AppendPolicy, Condition, KVBlockManager, OutOfBlocks, Path
 
@@ -16,14 +17,64 @@ if TYPE_CHECKING:
     from pytest_roseinfer.bad_calls import BadCall
 
 
+_PER_TOKEN = Path.PER_TOKEN.value
+_ALWAYS_TRITON = {"triton": True, "triton_min_batch": 1}
+PATHS = {
+    Path.TRITON_FULL_BATCH.value: FastPath(
+        equals=_PER_TOKEN,
+        never_with=[{"triton": False}, {"identity": False}, {"scalar_position": False}],
+        one_position=True,
+    ),
+    Path.TRITON_IDENTITY_POS.value: FastPath(
+        equals=_PER_TOKEN,
+        never_with=[{"triton": False}, {"identity": False}],
+    ),
+    Path.TRITON_GATHER.value: FastPath(
+        equals=_PER_TOKEN,
+        runs_with=[
+            {"identity": False},
+            {"batched_rollover": False},
+            {"batched_copy_on_write": False},
+        ],
+        never_with=[{"triton": False}],
+    ),
+    Path.TORCH_SCALAR.value: FastPath(
+        equals=_PER_TOKEN,
+        runs_with=[{"triton": False}],
+        never_with=[_ALWAYS_TRITON, {"identity": False}, {"scalar_position": False}],
+        one_position=True,
+    ),
+    Path.TORCH_VECTOR.value: FastPath(
+        equals=_PER_TOKEN,
+        runs_with=[{"triton": False, "scalar_position": False}],
+        never_with=[_ALWAYS_TRITON, {"identity": False}],
+    ),
+    Path.TORCH_GATHER.value: FastPath(
+        equals=_PER_TOKEN,
+        runs_with=[
+            {"triton": False, "identity": False},
+            {"triton": False, "batched_rollover": False},
+            {"triton": False, "batched_copy_on_write": False},
+        ],
+        never_with=[_ALWAYS_TRITON],
+    ),
+    Path.CLONE_TRITON.value: FastPath(
+        equals=_PER_TOKEN,
+        never_with=[{"triton": False}, {"batched_copy_on_write": False}],
+    ),
+    Path.CLONE_TORCH.value: FastPath(
+        equals=_PER_TOKEN,
+        runs_with=[{"triton": False, "batched_copy_on_write": True}],
+        never_with=[{"triton": True}, {"batched_copy_on_write": False}],
+    ),
+}
+
+
 class _ManagerAdapter(KVCacheAdapter):
     """What the arrangements share: reading storage directly, and the books."""
 
     full_errors = (OutOfBlocks,)
-    paths: ClassVar[Mapping[str, str]] = {
-        path.value: Path.PER_TOKEN.value for path in Path if path is not Path.PER_TOKEN
-    }
-    one_position_paths = frozenset({Path.TRITON_FULL_BATCH.value, Path.TORCH_SCALAR.value})
+    paths = PATHS
     scratch_blocks = frozenset({0})
     conditions = tuple(
         condition.value for condition in Condition if condition is not Condition.TRITON_UNAVAILABLE
@@ -38,41 +89,7 @@ class _ManagerAdapter(KVCacheAdapter):
         "triton_min_batch": (1, 3),
         "triton_full_batch_min_batch": (None, 2),
     }
-
-    path_options: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = {
-        Path.TRITON_GATHER.value: [
-            {"identity": False},
-            {"batched_rollover": False},
-            {"batched_copy_on_write": False},
-        ],
-        Path.TORCH_SCALAR.value: [{"triton": False}],
-        Path.TORCH_VECTOR.value: [{"triton": False, "scalar_position": False}],
-        Path.TORCH_GATHER.value: [
-            {"triton": False, "identity": False},
-            {"triton": False, "batched_rollover": False},
-            {"triton": False, "batched_copy_on_write": False},
-        ],
-        Path.CLONE_TORCH.value: [{"triton": False, "batched_copy_on_write": True}],
-    }
     row_conditions: ClassVar[Mapping[str, str]] = {name: name for name in conditions}
-    ruled_out: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = {
-        Path.TRITON_FULL_BATCH.value: [
-            {"triton": False},
-            {"identity": False},
-            {"scalar_position": False},
-        ],
-        Path.TRITON_IDENTITY_POS.value: [{"triton": False}, {"identity": False}],
-        Path.TRITON_GATHER.value: [{"triton": False}],
-        Path.TORCH_SCALAR.value: [
-            {"triton": True, "triton_min_batch": 1},
-            {"identity": False},
-            {"scalar_position": False},
-        ],
-        Path.TORCH_VECTOR.value: [{"triton": True, "triton_min_batch": 1}, {"identity": False}],
-        Path.TORCH_GATHER.value: [{"triton": True, "triton_min_batch": 1}],
-        Path.CLONE_TRITON.value: [{"triton": False}, {"batched_copy_on_write": False}],
-        Path.CLONE_TORCH.value: [{"triton": True}, {"batched_copy_on_write": False}],
-    }
 
     manager: KVBlockManager
 

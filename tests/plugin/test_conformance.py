@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 import pytest_roseinfer
-from pytest_roseinfer import CacheSpec, History, KVCacheAdapter, conformance, run_history
+from pytest_roseinfer import CacheSpec, FastPath, History, KVCacheAdapter, conformance, run_history
 from pytest_roseinfer.history import Append
 from tests.plugin.caches.list_cache import ListCache
 
@@ -155,9 +156,31 @@ def test_it_says_what_an_adapter_lacks() -> None:
         conformance(ListCache())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("slow", "is 'slow': write FastPath(equals='slow')"),
+        (None, "is None: write FastPath(equals=...)"),
+        (FastPath(equals="slow", runs_with=[{"fuse": 1}]), "names fuse, which option_choices has"),
+        (FastPath(equals="slow", never_with=[{"fuse": 1}]), "names fuse, which option_choices has"),
+    ],
+)
+def test_it_says_what_a_path_lacks(path: object, said: str) -> None:
+    mine = type("Mine", (ListCache,), {"paths": {"fast": path}, "option_choices": {"fused": (1,)}})
+    with pytest.raises(TypeError, match=re.escape(f"Mine.paths['fast'] {said}")):
+        conformance(mine)
+
+
+def test_a_path_says_so_itself_where_it_can() -> None:
+    with pytest.raises(TypeError, match="equals=True: expected the name of a slow path"):
+        FastPath(equals=True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"expected several settings, as in \[{'fused': 0}\]"):
+        FastPath(equals="slow", never_with={"fused": 0})  # type: ignore[arg-type]
+
+
 def test_a_cache_may_count_its_paths_without_showing_its_tables() -> None:
     class Counting(ListCache):
-        paths: ClassVar[Mapping[str, str]] = {"rows": "row"}
+        paths: ClassVar[Mapping[str, FastPath]] = {"rows": FastPath(equals="row")}
 
         def make(self, spec: CacheSpec) -> None:
             super().make(spec)

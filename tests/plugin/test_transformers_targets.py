@@ -20,9 +20,9 @@ from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter
 from pytest_roseinfer.targets.paged_attention_cache import (
     ForkedPagedAttentionCacheAdapter,
     PagedAttentionCacheAdapter,
-    SlidingPagedAttentionCacheAdapter,
     UnsharedPagedAttentionCacheAdapter,
 )
+from pytest_roseinfer.targets.sliding_paged_attention_cache import SlidingPagedAttentionCacheAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ OFFERED = {
     DynamicCacheAdapter: WRITES | {"fork"},
     PagedAttentionCacheAdapter: PAGED | {"table", "ledger", "arena"},
     UnsharedPagedAttentionCacheAdapter: PAGED | {"table", "ledger", "arena"},
-    ForkedPagedAttentionCacheAdapter: PAGED | {"table", "arena", "fork"},
+    ForkedPagedAttentionCacheAdapter: PAGED | {"table", "ledger", "arena", "fork"},
     SlidingPagedAttentionCacheAdapter: PAGED | {"fork"},
 }
 FOUND = Path(__file__).parents[2] / "docs" / "found.md"

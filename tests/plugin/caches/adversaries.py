@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from pytest_roseinfer import CacheSpec, conformance
+from pytest_roseinfer import CacheSpec, FastPath, conformance
 
 from .list_cache import ListCache
 from .paged_cache import PagedCache
@@ -95,10 +95,9 @@ class ClaimsAPathItsRowsRuleOut(_Claims):
 
 
 class ClaimsAPathItsSwitchesRuleOut(_Claims):
-    one_position_paths: ClassVar[frozenset[str]] = frozenset()
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {"batched": (True, False)}
-    ruled_out: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = {
-        "all_rows": [{"batched": False}]
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        "all_rows": FastPath(equals="row_by_row", never_with=[{"batched": False}])
     }
 
     def claim(self) -> str:

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from pytest_roseinfer import CacheFull, CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer import CacheFull, CacheSpec, FastPath, KVCacheAdapter, Ledger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
 class PagedCache(KVCacheAdapter):
-    paths: ClassVar[Mapping[str, str]] = {"all_rows": "row_by_row"}
-    one_position_paths = frozenset({"all_rows"})
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        "all_rows": FastPath(equals="row_by_row", one_position=True)
+    }
     conditions: ClassVar[Sequence[str]] = ("new_block",)
 
     def make(self, spec: CacheSpec) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, run_history
-from pytest_roseinfer.bookkeeping import conditions_met
+from pytest_roseinfer import CacheSpec, Divergence, FastPath, History, Oracle, run_history
+from pytest_roseinfer.counts import conditions_met
 from pytest_roseinfer.history import (
     Append,
     AppendMany,
@@ -112,7 +112,9 @@ class SwitchedCache(PagedCache):
     """Has a switch that keeps the fast path off, and heeds it."""
 
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {"fast": (True, False)}
-    ruled_out: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = {"all_rows": [{"fast": False}]}
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        "all_rows": FastPath(equals="row_by_row", never_with=[{"fast": False}])
+    }
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)

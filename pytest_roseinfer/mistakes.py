@@ -1,0 +1,48 @@
+"""Mistakes in an adapter class that show before anything is built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.adapter import KVCacheAdapter
+from pytest_roseinfer.fast_path import FastPath
+from pytest_roseinfer.model import FORK_SHARES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def refuse_mistakes(adapter: type[KVCacheAdapter]) -> None:
+    """Raise ``TypeError`` for a class that is no usable adapter; the message says why."""
+    if not (isinstance(adapter, type) and issubclass(adapter, KVCacheAdapter)):
+        raise TypeError(f"conformance() takes a subclass of KVCacheAdapter, not {adapter!r}")
+    for mistake in _mistakes(adapter):
+        raise TypeError(f"{adapter.__name__}{mistake}")
+
+
+def _mistakes(adapter: type[KVCacheAdapter]) -> Iterator[str]:
+    missing = [
+        name
+        for name in ("make", "append", "peek")
+        if getattr(adapter, name) is getattr(KVCacheAdapter, name)
+    ]
+    if missing:
+        yield f" must define {', '.join(missing)}"
+    if adapter.fork_shares not in FORK_SHARES:
+        known = ", ".join(map(repr, FORK_SHARES))
+        yield f".fork_shares is {adapter.fork_shares!r}: choose one of {known}"
+    for name, path in adapter.paths.items():
+        if not isinstance(path, FastPath):
+            twin = repr(path) if isinstance(path, str) else "..."
+            yield f".paths[{name!r}] is {path!r}: write FastPath(equals={twin})"
+        unknown = {
+            switch
+            for settings in (*path.runs_with, *path.never_with)
+            for switch in settings
+            if switch not in adapter.option_choices
+        }
+        if unknown:
+            yield (
+                f".paths[{name!r}] names {', '.join(sorted(unknown))}, which option_choices has no "
+                "values for"
+            )

@@ -1,0 +1,52 @@
+"""Tables, refcounts and free blocks must agree with each other and with the oracle's pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.snapshot import owners_of
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.machine import Machine
+
+
+def check_ownership(machine: Machine) -> None:
+    for layer, owners in enumerate(owners_of(machine)):
+        ledger = machine.adapter.ledger(layer)
+        held = {block: count for block, count in ledger.refcounts.items() if count}
+        if held != dict(owners):
+            machine.fail(f"layer {layer}: refcounts {held} but the tables hold {dict(owners)}")
+        if len(set(ledger.free)) < len(ledger.free):
+            machine.fail(f"layer {layer}: the free list names a block twice: {ledger.free}")
+        if both := set(ledger.free) & set(owners):
+            machine.fail(f"layer {layer}: blocks {sorted(both)} are free and held")
+        if len(ledger.free) + len(owners) != ledger.total:
+            machine.fail(
+                f"layer {layer}: {len(ledger.free)} free + {len(owners)} held blocks are not "
+                f"the {ledger.total} there are"
+            )
+        _check_sharing(machine, layer)
+
+
+def _check_sharing(machine: Machine, layer: int) -> None:
+    """Sequences share a block exactly where they share a page of the oracle."""
+    block_of: dict[int, int] = {}
+    page_of: dict[int, int] = {}
+    for seq, pages in machine.oracle.sequences.items():
+        table = machine.adapter.table(seq, layer)
+        if len(table) != len(pages):
+            machine.fail(
+                f"layer {layer}: sequence {seq} has {len(table)} blocks for "
+                f"{machine.oracle.length(seq)} tokens; {len(pages)} are right"
+            )
+        for block, page in zip(table, pages, strict=True):
+            if block_of.setdefault(id(page), block) != block:
+                machine.fail(
+                    f"layer {layer}: sequence {seq} has block {block} of its own where it "
+                    f"shares block {block_of[id(page)]}: a block was copied needlessly"
+                )
+            if page_of.setdefault(block, id(page)) != id(page):
+                machine.fail(
+                    f"layer {layer}: block {block} of sequence {seq} is shared with a "
+                    "sequence that must have one of its own by now"
+                )

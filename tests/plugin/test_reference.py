@@ -1,0 +1,150 @@
+"""docs/reference.md names what there is, all of it, and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pytest_roseinfer
+from pytest_roseinfer import (
+    BadCall,
+    CacheSpec,
+    FastPath,
+    KVCacheAdapter,
+    Ledger,
+    fixtures,
+    markers,
+    options,
+    strategies,
+)
+from pytest_roseinfer import adapter as adapter_module
+from pytest_roseinfer.report.verdict import FORMAT, Target, Verdict
+from pytest_roseinfer.settings import PROFILES
+from roseinfer.cli import main
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+
+
+def table(heading: str) -> list[list[str]]:
+    """The rows of the table under a heading; cells that are a name lose their backticks."""
+    found = re.search(rf"^##+ {re.escape(heading)}\n(.*?)(?=^##|\Z)", REFERENCE, re.M | re.S)
+    assert found, f"no heading {heading!r}"
+    lines = [line for line in found[1].splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [[re.sub(r"^`([^`]*)`$", r"\1", cell) for cell in row] for row in rows[2:]]
+
+
+def names(heading: str) -> list[str]:
+    return [row[0] for row in table(heading)]
+
+
+@dataclass
+class Recorder:
+    """Stands for pytest's parser and notes what is added to it."""
+
+    options: list[str] = field(default_factory=list)
+    ini: dict[str, str] = field(default_factory=dict)
+
+    def getgroup(self, *_: str) -> Recorder:
+        return self
+
+    def addoption(self, name: str, **_: Any) -> None:
+        self.options.append(name)
+
+    def addini(self, name: str, words: str, **_: Any) -> None:
+        self.ini[words.removeprefix("see ")] = name
+
+
+@pytest.fixture
+def added() -> Recorder:
+    recorder = Recorder()
+    options.add(recorder)  # type: ignore[arg-type]
+    return recorder
+
+
+def test_options_and_their_twins(added: Recorder) -> None:
+    documented = {row[0]: row[1] for row in table("Options of pytest")}
+    assert documented == {name: added.ini.get(name, "") for name in added.options}
+    assert set(added.ini) <= set(added.options)
+
+
+def test_profiles() -> None:
+    documented = {name: (examples, steps) for name, examples, steps, _ in table("Profiles")}
+    real = {name: (str(each.examples), str(each.steps)) for name, each in PROFILES.items()}
+    assert documented == real
+
+
+def test_markers() -> None:
+    assert names("Markers") == [line.partition(": ")[0] for line in markers.LINES]
+
+
+def test_fixtures() -> None:
+    documented = {name: scope for name, scope, _ in table("Fixtures")}
+    found = re.findall(r"@pytest\.fixture(.*)\ndef (\w+)", inspect.getsource(fixtures))
+    real = {name: "session" if "session" in scope else "function" for scope, name in found}
+    assert documented == real
+
+
+def test_strategies() -> None:
+    assert set(names("Strategies")) == public_functions(strategies)
+
+
+def public_functions(module: Any) -> set[str]:
+    return {
+        name
+        for name, found in vars(module).items()
+        if inspect.isfunction(found) and found.__module__ == module.__name__ and name[0] != "_"
+    }
+
+
+def test_public_names() -> None:
+    assert sorted(names("Public names")) == pytest_roseinfer.__all__
+
+
+def test_adapter_methods() -> None:
+    real = [
+        f"{name}({', '.join(list(inspect.signature(method).parameters)[1:])})"
+        for name, method in vars(KVCacheAdapter).items()
+        if inspect.isfunction(method)
+    ]
+    assert sorted(names("Adapter methods")) == sorted(real)
+
+
+def test_adapter_attributes_and_their_defaults() -> None:
+    rows = table("Adapter attributes")
+    documented = {name: eval(default, vars(adapter_module)) for name, default, _ in rows}
+    declared = inspect.get_annotations(KVCacheAdapter)
+    assert documented == {name: getattr(KVCacheAdapter, name) for name in declared}
+
+
+@pytest.mark.parametrize("kind", [CacheSpec, FastPath, Ledger, BadCall])
+def test_fields(kind: Any) -> None:
+    assert names(kind.__name__) == [each.name for each in fields(kind)]
+
+
+@pytest.mark.parametrize(("heading", "kind"), [("JSON report", Verdict), ("JSON target", Target)])
+def test_reports(heading: str, kind: Any) -> None:
+    assert names(heading) == list(inspect.get_annotations(kind))
+    assert f"| `format` | {FORMAT};" in REFERENCE
+
+
+@pytest.mark.parametrize("command", ["verify", "mutants"])
+def test_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    real = re.findall(r"^  (?:-\w, )?(--[\w-]+)", capsys.readouterr().out, re.M)
+    assert sorted(names(f"roseinfer {command}")) == sorted(set(real) - {"--help"})
+
+
+def test_other_pages_name_nothing_that_is_not_there(added: Recorder) -> None:
+    modules = {file.stem for file in (ROOT / "pytest_roseinfer" / "targets").glob("*.py")}
+    known = {*added.options, *added.ini.values(), *names("Fixtures"), *names("Markers"), *modules}
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        named = re.findall(r"--roseinfer-[\w-]+|\broseinfer_\w+", page.read_text(encoding="utf-8"))
+        assert set(named) <= known, page.name
