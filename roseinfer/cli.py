@@ -7,7 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.mutants.options import DESCRIPTION, add_options
+from pytest_roseinfer.mutants import options as mutant_options
+from roseinfer import generate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +19,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="roseinfer", description="A small LLM inference engine, and proof that it is right."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    generation = commands.add_parser(
+        "generate",
+        help="continue prompts with a language model",
+        description=generate.DESCRIPTION,
+    )
+    generate.add_options(generation)
+    generation.set_defaults(run=generate.run_command)
     verify = commands.add_parser(
         "verify",
         help="check every fast path against its slow twin on this machine",
@@ -29,9 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     verify.add_argument("--seed", type=int, help="make the search repeatable")
     verify.set_defaults(run=_verify)
     mutants = commands.add_parser(
-        "mutants", help="plant known bugs and show that each is found", description=DESCRIPTION
+        "mutants",
+        help="plant known bugs and show that each is found",
+        description=mutant_options.DESCRIPTION,
     )
-    add_options(mutants)
+    mutant_options.add_options(mutants)
     mutants.set_defaults(run=_mutants)
     args = parser.parse_args(argv)
     status: int = args.run(args)

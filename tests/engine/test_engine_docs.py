@@ -1,0 +1,80 @@
+"""docs/engine.md: its examples run, and its tables say what the code does."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import roseinfer
+from roseinfer import EngineConfig, RoseinferError, SamplingParams
+from roseinfer.cli import main
+from tests.python_process import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGE = (ROOT / "docs" / "engine.md").read_text()
+PRINTED = {
+    "Prompts in, texts out": r"('|\").*('|\") (length|stop)\n" * 2,
+    "Token by token": r"(?s).*(length|stop)\n",
+    "In a server": r"(['\"].*['\"]\n){2}'error: an empty prompt: .*'\n",
+    "What can go wrong": r"error .*2000.*\n.*leaves no room.*\n",
+    "What a step does": r"1\n",
+}
+"""What the example of a section prints."""
+
+
+def blocks(language: str) -> dict[str, str]:
+    """Code by the section it stands in."""
+    sections = re.split(r"^## (.*)$", PAGE, flags=re.MULTILINE)[1:]
+    found: dict[str, str] = {}
+    for title, text in zip(sections[::2], sections[1::2], strict=True):
+        for code in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL):
+            assert title not in found, f"two examples under {title!r}"
+            found[title] = code
+    return found
+
+
+EXAMPLES = blocks("python")
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_an_example_runs(title: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(EXAMPLES[title], f"docs/engine.md, {title}", "exec"), {})
+    assert re.fullmatch(PRINTED[title], capsys.readouterr().out)
+
+
+def test_every_example_was_found() -> None:
+    assert list(EXAMPLES) == list(PRINTED)
+    assert PAGE.count("```python") == len(EXAMPLES)
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, EngineConfig])
+def test_a_table_has_every_field_and_its_default(kind: Any) -> None:
+    _, table = PAGE.split(f"| `{kind.__name__}` | default | |\n|---|---|---|\n")
+    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", table.split("\n\n")[0], re.MULTILINE)
+    assert rows == [(field.name, repr(field.default)) for field in fields(kind)]
+
+
+def test_the_errors_it_names_are_public() -> None:
+    _, table = PAGE.split("| error | when |\n|---|---|\n")
+    names = re.findall(r"^\| `(\w+)` \|", table.split("\n\n")[0], re.MULTILINE)
+    assert len(names) == 6
+    assert all(issubclass(getattr(roseinfer, name), RoseinferError) for name in names)
+
+
+@pytest.mark.parametrize("line", blocks("sh")["From a shell"].splitlines())
+def test_the_commands_are_understood(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the tiny model for theirs, and a prompt for what is piped in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n")
+    words = shlex.split(line.split(" > ")[0].split(" | ")[-1])
+    assert words[:3] == ["roseinfer", "generate", "--model"]
+    piped = ["--prompt", "x"] if " | " in line else []
+    assert main(["generate", *words[4:], *piped]) == 0
