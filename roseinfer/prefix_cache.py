@@ -160,7 +160,8 @@ class PrefixCache:
         """Free that many blocks of every group, or all that can be; return how many."""
         freed = 0
         while freed < blocks_needed and self._unused:
-            freed += self._take_out(next(iter(self._unused)))
+            self._take_out(next(iter(self._unused)))  # nothing unused is left below it
+            freed += 1
         self.num_evictions += freed
         return freed
 
@@ -231,12 +232,11 @@ class PrefixCache:
         index = tip.end // self.kv.block_size
         return any(self.kv.block_info(ids[index]).length != count for ids in block_lists)
 
-    def _take_out(self, entry: Entry) -> int:
-        """Nothing below can be found without it, so all that goes too. Counts what was freed."""
+    def _take_out(self, entry: Entry) -> None:
+        """Nothing below can be found without it, so all that goes too."""
         if entry.parent is not None:
             del entry.parent.children[entry]
         leaving = [entry]
-        freed = 0
         for each in leaving:  # grows as it goes
             leaving += each.children
             each.children = {}
@@ -244,10 +244,8 @@ class PrefixCache:
             del self._entries[each.key]
             if not each.users:
                 del self._unused[each]
-                freed += 1
         for group, block_ids in enumerate(zip(*(each.block_ids for each in leaving), strict=True)):
             self.kv.free_blocks(group * self.kv.layers_per_group, block_ids)
-        return freed
 
     # -------------------------------------------------------------------------------- holding
 
