@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pytest_roseinfer.offers import Adapter
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -49,7 +51,7 @@ class Ledger:
     """Blocks that sequences may use."""
 
 
-class KVCacheAdapter:
+class KVCacheAdapter(Adapter):
     """Override ``make``, ``append`` and ``peek``; everything else is optional.
 
     Sequences are named by integers of the harness's choosing; a name never seen before is
@@ -60,6 +62,24 @@ class KVCacheAdapter:
     ``free``, ``gather``, ``set_options``, ``table``, ``ledger``, ``arena``, ``path_counts``
     and ``bad_calls``.
     """
+
+    required = ("make", "append", "peek")
+    optional = (
+        "append_many",
+        "append_padded",
+        "prefill",
+        "reserve",
+        "fill",
+        "fork",
+        "free",
+        "gather",
+        "set_options",
+        "table",
+        "ledger",
+        "arena",
+        "path_counts",
+        "bad_calls",
+    )
 
     full_errors: ClassVar[tuple[type[BaseException], ...]] = (CacheFull,)
     """What ``append`` and friends raise, changing nothing, when there is no room."""
@@ -159,26 +179,6 @@ class KVCacheAdapter:
         raise NotImplementedError
 
 
-OPTIONAL = (
-    "append_many",
-    "append_padded",
-    "prefill",
-    "reserve",
-    "fill",
-    "fork",
-    "free",
-    "gather",
-    "set_options",
-    "table",
-    "ledger",
-    "arena",
-    "path_counts",
-    "bad_calls",
-)
-
-
 def abilities(adapter: type[KVCacheAdapter]) -> frozenset[str]:
     """The optional methods an adapter class defines."""
-    return frozenset(
-        name for name in OPTIONAL if getattr(adapter, name) is not getattr(KVCacheAdapter, name)
-    )
+    return frozenset(adapter.offered())

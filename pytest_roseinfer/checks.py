@@ -6,40 +6,31 @@ neither pytest nor Hypothesis. So both come in when a test runs, not before.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from functools import wraps
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, overload
 
 from pytest_roseinfer import coverage, settings
 from pytest_roseinfer.adapter import abilities
+from pytest_roseinfer.engines.adapter import EngineAdapter
 from pytest_roseinfer.machine import Machine
-from pytest_roseinfer.mistakes import refuse_mistakes
+from pytest_roseinfer.mistakes import refuse_missing, refuse_mistakes
 from pytest_roseinfer.reproduce import CHECKS
+from pytest_roseinfer.shipped_tests import ShippedTests
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pytest_roseinfer.adapter import KVCacheAdapter
     from pytest_roseinfer.coverage import TargetCoverage
     from pytest_roseinfer.history import History, Operation
+    from pytest_roseinfer.offers import Adapter
 
 _EXAMPLES_OF_A_TURN = 12
 
 
-class ConformanceTests:
-    """What ``conformance(Adapter)`` returns a subclass of."""
+class ConformanceTests(ShippedTests):
+    """What ``conformance(Adapter)`` returns a subclass of, for a cache."""
 
     adapter: ClassVar[type[KVCacheAdapter]]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name, shipped in vars(ConformanceTests).items():
-            if name.startswith("test_"):
-                own = getattr(cls, name)
-                if inspect.unwrap(own) is not shipped:
-                    setattr(cls, name, _excused(shipped, own))
 
     def test_histories(self) -> None:
         """Any history leaves the cache as the oracle says, after every step."""
@@ -90,10 +81,19 @@ class ConformanceTests:
         )
 
 
-def conformance(adapter: type[KVCacheAdapter]) -> type[ConformanceTests]:
+@overload
+def conformance(adapter: type[KVCacheAdapter]) -> type[ConformanceTests]: ...
+@overload
+def conformance(adapter: type[Adapter]) -> type[ShippedTests]: ...
+def conformance(adapter: type[Any]) -> type[ShippedTests]:
     """A test class for one adapter: ``TestMyCache = conformance(MyCache)``."""
-    refuse_mistakes(adapter)
     settings.choose_kernel_runtime()
+    if isinstance(adapter, type) and issubclass(adapter, EngineAdapter):
+        from pytest_roseinfer.engines.checks import EngineTests
+
+        refuse_missing(adapter)
+        return type(f"Test{adapter.__name__}", (EngineTests,), {"adapter": adapter})
+    refuse_mistakes(adapter)
     return type(f"Test{adapter.__name__}", (ConformanceTests,), {"adapter": adapter})
 
 
@@ -110,23 +110,6 @@ class _WatchedMachine(Machine):
         before = Counter(self.counts)
         super().step(step)
         self._target.note(self.counts - before)
-
-
-def _excused(shipped: Callable[[Any], None], own: object) -> Callable[[Any], None]:
-    """The shipped test with the xfail marks of what stands in its place, and nothing else."""
-    marks = [mark for mark in getattr(own, "pytestmark", []) if mark.name == "xfail"]
-    if not any(mark.kwargs.get("reason") for mark in marks):
-        raise TypeError(
-            f"{shipped.__name__} is a test of pytest_roseinfer and cannot be replaced. If the "
-            "cache is known to fail it, mark it: @pytest.mark.xfail(reason=...)"
-        )
-
-    @wraps(shipped)
-    def run(self: ConformanceTests) -> None:
-        shipped(self)
-
-    vars(run)["pytestmark"] = marks
-    return run
 
 
 def _skip(reason: str) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pytest_roseinfer.adapter import KVCacheAdapter
+    from pytest_roseinfer.offers import Adapter
 
 REQUIRED_TIMES = 3
 """How often a path or condition must be reached: once may be luck, and says little."""
@@ -120,17 +120,15 @@ class Coverage:
         """By name, in an order that does not depend on which worker came first."""
         return dict(sorted(self._targets.items()))
 
-    def of(self, adapter: type[KVCacheAdapter]) -> TargetCoverage:
-        from pytest_roseinfer.adapter import OPTIONAL, abilities
-
+    def of(self, adapter: type[Adapter]) -> TargetCoverage:
         name = name_of(adapter)
         if name not in self._targets:
-            can = abilities(adapter)
+            offered = adapter.offered()
             self._targets[name] = TargetCoverage(
                 {name: path.equals for name, path in adapter.paths.items()},
                 list(adapter.conditions),
-                [ability for ability in OPTIONAL if ability in can],
-                [ability for ability in OPTIONAL if ability not in can],
+                [*adapter.required, *offered],
+                [method for method in adapter.optional if method not in offered],
             )
         return self._targets[name]
 
@@ -167,7 +165,7 @@ def set_current(coverage: Coverage) -> None:
     _current = coverage
 
 
-def name_of(adapter: type[KVCacheAdapter]) -> str:
+def name_of(adapter: type[Adapter]) -> str:
     """``package.module:Class``."""
     return f"{adapter.__module__}:{adapter.__qualname__}"
 

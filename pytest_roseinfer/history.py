@@ -156,6 +156,10 @@ class History:
     operations: tuple[Operation, ...]
     finite: bool = True
 
+    @property
+    def size(self) -> int:
+        return len(self.operations)
+
     def words(self) -> str:
         shape = ", ".join(f"{name}={value}" for name, value in self.spec.to_json().items())
         steps = [f"  {at}. {step.words()}" for at, step in enumerate(self.operations, 1)]

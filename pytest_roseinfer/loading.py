@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from pytest_roseinfer.adapter import KVCacheAdapter
+    from pytest_roseinfer.offers import Adapter
 
 
 class TargetError(ValueError):
     """A name that leads to no adapter; the message says where it ended."""
 
 
-def load_target(name: str, file: str = "") -> type[KVCacheAdapter]:
+def load_target(name: str, file: str = "") -> type[Adapter]:
     """The adapter class that ``package.module:Class`` names.
 
     With ``file``, that file is the module, whatever else goes by its name: pytest can import
     a test file under a name that nothing else finds.
     """
     from pytest_roseinfer.adapter import KVCacheAdapter
+    from pytest_roseinfer.engines.adapter import EngineAdapter
 
     module_name, _, class_name = name.partition(":")
     if not (module_name and class_name):
@@ -35,8 +36,8 @@ def load_target(name: str, file: str = "") -> type[KVCacheAdapter]:
         target: Any = attrgetter(class_name)(module)
     except AttributeError:
         raise TargetError(f"{name}: {module_name} has no {class_name}") from None
-    if not (isinstance(target, type) and issubclass(target, KVCacheAdapter)):
-        raise TargetError(f"{name}: {class_name} is no subclass of KVCacheAdapter")
+    if not (isinstance(target, type) and issubclass(target, (KVCacheAdapter, EngineAdapter))):
+        raise TargetError(f"{name}: {class_name} is no subclass of KVCacheAdapter or EngineAdapter")
     return target
 
 

@@ -11,23 +11,25 @@ from pytest_roseinfer.model import FORK_SHARES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pytest_roseinfer.offers import Adapter
+
 
 def refuse_mistakes(adapter: type[KVCacheAdapter]) -> None:
     """Raise ``TypeError`` for a class that is no usable adapter; the message says why."""
     if not (isinstance(adapter, type) and issubclass(adapter, KVCacheAdapter)):
         raise TypeError(f"conformance() takes a subclass of KVCacheAdapter, not {adapter!r}")
+    refuse_missing(adapter)
     for mistake in _mistakes(adapter):
         raise TypeError(f"{adapter.__name__}{mistake}")
 
 
+def refuse_missing(adapter: type[Adapter]) -> None:
+    """Raise ``TypeError`` for a class that lacks what every adapter of its kind must define."""
+    if missing := adapter.missing():
+        raise TypeError(f"{adapter.__name__} must define {', '.join(missing)}")
+
+
 def _mistakes(adapter: type[KVCacheAdapter]) -> Iterator[str]:
-    missing = [
-        name
-        for name in ("make", "append", "peek")
-        if getattr(adapter, name) is getattr(KVCacheAdapter, name)
-    ]
-    if missing:
-        yield f" must define {', '.join(missing)}"
     if adapter.fork_shares not in FORK_SHARES:
         known = ", ".join(map(repr, FORK_SHARES))
         yield f".fork_shares is {adapter.fork_shares!r}: choose one of {known}"

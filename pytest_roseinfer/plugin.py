@@ -17,8 +17,8 @@ from pytest_roseinfer import markers, options, settings
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from pytest_roseinfer.adapter import KVCacheAdapter
     from pytest_roseinfer.coverage import Coverage
+    from pytest_roseinfer.offers import Adapter
 
 pytest_plugins = ("pytest_roseinfer.fixtures",)
 
@@ -161,13 +161,13 @@ def pytest_runtest_makereport(
     return report
 
 
-def _adapter(item: pytest.Item) -> type[KVCacheAdapter] | None:
+def _adapter(item: pytest.Item) -> type[Adapter] | None:
     """The adapter that a test of ``conformance()`` is about."""
-    checks = sys.modules.get("pytest_roseinfer.checks")
+    shipped = sys.modules.get("pytest_roseinfer.shipped_tests")
     owner = getattr(item, "cls", None)
-    if checks is None or owner is None or not issubclass(owner, checks.ConformanceTests):
+    if shipped is None or owner is None or not issubclass(owner, shipped.ShippedTests):
         return None
-    adapter: type[KVCacheAdapter] = owner.adapter
+    adapter: type[Adapter] = owner.adapter
     return adapter
 
 

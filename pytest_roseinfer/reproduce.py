@@ -83,7 +83,7 @@ def save(
 def run(trace: dict[str, Any]) -> None:
     """Put the history of a trace to its check; raises ``Divergence`` as long as it fails."""
     sys.path[:0] = [folder for folder in trace["folders"] if folder not in sys.path]
-    adapter = load_target(trace["adapter"], trace["file"])
+    adapter: Any = load_target(trace["adapter"], trace["file"])
     CHECKS[trace["check"]](adapter, History.from_json(trace["history"]))
 
 

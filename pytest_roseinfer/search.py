@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from hypothesis import HealthCheck, Phase, given
@@ -18,8 +18,13 @@ from pytest_roseinfer.strategies import histories
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from hypothesis.strategies import SearchStrategy
+
     from pytest_roseinfer.adapter import KVCacheAdapter
     from pytest_roseinfer.history import History
+    from pytest_roseinfer.offers import Adapter
+
+_Example = TypeVar("_Example")
 
 
 def search(
@@ -36,19 +41,49 @@ def search(
     With ``aim``, histories start with the switches that path needs; ``turn`` counts searches
     that differ in nothing else. ``replayed_by`` names the one of ``reproduce.CHECKS`` that is
     to run a failing history again.
-
-    A fresh function is handed to Hypothesis for every search, since it rejects one that
-    runs as a method of two classes.
     """
     asked = settings.current()
-    tried: list[History] = []
-
-    def attempt(history: History) -> None:
-        tried[:] = [history]
-        check(history)
-
-    attempt.__qualname__ = f"{replayed_by}[{coverage.name_of(adapter)}]"
     drawn = histories(adapter, most_steps=asked.steps, device=asked.device, aim=aim)
+    tried: list[History] = []
+    try:
+        try_examples(
+            adapter, check, drawn, examples, name=replayed_by, salt=f"{aim} {turn}", tried=tried
+        )
+    except (Exception, KeyboardInterrupt) as failure:
+        if not tried:
+            raise
+        (history,) = tried  # the last that was tried is the shrunk one
+        found = _divergence(failure)
+        if found is None:
+            _note(failure, history, _saved(adapter, history, replayed_by, repr(failure)))
+            raise
+        found.args = (f"{found}\n\n{_saved(adapter, history, replayed_by, str(found))}",)
+        raise found from found.__cause__
+
+
+def try_examples(
+    adapter: type[Adapter],
+    check: Callable[[_Example], object],
+    drawn: SearchStrategy[_Example],
+    examples: int,
+    *,
+    name: str,
+    salt: str,
+    tried: list[_Example],
+) -> None:
+    """Hand examples to ``check`` until one fails, made as small as possible then.
+
+    ``tried`` holds the latest. Searches with the same ``name`` and ``salt`` draw the same
+    examples. A fresh function is handed to Hypothesis for every search, since it rejects one
+    that runs as a method of two classes.
+    """
+    asked = settings.current()
+
+    def attempt(example: _Example) -> None:
+        tried[:] = [example]
+        check(example)
+
+    attempt.__qualname__ = f"{name}[{coverage.name_of(adapter)}]"
     test = given(drawn)(attempt)
     test = hypothesis_settings(
         max_examples=examples,
@@ -63,21 +98,13 @@ def search(
     )(test)
     if asked.seed is not None:
         # Searches of one run must not all draw the same histories.
-        test = seeded(f"{asked.seed} {attempt.__qualname__} {aim} {turn}")(test)
+        test = seeded(f"{asked.seed} {attempt.__qualname__} {salt}")(test)
     try:
         with _one_thread():
             test()
-    except (Exception, KeyboardInterrupt) as failure:
+    except (Exception, KeyboardInterrupt):
         coverage.current().of(adapter).failed = True
-        if not tried:
-            raise
-        (history,) = tried  # the last that was tried is the shrunk one
-        found = _divergence(failure)
-        if found is None:
-            _note(failure, history, _saved(adapter, history, replayed_by, repr(failure)))
-            raise
-        found.args = (f"{found}\n\n{_saved(adapter, history, replayed_by, str(found))}",)
-        raise found from found.__cause__
+        raise
 
 
 @contextmanager

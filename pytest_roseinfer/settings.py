@@ -8,6 +8,7 @@ from dataclasses import dataclass
 SHIPPED_TARGETS = (
     "pytest_roseinfer.targets.roseinfer_kv:GroupedManager",
     "pytest_roseinfer.targets.roseinfer_kv:PerLayerManager",
+    "pytest_roseinfer.targets.roseinfer_engine:RoseinferEngine",
 )
 
 

@@ -35,6 +35,8 @@ from pytest_roseinfer.model import Oracle
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pytest_roseinfer.engines.adapter import EngineAdapter
+
 HEAD_DIMS = (4, 1, 5, 8, 80, 96)
 BLOCK_SIZES = (4, 1, 2, 3, 5, 8, 16, 128)
 _HEADS = (1, 2, 3) * 3 + (40,)
@@ -70,7 +72,7 @@ def cache_specs(
 
 
 def switches(
-    adapter: type[KVCacheAdapter], aim: str | None = None
+    adapter: type[KVCacheAdapter | EngineAdapter], aim: str | None = None
 ) -> st.SearchStrategy[dict[str, Any]]:
     """A value for every switch: what a path needs, and up to three changes.
 

@@ -4,24 +4,40 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pytest_roseinfer.offers import Adapter
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.engines.mix import RequestMix, Sampling
+    from pytest_roseinfer.fast_path import FastPath
 
 
-class EngineAdapter:
+class EngineAdapter(Adapter):
     """Override all but ``forked`` and ``undecided``, which are optional.
 
     A token is a number below ``vocabulary``. What a request gets must be what ``alone``
     gives for it, whatever else the engine has to do.
     """
 
+    required = (
+        "make",
+        "submit",
+        "cancel",
+        "step",
+        "tokens",
+        "ended",
+        "leftovers",
+        "path_counts",
+        "alone",
+    )
+    optional = ("forked", "undecided")
+
     vocabulary: ClassVar[int] = 32
     most_tokens: ClassVar[int] = 48
     """Of a prompt and what follows it."""
-    paths: ClassVar[Mapping[str, str]] = {}
-    """Fast paths the engine declares, each with the slow twin it must equal."""
+    paths: ClassVar[Mapping[str, FastPath]] = {}
+    """Fast paths the engine declares, by their names in ``path_counts``."""
     conditions: ClassVar[Sequence[str]] = ()
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Switches to vary; the first value of each is the usual one."""

@@ -63,6 +63,10 @@ class RequestMix:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Switches of the engine."""
 
+    @property
+    def size(self) -> int:
+        return len(self.requests)
+
     def words(self) -> str:
         switches = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         lines = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -122,7 +122,8 @@ class _MixRun:
 
     def _paths(self) -> Counter[str]:
         counts = Counter({str(name): n for name, n in self.adapter.path_counts().items() if n})
-        declared = {*self.adapter.paths, *self.adapter.paths.values(), *self.adapter.conditions}
+        twins = (path.equals for path in self.adapter.paths.values())
+        declared = {*self.adapter.paths, *twins, *self.adapter.conditions}
         if undeclared := sorted(set(counts) - declared):
             self.fail(f"path {undeclared[0]!r} ran and is not declared")
         return counts
@@ -137,11 +138,16 @@ def run_mix(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
 
 
 def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
-    """The mix's ways of sampling as forks of its first prompt equal as many requests."""
-    engine = adapter()
-    engine.make(mix)
+    """The mix's ways of sampling as forks of its first prompt equal as many requests.
+
+    The cache is made large enough for all: forks that run out of blocks are nobody's promise.
+    """
     prompt = mix.requests[0].prompt
     samplings = [asked.sampling for asked in mix.requests]
+    each = len(prompt) + max(sampling.max_new_tokens for sampling in samplings) + mix.block_size
+    mix = replace(mix, cache_tokens=each * len(samplings))
+    engine = adapter()
+    engine.make(mix)
     for number, (found, sampling) in enumerate(
         zip(engine.forked(prompt, samplings), samplings, strict=True)
     ):

@@ -7,11 +7,12 @@ a part, and go on in a few different ways, so that prefixes meet at every length
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
 from pytest_roseinfer.engines.mix import Asked, RequestMix, Sampling
+from pytest_roseinfer.strategies import switches
 
 if TYPE_CHECKING:
     from pytest_roseinfer.engines.adapter import EngineAdapter
@@ -29,7 +30,7 @@ def common_text(length: int, vocabulary: int, branch: int = 0) -> tuple[int, ...
 @st.composite
 def prompts(draw: st.DrawFn, *, vocabulary: int, longest: int) -> tuple[int, ...]:
     """Some of the common text, then some of one of four others."""
-    shared = draw(st.integers(0, longest))
+    shared = draw(st.one_of(st.integers(0, 4), st.integers(0, longest)))
     own = draw(st.integers(0 if shared else 1, min(4, longest - shared) or 1))
     branch = draw(st.integers(1, 4))
     return (common_text(shared, vocabulary) + common_text(own, vocabulary, branch))[:longest]
@@ -50,12 +51,18 @@ def samplings(draw: st.DrawFn, *, most: int) -> Sampling:
 
 @st.composite
 def request_mixes(
-    draw: st.DrawFn, adapter: type[EngineAdapter], *, most_steps: int = 12, device: str = "cpu"
+    draw: st.DrawFn,
+    adapter: type[EngineAdapter],
+    *,
+    most_steps: int = 12,
+    device: str = "cpu",
+    aim: str | None = None,
 ) -> RequestMix:
     """A small engine and requests that share prefixes, crowd its cache and come and go.
 
     Half of them crowd it for certain: several requests at once that run to their last token,
-    and hardly more blocks than the largest takes.
+    and hardly more blocks than the largest takes. With ``aim``, the engine has the switches
+    that path needs.
     """
     new = min(most_steps, adapter.most_tokens // 3)
     longest = adapter.most_tokens - new
@@ -79,10 +86,4 @@ def request_mixes(
     sizes = [len(each.prompt) + each.sampling.max_new_tokens for each in asked]
     more = [0, 1, block_size, 3 * block_size]
     room = max(sizes) + draw(st.sampled_from(more if crowded else [*more, sum(sizes)]))
-    return RequestMix(tuple(asked), block_size, room, device, draw(_switches(adapter)))
-
-
-def _switches(adapter: type[EngineAdapter]) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries(
-        {name: st.sampled_from(tuple(values)) for name, values in adapter.option_choices.items()}
-    )
+    return RequestMix(tuple(asked), block_size, room, device, draw(switches(adapter, aim)))

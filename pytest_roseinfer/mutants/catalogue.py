@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.mutants import (
+    catalogue_engine,
     catalogue_kernels,
     catalogue_moving,
     catalogue_ownership,
@@ -19,6 +20,7 @@ CATALOGUE: tuple[Mutant, ...] = (
     *catalogue_plan.MUTANTS,
     *catalogue_moving.MUTANTS,
     *catalogue_kernels.MUTANTS,
+    *catalogue_engine.MUTANTS,
 )
 
 

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from pytest_roseinfer import coverage, search, settings
-from pytest_roseinfer.checks import ConformanceTests, conformance
+from pytest_roseinfer.checks import conformance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pytest_roseinfer.adapter import KVCacheAdapter
-    from pytest_roseinfer.history import History
     from pytest_roseinfer.mutants.tally import Tally
+    from pytest_roseinfer.offers import Adapter
     from pytest_roseinfer.settings import Settings
 
 _HANGS_AFTER = 60
@@ -43,16 +42,14 @@ class Stop(BaseException):
         self.what = what
 
 
-def hunt(targets: Sequence[type[KVCacheAdapter]], asked: Settings, tally: Tally) -> Found | None:
+def hunt(targets: Sequence[type[Adapter]], asked: Settings, tally: Tally) -> Found | None:
     """Search every target as asked; None when all of them pass."""
     settings.set_current(asked)
     coverage.set_current(coverage.Coverage())
-    with patch.object(search, "search", counting(search.search, tally)):
+    with patch.object(search, "try_examples", counting(search.try_examples, tally)):
         for target in targets:
             tests = conformance(target)()
-            for name in vars(ConformanceTests):
-                if not name.startswith("test_"):
-                    continue
+            for name in tests.shipped():
                 tally.check = name.removeprefix("test_")
                 try:
                     _run(getattr(tests, name))
@@ -76,17 +73,16 @@ def _run(test: Callable[[], None]) -> None:
 def counting(real: Callable[..., None], tally: Tally) -> Callable[..., None]:
     """A search that counts, and stops at the first failure."""
 
-    def search_counted(
-        adapter: type[KVCacheAdapter], check: Callable[[History], object], **how: Any
+    def try_counted(
+        adapter: type[Adapter], check: Callable[[Any], object], *drawn: Any, **how: Any
     ) -> None:
-        def counted(history: History) -> None:
-            with guarded(tally, len(history.operations)):
-                check(history)
+        def counted(example: Any) -> None:
+            with guarded(tally, example.size):
+                check(example)
 
-        counted.__qualname__ = check.__qualname__  # the seed of the search is made from it
-        real(adapter, counted, **how)
+        real(adapter, counted, *drawn, **how)
 
-    return search_counted
+    return try_counted
 
 
 class guarded:  # noqa: N801  (used like a function)

@@ -13,6 +13,7 @@ PER_LAYER = _TARGETS + "roseinfer_kv:PerLayerManager"
 GROUPED = _TARGETS + "roseinfer_kv:GroupedManager"
 KERNELS = _TARGETS + "roseinfer_kernels:StridedKernels"
 COMPACTED = _TARGETS + "roseinfer_kernels:CompactedKernels"
+ENGINE = _TARGETS + "roseinfer_engine:RoseinferEngine"
 MANAGERS = (GROUPED, PER_LAYER)
 
 

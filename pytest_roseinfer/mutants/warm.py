@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest  # noqa: F401  (the tests of conformance skip with it)
 import torch
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama  # noqa: F401  (engines under test run them)
 import triton
 import triton.experimental.gluon
 import triton.language as tl

@@ -18,7 +18,7 @@ import time
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.mutants.forking import in_child
 from pytest_roseinfer.mutants.install import import_from, plant
@@ -30,7 +30,6 @@ from pytest_roseinfer.settings import Settings
 if TYPE_CHECKING:
     from typing import TextIO
 
-    from pytest_roseinfer.adapter import KVCacheAdapter
     from pytest_roseinfer.mutants.hunt import Found
 
 _LEAST_OPERATIONS = 40
@@ -76,7 +75,7 @@ class _Bench:
     """One imported copy and what is tried on it."""
 
     job: Job
-    targets: list[type[KVCacheAdapter]]
+    targets: list[type[Any]]
     runner: int
     needed: int = 0
     """Operations of the last hunt."""

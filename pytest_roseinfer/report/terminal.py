@@ -26,7 +26,7 @@ def show(
     for name, target in seen.targets.items():
         reporter.section(f"roseinfer: {described(name)}")
         reporter.line(searched(target, asked))
-        reporter.line(f"tested: make, append, peek, {', '.join(target.tested) or 'nothing else'}")
+        reporter.line(f"tested: {', '.join(target.tested)}")
         if target.not_offered:
             reporter.line(f"not offered: {', '.join(target.not_offered)}")
         if rows := target.rows():

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from pytest_roseinfer.engines.adapter import EngineAdapter
+from pytest_roseinfer.fast_path import FastPath
 from roseinfer import (
     LLM,
-    AppendPolicy,
     AttentionPath,
     EnginePath,
     SamplingBatch,
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 _VOCABULARY = 32
 _END = 5
 _POSITIONS = 48
-_ALONE = "engine_alone"
+_ALONE = "transformers"
+"""Which has the model's own attention, no cache, no batches, and none of our code."""
 _ROUNDING = 3e-5
 """Relative, of logits that were computed in batches of other sizes."""
 
@@ -36,30 +37,43 @@ class RoseinferEngine(EngineAdapter):
 
     vocabulary = _VOCABULARY
     most_tokens = _POSITIONS
-    paths: ClassVar[Mapping[str, str]] = {
-        **{path.value: _ALONE for path in EnginePath},
-        **{
-            path.value: AttentionPath.REFERENCE.value
-            for path in AttentionPath
-            if path is not AttentionPath.REFERENCE
-        },
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        **{path.value: FastPath(equals=_ALONE) for path in EnginePath},
+        AttentionPath.DECODE_TRITON.value: FastPath(
+            equals=AttentionPath.REFERENCE.value, runs_with=[{"paged_attention": True}]
+        ),
+        AttentionPath.CHUNK_SDPA.value: FastPath(
+            equals=AttentionPath.REFERENCE.value, runs_with=[{"paged_attention": True}]
+        ),
+        EnginePath.CHUNKED.value: FastPath(
+            equals=_ALONE, runs_with=[{"chunked_prefill": True, "prefill_max_tokens": 3}]
+        ),
+        EnginePath.OVERTAKEN.value: FastPath(
+            equals=_ALONE,
+            runs_with=[
+                {"prefill_admission_policy": "pack", "prefill_max_tokens": 12},
+                {"prefill_admission_policy": "pack", "prefill_max_tokens": 24},
+            ],
+        ),
+        EnginePath.PREFIX_HIT.value: FastPath(equals=_ALONE, runs_with=[{"prefix_cache": True}]),
+        EnginePath.RESUMED.value: FastPath(equals=_ALONE, runs_with=[{"max_batch_size": 8}]),
     }
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         "model": ("gpt2", "llama"),
         "prefix_cache": (True, False),
         "prefill_admission_policy": ("fifo", "pack"),
-        "prefill_max_tokens": (100, 1, 3, 7),
+        "prefill_max_tokens": (100, 1, 3, 12, 24),
         "prefill_max_batch_size": (8, 1, 2),
         "max_batch_size": (8, 1, 2, 3),
         "chunked_prefill": (True, False),
         "per_layer_kv": (False, True),
-        "paged_attention": (False, False, False, True),
+        "paged_attention": (False, True),
     }
 
     def make(self, mix: RequestMix) -> None:
         options = dict(mix.options)
         self.llm = LLM(
-            _network(options.pop("model"), mix.device),
+            _served(options.pop("model"), mix.device),
             device=mix.device,
             block_size=mix.block_size,
             kv_cache_tokens=mix.cache_tokens,
@@ -130,17 +144,25 @@ class RoseinferEngine(EngineAdapter):
         return found
 
     def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
-        sessions = _slow(mix.options["model"], mix.device).engine.sessions
-        (session,), logits = sessions.prefill([list(tokens)])
-        sessions.release(session)
+        logits = _logits(mix.options["model"], mix.device, tokens)
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn((16, logits.shape[1]), generator=generator).to(logits.device)
         nearly = torch.cat([logits, logits + noise * logits.abs().max() * _ROUNDING])
         rows = len(nearly)
-        return len(set(_choose(nearly, [sampling] * rows, [list(tokens)] * rows))) > 1
+        return len(set(_choose(nearly, [sampling] * rows, [tokens] * rows))) > 1
 
 
 @lru_cache(maxsize=8)
+def _served(name: str, device: str) -> Any:
+    """The network that the engine makes its own."""
+    return _network(name, device)
+
+
+@lru_cache(maxsize=8)
+def _original(name: str, device: str) -> Any:
+    return _network(name, device)
+
+
 def _network(name: str, device: str) -> Any:
     """The same weights every time, large enough that the likeliest token is no tie."""
     shape: dict[str, Any] = {
@@ -172,29 +194,22 @@ def _network(name: str, device: str) -> Any:
     return model.eval().requires_grad_(False).to(device)
 
 
-@lru_cache(maxsize=8)
-def _slow(name: str, device: str) -> LLM:
-    """One request at a time, its prompt in one step, token by token into the cache."""
-    return LLM(
-        _network(name, device),
-        device=device,
-        block_size=16,
-        kv_cache_tokens=_POSITIONS,
-        max_batch_size=1,
-        prefix_cache=False,
-        prefill_max_tokens=_POSITIONS,
-        paged_attention=False,
-        per_layer_kv=True,
-        append_policy=AppendPolicy(triton=False, batched=False),
-    )
-
-
 @lru_cache(maxsize=4096)
 def _alone(name: str, device: str, prompt: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
-    (output,) = _slow(name, device).generate([list(prompt)], _params(sampling), progress=False)
-    if output.error:
-        raise AssertionError(f"the slow twin cannot serve {list(prompt)}: {output.error}")
-    return tuple(output.token_ids)
+    tokens = list(prompt)
+    for _ in range(min(sampling.max_new_tokens, _POSITIONS - len(prompt))):
+        (chosen,) = _choose(_logits(name, device, tokens), [sampling], [tokens])
+        tokens.append(chosen)
+        if chosen == _END and not sampling.ignore_eos:
+            break
+    return tuple(tokens[len(prompt) :])
+
+
+def _logits(name: str, device: str, tokens: Sequence[int]) -> torch.Tensor:
+    """Of the next token, all of it computed anew."""
+    ids = torch.tensor([list(tokens)], device=device)
+    logits: torch.Tensor = _original(name, device)(ids, use_cache=False).logits[:, -1]
+    return logits
 
 
 def _params(sampling: Sampling) -> SamplingParams:

@@ -153,7 +153,7 @@ def test_it_says_what_an_adapter_lacks() -> None:
     with pytest.raises(TypeError, match="Empty must define append, peek"):
         conformance(Empty)
     with pytest.raises(TypeError, match="takes a subclass of KVCacheAdapter, not <"):
-        conformance(ListCache())  # type: ignore[arg-type]
+        conformance(ListCache())  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""The tests every engine gets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pytest_roseinfer import coverage, settings
+from pytest_roseinfer.engines.run import run_forks, run_mix
+from pytest_roseinfer.shipped_tests import ShippedTests
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable
+
+    from pytest_roseinfer.engines.adapter import EngineAdapter
+    from pytest_roseinfer.engines.mix import RequestMix
+
+_SHARE = 0.6
+"""Of a profile's examples: one is a whole engine, and many requests."""
+_FORK_SHARE = 0.15
+
+
+class EngineTests(ShippedTests):
+    """What ``conformance(Adapter)`` returns a subclass of, for an engine."""
+
+    adapter: ClassVar[type[EngineAdapter]]
+
+    def test_requests_get_what_they_get_alone(self) -> None:
+        """Whatever comes before, beside and after, and however little room there is."""
+        coverage.current().of(self.adapter).searched = True
+        aims: list[str | None] = [*self.adapter.paths] or [None]
+        share = settings.current().examples * _SHARE / len(aims)
+        for aim in aims:
+            self._search(run_mix, round(share), aim)
+
+    def test_forks_get_what_requests_of_their_own_get(self) -> None:
+        if not self.adapter.defines("forked"):
+            import pytest
+
+            pytest.skip(f"{self.adapter.__name__} does not offer forked()")
+        self._search(run_forks, round(settings.current().examples * _FORK_SHARE), None)
+
+    def _search(
+        self,
+        check: Callable[[type[EngineAdapter], RequestMix], Counter[str]],
+        examples: int,
+        aim: str | None,
+    ) -> None:
+        from pytest_roseinfer import search
+        from pytest_roseinfer.engines.strategies import request_mixes
+
+        target = coverage.current().of(self.adapter)
+        asked = settings.current()
+
+        def attempt(mix: RequestMix) -> None:
+            target.note(check(self.adapter, mix))
+            target.histories += 1
+
+        search.try_examples(
+            self.adapter,
+            attempt,
+            request_mixes(self.adapter, most_steps=asked.steps, device=asked.device, aim=aim),
+            max(1, examples),
+            name=check.__name__,
+            salt=str(aim),
+            tried=[],
+        )

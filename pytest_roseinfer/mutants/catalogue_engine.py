@@ -1,0 +1,287 @@
+"""Bugs in serving requests: scheduling, shared prefixes, and what a step computes."""
+
+from __future__ import annotations
+
+from pytest_roseinfer.mutants.mutant import ENGINE, Mutant
+
+_PREFIXES = "roseinfer.prefix_cache"
+_SUPPLY = "roseinfer.block_supply"
+_SCHEDULER = "roseinfer.scheduler"
+_ADMISSION = "roseinfer.admission"
+_ENGINE = "roseinfer.engine"
+_SESSION = "roseinfer.session"
+_BATCH = "roseinfer.attention.batch"
+_PREFILL = "roseinfer.attention.prefill"
+_DECODE = "roseinfer.attention.decode_triton"
+
+
+def _mutant(
+    name: str, wrong: str, module: str, find: str, replace: str, rows: tuple[int, ...] = ()
+) -> Mutant:
+    return Mutant(name, wrong, module, find, replace, rows, targets=(ENGINE,))
+
+
+MUTANTS = (
+    _mutant(
+        "block-known-by-its-own-tokens",
+        "A block is found by the tokens it holds, whatever came before them.",
+        _PREFIXES,
+        "            entry = self._entries.get((size, chain_hash(parent.hash, block)))\n"
+        "            if entry is None or not entry.continues(parent, block):\n",
+        "            entry = next((e for e in self._entries.values() if e.tokens == block), None)\n"
+        "            if entry is None:\n",
+        (24,),
+    ),
+    _mutant(
+        "evicted-and-still-found",
+        "A block that was evicted stays in the map and is handed out after it was reused.",
+        _PREFIXES,
+        "            del self._entries[each.key]\n",
+        "",
+        (2,),
+    ),
+    _mutant(
+        "evicted-under-its-user",
+        "A prefix that a request was given can be evicted as if nobody used it.",
+        _PREFIXES,
+        "        entry.users += 1\n        self._unused.pop(entry, None)\n",
+        "        entry.users += 0\n",
+        (13,),
+    ),
+    _mutant(
+        "matched-without-a-reference",
+        "A request is given a prefix's blocks and no reference on them.",
+        _PREFIXES,
+        "        self.kv.incref_blocks(entry.block_ids)\n        entry.users += 1\n",
+        "        entry.users += 1\n",
+        (13,),
+    ),
+    _mutant(
+        "partial-block-taken-for-a-full-one",
+        "The partial last block of a sequence counts as full when it is matched.",
+        _PREFIXES,
+        "Entry(parent, tokens, hashed, parent.end + len(tokens), block_ids)",
+        "Entry(parent, tokens, hashed, parent.end + self.kv.block_size, block_ids)",
+        (7,),
+    ),
+    _mutant(
+        "nothing-left-to-compute",
+        "A prompt may be matched to its last token, so that there are no logits to sample from.",
+        _PREFIXES,
+        "        most = len(tokens) - 1\n",
+        "        most = len(tokens)\n",
+        (11,),
+    ),
+    _mutant(
+        "offered-before-it-is-stored",
+        "Blocks of a prompt can be matched before all their tokens are stored.",
+        _PREFIXES,
+        "and held.tip.end + size <= stored:",
+        "and held.tip.end + size <= min(len(tokens), len(block_lists[0]) * size):",
+        (20,),
+    ),
+    _mutant(
+        "anothers-block-let-go",
+        "A sequence that stored the same tokens as another lets go of the other's block.",
+        _PREFIXES,
+        "            held.tip = entry\n",
+        "            if entry not in held.inserted:\n"
+        "                held.inserted.append(entry)\n"
+        "            held.tip = entry\n",
+        (19,),
+    ),
+    _mutant(
+        "registered-block-of-its-position-in-the-list",
+        "The block registered for a prefix is the sequence's first one.",
+        _PREFIXES,
+        "        index = parent.end // self.kv.block_size\n        block_ids =",
+        "        index = 0\n        block_ids =",
+        (19,),
+    ),
+    _mutant(
+        "hits-counted-as-free",
+        "The blocks of a matched prefix still count among those that can be freed.",
+        _ADMISSION,
+        "        held = before - self.supply.available\n",
+        "        held = 0\n",
+        (3,),
+    ),
+    _mutant(
+        "copy-of-a-matched-tail-not-counted",
+        "A partial block that was matched is taken for the request's own to write to.",
+        _SUPPLY,
+        "        request.found = session.stored = session.room = match.num_tokens\n",
+        "        request.found = session.stored = match.num_tokens\n"
+        "        session.room = len(session.block_lists[0]) * self._kv.block_size\n",
+        (25,),
+    ),
+    _mutant(
+        "progress-kept-without-its-blocks",
+        "A preempted request goes on where it was, though its blocks are gone.",
+        _SESSION,
+        "        session.stored = session.room = 0\n",
+        "        session.room = 0\n",
+        (23,),
+    ),
+    _mutant(
+        "preempted-with-its-blocks",
+        "A preempted request waits and keeps its blocks.",
+        _SCHEDULER,
+        "        self._supply.give_back(newest)\n",
+        "",
+        (23,),
+    ),
+    _mutant(
+        "preempted-and-forgotten",
+        "A preempted request is not put back into the queue.",
+        _SCHEDULER,
+        "        self.waiting.appendleft(newest)\n",
+        "",
+    ),
+    _mutant(
+        "ended-with-its-blocks",
+        "A request that ends or is cancelled gives nothing back.",
+        _SCHEDULER,
+        "        else:\n            self._supply.give_back(request)\n",
+        "",
+        (12, 20),
+    ),
+    _mutant(
+        "ended-twice",
+        "A request that ends gives its prefix back a second time.",
+        _SUPPLY,
+        "            request.held = None\n        self._sessions.rewind(session)\n",
+        "            request.held = None\n"
+        "            self._kv.free_blocks(0, session.block_lists[0])\n"
+        "        self._sessions.rewind(session)\n",
+        (12,),
+    ),
+    _mutant(
+        "refused-with-its-prefix",
+        "A prompt that is not admitted after all keeps what it was given of the prefix cache.",
+        _ADMISSION,
+        "            self.supply.give_back(request)\n            return False\n",
+        "            return False\n",
+        (13,),
+    ),
+    _mutant(
+        "waits-for-a-copy-that-is-not-made",
+        "A request waits for a block to copy a shared one to, also when nobody shares it any more.",
+        _SCHEDULER,
+        "                    self.waiting[0].waits_for = 0  # it was counted with a prefix to copy\n",
+        "                    pass\n",
+        (3,),
+    ),
+    _mutant(
+        "decode-without-looking-for-blocks",
+        "Requests decode without a look at whether there are blocks for all of them.",
+        _SCHEDULER,
+        "                    if session.stored >= session.room:\n",
+        "                    if session.stored > session.room:\n",
+        (26,),
+    ),
+    _mutant(
+        "unused-prefixes-stay",
+        "A step that needs blocks does not evict the prefixes that were counted as free.",
+        _SUPPLY,
+        "            self._prefixes.evict(missing)\n",
+        "            self._prefixes.evict(missing - 1)\n",
+        (3,),
+    ),
+    _mutant(
+        "others-logits",
+        "Where some prompts are not complete, requests sample from the first rows' logits.",
+        _ENGINE,
+        "            logits = logits[due]\n",
+        "            logits = logits[: len(due)]\n",
+    ),
+    _mutant(
+        "parameters-of-an-earlier-batch",
+        "The sampling parameters of a batch are kept when other requests make up the next.",
+        _ENGINE,
+        "        if self._sampling is None or self._sampling[0] != requests:\n",
+        "        if self._sampling is None or len(self._sampling[0]) != len(requests):\n",
+    ),
+    _mutant(
+        "seed-of-the-row",
+        "A request's draws depend on its place in the batch.",
+        _ENGINE,
+        "                [request.seed for request in requests],\n",
+        "                [request.seed + row for row, request in enumerate(requests)],\n",
+    ),
+    _mutant(
+        "penalty-for-new-tokens-only",
+        "The repetition penalty forgets the prompt.",
+        _ENGINE,
+        "                seen[row, request.session.token_ids] = True\n",
+        "                seen[row, request.token_ids] = True\n",
+    ),
+    _mutant(
+        "positions-from-the-chunk",
+        "The positions of a prompt's later chunk begin at nought.",
+        _SESSION,
+        "            positions += range(session.stored, end)\n",
+        "            positions += range(count if count > 1 else end)[-count:]\n",
+        (15,),
+    ),
+    _mutant(
+        "logits-of-the-first-token",
+        "A prompt's first new token is sampled behind the first token of its last chunk.",
+        _SESSION,
+        "            last_rows.append(len(tokens) - 1)\n",
+        "            last_rows.append(len(tokens) - count)\n",
+        (15,),
+    ),
+    _mutant(
+        "chunk-sees-what-comes-after",
+        "The tokens of a chunk attend to all of it, also to what stands behind them.",
+        _PREFILL,
+        "        mask = mask.tril(context - tokens)\n",
+        "",
+        (15,),
+    ),
+    _mutant(
+        "chunk-masked-from-its-own-start",
+        "The tokens of a chunk see as much of the context as if it were the prompt's first.",
+        _PREFILL,
+        "        mask = mask.tril(context - tokens)\n",
+        "        mask = mask.tril()\n",
+        (15,),
+    ),
+    _mutant(
+        "chunks-attend-with-the-wrong-rows",
+        "Beside requests that decode, a prompt's queries are taken from the first rows.",
+        _BATCH,
+        "        at = begin\n",
+        "        at = 0\n",
+    ),
+    _mutant(
+        "newest-token-unseen",
+        "Decode attends to what was stored before, and not to the newest token.",
+        _SESSION,
+        "            lengths.append(end)\n",
+        "            lengths.append(max(1, session.stored))\n",
+    ),
+    _mutant(
+        "weights-times-nan",
+        "The decode kernel reads values behind the last token: nought times NaN is NaN.",
+        _DECODE,
+        "            + dims[None, :] * vc_d, inside, other=0.0,\n",
+        "            + dims[None, :] * vc_d, dims[None, :] < D, other=0.0,\n",
+        (5,),
+    ),
+    _mutant(
+        "query-heads-dealt-out",
+        "Query heads are dealt out over the KV heads instead of sharing one by neighbours.",
+        _DECODE,
+        "    q_heads = kv_head * GROUP + members\n",
+        "    q_heads = members * (Q_HEADS // GROUP) + kv_head\n",
+    ),
+    _mutant(
+        "scores-not-scaled",
+        "The decode kernel forgets the scale of the scores.",
+        _DECODE,
+        "        scores = tl.sum(q[:, None, :] * k[None, :, :], 2) * scale\n",
+        "        scores = tl.sum(q[:, None, :] * k[None, :, :], 2)\n",
+    ),
+)
