@@ -24,7 +24,7 @@ class Append:
         return [(seq, 1) for seq in self.seqs]
 
     def words(self) -> str:
-        return f"append one token to sequences {_listed(self.seqs)}{_laid_out(self.layout)}"
+        return f"append one token to {_listed(self.seqs)}{_laid_out(self.layout)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ def fits_oracle(oracle: Oracle, step: Operation) -> bool:
 
 
 def _listed(seqs: tuple[int, ...]) -> str:
-    return ", ".join(map(str, seqs))
+    return f"sequence{'s' * (len(seqs) != 1)} {', '.join(map(str, seqs))}"
 
 
 def _laid_out(layout: str) -> str:

@@ -59,7 +59,7 @@ def _verify(args: argparse.Namespace) -> int:
     import torch
 
     gpu = torch.cuda.is_available() and not args.cpu
-    arguments = ["--pyargs", "pytest_roseinfer.suite", "-p", "no:cacheprovider", "-q"]
+    arguments = ["--pyargs", "pytest_roseinfer.suite", "-p", "no:cacheprovider", "-v"]
     # Whatever the folder it is called from says about its own tests is not meant for these.
     arguments += ["-c", os.devnull, "--rootdir", "."]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # roseinfer is running

@@ -77,6 +77,8 @@ def _target(target: Target) -> str:
         if target["searched"]
         else "its histories were not searched in this run, so its paths are not judged"
     )
+    if target["failed"]:
+        state += "; a check failed, as the output of the run shows"
     abilities = {"searched": state, "tested": ", ".join(target["tested"])}
     if target["not_offered"]:
         abilities["not offered"] = ", ".join(target["not_offered"])

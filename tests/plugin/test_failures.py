@@ -83,7 +83,7 @@ def test_an_error_in_the_cache_is_shown_where_it_was_raised(project: Project) ->
     result.stdout.fnmatch_lines(
         [
             "the step raised KeyError: *",
-            "*1. append one token to sequences 0*",
+            "*1. append one token to sequence* 0*",
             "*2. free sequence 0",
             "*raised by the cache*",
             "*broken_caches.py*in free*",
@@ -99,7 +99,7 @@ def test_an_error_the_harness_does_not_expect_comes_with_its_history_too(project
             "*def ledger(self, layer: int) -> Ledger:*",
             "E * RuntimeError: books are gone",
             "E * on a cache with num_layers=1, *",
-            "E *1. append one token to sequences 0*",
+            "E *1. append one token to sequence* 0*",
             "E * replay with: pytest --roseinfer-replay *",
         ]
     )

@@ -136,6 +136,13 @@ def test_the_page_needs_nothing_else() -> None:
     assert "@import" not in text
 
 
+def test_the_page_says_where_a_check_failed() -> None:
+    data = example()
+    assert "a check failed" not in page(data)
+    data["targets"][0]["failed"] = True
+    assert "41 histories; a check failed, as the output of the run shows" in page(data)
+
+
 def test_the_page_says_what_the_data_says() -> None:
     text = page(example())
     assert "Box&lt;int&gt;" in text
