@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from roseinfer.config import SamplingParams
-from roseinfer.errors import EngineStopped, RoseinferError
+from roseinfer.errors import EngineStopped
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -64,10 +64,9 @@ class AsyncLLM:
                 if isinstance(what, Exception):
                     raise what
                 yield what
-                request = what.request
-                if request.finish_reason is not None:
-                    if request.error is not None:
-                        raise request.error
+                if what.finish_reason is not None:
+                    if what.request.error is not None:
+                        raise what.request.error
                     return
         finally:
             self._do(lambda: self._leave(listener))
@@ -132,7 +131,7 @@ class AsyncLLM:
             return
         try:
             listener.request = self._engine.submit(prompt, params)
-        except RoseinferError as error:
+        except Exception as error:  # whatever it is, it is this stream's and not the others'
             listener.tell(error)
         else:
             self._listeners[listener.request.id] = listener

@@ -114,6 +114,15 @@ class SamplingParams:
     """Return the log-probability of each chosen token by the model's own logits."""
 
     def __post_init__(self) -> None:
+        whole = [self.top_k, self.max_new_tokens, 0 if self.seed is None else self.seed]
+        numbers = [self.temperature, self.top_p, self.min_p, self.repetition_penalty]
+        if not all(isinstance(value, int) for value in whole) or not all(
+            isinstance(value, (int, float)) for value in numbers
+        ):
+            raise ConfigError(
+                f"{self}: top_k, max_new_tokens and seed must be whole numbers, and temperature, "
+                "top_p, min_p and repetition_penalty numbers"
+            )
         allowed = {
             "temperature": (self.temperature >= 0, "at least 0"),
             "top_k": (self.top_k >= 0, "at least 0 (0 turns it off)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,8 @@ class Update:
     """None where it ended without one."""
     text: str
     """What can be shown now and could not before."""
+    finish_reason: FinishReason | None = None
+    """Why this is the request's last update; None where more will come."""
 
 
 class Engine:
@@ -106,12 +109,18 @@ class Engine:
 
     def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            try:
+                return [index(token) for token in prompt]
+            except TypeError as error:
+                raise BadArgument(f"a prompt is a text or token ids: {error}") from None
         if self._tokenizer is None:
             raise BadArgument(
                 "a text prompt needs a tokenizer, and this model came without one: give token ids"
             )
-        token_ids: list[int] = self._tokenizer.encode(prompt)
+        try:
+            token_ids: list[int] = self._tokenizer.encode(prompt)
+        except (TypeError, ValueError) as error:
+            raise BadArgument(f"the tokenizer cannot read the prompt: {error}") from error
         return token_ids
 
     def _most_tokens(self, prompt_length: int, params: SamplingParams) -> int:
@@ -202,18 +211,21 @@ class Engine:
                 f"the model's logits for token {len(request.session.token_ids)} hold NaN, or "
                 "nothing finite: there is no next token to choose"
             )
-            return Update(request, None, self._end(request, FinishReason.ERROR))
+            return self._last(request, None, "", FinishReason.ERROR)
         request.session.token_ids.append(token)
         if logprob is not None and request.params.logprobs:
             request.logprobs.append(logprob)
         if token in self._end_tokens and not request.params.ignore_eos:
-            return Update(request, token, self._end(request, FinishReason.STOP))
+            return self._last(request, token, "", FinishReason.STOP)
         text, stopped = request.text.add([token]) if request.text else ("", False)
         if stopped:
-            return Update(request, token, text + self._end(request, FinishReason.STOP))
+            return self._last(request, token, text, FinishReason.STOP)
         if request.num_generated == request.most_tokens:
-            return Update(request, token, text + self._end(request, FinishReason.LENGTH))
+            return self._last(request, token, text, FinishReason.LENGTH)
         return Update(request, token, text)
+
+    def _last(self, request: Request, token: int | None, text: str, reason: FinishReason) -> Update:
+        return Update(request, token, text + self._end(request, reason), reason)
 
     def _end(self, request: Request, reason: FinishReason) -> str:
         """Let go of all that a request holds; return the last of its text."""

@@ -50,7 +50,7 @@ class UnsupportedModel(RoseinferError, ValueError):
     """A model whose attention this engine would get wrong, or that it cannot load."""
 
 
-class RequestTooLarge(RoseinferError, ValueError):
+class RequestTooLarge(BadArgument):
     """A request that the model's positions or the KV cache could never hold."""
 
 

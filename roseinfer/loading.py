@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoTokenizer
 
-from roseinfer.errors import ConfigError
+from roseinfer.errors import ConfigError, UnsupportedModel
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.model import CausalModel, fetch
 from roseinfer.tiny import tiny_gpt2
@@ -95,15 +96,28 @@ def _network(
         tiny = tiny_gpt2()
         wanted = torch.float32 if isinstance(dtype, str) else dtype
         return tiny.model.to(device, wanted), tokenizer or tiny.tokenizer
-    return fetch(name, dtype).to(device), tokenizer or _tokenizer(name)
+    return _moved(fetch(name, dtype), device), tokenizer or _tokenizer(name)
+
+
+def _moved(network: Any, device: torch.device) -> Any:
+    try:
+        return network.to(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the model's weights do not fit on {device}: {error}") from error
 
 
 def _tokenizer(name: str) -> Any:
     """The checkpoint's own, if it has one."""
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if any(Path(name).glob("token*")):
+            raise UnsupportedModel(
+                f"the tokenizer of {name!r} cannot be loaded: {error}"
+            ) from error
         return None
+    # Without any files some families come with an empty vocabulary.
+    return tokenizer if tokenizer.vocab_size > 1 else None
 
 
 def _end_tokens(network: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -125,6 +139,17 @@ def _cache(model: CausalModel, config: EngineConfig) -> KVBlockManager:
             f"there is no memory left on {model.device} for a KV cache: use a smaller model or "
             "dtype"
         )
+    try:
+        return _manager(model, config, blocks)
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"a KV cache of {tokens} tokens takes {tokens * _bytes_of_a_token(model) / 2**30:.1f} "
+            f"GiB, which {model.device} does not have: ask for fewer kv_cache_tokens"
+        ) from error
+
+
+def _manager(model: CausalModel, config: EngineConfig, blocks: int) -> KVBlockManager:
+    shape = model.shape
     return KVBlockManager(
         shape.num_layers,
         shape.num_kv_heads,
@@ -139,9 +164,12 @@ def _cache(model: CausalModel, config: EngineConfig) -> KVBlockManager:
 
 
 def _tokens_with_room(model: CausalModel) -> int:
-    shape = model.shape
-    of_a_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
     if model.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(model.device)
-        return int(free * _SHARE_OF_MEMORY) // of_a_token
-    return _MOST_ON_CPU // of_a_token
+        return int(free * _SHARE_OF_MEMORY) // _bytes_of_a_token(model)
+    return _MOST_ON_CPU // _bytes_of_a_token(model)
+
+
+def _bytes_of_a_token(model: CausalModel) -> int:
+    shape = model.shape
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize

@@ -10,7 +10,7 @@ import torch
 
 from roseinfer.attention.batch import AttentionBatch
 from roseinfer.engine_paths import EnginePath
-from roseinfer.errors import BadArgument
+from roseinfer.errors import BadArgument, RequestTooLarge
 from roseinfer.kv.kernels import load_kernels
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class InferenceEngine:
         if not prompt:
             raise BadArgument("an empty prompt: at least one token is needed")
         if len(prompt) > shape.max_length:
-            raise BadArgument(
+            raise RequestTooLarge(
                 f"a prompt of {len(prompt)} tokens for a model of {shape.max_length} positions"
             )
         if not all(0 <= token < shape.vocab_size for token in prompt):

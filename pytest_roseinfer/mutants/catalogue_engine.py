@@ -168,8 +168,8 @@ MUTANTS = (
         "waits-for-a-copy-that-is-not-made",
         "A request waits for a block to copy a shared one to, also when nobody shares it any more.",
         _SCHEDULER,
-        "                    self.waiting[0].waits_for = 0  # it was counted with a prefix to copy\n",
-        "                    pass\n",
+        "self.waiting[0].waits_for = 0  # it was counted with a prefix to copy\n",
+        "pass\n",
         (3,),
     ),
     _mutant(
