@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _WINDOW = 64
 """Waiting requests to choose among, so that a long queue costs nothing."""
 _PATIENCE = 8
-"""Steps in which later requests may be admitted before one that waits."""
+"""Later requests that may be admitted before one that waits."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from roseinfer.config import SamplingParams
 from roseinfer.errors import EngineStopped
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from roseinfer.engine import Update
     from roseinfer.llm import LLM
@@ -46,10 +46,12 @@ class AsyncLLM:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._closed = False
+        self._ended = False
+        """The thread will not look at what there is to do again."""
 
     async def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
-    ) -> AsyncIterator[Update]:
+    ) -> AsyncGenerator[Update, None]:
         """Continue one prompt and yield what every step brings for it.
 
         A prompt that cannot be served raises here. Whoever leaves the loop early, or is
@@ -95,9 +97,9 @@ class AsyncLLM:
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name="roseinfer", daemon=True)
                 self._thread.start()
-        self._todo.put(what)
-        if self._closed:
-            self._do_all()
+            self._todo.put(what)
+            if self._ended or self._thread is None:
+                self._do_all()
 
     def _run(self) -> None:
         while not self._closed:
@@ -145,4 +147,6 @@ class AsyncLLM:
         for listener in list(self._listeners.values()):
             self._leave(listener)
             listener.tell(why)
-        self._do_all()
+        with self._starting:
+            self._ended = True
+            self._do_all()

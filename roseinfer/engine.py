@@ -153,15 +153,23 @@ class Engine:
         requests = [*step.decoding, *(request for request, _ in step.chunks)]
         counts = [1] * len(step.decoding) + [count for _, count in step.chunks]
         self._count(step)
-        logits = self.sessions.extend([request.session for request in requests], counts)
-        due = [row for row, request in enumerate(requests) if not request.pending]
-        if len(due) < len(requests):
-            logits = logits[due]
-        updates = self._take_tokens([requests[row] for row in due], logits)
+        try:
+            updates = self._run(requests, counts)
+        except BaseException:
+            # Nobody knows how far it came: what is stored of them is stored anew.
+            self._scheduler.start_over(requests)
+            raise
         for request in requests:
             if request.finish_reason is None:
                 self._supply.note_stored(request)
         return updates
+
+    def _run(self, requests: list[Request], counts: list[int]) -> list[Update]:
+        logits = self.sessions.extend([request.session for request in requests], counts)
+        due = [row for row, request in enumerate(requests) if not request.pending]
+        if len(due) < len(requests):
+            logits = logits[due]
+        return self._take_tokens([requests[row] for row in due], logits)
 
     def _take_tokens(self, requests: list[Request], logits: torch.Tensor) -> list[Update]:
         if not requests:

@@ -17,7 +17,7 @@ from roseinfer.request import FinishReason
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from roseinfer.engine import Update
     from roseinfer.request import Request
@@ -112,7 +112,9 @@ class LLM:
             return RequestOutput(prompt, [], None, str(FinishReason.ERROR), error=str(error))
         return None
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[Update, None, None]:
         """Continue one prompt and yield what every step brings.
 
         Leaving the loop early cancels the request.

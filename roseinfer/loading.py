@@ -50,10 +50,11 @@ def load(
 ) -> Loaded:
     """``model`` is ``"tiny"``, a directory, a hub id, or a model that was loaded already."""
     where = _device(device)
+    wanted = _dtype(dtype, where)
     if isinstance(model, (str, os.PathLike)):
-        network, tokenizer = _network(os.fspath(model), where, _dtype(dtype, where), tokenizer)
+        network, tokenizer = _network(os.fspath(model), where, wanted, tokenizer)
     else:
-        network = model.to(where, DTYPES[dtype] if dtype else None)
+        network = model.to(where, wanted if dtype else None)
     causal = CausalModel(network, max_length=config.max_length)
     return Loaded(
         causal,

@@ -52,7 +52,7 @@ class Request:
     waits_for: int = 0
     """Blocks that must be free before it is worth trying to admit it again."""
     passed_over: int = 0
-    """Steps in which requests behind it were admitted before it."""
+    """Requests that came later and were admitted before it."""
     preempted: int = 0
     """How often its blocks were taken from it."""
 

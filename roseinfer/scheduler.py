@@ -16,6 +16,8 @@ from roseinfer.admission import PromptShare
 from roseinfer.errors import OutOfBlocks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from roseinfer.config import EngineConfig
     from roseinfer.request import Request
     from roseinfer.session import InferenceSession
@@ -116,12 +118,20 @@ class Scheduler:
                 return Step()
             self._preempt_newest()
 
+    def start_over(self, requests: Iterable[Request]) -> None:
+        """Have requests that run computed again, as if their blocks had been needed."""
+        for request in sorted(requests, key=lambda request: request.id, reverse=True):
+            if request.id in self.running:
+                self._preempt(request)
+
     def _preempt_newest(self) -> None:
-        newest = self.running.pop(max(self.running))
-        self._supply.give_back(newest)
-        newest.waits_for = 0
-        newest.preempted += 1
-        self.waiting.appendleft(newest)
+        self._preempt(self.running[max(self.running)])
+
+    def _preempt(self, request: Request) -> None:
+        del self.running[request.id]
+        self._supply.give_back(request)
+        request.preempted += 1
+        self.waiting.appendleft(request)
 
     def _stuck(self) -> OutOfBlocks:
         """Of a request that was let in and does not even fit alone: a fault of ours."""

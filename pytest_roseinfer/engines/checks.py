@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.engines.adapter import EngineAdapter
     from pytest_roseinfer.engines.mix import RequestMix
 
-_SHARE = 0.6
+_SHARE = 0.8
 """Of a profile's examples: one is a whole engine, and many requests."""
 _FORK_SHARE = 0.15
 

@@ -28,10 +28,13 @@ def common_text(length: int, vocabulary: int, branch: int = 0) -> tuple[int, ...
 
 
 @st.composite
-def prompts(draw: st.DrawFn, *, vocabulary: int, longest: int) -> tuple[int, ...]:
-    """Some of the common text, then some of one of four others."""
-    shared = draw(st.one_of(st.integers(0, 4), st.integers(0, longest)))
-    own = draw(st.integers(0 if shared else 1, min(4, longest - shared) or 1))
+def prompts(
+    draw: st.DrawFn, *, vocabulary: int, longest: int, length: str = "any"
+) -> tuple[int, ...]:
+    """Some of the common text, then some of one of four others; ``short``, ``long`` or any."""
+    short, long = st.integers(0, 2), st.integers(longest // 3, longest)
+    shared = draw({"short": short, "long": long, "any": st.one_of(short, long)}[length])
+    own = draw(st.integers(0 if shared else 1, min(2, longest - shared) or 1))
     branch = draw(st.integers(1, 4))
     return (common_text(shared, vocabulary) + common_text(own, vocabulary, branch))[:longest]
 
@@ -60,30 +63,31 @@ def request_mixes(
 ) -> RequestMix:
     """A small engine and requests that share prefixes, crowd its cache and come and go.
 
-    Half of them crowd it for certain: several requests at once that run to their last token,
-    and hardly more blocks than the largest takes. With ``aim``, the engine has the switches
-    that path needs.
+    A third of them crowd it for certain: several requests at once that run to their last
+    token, and hardly more blocks than the largest takes. Another third begin with a long
+    prompt between short ones. With ``aim``, the engine has the switches that path needs.
     """
     new = min(most_steps, adapter.most_tokens // 3)
     longest = adapter.most_tokens - new
-    crowded = draw(st.booleans())
-    block_size = draw(st.sampled_from(BLOCK_SIZES))
+    kind = draw(st.sampled_from(("uneven", "crowded", "anyhow")))
+    lengths = ["any"] * draw(st.integers(4 if kind == "crowded" else 1, _MOST_REQUESTS))
+    if kind == "uneven":
+        lengths = ["short", "long", "short", "short", *lengths[4:]]
     asked: list[Asked] = []
     arrives = 0
-    for _ in range(draw(st.integers(3 if crowded else 1, _MOST_REQUESTS))):
-        arrives += draw(st.sampled_from((0, 0, 0, 1) if crowded else (0, 0, 1, 2, 5)))
+    for length in lengths:
+        if kind == "anyhow":
+            arrives += draw(st.sampled_from((0, 0, 1, 2, 5)))
+        elif kind == "crowded":
+            arrives += draw(st.sampled_from((0, 0, 0, 1)))
         sampling = draw(samplings(most=new))
-        if crowded:
+        if kind == "crowded":
             sampling = replace(sampling, ignore_eos=True, max_new_tokens=new)
-        asked.append(
-            Asked(
-                draw(prompts(vocabulary=adapter.vocabulary, longest=longest)),
-                sampling,
-                arrives,
-                draw(st.sampled_from((None, None, None, None, 0, 1, 2, 4))),
-            )
-        )
+        prompt = draw(prompts(vocabulary=adapter.vocabulary, longest=longest, length=length))
+        cancelled = draw(st.sampled_from((None, None, None, None, 0, 1, 2, 4)))
+        asked.append(Asked(prompt, sampling, arrives, cancelled))
+    block_size = draw(st.sampled_from(BLOCK_SIZES))
     sizes = [len(each.prompt) + each.sampling.max_new_tokens for each in asked]
     more = [0, 1, block_size, 3 * block_size]
-    room = max(sizes) + draw(st.sampled_from(more if crowded else [*more, sum(sizes)]))
+    room = max(sizes) + draw(st.sampled_from(more if kind == "crowded" else [*more, sum(sizes)]))
     return RequestMix(tuple(asked), block_size, room, device, draw(switches(adapter, aim)))

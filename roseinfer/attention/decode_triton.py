@@ -1,9 +1,9 @@
 """Decode attention: one query token for each sequence, over blocks wherever they lie.
 
 A program takes one sequence, one KV head with all query heads that share it, and one part
-of the context; the parts are combined by a second kernel. What lies in a block behind the
-sequence's last token is never used: its scores are masked, and its values are replaced by
-zero before they are weighted, since zero times NaN is NaN.
+of the context; where there are several parts a second kernel combines them. What lies in a
+block behind the sequence's last token is never used: its scores are masked, and its values
+are replaced by zero before they are weighted, since zero times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _TILE = 8192
 
 @triton.jit
 def _partial_kernel(
-    query, k_cache, v_cache, tables, lengths, partial, weights_max, weights_sum,
+    query, k_cache, v_cache, tables, lengths, out, partial, weights_max, weights_sum,
     scale,
-    q_s, q_h, q_d,
+    q_s, q_h, q_d, o_s, o_h, o_d,
     kc_b, kc_h, kc_t, kc_d,
     vc_b, vc_h, vc_t, vc_d,
     table_width, parts,
     Q_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TILE_G: tl.constexpr, TILE_D: tl.constexpr, TILE_T: tl.constexpr, PART: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -50,7 +51,7 @@ def _partial_kernel(
     ).to(tl.float32)
     top = tl.full((TILE_G,), float("-inf"), tl.float32)
     total = tl.zeros((TILE_G,), tl.float32)
-    out = tl.zeros((TILE_G, TILE_D), tl.float32)
+    sums = tl.zeros((TILE_G, TILE_D), tl.float32)
     begin = part * PART
     for at in range(begin, tl.minimum(begin + PART, length), TILE_T):
         tokens = at + tl.arange(0, TILE_T)
@@ -74,12 +75,18 @@ def _partial_kernel(
         shrink = tl.exp(top - higher)
         weights = tl.exp(scores - higher[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        out = out * shrink[:, None] + tl.sum(weights[:, :, None] * v[None, :, :], 1)
+        sums = sums * shrink[:, None] + tl.sum(weights[:, :, None] * v[None, :, :], 1)
         top = higher
-    row = (sequence * Q_HEADS + q_heads) * parts + part
-    tl.store(weights_max + row, top, members < GROUP)
-    tl.store(weights_sum + row, total, members < GROUP)
-    tl.store(partial + row[:, None] * D + dims[None, :], out, q_inside)
+    if WHOLE:
+        tl.store(
+            out + sequence * o_s + q_heads[:, None] * o_h + dims[None, :] * o_d,
+            (sums / total[:, None]).to(out.dtype.element_ty), q_inside,
+        )  # fmt: skip
+    else:
+        row = (sequence * Q_HEADS + q_heads) * parts + part
+        tl.store(weights_max + row, top, members < GROUP)
+        tl.store(weights_sum + row, total, members < GROUP)
+        tl.store(partial + row[:, None] * D + dims[None, :], sums, q_inside)
 
 
 @triton.jit
@@ -135,7 +142,7 @@ def paged_attention_decode(
             f"{k_cache.shape[3]}"
         )
     parts = max(1, -(-longest // _PART))
-    rows = sequences * q_heads * parts
+    rows = sequences * q_heads * parts if parts > 1 else 0
     partial = query.new_empty((rows, head_dim), dtype=torch.float32)
     weights_max, weights_sum = query.new_empty((2, rows), dtype=torch.float32)
     out = torch.empty_like(query)
@@ -144,14 +151,16 @@ def paged_attention_decode(
     tile_t = _PART if _INTERPRETED else min(_PART, max(16, _TILE // (tile_g * tile_d)))
     with _on(query.device):
         _partial_kernel[(sequences, kv_heads, parts)](
-            query, k_cache, v_cache, tables, lengths, partial, weights_max, weights_sum, scale,
-            *query.stride(), *k_cache.stride(), *v_cache.stride(), tables.stride(0), parts,
-            q_heads, group, head_dim, block_size, tile_g, tile_d, tile_t, _PART,
+            query, k_cache, v_cache, tables, lengths, out, partial, weights_max, weights_sum,
+            scale, *query.stride(), *out.stride(), *k_cache.stride(), *v_cache.stride(),
+            tables.stride(0), parts,
+            q_heads, group, head_dim, block_size, tile_g, tile_d, tile_t, _PART, parts == 1,
         )  # fmt: skip
-        _combine_kernel[(sequences, q_heads)](
-            partial, weights_max, weights_sum, out, parts, *out.stride(),
-            q_heads, head_dim, 1 << (parts - 1).bit_length(), tile_d,
-        )  # fmt: skip
+        if parts > 1:
+            _combine_kernel[(sequences, q_heads)](
+                partial, weights_max, weights_sum, out, parts, *out.stride(),
+                q_heads, head_dim, 1 << (parts - 1).bit_length(), tile_d,
+            )  # fmt: skip
     return out
 
 

@@ -1,0 +1,578 @@
+"""Who runs, and how much: the scheduler on its own, with blocks that are only counted."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from roseinfer import EngineConfig, OutOfBlocks, SamplingParams
+from roseinfer.request import FinishReason, Request
+from roseinfer.scheduler import Scheduler
+from roseinfer.session import InferenceSession
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+    from roseinfer.scheduler import Step
+
+PATIENCE = 8
+"""Requests that may be admitted before the one that waits longest."""
+
+
+@dataclass
+class Blocks:
+    """A supply that keeps accounts and nothing else.
+
+    What is known of a prompt lies in blocks that nobody uses until the prompt begins. A known
+    part that ends within a block is copied when it is written behind.
+    """
+
+    capacity: int
+    size: int
+    taken: int = 0
+    known: dict[int, int] = field(default_factory=dict)
+    """Tokens of a request's prompt, by its id."""
+    drops: int = 0
+    starts: int = 0
+
+    @property
+    def available(self) -> int:
+        return self.capacity - self.taken
+
+    def needed(self, session: InferenceSession, count: int) -> int:
+        more = -(-(session.stored + count) // self.size) - len(session.block_lists[0])
+        return more + (session.stored % self.size > 0 and session.stored >= session.room)
+
+    def start(self, request: Request) -> None:
+        session = request.session
+        assert session.stored == 0, "a request that has begun begins again"
+        self.starts += 1
+        found = min(self.known.get(request.id, 0), len(session.token_ids) - 1)
+        request.found = session.stored = session.room = found
+        self._hold(session)
+
+    def give_back(self, request: Request) -> None:
+        session = request.session
+        session.stored = session.room = 0
+        self._hold(session)
+
+    def drop_prefixes(self) -> None:
+        self.known.clear()
+        self.drops += 1
+
+    def store(self, session: InferenceSession, count: int) -> None:
+        session.stored += count
+        self._hold(session)
+        session.room = len(session.block_lists[0]) * self.size
+
+    def _hold(self, session: InferenceSession) -> None:
+        count = -(-session.stored // self.size)
+        self.taken += count - len(session.block_lists[0])
+        session.block_lists = [[0] * count]
+
+
+class World:
+    """A scheduler whose steps are carried out, and each compared with what a step may be."""
+
+    def __init__(self, *, blocks: int = 1000, size: int = 4, **config: Any) -> None:
+        self.config = EngineConfig(block_size=size, **config)
+        self.supply = Blocks(blocks, size)
+        self.scheduler = Scheduler(self.config, self.supply)
+        self.requests: list[Request] = []
+        self.admitted: list[int] = []
+        """Ids in the order in which they first ran."""
+
+    def submit(self, prompt: int, new: int = 1, known: int = 0) -> Request:
+        request = Request(
+            id=len(self.requests),
+            params=SamplingParams(),
+            seed=0,
+            prompt_length=prompt,
+            most_tokens=new,
+            session=InferenceSession([[]], [0] * prompt),
+            text=None,
+        )
+        self.requests.append(request)
+        if known:
+            self.supply.known[request.id] = known
+        self.scheduler.add(request)
+        return request
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        if request.finish_reason is None:
+            self.scheduler.remove(request)
+            request.finish_reason = reason
+
+    def step(self) -> Step:
+        scheduler = self.scheduler
+        before = list(scheduler.running.values())
+        preempted_before = [request.preempted for request in before]
+        step = scheduler.next_step()
+        gone = [
+            request
+            for request, count in zip(before, preempted_before, strict=True)
+            if request.preempted > count
+        ]
+        self._check_limits(step)
+        self._check_preempted(gone, [request for request in before if request not in gone])
+        self._carry_out(step)
+        for request in scheduler.running.values():
+            if request.id not in self.admitted:
+                self.admitted.append(request.id)
+        for request in list(scheduler.running.values()):
+            if request.num_generated == request.most_tokens:
+                self.end(request, FinishReason.LENGTH)
+        self._check_accounts()
+        return step
+
+    def run(self, most: int = 5000) -> list[Step]:
+        steps = []
+        while self.scheduler.waiting or self.scheduler.running:
+            steps.append(self.step())
+            assert len(steps) < most, "requests that never end"
+        return steps
+
+    # ------------------------------------------------------------------ what a step may be
+
+    def _check_limits(self, step: Step) -> None:
+        config, running = self.config, self.scheduler.running
+        in_chunks = [request for request, _ in step.chunks]
+        taking_part = [*step.decoding, *in_chunks]
+        assert len(running) <= config.max_batch_size
+        assert len(step.chunks) <= config.prefill_max_batch_size
+        assert len({request.id for request in taking_part}) == len(taking_part), "twice"
+        assert all(running[request.id] is request for request in taking_part)
+        assert step.blocks <= self.supply.available
+        for request in running.values():
+            if request.pending == 1 and request not in in_chunks:
+                assert request in step.decoding, "a running request stalls"
+        assert all(request.pending == 1 for request in step.decoding)
+        assert all(1 <= count <= request.pending for request, count in step.chunks)
+        total = sum(count for _, count in step.chunks)
+        if config.chunked_prefill:
+            assert total <= config.prefill_max_tokens
+        else:
+            assert all(count == request.pending for request, count in step.chunks)
+            assert total <= config.prefill_max_tokens or len(step.chunks) == 1
+        self._check_turns(in_chunks)
+
+    def _check_turns(self, in_chunks: list[Request]) -> None:
+        """A prompt that gets nothing is behind none that gets something."""
+        begun = [each for each in self.scheduler.running.values() if each.pending > 1]
+        served = [request in in_chunks for request in begun]
+        assert served == sorted(served, reverse=True), "overtaken half way"
+
+    @staticmethod
+    def _check_preempted(gone: list[Request], stayed: list[Request]) -> None:
+        for request in gone:
+            assert all(other.id < request.id for other in stayed), "not the newest"
+
+    def _carry_out(self, step: Step) -> None:
+        work = [(request, 1) for request in step.decoding] + step.chunks
+        needs = [self.supply.needed(request.session, count) for request, count in work]
+        assert sum(needs) <= step.blocks, "more blocks than were said to be needed"
+        for request, count in work:
+            self.supply.store(request.session, count)
+            if not request.pending:
+                request.session.token_ids.append(0)
+
+    def _check_accounts(self) -> None:
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        alive = {request.id for request in self.requests if request.finish_reason is None}
+        ids = [*running, *(request.id for request in waiting)]
+        assert sorted(ids) == sorted(alive), "lost, or twice"
+        held = sum(len(request.session.block_lists[0]) for request in running.values())
+        assert self.supply.taken == held
+        assert all(request.session.block_lists == [[]] for request in waiting)
+        if self.config.prefill_admission_policy == "fifo":
+            assert ids == sorted(ids), "not in the order they came"
+
+
+both_policies = pytest.mark.parametrize("policy", ["fifo", "pack"])
+
+
+def ids_in(step: Step) -> list[int]:
+    return [request.id for request, _ in step.chunks]
+
+
+# ------------------------------------------------------------------------------- admission
+
+
+def test_first_come_first_served() -> None:
+    world = World(max_batch_size=3, prefill_max_tokens=10)
+    for prompt in (9, 3, 8, 1, 1, 12):
+        world.submit(prompt, new=3)
+    world.run()
+    assert world.admitted == sorted(world.admitted)
+    assert all(request.passed_over == 0 for request in world.requests)
+
+
+def test_first_come_first_served_does_not_let_a_small_prompt_by() -> None:
+    world = World(blocks=4)
+    world.submit(8, new=4)
+    large, small = world.submit(12), world.submit(1)
+    world.step()
+    assert large.session.stored == small.session.stored == 0
+    world.run()
+    assert world.admitted == [0, 1, 2]
+
+
+def test_pack_fills_a_step_with_prompts_that_fit() -> None:
+    world = World(prefill_admission_policy="pack", prefill_max_tokens=10)
+    for prompt in (6, 7, 3, 5, 1):
+        world.submit(prompt)
+    step = world.step()
+    assert [(request.id, count) for request, count in step.chunks] == [(0, 6), (2, 3), (4, 1)]
+    assert step.overtaken == 3  # the second twice, the fourth once
+    assert ids_in(world.step()) == [1]
+
+
+def test_pack_lets_a_small_prompt_by_where_blocks_are_short() -> None:
+    world = World(blocks=4, prefill_admission_policy="pack")
+    world.submit(8, new=4)
+    world.submit(12)
+    world.submit(1)
+    assert ids_in(world.step()) == [0, 2]
+
+
+def test_pack_begins_a_prompt_that_fits_in_no_step_whole() -> None:
+    world = World(prefill_admission_policy="pack", prefill_max_tokens=10)
+    long = world.submit(25)
+    steps = world.run()
+    assert [count for step in steps for _, count in step.chunks] == [10, 10, 5]
+    assert long.finish_reason == "length"
+
+
+@pytest.mark.parametrize(("new", "each_step"), [(5, 1), (3, 2), (9, 3)])
+def test_pack_keeps_nobody_waiting_for_ever(new: int, each_step: int) -> None:
+    """Small prompts keep coming, and there is always room for one more of them."""
+    world = World(blocks=6, prefill_admission_policy="pack")
+    world.submit(5, new=2)
+    world.step()
+    large = world.submit(24)
+    for _ in range(100):
+        for _ in range(each_step):
+            world.submit(1, new=new)
+        world.step()
+        if large.session.stored:
+            break
+    overtaking = world.admitted.index(large.id) - 1
+    assert overtaking == large.passed_over == PATIENCE
+
+
+def test_pack_does_not_overtake_who_can_begin() -> None:
+    """Small prompts that end at once: as soon as there is room, the large one takes it."""
+    world = World(blocks=6, prefill_admission_policy="pack")
+    world.submit(5, new=2)
+    world.step()
+    world.submit(24)
+    world.submit(1)
+    assert ids_in(world.step()) == [2]
+    world.submit(1)
+    assert ids_in(world.step()) == [1]
+
+
+@both_policies
+def test_a_prompt_is_let_in_only_if_all_of_it_has_room(policy: str) -> None:
+    """Two of 16 tokens in 6 blocks of 4: the second would be stuck half way."""
+    world = World(blocks=6, prefill_max_tokens=4, prefill_admission_policy=policy)
+    first, second = world.submit(16), world.submit(16)
+    for _ in range(4):
+        assert second.session.stored == 0
+        world.step()
+    assert first.finish_reason == "length"
+    world.run()
+    assert (first.preempted, second.preempted) == (0, 0)
+
+
+def test_what_is_known_of_a_prompt_counts_as_taken_once_it_begins() -> None:
+    """3 blocks that nobody used, and 1 more to store: there is just room for both requests."""
+    world = World(blocks=8)
+    world.submit(16)
+    world.submit(16, known=12)
+    step = world.step()
+    assert [(request.id, count) for request, count in step.chunks] == [(0, 16), (1, 4)]
+    assert step.blocks == 5
+
+
+def test_a_known_prompt_that_has_no_room_for_a_copy_does_without() -> None:
+    world = World(blocks=2)
+    request = world.submit(8, known=6)
+    step = world.step()
+    assert [count for _, count in step.chunks] == [8]
+    assert world.supply.drops == 1
+    assert request.finish_reason == "length"
+
+
+@both_policies
+def test_a_prompt_without_room_is_not_tried_again_until_there_may_be(policy: str) -> None:
+    world = World(blocks=6, prefill_admission_policy=policy)
+    world.submit(8, new=9)
+    world.step()
+    large = world.submit(20)
+    starts = []
+    while not large.session.stored and large.finish_reason is None:
+        world.step()
+        starts.append(world.supply.starts)
+    assert starts == [2] * 8 + [3]
+
+
+# -------------------------------------------------------------------------------- limits
+
+
+@both_policies
+def test_no_more_run_than_may(policy: str) -> None:
+    world = World(max_batch_size=3, prefill_admission_policy=policy)
+    for _ in range(8):
+        world.submit(2, new=4)
+    steps = world.run()
+    sizes = [len(step.decoding) + len(step.chunks) for step in steps]
+    assert max(sizes) == 3
+    assert len(steps) == 12  # three rounds of four tokens, the last for two
+
+
+@both_policies
+def test_no_more_prompts_and_tokens_in_a_step_than_may_be(policy: str) -> None:
+    world = World(prefill_max_batch_size=2, prefill_max_tokens=7, prefill_admission_policy=policy)
+    for _ in range(6):
+        world.submit(3)
+    assert [ids_in(step) for step in world.run()] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_decoding_goes_on_while_a_long_prompt_is_stored() -> None:
+    world = World(prefill_max_tokens=5)
+    running = [world.submit(2, new=30) for _ in range(2)]
+    world.step()
+    long = world.submit(42)
+    for at in range(1, 10):
+        step = world.step()
+        assert step.decoding == running
+        assert [count for _, count in step.chunks] == [5 if at < 9 else 2]
+        assert [request.num_generated for request in running] == [at + 1] * 2
+    assert long.finish_reason == "length"
+
+
+@both_policies
+def test_without_chunks_a_prompt_goes_whole_however_long(policy: str) -> None:
+    world = World(prefill_max_tokens=5, chunked_prefill=False, prefill_admission_policy=policy)
+    for prompt in (30, 2, 3, 4):
+        world.submit(prompt)
+    counts = [[count for _, count in step.chunks] for step in world.run()]
+    assert counts == [[30], [2, 3], [4]]
+
+
+def test_a_prompt_that_goes_on_comes_before_one_that_begins() -> None:
+    world = World(prefill_max_tokens=5)
+    world.submit(8)
+    world.submit(4)
+    counts = [[(each.id, count) for each, count in step.chunks] for step in world.run()]
+    assert counts == [[(0, 5)], [(0, 3), (1, 2)], [(1, 2)]]
+
+
+# ----------------------------------------------------------------------------- preemption
+
+
+def test_the_newest_gives_way() -> None:
+    """All three need a second block at the same time, and there is one."""
+    world = World(blocks=4)
+    requests = [world.submit(4, new=5) for _ in range(3)]
+    world.step()
+    step = world.step()
+    assert [request.id for request in step.decoding] == [0, 1]
+    assert [request.preempted for request in requests] == [0, 0, 1]
+    assert list(world.scheduler.waiting) == [requests[2]]
+    world.run()
+    assert [request.num_generated for request in requests] == [5, 5, 5]
+
+
+def test_who_gave_way_comes_before_those_who_never_ran() -> None:
+    world = World(blocks=4, max_batch_size=3)
+    for _ in range(5):
+        world.submit(4, new=5)
+    world.step()
+    world.step()
+    assert [request.id for request in world.scheduler.waiting] == [2, 3, 4]
+    world.run()
+    assert world.admitted == [0, 1, 2, 3, 4]
+
+
+def test_a_request_that_gave_way_stores_what_it_had_generated_too() -> None:
+    world = World(blocks=4)
+    requests = [world.submit(4, new=9) for _ in range(2)]
+    for _ in range(5):
+        world.step()
+    assert requests[1].num_generated == 5
+    world.step()
+    assert requests[1].preempted == 1
+    assert (requests[1].session.stored, requests[1].pending) == (0, 9)
+    world.run()
+    assert [request.num_generated for request in requests] == [9, 9]
+
+
+def test_one_that_waits_can_leave_from_anywhere() -> None:
+    world = World(max_batch_size=1)
+    requests = [world.submit(4, new=3) for _ in range(5)]
+    world.step()
+    world.end(requests[3], FinishReason.CANCELLED)
+    world.end(requests[0], FinishReason.CANCELLED)
+    world.run()
+    assert world.admitted == [0, 1, 2, 4]
+    assert world.supply.taken == 0
+
+
+def test_a_request_that_can_never_fit_is_our_fault_and_named() -> None:
+    world = World(blocks=2)
+    world.submit(9)
+    with pytest.raises(OutOfBlocks, match="request 0 alone"):
+        world.scheduler.next_step()
+
+
+def test_nothing_to_do_is_no_step() -> None:
+    assert not World().scheduler.next_step()
+
+
+# ------------------------------------------------------------------------ any history at all
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of a random history."""
+
+    after: int
+    """Steps since the one before."""
+    prompt: int
+    new: int
+    known: int
+    cancelled: int | None
+    """Steps after it came."""
+
+
+arrivals = st.lists(
+    st.builds(
+        Arrival,
+        after=st.sampled_from([0, 0, 0, 1, 2, 5]),
+        prompt=st.integers(1, 30),
+        new=st.integers(1, 12),
+        known=st.sampled_from([0, 0, 3, 4, 8, 9, 20]),
+        cancelled=st.none() | st.integers(0, 20),
+    ),
+    min_size=1,
+    max_size=25,
+)
+limits = st.fixed_dictionaries(
+    {
+        "prefill_admission_policy": st.sampled_from(["fifo", "pack"]),
+        "max_batch_size": st.sampled_from([1, 2, 5, 64]),
+        "prefill_max_batch_size": st.sampled_from([1, 2, 16]),
+        "prefill_max_tokens": st.sampled_from([1, 3, 8, 20, 100]),
+        "chunked_prefill": st.booleans(),
+        "size": st.sampled_from([1, 2, 4, 16]),
+    }
+)
+
+
+@settings(max_examples=250, deadline=None, database=None)
+@given(arrivals, limits, st.sampled_from([0, 0, 1, 3, 100]))
+@example([Arrival(0, 8, 1, 6, None)], {"size": 4}, 0)
+def test_every_request_of_any_history_ends(
+    history: list[Arrival], limits: dict[str, Any], spare: int
+) -> None:
+    """``World`` looks at every step; the cache has room for the largest request, or some more."""
+    largest = max(each.prompt + each.new - 1 for each in history)
+    world = World(blocks=-(-largest // limits["size"]) + spare, **limits)
+    cancels: list[tuple[int, Request]] = []
+    now = 0
+    for each in history:
+        for _ in range(each.after):
+            now = step_and_cancel(world, cancels, now)
+        request = world.submit(each.prompt, each.new, each.known)
+        if each.cancelled is not None:
+            cancels.append((now + each.cancelled, request))
+    while world.scheduler.waiting or world.scheduler.running:
+        now = step_and_cancel(world, cancels, now)
+        assert now < 5000, "requests that never end"
+    assert world.supply.taken == 0
+    for request in world.requests:
+        assert request.finish_reason in ("length", "cancelled")
+        if request.finish_reason == "length":
+            assert request.num_generated == request.most_tokens
+
+
+def step_and_cancel(world: World, cancels: list[tuple[int, Request]], now: int) -> int:
+    for when, request in cancels:
+        if when == now:
+            world.end(request, FinishReason.CANCELLED)
+    world.step()
+    return now + 1
+
+
+# ------------------------------------------------------------------------------------- cost
+
+
+class Queue(deque[Request]):
+    """A queue that is looked at in Python, so that looking at it counts."""
+
+    def __iter__(self) -> Iterator[Request]:
+        for at in range(len(self)):
+            yield self[at]
+
+
+def calls_in_a_step(world: World) -> int:
+    """Calls of Python and of C: a cost that needs no clock."""
+    calls = 0
+
+    def note(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    world.scheduler.waiting = Queue(world.scheduler.waiting)
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        world.scheduler.next_step()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def queue_of(length: int, policy: str, *, blocks: int, running: int, places: int) -> World:
+    """Some run; the others wait, for blocks or for a place."""
+    world = World(blocks=blocks, prefill_admission_policy=policy, max_batch_size=running + places)
+    for _ in range(running):
+        world.submit(4, new=100)
+    world.step()
+    for _ in range(length):
+        world.submit(40)
+    return world
+
+
+@both_policies
+@pytest.mark.parametrize(
+    ("blocks", "places"),
+    [(17, 100), (10_000, 100), (10_000, 1), (10_000, 0)],
+    ids=["no blocks", "room for many", "room for one", "no place"],
+)
+def test_a_long_queue_costs_no_more_than_a_short_one(policy: str, blocks: int, places: int) -> None:
+    costs = []
+    for length in (200, 10_000):
+        world = queue_of(length, policy, blocks=blocks, running=8, places=places)
+        costs.append([calls_in_a_step(world) for _ in range(3)])
+    assert costs[0] == costs[1]
+    assert max(costs[0]) < 2000
+
+
+@both_policies
+def test_the_cost_of_a_step_is_linear_in_those_who_run(policy: str) -> None:
+    costs = [
+        calls_in_a_step(queue_of(0, policy, blocks=10_000, running=running, places=1))
+        for running in (50, 100, 200)
+    ]
+    assert costs[2] - costs[1] <= 2 * (costs[1] - costs[0]) + 10
+    assert costs[2] < 200 * 30
