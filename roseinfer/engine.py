@@ -187,7 +187,8 @@ class Engine:
         batch = self._sampling_batch(requests, logits.device)
         seen = self._seen(requests, logits) if batch.penalised else None
         positions = [len(request.session.token_ids) for request in requests]
-        chosen = batch.choose(logits, torch.tensor(positions, device=logits.device), seen)
+        staged = self.sessions.staging.stage([positions]).columns[0]
+        chosen = batch.choose(logits, staged, seen)
         usable = torch.where(rows_without_a_distribution(logits), -1, chosen)
         logprobs: list[float | None] = [None] * len(requests)
         if any(request.params.logprobs for request in requests):

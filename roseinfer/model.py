@@ -77,15 +77,18 @@ class CausalModel:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        last_rows: torch.Tensor,
+        last_rows: torch.Tensor | None,
         batch: AttentionBatch,
     ) -> torch.Tensor:
-        """Run all tokens in one row; return ``[sequences, vocab]`` for each one's last token."""
+        """Run all tokens in one row; return ``[sequences, vocab]`` for each one's last token.
+
+        ``last_rows`` says which those are; None where every sequence has one token.
+        """
         output = self._model(
             input_ids=token_ids[None],
             position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=last_rows,
+            logits_to_keep=0 if last_rows is None else last_rows,
             roseinfer_batch=batch,
         )
         logits: torch.Tensor = output.logits[0]

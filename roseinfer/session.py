@@ -6,15 +6,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
-from roseinfer.attention.batch import AttentionBatch
+from roseinfer.attention.batch import AttentionBatch, load_decode_kernel
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument, RequestTooLarge
-from roseinfer.kv.kernels import load_kernels
+from roseinfer.kv.staging import IndexStaging
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from roseinfer.kv.manager import KVBlockManager
     from roseinfer.model import CausalModel
@@ -42,7 +42,9 @@ class InferenceEngine:
         self.model = model
         self.kv = kv
         self.path_counts: Counter[str] = Counter()
-        self._kernels = attention_kernels and bool(load_kernels(kv.device)[0])
+        self.staging = IndexStaging(kv.device)
+        """Brings a step's numbers to the device, without a tensor being made for them."""
+        self._decode = load_decode_kernel(kv.device) if attention_kernels else None
         self._groups = kv.num_layers // kv.layers_per_group
 
     def prefill(
@@ -154,13 +156,10 @@ class InferenceEngine:
             counts,
             lengths,
             self.path_counts,
-            self._kernels,
+            self._decode,
+            self.staging,
         )
-        as_tensor = torch.tensor
-        device = self.kv.device
-        return self.model.logits(
-            as_tensor(tokens, device=device),
-            as_tensor(positions, device=device),
-            as_tensor(last_rows, device=device),
-            batch,
-        )
+        stage = self.staging.stage
+        token_ids, at = stage([tokens, positions]).columns
+        rows = None if batch.is_decode else stage([last_rows]).columns[0]
+        return self.model.logits(token_ids, at, rows, batch)

@@ -11,13 +11,25 @@ import torch
 from roseinfer.attention.paths import AttentionPath
 from roseinfer.attention.prefill import attend_chunk
 from roseinfer.attention.reference import attend
+from roseinfer.kv.kernels import load_kernels
+from roseinfer.kv.pool import SCRATCH
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from roseinfer.kv.manager import KVBlockManager
     from roseinfer.kv.plan import AppendPlan
+    from roseinfer.kv.staging import IndexStaging
+
+
+def load_decode_kernel(device: torch.device) -> Callable[..., torch.Tensor] | None:
+    """Imports Triton, so this is asked once and never on the hot path."""
+    if not load_kernels(device)[0]:
+        return None
+    from roseinfer.attention.decode_triton import paged_attention_decode
+
+    return paged_attention_decode
 
 
 @dataclass
@@ -35,8 +47,9 @@ class AttentionBatch:
     counts: Sequence[int]
     lengths: Sequence[int]
     path_counts: Counter[str]
-    kernels: bool
-    """Whether Triton kernels may run; off, the reference does."""
+    decode: Callable[..., torch.Tensor] | None
+    """The kernel for single tokens; without it the reference attends."""
+    staging: IndexStaging
     _plans: dict[int, AppendPlan] = field(default_factory=dict)
     _tables: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -55,9 +68,9 @@ class AttentionBatch:
     def attend(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention for ``[tokens, q_heads, head_dim]`` over what is stored by now."""
         outputs = []
-        begin = self._singles if self.kernels else 0
-        if begin:
-            outputs.append(self._decode(layer, query[:begin], scale))
+        begin = self._singles if self.decode else 0
+        if self.decode and begin:
+            outputs.append(self._singly(self.decode, layer, query[:begin], scale))
         if begin < len(self.counts):
             outputs += self._chunks(layer, query, scale, begin)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -69,7 +82,7 @@ class AttentionBatch:
         group = layer // self.kv.layers_per_group
         path, chunk = (
             (AttentionPath.CHUNK_SDPA, attend_chunk)
-            if self.kernels
+            if self.decode
             else (AttentionPath.REFERENCE, attend)
         )
         outputs = []
@@ -91,11 +104,15 @@ class AttentionBatch:
         more = (at for at, count in enumerate(self.counts) if count > 1)
         return next(more, len(self.counts))
 
-    def _decode(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
-        from roseinfer.attention.decode_triton import paged_attention_decode
-
+    def _singly(
+        self,
+        decode: Callable[..., torch.Tensor],
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
         self.path_counts[AttentionPath.DECODE_TRITON] += 1
-        return paged_attention_decode(
+        return decode(
             query,
             self.kv.keys[layer],
             self.kv.values[layer],
@@ -107,16 +124,16 @@ class AttentionBatch:
 
     @cached_property
     def _device_lengths(self) -> torch.Tensor:
-        return torch.tensor(self.lengths[: self._singles], device=self.kv.device)
+        return self.staging.stage([list(self.lengths[: self._singles])]).columns[0]
 
     def _table(self, group: int) -> torch.Tensor:
         if group not in self._tables:
             first = group * self.kv.max_blocks_per_layer
-            rows = [
-                [block_id - first for block_id in own[group]]
-                for own in self.block_lists[: self._singles]
-            ]
-            width = max(map(len, rows))
-            padded = [row + [0] * (width - len(row)) for row in rows]
-            self._tables[group] = torch.tensor(padded, device=self.kv.device)
+            lists = [own[group] for own in self.block_lists[: self._singles]]
+            width = max(map(len, lists))
+            flat: list[int] = []
+            for block_ids in lists:
+                flat += [block_id - first for block_id in block_ids]
+                flat += [SCRATCH] * (width - len(block_ids))
+            self._tables[group] = self.staging.stage([flat]).columns[0].view(-1, width)
         return self._tables[group]

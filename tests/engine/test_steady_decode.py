@@ -1,0 +1,142 @@
+"""What a decode step does without once nothing changes but the tokens."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from roseinfer import LLM, SamplingParams
+from tests.engine.families import VOCABULARY, tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+REQUESTS = 3
+MADE_OF_A_LIST = {"tensor", "as_tensor", "from_numpy", "_make_subclass"}
+READ_BACK = {"_local_scalar_dense", "item", "is_nonzero", "nonzero"}
+
+
+class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the tensor operations of the block by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: Counter[str] = Counter()
+        self.read: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def steady(device: str, family: str) -> LLM:
+    """An engine in the middle of decoding, whose next steps open no block."""
+    llm = LLM(
+        tiny(family, device),
+        device=device,
+        block_size=32,
+        kv_cache_tokens=512,
+        paged_attention=True,
+    )
+    for at in range(REQUESTS):
+        prompt = [(at * 5 + token) % VOCABULARY for token in range(3)]
+        llm.engine.submit(prompt, SamplingParams(temperature=0, max_new_tokens=60))
+    for _ in range(4):
+        llm.engine.step()
+    assert llm.engine.num_running == REQUESTS
+    return llm
+
+
+def python_calls(call: Callable[[], object]) -> Counter[str]:
+    """Every function entered, those written in C too, by module and name."""
+    seen: Counter[str] = Counter()
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "c_call":
+            seen[f"{getattr(arg, '__module__', None)}.{getattr(arg, '__name__', '')}"] += 1
+        elif event == "call":
+            seen[f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_step_imports_nothing_and_asks_nothing_of_the_environment(
+    device: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = steady(device, family).engine
+    asked: list[str] = []
+    imported: list[str] = []
+    real_import = __import__
+
+    def noting(name: str, scope: Any = None, *rest: Any) -> Any:
+        if str((scope or {}).get("__name__", "")).startswith("roseinfer"):
+            imported.append(name)
+        return real_import(name, scope, *rest)
+
+    monkeypatch.setattr("builtins.__import__", noting)
+    for name in ("get", "__getitem__"):
+        real = getattr(type(os.environ), name)
+
+        def reading(self: Any, key: str, *rest: Any, real: Any = real) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if caller.startswith("roseinfer"):
+                asked.append(key)
+            return real(self, key, *rest)
+
+        monkeypatch.setattr(type(os.environ), name, reading)
+    engine.step()
+    assert imported == []
+    assert asked == []
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_step_makes_no_tensor_of_a_list_and_reads_back_its_tokens_alone(
+    device: str, family: str
+) -> None:
+    engine = steady(device, family).engine
+    dispatched = Dispatched()
+    with dispatched:
+        seen = python_calls(engine.step)
+    assert not {name for name in seen if name.split(".")[-1] in MADE_OF_A_LIST}
+    assert not set(dispatched.names) & READ_BACK
+    assert seen["None.tolist"] == 1, "the tokens of all requests, at once"
+
+
+def test_every_steady_step_does_the_same(device: str) -> None:
+    engine = steady(device, "gpt2").engine
+    counts = []
+    for _ in range(5):
+        with Dispatched() as dispatched:
+            engine.step()
+        counts.append(dispatched.names)
+    assert all(each == counts[0] for each in counts)
+
+
+def test_a_device_waits_for_nothing_but_the_tokens(device: str) -> None:
+    if device != "cuda":
+        pytest.skip("a CPU has nothing to wait for")
+    engine = steady(device, "llama").engine
+    for _ in range(2):
+        engine.step()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="called a synchronizing CUDA operation") as waited:
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert len(waited) == 1
