@@ -43,6 +43,9 @@ Copy-on-write: planning a step in which every sequence must copy its block, in a
 once. floor: those blocks read once and written once."""
 _SCALING = "Planning a step, without tensors: mean over a whole block, rollover included."
 _POOL = "A pool filled by sequences. Wanted: 1,000,000 blocks in under 2 s, at most 200 bytes each."
+_SCHEDULING = """\
+Deciding on a step in which all running requests decode and nobody comes or goes, us of host
+time. Wanted: at most 2 us for each running request, whatever waits."""
 _TARGETS = "Targets on an H200, 64 sequences, 12 layers of 12 heads of 64, bf16."
 
 _LIMITS = {
@@ -61,7 +64,9 @@ _LIMITS_PATHS = ("triton_full_batch", "triton_identity_pos")
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="python -m roseinfer.bench", description=__doc__)
-    _add_append(parser.add_subparsers(required=True, metavar="NAME"))
+    commands = parser.add_subparsers(required=True, metavar="NAME")
+    _add_append(commands)
+    _add_scheduling(commands)
     args = parser.parse_args(words)
     if args.json and not args.json.parent.is_dir():
         parser.error(f"--json {args.json}: make the directory {args.json.parent} first")
@@ -148,6 +153,36 @@ def _append_config(args: argparse.Namespace) -> AppendConfig:
         rounds=3 if args.quick else 15,
         launches=24 if args.quick else 200,
         copy_bytes=1 << (24 if args.quick else 30),
+    )
+
+
+def _add_scheduling(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("scheduling", help="what deciding on a step costs the host")
+    add = parser.add_argument
+    add("--running", type=int, nargs="+", default=[16, 64, 256, 1024], metavar="N")
+    add("--waiting", type=int, nargs="+", default=[0, 10_000], metavar="N")
+    add("--json", type=Path, metavar="FILE", help="write the results there as well")
+    add("--quick", action="store_true", help="few rounds: does it run?")
+    parser.set_defaults(run=_scheduling)
+
+
+def _scheduling(args: argparse.Namespace, command: str) -> Report:
+    from roseinfer.bench import scheduling
+
+    rounds = 3 if args.quick else 30
+    rows = [
+        scheduling.measure(running, waiting, rounds)
+        for running in args.running
+        for waiting in args.waiting
+    ]
+    return Report(
+        "scheduling",
+        command,
+        reporting.now(),
+        reporting.this_machine(torch.device("cpu")),
+        {"rounds": rounds},
+        {},
+        (Table("scheduling", _SCHEDULING, rows),),
     )
 
 

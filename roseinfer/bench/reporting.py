@@ -209,6 +209,14 @@ class PoolRow:
     bytes_per_block: float
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulingRow:
+    running: int
+    waiting: int
+    step_us: float
+    us_per_running: float
+
+
 def judge(
     path: str, measured: Mapping[str, float | None], limits: Mapping[str, str]
 ) -> list[TargetRow]:
