@@ -59,8 +59,8 @@ class KVCacheAdapter(Adapter):
 
     An ability is offered by overriding its method, and tested when it is:
     ``append_many``, ``append_padded``, ``prefill``, ``reserve`` with ``fill``, ``fork``,
-    ``free``, ``gather``, ``set_options``, ``table``, ``ledger``, ``arena``, ``path_counts``
-    and ``bad_calls``.
+    ``free``, ``gather``, ``attend``, ``set_options``, ``table``, ``ledger``, ``arena``,
+    ``path_counts`` and ``bad_calls``.
     """
 
     required = ("make", "append", "peek")
@@ -73,6 +73,7 @@ class KVCacheAdapter(Adapter):
         "fork",
         "free",
         "gather",
+        "attend",
         "set_options",
         "table",
         "ledger",
@@ -152,6 +153,16 @@ class KVCacheAdapter(Adapter):
 
     def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What the cache itself returns for a sequence, shaped as in ``peek``."""
+        raise NotImplementedError
+
+    def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
+        """Attention of one token of each sequence over all that is stored for it.
+
+        Query is ``[len(seqs), q_heads, head_dim]`` in the cache's dtype, as is what is
+        returned; scores are scaled by ``head_dim ** -0.5``. ``q_heads`` is a multiple of the
+        cache's heads: with ``n`` to each, query head ``h`` attends to head ``h // n``. Nothing
+        is stored by it.
+        """
         raise NotImplementedError
 
     def set_options(self, options: Mapping[str, Any]) -> None:

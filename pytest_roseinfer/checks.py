@@ -14,7 +14,7 @@ from pytest_roseinfer import coverage, settings
 from pytest_roseinfer.adapter import abilities
 from pytest_roseinfer.engines.adapter import EngineAdapter
 from pytest_roseinfer.machine import Machine
-from pytest_roseinfer.mistakes import refuse_missing, refuse_mistakes
+from pytest_roseinfer.mistakes import refuse_missing, refuse_mistakes, refuse_wrong_paths
 from pytest_roseinfer.reproduce import CHECKS
 from pytest_roseinfer.shipped_tests import ShippedTests
 
@@ -92,6 +92,7 @@ def conformance(adapter: type[Any]) -> type[ShippedTests]:
         from pytest_roseinfer.engines.checks import EngineTests
 
         refuse_missing(adapter)
+        refuse_wrong_paths(adapter)
         return type(f"Test{adapter.__name__}", (EngineTests,), {"adapter": adapter})
     refuse_mistakes(adapter)
     return type(f"Test{adapter.__name__}", (ConformanceTests,), {"adapter": adapter})

@@ -49,14 +49,27 @@ def check_counts(
     slots: list[list[Slot]],
 ) -> None:
     """What was counted in the last step is declared and could have happened in it."""
-    after = counts_of(machine)
-    ran = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    ran = _ran_since(machine, before)
     _check_declared(machine, ran)
     _check_paths(machine, outcome, ran, slots)
     if not isinstance(machine.done[-1], Copy):  # which may be written token by token
         _check_conditions(machine, ran, met if outcome.fits else Counter())
     _check_switches(machine, ran, outcome.options)
     machine.counts.update(ran)
+
+
+def check_counts_of_attention(machine: Machine, before: Counter[str]) -> None:
+    """What attention counted is declared, and no row's condition: it writes nothing."""
+    ran = _ran_since(machine, before)
+    _check_declared(machine, ran)
+    _check_conditions(machine, ran, Counter())
+    _check_switches(machine, ran, machine.options)
+    machine.counts.update(ran)
+
+
+def _ran_since(machine: Machine, before: Counter[str]) -> dict[str, int]:
+    after = counts_of(machine)
+    return {name: after[name] - before[name] for name in after if after[name] != before[name]}
 
 
 def _twins(machine: Machine) -> set[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_roseinfer.adapter import KVCacheAdapter, abilities
 from pytest_roseinfer.arena import check_arena, slots_of
+from pytest_roseinfer.attention import EVERY, check_attention
 from pytest_roseinfer.bad_calls import check_bad_calls
 from pytest_roseinfer.counts import check_counts, conditions_met
 from pytest_roseinfer.divergence import Divergence
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
 class Machine:
     """One cache under test, its oracle, and what was done to them so far."""
 
-    def __init__(self, adapter_type: type[KVCacheAdapter], history: History) -> None:
+    def __init__(
+        self, adapter_type: type[KVCacheAdapter], history: History, *, attends: bool = True
+    ) -> None:
         self.history = history
+        self.attends = attends
+        """Whether attention is looked at: of two runs that are compared, it need not be."""
         self.spec = history.spec
         self.can = abilities(adapter_type)
         self.oracle = Oracle(self.spec.block_size, self.spec.num_blocks, adapter_type.fork_shares)
@@ -70,6 +75,11 @@ class Machine:
             check_arena(self, outcome, slots, before)
         if "path_counts" in self.can:
             check_counts(self, outcome, before.counts, met, slots)
+        if "attend" in self.can and self.attends and self._is_time_to_attend():
+            check_attention(self)
+
+    def _is_time_to_attend(self) -> bool:
+        return len(self.done) % EVERY == 0 or len(self.done) == self.history.size
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
         raise Divergence(self, what) from cause

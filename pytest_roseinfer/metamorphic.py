@@ -112,7 +112,7 @@ def _with_appends(history: History, change: Callable[[Append], list[Operation]])
 
 
 def _ran(adapter: type[KVCacheAdapter], history: History) -> Machine:
-    machine = Machine(adapter, history)
+    machine = Machine(adapter, history, attends=False)
     machine.run()
     return machine
 

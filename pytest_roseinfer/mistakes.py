@@ -11,6 +11,7 @@ from pytest_roseinfer.model import FORK_SHARES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pytest_roseinfer.engines.adapter import EngineAdapter
     from pytest_roseinfer.offers import Adapter
 
 
@@ -19,7 +20,16 @@ def refuse_mistakes(adapter: type[KVCacheAdapter]) -> None:
     if not (isinstance(adapter, type) and issubclass(adapter, KVCacheAdapter)):
         raise TypeError(f"conformance() takes a subclass of KVCacheAdapter, not {adapter!r}")
     refuse_missing(adapter)
-    for mistake in _mistakes(adapter):
+    if adapter.fork_shares not in FORK_SHARES:
+        known = ", ".join(map(repr, FORK_SHARES))
+        shares = adapter.fork_shares
+        raise TypeError(f"{adapter.__name__}.fork_shares is {shares!r}: choose one of {known}")
+    refuse_wrong_paths(adapter)
+
+
+def refuse_wrong_paths(adapter: type[KVCacheAdapter | EngineAdapter]) -> None:
+    """Raise ``TypeError`` for a path that cannot be aimed at."""
+    for mistake in _wrong_paths(adapter):
         raise TypeError(f"{adapter.__name__}{mistake}")
 
 
@@ -29,10 +39,7 @@ def refuse_missing(adapter: type[Adapter]) -> None:
         raise TypeError(f"{adapter.__name__} must define {', '.join(missing)}")
 
 
-def _mistakes(adapter: type[KVCacheAdapter]) -> Iterator[str]:
-    if adapter.fork_shares not in FORK_SHARES:
-        known = ", ".join(map(repr, FORK_SHARES))
-        yield f".fork_shares is {adapter.fork_shares!r}: choose one of {known}"
+def _wrong_paths(adapter: type[KVCacheAdapter | EngineAdapter]) -> Iterator[str]:
     for name, path in adapter.paths.items():
         if not isinstance(path, FastPath):
             twin = repr(path) if isinstance(path, str) else "..."

@@ -6,6 +6,7 @@ wrong place can be decoded back to where it belongs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,13 +37,24 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
+def _exponent_bits(dtype: torch.dtype) -> tuple[int, int]:
+    """Bits that must be on, and the one that must be off, in a number of moderate size.
+
+    With the top bit of an exponent off, a number is below 2, and neither NaN nor infinite;
+    with all others on but the last three, no smaller than 1/128.
+    """
+    top = dtype.itemsize * 8 - 2
+    mantissa = round(-math.log2(torch.finfo(dtype).eps))
+    return (1 << top) - (1 << min(top, mantissa + 3)), 1 << top
+
+
 @dataclass(frozen=True, slots=True)
 class Payload:
     """Codes tokens for caches of one spec."""
 
     spec: CacheSpec
     finite: bool = True
-    """Off: any bit pattern, NaN payloads and infinities too."""
+    """Numbers of moderate size. Off: any bit pattern, NaN payloads and infinities too."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,8 +85,8 @@ class Payload:
         code = (code ^ ((code >> 29) & 0x7FFFFFFFF)) * _MIX
         bits = (code >> 24).to(_INTEGER_OF_SIZE[self.dtype.itemsize])
         if self.finite:
-            # The top exponent bit off: never NaN or infinity, below 2 in size.
-            bits = bits & ~(1 << (self.dtype.itemsize * 8 - 2))
+            low, high = _exponent_bits(self.dtype)
+            bits = (bits & ~high) | low
         return bits.view(self.dtype)
 
     def decode(self, row: torch.Tensor, layer: int, head: int, tokens: Sequence[int]) -> str:

@@ -20,7 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roseinfer.async_llm import AsyncLLM as AsyncLLM
+    from roseinfer.attention.decode_triton import paged_attention_decode as paged_attention_decode
     from roseinfer.attention.paths import AttentionPath as AttentionPath
+    from roseinfer.attention.reference import (
+        paged_attention_reference as paged_attention_reference,
+    )
     from roseinfer.config import AppendPolicy as AppendPolicy
     from roseinfer.config import EngineConfig as EngineConfig
     from roseinfer.config import SamplingParams as SamplingParams
@@ -78,6 +82,8 @@ _HOMES = {
     "TritonUnavailable": "roseinfer.errors",
     "UnsupportedModel": "roseinfer.errors",
     "byte_tokenizer": "roseinfer.tiny",
+    "paged_attention_decode": "roseinfer.attention.decode_triton",
+    "paged_attention_reference": "roseinfer.attention.reference",
     "tiny_gpt2": "roseinfer.tiny",
 }
 

@@ -81,8 +81,10 @@ class Scheduler:
 
     def next_step(self) -> Step:
         """What to do now; nothing only where there are no requests."""
+        if not (self.running or self.waiting):
+            return Step()
         dropped = False
-        while self.running or self.waiting:
+        for _ in range(len(self.running) + 2):
             step = self._decoding()
             if self.waiting or len(step.decoding) < len(self.running):
                 PromptShare.of(self._config, self._supply, step).fill(self.running, self.waiting)
@@ -97,9 +99,7 @@ class Scheduler:
                 if self.waiting:
                     self.waiting[0].waits_for = 0  # it was counted with a prefix to copy
                 dropped = True
-            else:
-                raise self._stuck()
-        return Step()
+        raise self._stuck()
 
     def _decoding(self) -> Step:
         """The requests that have one token to store, once there are blocks for all."""

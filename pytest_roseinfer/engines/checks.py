@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer import coverage, settings
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _SHARE = 0.8
 """Of a profile's examples: one is a whole engine, and many requests."""
 _FORK_SHARE = 0.15
+_EXAMPLES_OF_A_TURN = 4
+"""Few, for the reason that the histories of caches come in turns: see ``checks``."""
 
 
 class EngineTests(ShippedTests):
@@ -30,21 +33,23 @@ class EngineTests(ShippedTests):
         coverage.current().of(self.adapter).searched = True
         aims: list[str | None] = [*self.adapter.paths] or [None]
         share = settings.current().examples * _SHARE / len(aims)
-        for aim in aims:
-            self._search(run_mix, round(share), aim)
+        turns = max(1, round(share / _EXAMPLES_OF_A_TURN))
+        for turn, aim in product(range(turns), aims):
+            self._search(run_mix, round(share / turns), aim, turn)
 
     def test_forks_get_what_requests_of_their_own_get(self) -> None:
         if not self.adapter.defines("forked"):
             import pytest
 
             pytest.skip(f"{self.adapter.__name__} does not offer forked()")
-        self._search(run_forks, round(settings.current().examples * _FORK_SHARE), None)
+        self._search(run_forks, round(settings.current().examples * _FORK_SHARE))
 
     def _search(
         self,
         check: Callable[[type[EngineAdapter], RequestMix], Counter[str]],
         examples: int,
-        aim: str | None,
+        aim: str | None = None,
+        turn: int = 0,
     ) -> None:
         from pytest_roseinfer import search
         from pytest_roseinfer.engines.strategies import request_mixes
@@ -62,6 +67,6 @@ class EngineTests(ShippedTests):
             request_mixes(self.adapter, most_steps=asked.steps, device=asked.device, aim=aim),
             max(1, examples),
             name=check.__name__,
-            salt=str(aim),
+            salt=f"{aim} {turn}",
             tried=[],
         )

@@ -17,13 +17,15 @@ _SLACK = 20
 class MixDivergence(AssertionError):
     """An engine whose requests got something else than they get alone."""
 
-    def __init__(self, adapter: type[EngineAdapter], mix: RequestMix, what: str) -> None:
+    def __init__(
+        self, adapter: type[EngineAdapter], mix: RequestMix, what: str, check: str = "run_mix"
+    ) -> None:
         name = f"{adapter.__module__}:{adapter.__qualname__}"
         super().__init__(
             f"{what}\n\n{name}, {mix.words()}\n\nTo see it again:\n\n"
             f"from {adapter.__module__} import {adapter.__name__}\n"
-            "from pytest_roseinfer import Asked, RequestMix, Sampling, run_mix\n"
-            f"run_mix({adapter.__name__}, {mix!r})"
+            f"from pytest_roseinfer import Asked, RequestMix, Sampling, {check}\n"
+            f"{check}({adapter.__name__}, {mix!r})"
         )
 
 
@@ -36,10 +38,12 @@ class _Served:
     request: Any
     expected: list[int]
     cancelled: bool = False
-    compared: int = 0
-    """Tokens that were found right."""
-    tied: bool = False
-    """Rounding decided one of its tokens; what follows says nothing."""
+    found: int = 0
+    """Tokens it had when it was last looked at."""
+    over: bool = False
+    """Whether it had ended by then."""
+    tied: int | None = None
+    """The token that rounding decided; what follows says nothing."""
 
 
 class _MixRun:
@@ -54,18 +58,21 @@ class _MixRun:
         tokens = sum(len(each.prompt) + each.sampling.max_new_tokens for each in asked)
         # Whoever is preempted is computed again, at worst for each of the others' tokens.
         most = max(each.arrives for each in asked) + tokens * len(asked) + _SLACK
-        for step in range(most):
+        for step in range(most + 1):
             self._arrive(step)
             self._cancel(step)
+            for each in self.served:
+                self._compare(each)
             if len(self.served) == len(asked) and all(map(self._ended, self.served)):
                 break
-            self._step()
+            if step < most:
+                self._step()
         else:
             waiting = [each.number for each in self.served if not self._ended(each)]
             self.fail(f"requests {waiting} have not ended after {most} steps")
         if left := self.adapter.leftovers():
             self.fail(f"every request has ended, and the engine still holds {left}")
-        return self._paths()
+        return _paths(self.adapter, self.mix)
 
     def _ended(self, each: _Served) -> bool:
         return self.adapter.ended(each.request)
@@ -77,7 +84,8 @@ class _MixRun:
                 try:
                     request = self.adapter.submit(asked.prompt, asked.sampling)
                 except Exception as error:
-                    self.fail(f"request {number} was refused: {type(error).__name__}: {error}")
+                    said = f"request {number} was refused: {type(error).__name__}: {error}"
+                    self.fail(said, error)
                 self.served.append(_Served(number, asked, request, expected))
 
     def _cancel(self, step: int) -> None:
@@ -94,23 +102,24 @@ class _MixRun:
             self.adapter.step()
         except Exception as error:
             self.fail(f"a step raised {type(error).__name__}: {error}", error)
-        for each in self.served:
-            self._compare(each)
 
     def _compare(self, each: _Served) -> None:
         found = self.adapter.tokens(each.request)
-        for at in range(each.compared, len(found)):
-            if each.tied:
-                break
+        if each.over and len(found) > each.found:
+            self.fail(
+                f"request {each.number} had ended and got token {each.found}: {found[each.found]}"
+            )
+        for at, token in enumerate(found[: each.tied]):
             wanted = each.expected[at] if at < len(each.expected) else None
-            if found[at] != wanted:
+            if token != wanted:
                 before = [*each.asked.prompt, *found[:at]]
-                each.tied = self.adapter.undecided(before, each.asked.sampling, self.mix)
-                if not each.tied:
-                    self._fail_token(each, at, wanted, found[at])
-        each.compared = len(found)
-        short = len(found) < len(each.expected) and not each.tied
-        if self._ended(each) and not each.cancelled and short:
+                if not self.adapter.undecided(before, each.asked.sampling, self.mix):
+                    self._fail_token(each, at, wanted, token)
+                each.tied = at
+                break
+        each.found, each.over = len(found), self._ended(each)
+        short = len(found) < len(each.expected) and each.tied is None
+        if each.over and not each.cancelled and short:
             self.fail(
                 f"request {each.number} ended after {len(found)} tokens; alone it gets "
                 f"{len(each.expected)}"
@@ -120,16 +129,24 @@ class _MixRun:
         right = f"it gets {wanted}" if wanted is not None else "it has ended by then"
         self.fail(f"request {each.number}, token {at}: {found}; alone {right}")
 
-    def _paths(self) -> Counter[str]:
-        counts = Counter({str(name): n for name, n in self.adapter.path_counts().items() if n})
-        twins = (path.equals for path in self.adapter.paths.values())
-        declared = {*self.adapter.paths, *twins, *self.adapter.conditions}
-        if undeclared := sorted(set(counts) - declared):
-            self.fail(f"path {undeclared[0]!r} ran and is not declared")
-        return counts
-
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
         raise MixDivergence(type(self.adapter), self.mix, what) from cause
+
+
+def _paths(engine: EngineAdapter, mix: RequestMix, check: str = "run_mix") -> Counter[str]:
+    counts = Counter({str(name): n for name, n in engine.path_counts().items() if n})
+    twins = (path.equals for path in engine.paths.values())
+    declared = {*engine.paths, *twins, *engine.conditions}
+    wrong = [f"path {name!r} ran and is not declared" for name in sorted(set(counts) - declared)]
+    wrong += [
+        f"path {name!r} was counted, which {switches} rules out"
+        for name, path in engine.paths.items()
+        for switches in path.never_with
+        if counts[name] and switches.items() <= mix.options.items()
+    ]
+    if wrong:
+        raise MixDivergence(type(engine), mix, wrong[0], check)
+    return counts
 
 
 def run_mix(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
@@ -159,8 +176,12 @@ def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
         if at is not None and engine.undecided([*prompt, *found[:at]], sampling, mix):
             continue
         raise MixDivergence(
-            adapter, mix, f"fork {number} of request 0's prompt got {found}; alone it gets {wanted}"
+            adapter,
+            mix,
+            f"fork {number} of request 0's prompt got {found}; alone it gets {wanted}",
+            "run_forks",
         )
     if left := engine.leftovers():
-        raise MixDivergence(adapter, mix, f"every fork was released, and left are {left}")
-    return Counter({str(name): n for name, n in engine.path_counts().items() if n})
+        said = f"every fork was released, and left are {left}"
+        raise MixDivergence(adapter, mix, said, "run_forks")
+    return _paths(engine, mix, "run_forks")

@@ -31,12 +31,17 @@ def common_text(length: int, vocabulary: int, branch: int = 0) -> tuple[int, ...
 def prompts(
     draw: st.DrawFn, *, vocabulary: int, longest: int, length: str = "any"
 ) -> tuple[int, ...]:
-    """Some of the common text, then some of one of four others; ``short``, ``long`` or any."""
+    """Some of the common text, then some of one of four others; ``short``, ``long`` or any.
+
+    A few differ from the others in their first token alone, and agree from there on.
+    """
     short, long = st.integers(0, 2), st.integers(longest // 3, longest)
     shared = draw({"short": short, "long": long, "any": st.one_of(short, long)}[length])
     own = draw(st.integers(0 if shared else 1, min(2, longest - shared) or 1))
     branch = draw(st.integers(1, 4))
-    return (common_text(shared, vocabulary) + common_text(own, vocabulary, branch))[:longest]
+    begins = (branch % vocabulary,) if draw(st.sampled_from((False, False, True))) else ()
+    common = begins + common_text(shared, vocabulary)[len(begins) :]
+    return (common + common_text(own, vocabulary, branch))[:longest]
 
 
 @st.composite

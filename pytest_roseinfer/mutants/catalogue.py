@@ -32,6 +32,12 @@ def find(name: str) -> Mutant:
 
 
 NOT_PLANTED: dict[str, str] = {
+    "Logits of the first rows for the requests whose prompts are complete": (
+        "the one prompt that a step leaves incomplete is its last row, so they are the first rows"
+    ),
+    "A prompt that may be matched to its last token": (
+        "it is not admitted then, and computed without the prefix once it is alone"
+    ),
     "Copy-on-write of a batch that drops its hold before it has a new block": (
         "the capacity was checked for the whole batch and other holders keep the block, so "
         "nothing differs; the single-token path, where it matters, has the bug planted"

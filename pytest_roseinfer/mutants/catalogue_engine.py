@@ -24,11 +24,12 @@ def _mutant(
 MUTANTS = (
     _mutant(
         "block-known-by-its-own-tokens",
-        "A block is found by the tokens it holds, whatever came before them.",
+        "A block is found by its position and the tokens it holds, whatever came before them.",
         _PREFIXES,
         "            entry = self._entries.get((size, chain_hash(parent.hash, block)))\n"
         "            if entry is None or not entry.continues(parent, block):\n",
-        "            entry = next((e for e in self._entries.values() if e.tokens == block), None)\n"
+        "            alike = (e for e in self._entries.values() if e.end == parent.end + size)\n"
+        "            entry = next((e for e in alike if e.tokens == block), None)\n"
         "            if entry is None:\n",
         (24,),
     ),
@@ -65,11 +66,11 @@ MUTANTS = (
         (7,),
     ),
     _mutant(
-        "nothing-left-to-compute",
-        "A prompt may be matched to its last token, so that there are no logits to sample from.",
+        "prefix-as-long-as-its-blocks",
+        "A matched prefix counts as long as its blocks could hold, not as what they hold.",
         _PREFIXES,
-        "        most = len(tokens) - 1\n",
-        "        most = len(tokens)\n",
+        "        num_tokens = entries[-1].end if entries else 0\n",
+        "        num_tokens = min(len(entries) * self.kv.block_size, most)\n",
         (11,),
     ),
     _mutant(
@@ -127,15 +128,15 @@ MUTANTS = (
         "preempted-with-its-blocks",
         "A preempted request waits and keeps its blocks.",
         _SCHEDULER,
-        "        self._supply.give_back(newest)\n",
-        "",
+        "        self._supply.give_back(request)\n        request.preempted += 1\n",
+        "        request.preempted += 1\n",
         (23,),
     ),
     _mutant(
         "preempted-and-forgotten",
         "A preempted request is not put back into the queue.",
         _SCHEDULER,
-        "        self.waiting.appendleft(newest)\n",
+        "        self.waiting.appendleft(request)\n",
         "",
     ),
     _mutant(
@@ -187,13 +188,6 @@ MUTANTS = (
         "            self._prefixes.evict(missing)\n",
         "            self._prefixes.evict(missing - 1)\n",
         (3,),
-    ),
-    _mutant(
-        "others-logits",
-        "Where some prompts are not complete, requests sample from the first rows' logits.",
-        _ENGINE,
-        "            logits = logits[due]\n",
-        "            logits = logits[: len(due)]\n",
     ),
     _mutant(
         "parameters-of-an-earlier-batch",

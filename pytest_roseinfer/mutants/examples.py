@@ -15,7 +15,7 @@ from pytest_roseinfer.mutants.hunt import Found, Stop, guarded
 from roseinfer import AppendPolicy, KVBlockManager, OutOfBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from pytest_roseinfer.mutants.tally import Tally
 
@@ -24,8 +24,12 @@ HEADS, DIMS, SIZE = 4, 64, 16
 
 def run(tally: Tally) -> Found | None:
     """The first example that fails."""
+    return first_to_fail(EXAMPLES, tally)
+
+
+def first_to_fail(examples: Iterable[Callable[[], None]], tally: Tally) -> Found | None:
     torch.manual_seed(0)
-    for test in EXAMPLES:
+    for test in examples:
         tally.check = test.__name__
         try:
             with guarded(tally, 1):

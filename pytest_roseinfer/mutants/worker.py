@@ -106,20 +106,28 @@ class _Bench:
         return replace(outcome, killed=True, check=found.check, what=found.what[:500])
 
     def _found(self, task: Task, tally: Tally) -> Found | None:
-        from pytest_roseinfer.mutants import directed, examples, hunt, random_operations
+        from pytest_roseinfer.engines.adapter import EngineAdapter
+        from pytest_roseinfer.mutants import directed, hunt
 
+        job = self.job
+        served = bool(self.targets) and issubclass(self.targets[0], EngineAdapter)
         if task.kind == HUNT:
-            job = self.job
             asked = Settings(
                 examples=job.examples, steps=job.steps, seed=task.seed, targets=job.targets
             )
             return hunt.hunt(self.targets, asked, tally)
+        if task.kind == DIRECTED:
+            return directed.run(job.mutant.directed if job.mutant else None, tally)
         if task.kind == RANDOM:
+            from pytest_roseinfer.mutants import random_operations, random_requests
+
+            if served:
+                return random_requests.run(self.targets, task.seed, self.needed, tally)
             return random_operations.run(self.targets, task.seed, self.needed, tally)
         if task.kind == EXAMPLES:
-            return examples.run(tally)
-        if task.kind == DIRECTED:
-            return directed.run(self.job.mutant.directed if self.job.mutant else None, tally)
+            from pytest_roseinfer.mutants import engine_examples, examples
+
+            return engine_examples.run(tally) if served else examples.run(tally)
         raise ValueError(f"no task is called {task.kind!r}")
 
 

@@ -40,7 +40,8 @@ class RoseinferEngine(EngineAdapter):
     paths: ClassVar[Mapping[str, FastPath]] = {
         **{path.value: FastPath(equals=_ALONE) for path in EnginePath},
         AttentionPath.DECODE_TRITON.value: FastPath(
-            equals=AttentionPath.REFERENCE.value, runs_with=[{"paged_attention": True}]
+            equals=AttentionPath.REFERENCE.value,
+            runs_with=[{"paged_attention": True}, {"paged_attention": True, "model": "llama"}],
         ),
         AttentionPath.CHUNK_SDPA.value: FastPath(
             equals=AttentionPath.REFERENCE.value, runs_with=[{"paged_attention": True}]
@@ -171,7 +172,7 @@ def _network(name: str, device: str) -> Any:
         "eos_token_id": _END,
     }
     config: Any = (
-        GPT2Config(n_positions=_POSITIONS, n_embd=24, n_layer=2, n_head=3, **shape)
+        GPT2Config(n_positions=_POSITIONS, n_embd=24, n_layer=2, n_head=2, **shape)
         if name == "gpt2"
         else LlamaConfig(
             hidden_size=24,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -9,7 +10,15 @@ import torch
 from pytest_roseinfer.adapter import CacheSpec, KVCacheAdapter, Ledger
 from pytest_roseinfer.fast_path import FastPath
 from pytest_roseinfer.targets.roseinfer_bad_calls import bad_calls
-from roseinfer import AppendPlan, AppendPolicy, Condition, KVBlockManager, OutOfBlocks, Path
+from roseinfer import (
+    AppendPlan,
+    AppendPolicy,
+    AttentionPath,
+    Condition,
+    KVBlockManager,
+    OutOfBlocks,
+    Path,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -67,6 +76,10 @@ PATHS = {
         runs_with=[{"triton": False, "batched_copy_on_write": True}],
         never_with=[{"triton": True}, {"batched_copy_on_write": False}],
     ),
+    AttentionPath.DECODE_TRITON.value: FastPath(
+        equals=AttentionPath.REFERENCE.value,
+        never_with=[{"triton": False}],
+    ),
 }
 
 
@@ -99,6 +112,7 @@ class _ManagerAdapter(KVCacheAdapter):
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec
         self.lists: dict[int, list[list[int]]] = {}
+        self.attended: Counter[str] = Counter()
         self.manager = KVBlockManager(
             num_layers=spec.num_layers,
             num_heads=spec.num_heads,
@@ -150,6 +164,36 @@ class _ManagerAdapter(KVCacheAdapter):
         keys, values = self.manager.gather_sequence(layer, self.lists[seq][group])
         return keys.transpose(0, 1), values.transpose(0, 1)
 
+    def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
+        # The decode kernel is for the interpreter or for GPUs from its import on, which must
+        # therefore wait until one of them was chosen.
+        from roseinfer import paged_attention_decode, paged_attention_reference
+
+        manager, scale = self.manager, self.spec.head_dim**-0.5
+        if not manager.policy.triton:
+            self.attended[AttentionPath.REFERENCE.value] += 1
+            lists = [self.lists[seq][layer // manager.layers_per_group] for seq in seqs]
+            return paged_attention_reference(manager, layer, query, lists, [1] * len(seqs), scale)
+        self.attended[AttentionPath.DECODE_TRITON.value] += 1
+        tables = [self.table(seq, layer) for seq in seqs]
+        lengths = [self._length(seq, layer) for seq in seqs]
+        width = max(map(len, tables))
+        padded = [[*table, *[0] * (width - len(table))] for table in tables]
+        return paged_attention_decode(
+            query,
+            manager.keys[layer],
+            manager.values[layer],
+            torch.tensor(padded, device=manager.device),
+            torch.tensor(lengths, device=manager.device),
+            scale,
+            longest=max(lengths),
+        )
+
+    def _length(self, seq: int, layer: int) -> int:
+        """How many tokens the manager's books say a sequence has."""
+        block_ids = self.lists[seq][layer // self.manager.layers_per_group]
+        return sum(self.manager.block_info(block_id).length for block_id in block_ids)
+
     def ledger(self, layer: int) -> Ledger:
         manager = self.manager
         first = layer // manager.layers_per_group * manager.max_blocks_per_layer
@@ -171,7 +215,8 @@ class _ManagerAdapter(KVCacheAdapter):
         return self.manager.keys, self.manager.values
 
     def path_counts(self) -> Mapping[str, int]:
-        return {str(name): count for name, count in self.manager.path_counts.items()}
+        counts = {**self.manager.path_counts, **self.attended}
+        return {str(name): count for name, count in counts.items()}
 
     def bad_calls(self) -> Iterable[BadCall]:
         return bad_calls(self.manager, list(self.lists.values()))

@@ -12,17 +12,23 @@ import pytest
 
 import pytest_roseinfer
 from pytest_roseinfer import (
+    Asked,
     BadCall,
     CacheSpec,
+    EngineAdapter,
     FastPath,
     KVCacheAdapter,
     Ledger,
+    RequestMix,
+    Sampling,
     fixtures,
     markers,
     options,
     strategies,
 )
 from pytest_roseinfer import adapter as adapter_module
+from pytest_roseinfer.engines import adapter as engine_adapter_module
+from pytest_roseinfer.engines import strategies as engine_strategies
 from pytest_roseinfer.report.verdict import FORMAT, Target, Verdict
 from pytest_roseinfer.settings import PROFILES
 from roseinfer.cli import main
@@ -91,8 +97,11 @@ def test_fixtures() -> None:
     assert documented == real
 
 
-def test_strategies() -> None:
-    assert set(names("Strategies")) == public_functions(strategies)
+@pytest.mark.parametrize(
+    ("heading", "module"), [("Strategies", strategies), ("Engine strategies", engine_strategies)]
+)
+def test_strategies(heading: str, module: Any) -> None:
+    assert set(names(heading)) == public_functions(module)
 
 
 def public_functions(module: Any) -> set[str]:
@@ -107,23 +116,34 @@ def test_public_names() -> None:
     assert sorted(names("Public names")) == pytest_roseinfer.__all__
 
 
-def test_adapter_methods() -> None:
+@pytest.mark.parametrize(
+    ("heading", "kind"),
+    [("Adapter methods", KVCacheAdapter), ("Engine adapter methods", EngineAdapter)],
+)
+def test_adapter_methods(heading: str, kind: Any) -> None:
     real = [
         f"{name}({', '.join(list(inspect.signature(method).parameters)[1:])})"
-        for name, method in vars(KVCacheAdapter).items()
+        for name, method in vars(kind).items()
         if inspect.isfunction(method)
     ]
-    assert sorted(names("Adapter methods")) == sorted(real)
+    assert sorted(names(heading)) == sorted(real)
 
 
-def test_adapter_attributes_and_their_defaults() -> None:
-    rows = table("Adapter attributes")
-    documented = {name: eval(default, vars(adapter_module)) for name, default, _ in rows}
-    declared = inspect.get_annotations(KVCacheAdapter)
-    assert documented == {name: getattr(KVCacheAdapter, name) for name in declared}
+@pytest.mark.parametrize(
+    ("heading", "kind", "module"),
+    [
+        ("Adapter attributes", KVCacheAdapter, adapter_module),
+        ("Engine adapter attributes", EngineAdapter, engine_adapter_module),
+    ],
+)
+def test_adapter_attributes_and_their_defaults(heading: str, kind: Any, module: Any) -> None:
+    documented = {name: eval(default, vars(module)) for name, default, _ in table(heading)}
+    assert documented == {name: getattr(kind, name) for name in inspect.get_annotations(kind)}
 
 
-@pytest.mark.parametrize("kind", [CacheSpec, FastPath, Ledger, BadCall])
+@pytest.mark.parametrize(
+    "kind", [CacheSpec, FastPath, Ledger, BadCall, RequestMix, Asked, Sampling]
+)
 def test_fields(kind: Any) -> None:
     assert names(kind.__name__) == [each.name for each in fields(kind)]
 

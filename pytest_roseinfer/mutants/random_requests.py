@@ -1,0 +1,64 @@
+"""What the search over mixes of requests is compared with: everything drawn independently."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer.engines.mix import Asked, RequestMix, Sampling
+from pytest_roseinfer.engines.run import run_mix
+from pytest_roseinfer.mutants.hunt import Found, Stop, guarded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_roseinfer.engines.adapter import EngineAdapter
+    from pytest_roseinfer.mutants.tally import Tally
+
+_MOST_REQUESTS = 6
+_MOST_NEW = 12
+_MOST_STEPS = 10
+
+
+def run(
+    targets: Sequence[type[EngineAdapter]], seed: int, requests: int, tally: Tally
+) -> Found | None:
+    """Random mixes until something fails or there were so many requests."""
+    rng = random.Random(seed)
+    tally.check = "random requests"
+    try:
+        while tally.operations < requests:
+            target = rng.choice(targets)
+            mix = random_mix(rng, target)
+            with guarded(tally, mix.size):
+                run_mix(target, mix)
+    except Stop as stopped:
+        return Found(tally.check, stopped.what)
+    return None
+
+
+def random_mix(rng: random.Random, target: type[EngineAdapter]) -> RequestMix:
+    asked = tuple(_request(rng, target) for _ in range(rng.randint(1, _MOST_REQUESTS)))
+    sizes = [len(each.prompt) + each.sampling.max_new_tokens for each in asked]
+    options: dict[str, Any] = {
+        name: rng.choice(values) for name, values in target.option_choices.items()
+    }
+    return RequestMix(
+        asked, rng.randint(1, 16), rng.randint(max(sizes), sum(sizes)), options=options
+    )
+
+
+def _request(rng: random.Random, target: type[EngineAdapter]) -> Asked:
+    length = rng.randint(1, target.most_tokens - _MOST_NEW)
+    return Asked(
+        tuple(rng.randrange(target.vocabulary) for _ in range(length)),
+        Sampling(
+            rng.randint(1, _MOST_NEW),
+            rng.choice((0.0, rng.uniform(0.1, 3.0))),
+            top_k=rng.choice((0, rng.randint(1, target.vocabulary))),
+            seed=rng.randrange(1000),
+            ignore_eos=rng.random() < 0.5,
+        ),
+        rng.randint(0, _MOST_STEPS),
+        rng.randint(0, _MOST_STEPS) if rng.random() < 0.2 else None,
+    )
