@@ -68,23 +68,22 @@ def request_mixes(
 ) -> RequestMix:
     """A small engine and requests that share prefixes, crowd its cache and come and go.
 
-    A third of them crowd it for certain: several requests at once that run to their last
-    token, and hardly more blocks than the largest takes. Another third begin with a long
-    prompt between short ones. With ``aim``, the engine has the switches that path needs.
+    Two thirds of them begin with short and long prompts in turn, all at once. Of these, half
+    crowd the cache for certain: they run to their last token, and there are hardly more blocks
+    than the largest takes. With ``aim``, the engine has the switches that path needs.
     """
     new = min(most_steps, adapter.most_tokens // 3)
     longest = adapter.most_tokens - new
     kind = draw(st.sampled_from(("uneven", "crowded", "anyhow")))
-    lengths = ["any"] * draw(st.integers(4 if kind == "crowded" else 1, _MOST_REQUESTS))
-    if kind == "uneven":
-        lengths = ["short", "long", "short", "short", *lengths[4:]]
+    if kind == "anyhow":
+        lengths = ["any"] * draw(st.integers(1, _MOST_REQUESTS))
+    else:
+        lengths = (["short", "long"] * _MOST_REQUESTS)[: draw(st.integers(4, _MOST_REQUESTS))]
     asked: list[Asked] = []
     arrives = 0
     for length in lengths:
         if kind == "anyhow":
             arrives += draw(st.sampled_from((0, 0, 1, 2, 5)))
-        elif kind == "crowded":
-            arrives += draw(st.sampled_from((0, 0, 0, 1)))
         sampling = draw(samplings(most=new))
         if kind == "crowded":
             sampling = replace(sampling, ignore_eos=True, max_new_tokens=new)

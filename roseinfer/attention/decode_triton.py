@@ -53,8 +53,9 @@ def _partial_kernel(
     total = tl.zeros((TILE_G,), tl.float32)
     sums = tl.zeros((TILE_G, TILE_D), tl.float32)
     begin = part * PART
-    for at in range(begin, tl.minimum(begin + PART, length), TILE_T):
-        tokens = at + tl.arange(0, TILE_T)
+    # The bounds are no tensors, which not every version of Triton's interpreter can count to.
+    for at in range(0, PART, TILE_T):
+        tokens = begin + at + tl.arange(0, TILE_T)
         stored = tokens < tl.minimum(begin + PART, length)
         blocks = tl.load(tables + sequence * table_width + tokens // BLOCK, stored, other=0).to(
             tl.int64
@@ -72,8 +73,10 @@ def _partial_kernel(
         scores = tl.sum(q[:, None, :] * k[None, :, :], 2) * scale
         scores = tl.where(stored[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        shrink = tl.exp(top - higher)
-        weights = tl.exp(scores - higher[:, None])
+        # Nothing stored up to here: infinity less infinity is NaN.
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp(top - finite)
+        weights = tl.exp(scores - finite[:, None])
         total = total * shrink + tl.sum(weights, 1)
         sums = sums * shrink[:, None] + tl.sum(weights[:, :, None] * v[None, :, :], 1)
         top = higher
