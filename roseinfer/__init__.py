@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roseinfer.async_llm import AsyncLLM as AsyncLLM
-    from roseinfer.attention.decode_triton import paged_attention_decode as paged_attention_decode
+    from roseinfer.attention.batch import load_decode_kernel as load_decode_kernel
     from roseinfer.attention.paths import AttentionPath as AttentionPath
     from roseinfer.attention.reference import (
         paged_attention_reference as paged_attention_reference,
@@ -82,7 +82,7 @@ _HOMES = {
     "TritonUnavailable": "roseinfer.errors",
     "UnsupportedModel": "roseinfer.errors",
     "byte_tokenizer": "roseinfer.tiny",
-    "paged_attention_decode": "roseinfer.attention.decode_triton",
+    "load_decode_kernel": "roseinfer.attention.batch",
     "paged_attention_reference": "roseinfer.attention.reference",
     "tiny_gpt2": "roseinfer.tiny",
 }

@@ -18,6 +18,8 @@ from roseinfer import (
     KVBlockManager,
     OutOfBlocks,
     Path,
+    load_decode_kernel,
+    paged_attention_reference,
 )
 
 if TYPE_CHECKING:
@@ -165,12 +167,9 @@ class _ManagerAdapter(KVCacheAdapter):
         return keys.transpose(0, 1), values.transpose(0, 1)
 
     def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
-        # The decode kernel is for the interpreter or for GPUs from its import on, which must
-        # therefore wait until one of them was chosen.
-        from roseinfer import paged_attention_decode, paged_attention_reference
-
         manager, scale = self.manager, self.spec.head_dim**-0.5
-        if not manager.policy.triton:
+        decode = load_decode_kernel(manager.device) if manager.policy.triton else None
+        if decode is None:
             self.attended[AttentionPath.REFERENCE.value] += 1
             lists = [self.lists[seq][layer // manager.layers_per_group] for seq in seqs]
             return paged_attention_reference(manager, layer, query, lists, [1] * len(seqs), scale)
@@ -179,7 +178,7 @@ class _ManagerAdapter(KVCacheAdapter):
         lengths = [self._length(seq, layer) for seq in seqs]
         width = max(map(len, tables))
         padded = [[*table, *[0] * (width - len(table))] for table in tables]
-        return paged_attention_decode(
+        return decode(
             query,
             manager.keys[layer],
             manager.values[layer],
