@@ -47,7 +47,8 @@ def prompts(
 @st.composite
 def samplings(draw: st.DrawFn, *, most: int) -> Sampling:
     return Sampling(
-        max_new_tokens=draw(st.integers(1, most)),
+        # With one new token, the blocks of the prompt alone are left behind.
+        max_new_tokens=draw(st.one_of(st.just(1), st.integers(1, most))),
         temperature=draw(st.sampled_from(_TEMPERATURES)),
         top_k=draw(st.sampled_from((0, 1, 5))),
         top_p=draw(st.sampled_from((1.0, 0.8))),
@@ -70,11 +71,14 @@ def request_mixes(
 
     Two thirds of them begin with short and long prompts in turn, all at once. Of these, half
     crowd the cache for certain: they run to their last token, and there are hardly more blocks
-    than the largest takes. With ``aim``, the engine has the switches that path needs.
+    than the largest takes. A few are a prompt and its continuation, in a cache that holds no
+    more than that. With ``aim``, the engine has the switches that path needs.
     """
     new = min(most_steps, adapter.most_tokens // 3)
     longest = adapter.most_tokens - new
-    kind = draw(st.sampled_from(("uneven", "crowded", "anyhow")))
+    kind = draw(st.sampled_from((*("uneven", "crowded") * 2, "anyhow", "continued")))
+    if kind == "continued":
+        return draw(_continued(adapter, longest, new, device, aim))
     if kind == "anyhow":
         lengths = ["any"] * draw(st.integers(1, _MOST_REQUESTS))
     else:
@@ -95,3 +99,24 @@ def request_mixes(
     more = [0, 1, block_size, 3 * block_size]
     room = max(sizes) + draw(st.sampled_from(more if kind == "crowded" else [*more, sum(sizes)]))
     return RequestMix(tuple(asked), block_size, room, device, draw(switches(adapter, aim)))
+
+
+@st.composite
+def _continued(
+    draw: st.DrawFn,
+    adapter: type[EngineAdapter],
+    longest: int,
+    new: int,
+    device: str,
+    aim: str | None,
+) -> RequestMix:
+    """A prompt, one token, and a longer prompt that begins with all that was stored of it."""
+    stored = draw(st.integers(1, longest - 2))
+    more = draw(st.integers(1, 2))
+    asked = (
+        Asked(common_text(stored, adapter.vocabulary), Sampling()),
+        Asked(common_text(stored + more, adapter.vocabulary), draw(samplings(most=new))),
+    )
+    room = stored + more + asked[1].sampling.max_new_tokens
+    block_size = draw(st.sampled_from(BLOCK_SIZES))
+    return RequestMix(asked, block_size, room, device, draw(switches(adapter, aim)))
