@@ -7,7 +7,6 @@ neither pytest nor Hypothesis. So both come in when a test runs, not before.
 from __future__ import annotations
 
 from collections import Counter
-from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, overload
 
 from pytest_roseinfer import coverage, settings
@@ -17,6 +16,7 @@ from pytest_roseinfer.machine import Machine
 from pytest_roseinfer.mistakes import refuse_missing, refuse_mistakes, refuse_wrong_paths
 from pytest_roseinfer.reproduce import CHECKS
 from pytest_roseinfer.shipped_tests import ShippedTests
+from pytest_roseinfer.turns import in_turns
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapter import KVCacheAdapter
@@ -43,14 +43,9 @@ class ConformanceTests(ShippedTests):
             _WatchedMachine(self.adapter, history, target).run()
             target.histories += 1
 
-        aims: list[str | None] = [*self.adapter.paths] or [None]
         examples = settings.current().examples
-        # In turns: a bug on the last path is not found only after all the others' histories.
-        turns = max(1, round(examples / len(aims) / _EXAMPLES_OF_A_TURN))
-        searches = list(product(range(turns), aims))
-        for at, (turn, aim) in enumerate(searches):
-            due = (at + 1) * examples // len(searches) - at * examples // len(searches)
-            search(self.adapter, check, examples=max(1, due), aim=aim, turn=turn)
+        for aim, turn, due in in_turns(self.adapter.paths, examples, _EXAMPLES_OF_A_TURN):
+            search(self.adapter, check, examples=due, aim=aim, turn=turn)
 
     def test_permuting_a_batch_permutes_the_result(self) -> None:
         self._search("check_permuted", share=0.1)

@@ -29,9 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     verify = commands.add_parser(
         "verify",
         help="check every fast path against its slow twin on this machine",
-        description="Check every fast path of the KV cache against its slow twin: compiled "
-        "kernels on a GPU when there is one, else Triton's interpreter on the CPU. Needs no "
-        "network. Exit status 0 only when all paths were reached and all were equal.",
+        description="Check every fast path of the KV cache and the engine against its slow "
+        "twin: compiled kernels on a GPU when there is one, else Triton's interpreter on the CPU. "
+        "Needs no network. Exit status 0 only when all paths were reached and all were equal.",
     )
     verify.add_argument("--cpu", action="store_true", help="leave a GPU alone")
     verify.add_argument("--seed", type=int, help="make the search repeatable")

@@ -125,13 +125,13 @@ class Engine:
 
     def _most_tokens(self, prompt_length: int, params: SamplingParams) -> int:
         """How many tokens a request may generate; raises where not even one has room."""
-        positions = self.sessions.model.shape.max_length - prompt_length
-        if positions < 1:
+        positions = self.sessions.model.shape.max_length
+        if prompt_length >= positions:
             raise RequestTooLarge(
                 f"a prompt of {prompt_length} tokens leaves no room for a new one: the model "
-                f"has {prompt_length + positions} positions"
+                f"has {positions} positions"
             )
-        most = min(params.max_new_tokens, positions)
+        most = min(params.max_new_tokens, positions - prompt_length)
         size = self.sessions.kv.block_size
         blocks = -(-(prompt_length + most - 1) // size)  # the last token is never stored
         if blocks > self._supply.capacity:

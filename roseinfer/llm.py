@@ -86,7 +86,7 @@ class LLM:
         each = _for_each(params, len(asked))
         outputs: list[RequestOutput | None] = [None] * len(asked)
         waiting: dict[int, int] = {}
-        with _bar(len(asked), progress) as bar, self._undisturbed(waiting) as requests:
+        with _bar(len(asked), progress) as bar, self._undisturbed() as requests:
             for at, (prompt, own) in enumerate(zip(asked, each, strict=True)):
                 outputs[at] = self._submit(prompt, own, requests)
                 if outputs[at] is None:
@@ -142,15 +142,14 @@ class LLM:
         return updates
 
     @contextmanager
-    def _undisturbed(self, waiting: dict[int, int]) -> Iterator[list[Request]]:
+    def _undisturbed(self) -> Iterator[list[Request]]:
         """Requests that end with the call that made them, however that ends."""
         requests: list[Request] = []
         try:
             yield requests
         finally:
             for request in requests:
-                if request.id in waiting:
-                    self.engine.cancel(request)
+                self.engine.cancel(request)  # nothing to one that has ended
 
 
 def output_of(request: Request, prompt: Prompt) -> RequestOutput:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer import coverage, settings
 from pytest_roseinfer.engines.run import run_forks, run_mix
 from pytest_roseinfer.shipped_tests import ShippedTests
+from pytest_roseinfer.turns import in_turns
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -20,7 +20,6 @@ _SHARE = 0.8
 """Of a profile's examples: one is a whole engine, and many requests."""
 _FORK_SHARE = 0.15
 _EXAMPLES_OF_A_TURN = 4
-"""Few, for the reason that the histories of caches come in turns: see ``checks``."""
 
 
 class EngineTests(ShippedTests):
@@ -31,11 +30,9 @@ class EngineTests(ShippedTests):
     def test_requests_get_what_they_get_alone(self) -> None:
         """Whatever comes before, beside and after, and however little room there is."""
         coverage.current().of(self.adapter).searched = True
-        aims: list[str | None] = [*self.adapter.paths] or [None]
-        share = settings.current().examples * _SHARE / len(aims)
-        turns = max(1, round(share / _EXAMPLES_OF_A_TURN))
-        for turn, aim in product(range(turns), aims):
-            self._search(run_mix, round(share / turns), aim, turn)
+        examples = round(settings.current().examples * _SHARE)
+        for aim, turn, due in in_turns(self.adapter.paths, examples, _EXAMPLES_OF_A_TURN):
+            self._search(run_mix, due, aim, turn)
 
     def test_forks_get_what_requests_of_their_own_get(self) -> None:
         if not self.adapter.defines("forked"):

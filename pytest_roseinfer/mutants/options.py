@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import argparse
 
 DESCRIPTION = (
-    "Plant every bug of the catalogue in a copy of the KV cache, one at a time, and search each "
+    "Plant every bug of the catalogue in a copy of the engine, one at a time, and search each "
     "copy as the ci profile does, without a GPU. Exit status 0 only when every bug was found "
     "by every seed."
 )

@@ -7,7 +7,6 @@ what was drawn before, lengths have nothing to do with blocks, and no history is
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +29,14 @@ from pytest_roseinfer.history import (
 from pytest_roseinfer.layouts import LAYOUTS
 from pytest_roseinfer.machine import run_history
 from pytest_roseinfer.model import Oracle
-from pytest_roseinfer.mutants.hunt import Found, Stop, guarded
+from pytest_roseinfer.mutants.random_search import search_at_random
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Sequence
 
     from pytest_roseinfer.adapter import KVCacheAdapter
+    from pytest_roseinfer.mutants.hunt import Found
     from pytest_roseinfer.mutants.tally import Tally
 
 _STEPS = 20
@@ -50,17 +51,10 @@ def run(
     targets: Sequence[type[KVCacheAdapter]], seed: int, operations: int, tally: Tally
 ) -> Found | None:
     """Histories of random operations until something fails or there were so many."""
-    rng = random.Random(seed)
     tally.check = "random operations"
-    try:
-        while tally.operations < operations:
-            target = rng.choice(targets)
-            history = random_history(rng, target)
-            with guarded(tally, len(history.operations)):
-                run_history(target, history)
-    except Stop as stopped:
-        return Found(tally.check, stopped.what)
-    return None
+    return search_at_random(
+        targets, random_history, run_history, seed=seed, operations=operations, tally=tally
+    )
 
 
 def random_history(rng: random.Random, target: type[KVCacheAdapter]) -> History:

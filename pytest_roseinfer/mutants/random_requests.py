@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.engines.mix import Asked, RequestMix, Sampling
 from pytest_roseinfer.engines.run import run_mix
-from pytest_roseinfer.mutants.hunt import Found, Stop, guarded
+from pytest_roseinfer.mutants.random_search import search_at_random
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Sequence
 
     from pytest_roseinfer.engines.adapter import EngineAdapter
+    from pytest_roseinfer.mutants.hunt import Found
     from pytest_roseinfer.mutants.tally import Tally
 
 _MOST_REQUESTS = 6
@@ -24,17 +25,10 @@ def run(
     targets: Sequence[type[EngineAdapter]], seed: int, requests: int, tally: Tally
 ) -> Found | None:
     """Random mixes until something fails or there were so many requests."""
-    rng = random.Random(seed)
     tally.check = "random requests"
-    try:
-        while tally.operations < requests:
-            target = rng.choice(targets)
-            mix = random_mix(rng, target)
-            with guarded(tally, mix.size):
-                run_mix(target, mix)
-    except Stop as stopped:
-        return Found(tally.check, stopped.what)
-    return None
+    return search_at_random(
+        targets, random_mix, run_mix, seed=seed, operations=requests, tally=tally
+    )
 
 
 def random_mix(rng: random.Random, target: type[EngineAdapter]) -> RequestMix:

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 _PAGE = """\
 # Planted bugs
 
-The proof that the harness finds bugs: each of these was planted alone in a copy of the KV
-cache's sources, and the copy was searched as `pytest --roseinfer-profile=ci` does. A bug that
+The proof that the harness finds bugs: each of these was planted alone in a copy of the
+engine's sources, and the copy was searched as `pytest --roseinfer-profile=ci` does. A bug that
 any seed misses fails the command.
 
 - *row*: the known bugs of real caches (below) that this one stands for.
 - *killed*: in how many searches it was found, one for each seed. *by*: the checks that failed
   first. "directed" stands for a check of its own, where no history on a small cache can show
   the bug.
-- *examples*: histories tried until then, the one that failed included; the median over the
-  seeds and the most. *s*: median seconds.
+- *examples*: histories, or mixes of requests, tried until then, the one that failed included;
+  the median over the seeds and the most. *s*: median seconds.
 - *random*: the same number of operations as the search needed (at least 40), drawn uniformly
   and independently, followed by the same checks: how many seeds found the bug.
 - *by example*: whether the usual tests made of examples find it.

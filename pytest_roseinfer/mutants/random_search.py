@@ -1,0 +1,35 @@
+"""The loop of the baselines: examples drawn at random until one fails."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer.mutants.hunt import Found, Stop, guarded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pytest_roseinfer.mutants.tally import Tally
+
+
+def search_at_random(
+    targets: Sequence[type[Any]],
+    draw: Callable[[random.Random, type[Any]], Any],
+    check: Callable[[type[Any], Any], object],
+    *,
+    seed: int,
+    operations: int,
+    tally: Tally,
+) -> Found | None:
+    """Examples of any of the targets until one fails or they came to so many operations."""
+    rng = random.Random(seed)
+    try:
+        while tally.operations < operations:
+            target = rng.choice(targets)
+            example = draw(rng, target)
+            with guarded(tally, example.size):
+                check(target, example)
+    except Stop as stopped:
+        return Found(tally.check, stopped.what)
+    return None
