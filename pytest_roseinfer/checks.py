@@ -44,7 +44,8 @@ class ConformanceTests(ShippedTests):
             target.histories += 1
 
         examples = settings.current().examples
-        for aim, turn, due in in_turns(self.adapter.paths, examples, _EXAMPLES_OF_A_TURN):
+        paths = self.adapter.paths_on(settings.current().device)
+        for aim, turn, due in in_turns(paths, examples, _EXAMPLES_OF_A_TURN):
             search(self.adapter, check, examples=due, aim=aim, turn=turn)
 
     def test_permuting_a_batch_permutes_the_result(self) -> None:

@@ -6,6 +6,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pytest_roseinfer import settings
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -125,7 +127,10 @@ class Coverage:
         if name not in self._targets:
             offered = adapter.offered()
             self._targets[name] = TargetCoverage(
-                {name: path.equals for name, path in adapter.paths.items()},
+                {
+                    name: path.equals
+                    for name, path in adapter.paths_on(settings.current().device).items()
+                },
                 list(adapter.conditions),
                 [*adapter.required, *offered],
                 [method for method in adapter.optional if method not in offered],

@@ -22,6 +22,8 @@ class FastPath:
     needed where the first choice of every switch will do."""
     never_with: Sequence[Mapping[str, Any]] = ()
     """Settings, any one of which keeps it from running; counted all the same, it fails."""
+    device: str | None = None
+    """The only kind of device it can run on, as ``"cuda"``; None where any will do."""
     one_position: bool = False
     """Whether it can only write when all rows go to the same position of a block."""
 

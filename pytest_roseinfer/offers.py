@@ -25,6 +25,12 @@ class Adapter:
         return getattr(cls, name) is not getattr(kind, name)
 
     @classmethod
+    def paths_on(cls, device: str) -> dict[str, Any]:
+        """Its fast paths that can run on a device."""
+        kind = device.partition(":")[0]
+        return {name: path for name, path in cls.paths.items() if path.device in (None, kind)}
+
+    @classmethod
     def missing(cls) -> list[str]:
         return [name for name in cls.required if not cls.defines(name)]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
+from pytest_roseinfer import settings
 from pytest_roseinfer.adapter import CacheSpec, KVCacheAdapter, abilities
 from pytest_roseinfer.history import (
     Append,
@@ -84,9 +85,10 @@ def switches(
     others = [(name, value) for name, values in choices.items() for value in values[1:]]
     if not others:
         return st.just(usual)
-    paths = list(adapter.paths.values()) if aim is None else [adapter.paths[aim]]
-    settings = [path.runs_with or [{}] for path in paths] or [[{}]]
-    aims = st.sampled_from(settings).flatmap(st.sampled_from)
+    here = adapter.paths_on(settings.current().device)
+    paths = list(here.values()) if aim is None else [adapter.paths[aim]]
+    switches = [path.runs_with or [{}] for path in paths] or [[{}]]
+    aims = st.sampled_from(switches).flatmap(st.sampled_from)
     changes = st.lists(st.sampled_from(others), max_size=3)
     return st.tuples(changes, aims).map(lambda drawn: {**usual, **dict(drawn[0]), **drawn[1]})
 

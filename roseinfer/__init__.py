@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roseinfer.async_llm import AsyncLLM as AsyncLLM
-    from roseinfer.attention.batch import load_decode_kernel as load_decode_kernel
+    from roseinfer.attention.batch import load_attention_kernels as load_attention_kernels
     from roseinfer.attention.paths import AttentionPath as AttentionPath
     from roseinfer.attention.reference import (
         paged_attention_reference as paged_attention_reference,
@@ -82,7 +82,7 @@ _HOMES = {
     "TritonUnavailable": "roseinfer.errors",
     "UnsupportedModel": "roseinfer.errors",
     "byte_tokenizer": "roseinfer.tiny",
-    "load_decode_kernel": "roseinfer.attention.batch",
+    "load_attention_kernels": "roseinfer.attention.batch",
     "paged_attention_reference": "roseinfer.attention.reference",
     "tiny_gpt2": "roseinfer.tiny",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from roseinfer.decode.resident import ResidentDecode
     from roseinfer.kv.manager import KVBlockManager
     from roseinfer.prefix_cache import PrefixCache
     from roseinfer.request import Request
@@ -14,8 +15,14 @@ if TYPE_CHECKING:
 class BlockSupply:
     """Hands out and takes back, asking the prefix cache first and last."""
 
-    def __init__(self, sessions: InferenceEngine, prefixes: PrefixCache | None) -> None:
+    def __init__(
+        self,
+        sessions: InferenceEngine,
+        prefixes: PrefixCache | None,
+        resident: ResidentDecode | None,
+    ) -> None:
         self._sessions = sessions
+        self._resident = resident
         self._kv: KVBlockManager = sessions.kv
         self._prefixes = prefixes
 
@@ -61,13 +68,17 @@ class BlockSupply:
         """Offer the blocks that a request has filled to others."""
         if self._prefixes and request.held:
             session = request.session
-            self._prefixes.insert(
-                request.held, session.token_ids, session.block_lists, session.stored
-            )
+            known = min(session.stored, len(session.token_ids))
+            self._prefixes.insert(request.held, session.token_ids, session.block_lists, known)
 
     def give_back(self, request: Request) -> None:
         """Take back all that a request holds, of which others may still use what is stored."""
         session = request.session
+        if self._resident and request.resident is not None:
+            self._resident.leave(request.resident)
+            request.resident = None
+        request.in_flight = 0
+        self._sessions.cut(session, len(session.token_ids))
         if self._prefixes and request.held:
             self._prefixes.release(
                 request.held, session.token_ids, session.block_lists, session.stored

@@ -23,6 +23,7 @@ _APPEND_SWITCHES = (
     "scalar_position",
     "triton",
 )
+MOST_AHEAD = 16
 ADMISSION_POLICIES = ("fifo", "pack")
 
 _ON = frozenset({"1", "on", "true", "yes"})
@@ -164,6 +165,15 @@ class EngineConfig:
     paged_attention: bool | None = None
     """Whether Triton kernels attend, or the reference, which gathers every sequence; None for
     the kernels on a GPU."""
+    resident_decode: bool | None = None
+    """Whether the state of sequences that decode lives on the device; None for yes on a GPU."""
+    fused_model: bool | None = None
+    """Whether a model that there are fused kernels for runs on them; None for yes on a GPU."""
+    cuda_graph: bool | None = None
+    """Whether steps of resident sequences are replayed from CUDA graphs; None for yes on a GPU."""
+    run_ahead: int | None = None
+    """Steps that may be on their way when a step is launched, which is by how many tokens a
+    stream may lag; None for 2 on a GPU and 0 elsewhere."""
     per_layer_kv: bool = False
     """A block list for every layer, which the append policy's per-token switches need."""
     append_policy: AppendPolicy | None = None
@@ -176,6 +186,16 @@ class EngineConfig:
         for name in ("kv_cache_tokens", "max_length"):
             if getattr(self, name) is not None:
                 _require_at_least_1(name, getattr(self, name))
+        if self.run_ahead is not None and (
+            not isinstance(self.run_ahead, int)
+            or isinstance(self.run_ahead, bool)
+            or not 0 <= self.run_ahead <= MOST_AHEAD
+        ):
+            raise ConfigError(f"run_ahead must be 0 to {MOST_AHEAD}, not {self.run_ahead!r}")
+        if self.resident_decode and self.per_layer_kv:
+            raise ConfigError(
+                "resident_decode needs one block list for all layers: leave per_layer_kv off"
+            )
         if self.prefill_admission_policy not in ADMISSION_POLICIES:
             raise ConfigError(
                 f"prefill_admission_policy is {self.prefill_admission_policy!r}; it must be "
@@ -185,6 +205,25 @@ class EngineConfig:
     def uses_kernels(self, device: str) -> bool:
         """Whether Triton kernels attend on that kind of device."""
         return device == "cuda" if self.paged_attention is None else self.paged_attention
+
+    def decodes_in_slots(self, device: str) -> bool:
+        """Whether sequences that decode are resident on that kind of device."""
+        wanted = device == "cuda" if self.resident_decode is None else self.resident_decode
+        return wanted and not self.per_layer_kv
+
+    def fuses(self, device: str) -> bool:
+        """Whether models run on fused kernels on that kind of device."""
+        return device == "cuda" if self.fused_model is None else self.fused_model
+
+    def replays_graphs(self, device: str) -> bool:
+        """Whether their steps are replayed from graphs there."""
+        return device == "cuda" and self.cuda_graph is not False
+
+    def lag(self, device: str) -> int:
+        """How many steps may be on their way there when another is launched."""
+        if self.run_ahead is not None:
+            return self.run_ahead
+        return 2 if device == "cuda" else 0
 
     def policy_for(self, device: str) -> AppendPolicy:
         """How the cache is written to on that kind of device."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from roseinfer.block_supply import BlockSupply
+from roseinfer.decode.kernels import load_decode_kernels
+from roseinfer.decode.resident import ResidentDecode
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument, NoDistribution, RequestTooLarge
 from roseinfer.prefix_cache import PrefixCache
 from roseinfer.request import FinishReason, Request
 from roseinfer.request_text import RequestText
-from roseinfer.sampling import SamplingBatch, log_probability, rows_without_a_distribution
+from roseinfer.runner import StepRunner
 from roseinfer.scheduler import Scheduler
 from roseinfer.session import InferenceEngine
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from roseinfer.config import EngineConfig, SamplingParams
     from roseinfer.kv.manager import KVBlockManager
     from roseinfer.model import CausalModel
+    from roseinfer.runner import Flight
     from roseinfer.scheduler import Step
 
 
@@ -61,12 +63,27 @@ class Engine:
         self.path_counts: Counter[str] = self.sessions.path_counts
         """How often each path of the engine and of its attention was taken."""
         self.prefixes = PrefixCache(kv) if config.prefix_cache else None
-        self._supply = BlockSupply(self.sessions, self.prefixes)
+        resident = self._resident(config)
+        self._supply = BlockSupply(self.sessions, self.prefixes, resident)
         self._scheduler = Scheduler(config, self._supply)
+        self._runner = StepRunner(self.sessions, resident, config.max_batch_size)
+        self._run_ahead = config.lag(kv.device.type) if resident else 0
+        self._air: deque[list[Flight]] = deque()
+        """What was launched and has not landed, step by step."""
         self._tokenizer = tokenizer
         self._end_tokens = frozenset(end_tokens)
         self._next_id = 0
-        self._sampling: tuple[list[Request], SamplingBatch] | None = None
+
+    def _resident(self, config: EngineConfig) -> ResidentDecode | None:
+        device = self.sessions.kv.device
+        if not config.decodes_in_slots(device.type):
+            return None
+        return ResidentDecode(
+            self.sessions,
+            config.max_batch_size,
+            load_decode_kernels(device) if config.uses_kernels(device.type) else None,
+            graphs=config.replays_graphs(device.type),
+        )
 
     # -------------------------------------------------------------------------- requests
 
@@ -145,74 +162,42 @@ class Engine:
     # ----------------------------------------------------------------------------- steps
 
     def step(self) -> list[Update]:
-        """One forward pass; what it brought for each request that got a token or ended."""
+        """Launch what is due; what has arrived for each request that got a token or ended.
+
+        Up to ``run_ahead`` steps stay on their way while the host goes on.
+        """
         step = self._scheduler.next_step()
-        if not step:
-            return []
-        self._supply.ensure(step.blocks)
-        requests = [*step.decoding, *(request for request, _ in step.chunks)]
-        counts = [1] * len(step.decoding) + [count for _, count in step.chunks]
-        self._count(step)
-        try:
-            updates = self._run(requests, counts)
-        except BaseException:
-            # Nobody knows how far it came: what is stored of them is stored anew.
-            self._scheduler.start_over(requests)
-            raise
-        for request in requests:
-            if request.finish_reason is None:
-                self._supply.note_stored(request)
+        if step:
+            self._launch(step)
+        updates: list[Update] = []
+        while self._must_land(most=self._run_ahead if step else 0):
+            for flight in self._air.popleft():
+                updates += [self._take(*landed) for landed in flight.land()]
+        if not self._scheduler.running:
+            self._air.clear()  # tokens that follow an end
         return updates
 
-    def _run(self, requests: list[Request], counts: list[int]) -> list[Update]:
-        logits = self.sessions.extend([request.session for request in requests], counts)
-        due = [row for row, request in enumerate(requests) if not request.pending]
-        if len(due) < len(requests):
-            logits = logits[due]
-        return self._take_tokens([requests[row] for row in due], logits)
+    def _must_land(self, most: int) -> bool:
+        """Whether more steps are on their way than may be, or one that somebody waits for."""
+        air = self._air
+        return len(air) > most or any(each.urgent for step in air for each in step)
 
-    def _take_tokens(self, requests: list[Request], logits: torch.Tensor) -> list[Update]:
-        if not requests:
-            return []
-        tokens, logprobs = self._choose(requests, logits)
-        return [
-            self._take(request, token, logprob)
-            for request, token, logprob in zip(requests, tokens, logprobs, strict=True)
-        ]
-
-    def _choose(
-        self, requests: list[Request], logits: torch.Tensor
-    ) -> tuple[list[int], list[float | None]]:
-        """A token for each request, negative where there is none to choose."""
-        batch = self._sampling_batch(requests, logits.device)
-        seen = self._seen(requests, logits) if batch.penalised else None
-        positions = [len(request.session.token_ids) for request in requests]
-        staged = self.sessions.staging.stage([positions]).columns[0]
-        chosen = batch.choose(logits, staged, seen)
-        usable = torch.where(rows_without_a_distribution(logits), -1, chosen)
-        logprobs: list[float | None] = [None] * len(requests)
-        if any(request.params.logprobs for request in requests):
-            logprobs = log_probability(logits, chosen).tolist()
-        return usable.tolist(), logprobs
-
-    def _sampling_batch(self, requests: list[Request], device: torch.device) -> SamplingBatch:
-        """The parameters as columns, built anew only where the requests are others."""
-        if self._sampling is None or self._sampling[0] != requests:
-            batch = SamplingBatch.of(
-                [request.params for request in requests],
-                [request.seed for request in requests],
-                device,
-            )
-            self._sampling = (requests, batch)
-        return self._sampling[1]
-
-    def _seen(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
-        """Which tokens each request has already, its prompt's included."""
-        seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-        for row, request in enumerate(requests):
-            if request.params.repetition_penalty != 1:
-                seen[row, request.session.token_ids] = True
-        return seen
+    def _launch(self, step: Step) -> None:
+        self._supply.ensure(step.blocks)
+        self._count(step)
+        try:
+            flights = self._runner.launch(step)
+        except BaseException:
+            # Nobody knows how far it came: what is stored is stored anew, and what is on its
+            # way is computed again.
+            self._air.clear()
+            self._scheduler.start_over()
+            raise
+        if flights:
+            self._air.append(flights)
+        for request, _ in step.chunks:
+            if request.pending:
+                self._supply.note_stored(request)
 
     def _take(self, request: Request, token: int, logprob: float | None) -> Update:
         if token < 0:
@@ -222,6 +207,7 @@ class Engine:
             )
             return self._last(request, None, "", FinishReason.ERROR)
         request.session.token_ids.append(token)
+        self._supply.note_stored(request)
         if logprob is not None and request.params.logprobs:
             request.logprobs.append(logprob)
         if token in self._end_tokens and not request.params.ignore_eos:
@@ -241,13 +227,15 @@ class Engine:
         if reason is FinishReason.ERROR:
             self._supply.spoil(request)
         self._scheduler.remove(request)
-        self._sampling = None
+        self._runner.forget()
         request.finish_reason = reason
         return request.text.finish() if request.text else ""
 
     def _count(self, step: Step) -> None:
         """Note which paths a step is about to take."""
         counts = self.path_counts
+        if self._air:
+            counts[EnginePath.RUN_AHEAD] += 1
         if step.overtaken:
             counts[EnginePath.OVERTAKEN] += step.overtaken
         if len(step.decoding) + len(step.chunks) > 1:

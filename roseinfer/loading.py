@@ -55,13 +55,23 @@ def load(
         network, tokenizer = _network(os.fspath(model), where, wanted, tokenizer)
     else:
         network = model.to(where, wanted if dtype else None)
-    causal = CausalModel(network, max_length=config.max_length)
+    causal = _causal(network, config)
     return Loaded(
         causal,
         _cache(causal, config),
         tokenizer,
         _end_tokens(network, tokenizer),
     )
+
+
+def _causal(network: Any, config: EngineConfig) -> CausalModel:
+    """On fused kernels where there are some for the model, else as transformers runs it."""
+    if config.fuses(network.device.type):
+        from roseinfer.fused.gpt2 import FusedGPT2
+
+        if FusedGPT2.fits(network):
+            return FusedGPT2(network, max_length=config.max_length)
+    return CausalModel(network, max_length=config.max_length)
 
 
 def _device(name: str | None) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -12,7 +12,21 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from roseinfer.errors import UnsupportedModel
 
 if TYPE_CHECKING:
-    from roseinfer.attention.batch import AttentionBatch
+    from typing import Protocol
+
+    class Attention(Protocol):
+        """Where a forward pass keeps keys and values, and what it attends to."""
+
+        def attend_new(
+            self,
+            layer: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            scale: float,
+        ) -> torch.Tensor:
+            """``[tokens, heads, head_dim]`` each: store the new, attend to all."""
+
 
 _NAME = "roseinfer_paged"
 _CHANGES_ATTENTION = ("softcap", "s_aux", "head_mask")
@@ -27,7 +41,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     *,
-    roseinfer_batch: AttentionBatch | None = None,
+    roseinfer_batch: Attention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every layer: ``[1, heads, tokens, head_dim]`` each."""
@@ -39,8 +53,13 @@ def _attend(
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    roseinfer_batch.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    out = roseinfer_batch.attend(layer, query[0].transpose(0, 1), scale)
+    out = roseinfer_batch.attend_new(
+        layer,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale,
+    )
     return out[None], None
 
 
@@ -62,6 +81,9 @@ class ModelShape:
 class CausalModel:
     """A transformers model that keeps its keys and values in our cache."""
 
+    fused: ClassVar[bool] = False
+    """Whether it runs on kernels of ours instead of its own modules."""
+
     def __init__(self, model: Any, *, max_length: int | None = None) -> None:
         """Take over ``model``: its attention is ours from here on."""
         _refuse_other_attention(model)
@@ -78,7 +100,7 @@ class CausalModel:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         last_rows: torch.Tensor | None,
-        batch: AttentionBatch,
+        batch: Attention,
     ) -> torch.Tensor:
         """Run all tokens in one row; return ``[sequences, vocab]`` for each one's last token.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from roseinfer.config import SamplingParams
+    from roseinfer.decode.resident import Resident
     from roseinfer.errors import RoseinferError
     from roseinfer.prefix_cache import Held
     from roseinfer.request_text import RequestText
@@ -55,11 +56,25 @@ class Request:
     """Requests that came later and were admitted before it."""
     preempted: int = 0
     """How often its blocks were taken from it."""
+    in_flight: int = 0
+    """Tokens that were chosen, or soon will be, and that have not been read yet."""
+    resident: Resident | None = None
+    """Its place on the device while it decodes there."""
 
     @property
     def pending(self) -> int:
-        """Tokens that are known and not stored yet."""
-        return len(self.session.token_ids) - self.session.stored
+        """Tokens that are not stored yet, of which those in flight are not known yet."""
+        return len(self.session.token_ids) + self.in_flight - self.session.stored
+
+    @property
+    def may_decode(self) -> bool:
+        """It has one token to store and another to get, and the next step can know the first."""
+        if self.pending != 1:
+            return False
+        coming = self.in_flight
+        return not coming or (
+            self.resident is not None and self.num_generated + coming < self.most_tokens
+        )
 
     @property
     def token_ids(self) -> list[int]:

@@ -50,7 +50,7 @@ class SamplingBatch:
             column([each.top_p for each in params], torch.float32),
             column([each.min_p for each in params], torch.float32),
             column([each.repetition_penalty for each in params], torch.float32),
-            column([_signed64(seed) for seed in seeds], torch.int64),
+            column([signed64(seed) for seed in seeds], torch.int64),
             all(each.temperature == 0 for each in params),
             any(each.repetition_penalty != 1 for each in params),
         )
@@ -123,12 +123,12 @@ def gumbel_noise(
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:
     """A bijection of 64-bit integers that leaves no trace of their order."""
-    bits = bits + _signed64(0x9E3779B97F4A7C15)
-    bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * _signed64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * _signed64(0x94D049BB133111EB)
+    bits = bits + signed64(0x9E3779B97F4A7C15)
+    bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * signed64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * signed64(0x94D049BB133111EB)
     return bits ^ ((bits >> 31) & 0x1FFFFFFFF)
 
 
-def _signed64(number: int) -> int:
+def signed64(number: int) -> int:
     """The same 64 bits as torch's integers hold them."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)

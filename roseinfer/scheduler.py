@@ -16,8 +16,6 @@ from roseinfer.admission import PromptShare
 from roseinfer.errors import OutOfBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from roseinfer.config import EngineConfig
     from roseinfer.request import Request
     from roseinfer.session import InferenceSession
@@ -79,8 +77,14 @@ class Scheduler:
         else:
             self._supply.give_back(request)
 
+    @property
+    def in_flight(self) -> bool:
+        """Some request has tokens that were not read yet."""
+        return any(request.in_flight for request in self.running.values())
+
     def next_step(self) -> Step:
-        """What to do now; nothing only where there are no requests."""
+        """What to do now; nothing only where there are no requests, or where it depends on
+        tokens in flight: who ends with them, and who must make room for others."""
         if not (self.running or self.waiting):
             return Step()
         dropped = False
@@ -88,7 +92,7 @@ class Scheduler:
             step = self._decoding()
             if self.waiting or len(step.decoding) < len(self.running):
                 PromptShare.of(self._config, self._supply, step).fill(self.running, self.waiting)
-            if step:
+            if step or self.in_flight:
                 return step
             # Nobody can go on: each of several has too little for its prompt, or the last
             # one shares a block with the prefix cache and would have to copy it.
@@ -107,22 +111,21 @@ class Scheduler:
             decoding = []
             blocks = 0
             for request in self.running.values():
-                session = request.session
-                if len(session.token_ids) - session.stored == 1:
+                if request.may_decode:
+                    session = request.session
                     decoding.append(request)
                     if session.stored >= session.room:
                         blocks += 1
             if blocks <= self._supply.available:
                 return Step(decoding, blocks=blocks)
-            if len(self.running) == 1:
+            if len(self.running) == 1 or self.in_flight:
                 return Step()
             self._preempt_newest()
 
-    def start_over(self, requests: Iterable[Request]) -> None:
-        """Have requests that run computed again, as if their blocks had been needed."""
-        for request in sorted(requests, key=lambda request: request.id, reverse=True):
-            if request.id in self.running:
-                self._preempt(request)
+    def start_over(self) -> None:
+        """Have all that runs computed again, as if its blocks had been needed."""
+        for request in sorted(self.running.values(), key=lambda each: each.id, reverse=True):
+            self._preempt(request)
 
     def _preempt_newest(self) -> None:
         self._preempt(self.running[max(self.running)])

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from roseinfer.attention.batch import AttentionBatch, load_decode_kernel
+from roseinfer.attention.batch import AttentionBatch, load_attention_kernels
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument, RequestTooLarge
 from roseinfer.kv.staging import IndexStaging
@@ -44,7 +44,7 @@ class InferenceEngine:
         self.path_counts: Counter[str] = Counter()
         self.staging = IndexStaging(kv.device)
         """Brings a step's numbers to the device, without a tensor being made for them."""
-        self._decode = load_decode_kernel(kv.device) if attention_kernels else None
+        self._kernels = load_attention_kernels(kv.device) if attention_kernels else None
         self._groups = kv.num_layers // kv.layers_per_group
 
     def prefill(
@@ -121,6 +121,13 @@ class InferenceEngine:
         session.block_lists = [[] for _ in range(self._groups)]
         session.stored = session.room = 0
 
+    def cut(self, session: InferenceSession, most: int) -> None:
+        """Keep what is stored of the first ``most`` tokens, and no room for more."""
+        session.stored = min(session.stored, most)
+        for group, block_ids in enumerate(session.block_lists):
+            self.kv.truncate(group * self.kv.layers_per_group, block_ids, session.stored)
+        session.room = min(session.room, session.stored)
+
     def empty(self, token_ids: list[int]) -> InferenceSession:
         """A session of which nothing is stored yet."""
         return InferenceSession([[] for _ in range(self._groups)], token_ids)
@@ -156,9 +163,11 @@ class InferenceEngine:
             counts,
             lengths,
             self.path_counts,
-            self._decode,
+            self._kernels,
             self.staging,
         )
+        if self.model.fused:
+            self.path_counts[EnginePath.FUSED] += 1
         stage = self.staging.stage
         token_ids, at = stage([tokens, positions]).columns
         rows = None if batch.is_decode else stage([last_rows]).columns[0]

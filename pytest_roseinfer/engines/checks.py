@@ -30,8 +30,9 @@ class EngineTests(ShippedTests):
     def test_requests_get_what_they_get_alone(self) -> None:
         """Whatever comes before, beside and after, and however little room there is."""
         coverage.current().of(self.adapter).searched = True
+        paths = self.adapter.paths_on(settings.current().device)
         examples = round(settings.current().examples * _SHARE)
-        for aim, turn, due in in_turns(self.adapter.paths, examples, _EXAMPLES_OF_A_TURN):
+        for aim, turn, due in in_turns(paths, examples, _EXAMPLES_OF_A_TURN):
             self._search(run_mix, due, aim, turn)
 
     def test_forks_get_what_requests_of_their_own_get(self) -> None:

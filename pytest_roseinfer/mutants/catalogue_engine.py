@@ -9,9 +9,10 @@ _SUPPLY = "roseinfer.block_supply"
 _SCHEDULER = "roseinfer.scheduler"
 _ADMISSION = "roseinfer.admission"
 _ENGINE = "roseinfer.engine"
+_RUNNER = "roseinfer.runner"
 _SESSION = "roseinfer.session"
 _BATCH = "roseinfer.attention.batch"
-_PREFILL = "roseinfer.attention.prefill"
+_CHUNK = "roseinfer.attention.chunk_triton"
 _DECODE = "roseinfer.attention.decode_triton"
 
 
@@ -192,21 +193,21 @@ MUTANTS = (
     _mutant(
         "parameters-of-an-earlier-batch",
         "The sampling parameters of a batch are kept when other requests make up the next.",
-        _ENGINE,
+        _RUNNER,
         "        if self._sampling is None or self._sampling[0] != requests:\n",
         "        if self._sampling is None or len(self._sampling[0]) != len(requests):\n",
     ),
     _mutant(
         "seed-of-the-row",
         "A request's draws depend on its place in the batch.",
-        _ENGINE,
+        _RUNNER,
         "                [request.seed for request in requests],\n",
         "                [request.seed + row for row, request in enumerate(requests)],\n",
     ),
     _mutant(
         "penalty-for-new-tokens-only",
         "The repetition penalty forgets the prompt.",
-        _ENGINE,
+        _RUNNER,
         "                seen[row, request.session.token_ids] = True\n",
         "                seen[row, request.token_ids] = True\n",
     ),
@@ -229,25 +230,25 @@ MUTANTS = (
     _mutant(
         "chunk-sees-what-comes-after",
         "The tokens of a chunk attend to all of it, also to what stands behind them.",
-        _PREFILL,
-        "        mask = mask.tril(context - tokens)\n",
-        "",
+        _CHUNK,
+        "tokens[None, :] <= (position + token)[:, None]",
+        "(tokens < end)[None, :] & (token >= 0)[:, None]",
         (15,),
     ),
     _mutant(
         "chunk-masked-from-its-own-start",
         "The tokens of a chunk see as much of the context as if it were the prompt's first.",
-        _PREFILL,
-        "        mask = mask.tril(context - tokens)\n",
-        "        mask = mask.tril()\n",
+        _CHUNK,
+        "tokens[None, :] <= (position + token)[:, None]",
+        "tokens[None, :] <= token[:, None]",
         (15,),
     ),
     _mutant(
         "chunks-attend-with-the-wrong-rows",
         "Beside requests that decode, a prompt's queries are taken from the first rows.",
         _BATCH,
-        "        at = begin\n",
-        "        at = 0\n",
+        "self._chunks(self.kernels.chunks, layer, query[singles:], scale)",
+        "self._chunks(self.kernels.chunks, layer, query[: len(query) - singles], scale)",
     ),
     _mutant(
         "newest-token-unseen",

@@ -159,8 +159,8 @@ MUTANTS = (
         "stale-tail-on-request",
         "Asking for more tokens than are stored returns what the block held before.",
         _MANAGER,
-        "        if not 0 <= length <= stored:\n",
-        "        if length < 0:\n",
+        '        if not 0 <= length <= stored:\n            raise BadArgument(f"total_len',
+        '        if length < 0:\n            raise BadArgument(f"total_len',
         rows=(29,),
     ),
     Mutant(

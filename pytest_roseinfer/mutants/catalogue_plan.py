@@ -91,8 +91,8 @@ MUTANTS = (
         "batch-committed-before-it-fits",
         "Rows are committed one by one; the one that finds no block leaves the others longer.",
         _MANAGER,
-        "        pool.require(seen.blocks_needed)\n        if not self.policy.batched:\n",
-        "        if not self.policy.batched:\n",
+        "        seen = self._survey(pool, block_ids_list, None)\n",
+        "        seen = planning.survey(pool, self.block_size, block_ids_list, None)\n",
         rows=(26,),
         targets=(PER_LAYER,),
     ),
@@ -100,8 +100,10 @@ MUTANTS = (
         "plan-committed-before-it-fits",
         "A plan takes blocks before it is known that there are enough.",
         _MANAGER,
-        "        pool.require(seen.blocks_needed)\n        return self._commit(",
-        "        return self._commit(",
+        "self._commit(pool, self._survey(pool, block_lists, counts), counts)",
+        "self._commit(\n"
+        "            pool, planning.survey(pool, self.block_size, block_lists, counts), counts\n"
+        "        )",
         rows=(26,),
     ),
     Mutant(

@@ -32,6 +32,10 @@ _ROUNDING = 3e-5
 """Relative, of logits that were computed in batches of other sizes."""
 
 
+_RESIDENT = {"resident_decode": True, "per_layer_kv": False}
+"""Settings with which the state of what decodes is on the device."""
+
+
 class RoseinferEngine(EngineAdapter):
     """``LLM``, driven step by step on a cache full of NaN."""
 
@@ -43,8 +47,27 @@ class RoseinferEngine(EngineAdapter):
             equals=AttentionPath.REFERENCE.value,
             runs_with=[{"paged_attention": True}, {"paged_attention": True, "model": "llama"}],
         ),
-        AttentionPath.CHUNK_SDPA.value: FastPath(
+        AttentionPath.APPEND_AND_ATTEND.value: FastPath(
+            equals=AttentionPath.SLOTS_REFERENCE.value,
+            runs_with=[
+                {**_RESIDENT, "paged_attention": True},
+                {**_RESIDENT, "paged_attention": True, "model": "llama"},
+            ],
+        ),
+        AttentionPath.CHUNK_TRITON.value: FastPath(
             equals=AttentionPath.REFERENCE.value, runs_with=[{"paged_attention": True}]
+        ),
+        EnginePath.FUSED.value: FastPath(
+            equals=_ALONE, runs_with=[{"fused_model": True, "model": "gpt2"}]
+        ),
+        EnginePath.RESIDENT.value: FastPath(equals=_ALONE, runs_with=[_RESIDENT]),
+        EnginePath.RUN_AHEAD.value: FastPath(
+            equals=_ALONE, runs_with=[{**_RESIDENT, "run_ahead": 2}]
+        ),
+        EnginePath.GRAPH.value: FastPath(
+            equals=_ALONE,
+            device="cuda",
+            runs_with=[{**_RESIDENT, "cuda_graph": True, "run_ahead": lag} for lag in (0, 2)],
         ),
         EnginePath.CHUNKED.value: FastPath(
             equals=_ALONE, runs_with=[{"chunked_prefill": True, "prefill_max_tokens": 3}]
@@ -67,12 +90,18 @@ class RoseinferEngine(EngineAdapter):
         "max_batch_size": (8, 1, 2, 3),
         "chunked_prefill": (True, False),
         "per_layer_kv": (False, True),
+        "resident_decode": (False, True),
+        "run_ahead": (0, 1, 3),
         # Under Triton's interpreter a step takes a hundred times as long, so only where aimed at.
         "paged_attention": (False,),
+        "fused_model": (False,),
+        # Capturing takes seconds, so only where aimed at.
+        "cuda_graph": (False,),
     }
 
     def make(self, mix: RequestMix) -> None:
         options = dict(mix.options)
+        options["resident_decode"] &= not options["per_layer_kv"]
         self.llm = LLM(
             _served(options.pop("model"), mix.device),
             device=mix.device,

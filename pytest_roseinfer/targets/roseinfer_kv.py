@@ -18,7 +18,7 @@ from roseinfer import (
     KVBlockManager,
     OutOfBlocks,
     Path,
-    load_decode_kernel,
+    load_attention_kernels,
     paged_attention_reference,
 )
 
@@ -168,8 +168,8 @@ class _ManagerAdapter(KVCacheAdapter):
 
     def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
         manager, scale = self.manager, self.spec.head_dim**-0.5
-        decode = load_decode_kernel(manager.device) if manager.policy.triton else None
-        if decode is None:
+        kernels = load_attention_kernels(manager.device) if manager.policy.triton else None
+        if kernels is None:
             self.attended[AttentionPath.REFERENCE.value] += 1
             lists = [self.lists[seq][layer // manager.layers_per_group] for seq in seqs]
             return paged_attention_reference(manager, layer, query, lists, [1] * len(seqs), scale)
@@ -178,7 +178,7 @@ class _ManagerAdapter(KVCacheAdapter):
         lengths = [self._length(seq, layer) for seq in seqs]
         width = max(map(len, tables))
         padded = [[*table, *[0] * (width - len(table))] for table in tables]
-        return decode(
+        return kernels.decode(
             query,
             manager.keys[layer],
             manager.values[layer],

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.attention.paths import AttentionPath
-from roseinfer.attention.prefill import attend_chunk
 from roseinfer.attention.reference import attend
 from roseinfer.kv.kernels import load_kernels
 from roseinfer.kv.pool import SCRATCH
@@ -23,13 +22,30 @@ if TYPE_CHECKING:
     from roseinfer.kv.staging import IndexStaging
 
 
-def load_decode_kernel(device: torch.device) -> Callable[..., torch.Tensor] | None:
-    """Imports Triton, so this is asked once and never on the hot path."""
+_MOST_ROWS = 64
+"""Query tokens times heads that a program takes, unless there are more heads than that."""
+_LEAST_ROWS = 16
+"""Tensor cores take no fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernels:
+    """The Triton kernels of a forward pass."""
+
+    decode: Callable[..., torch.Tensor]
+    """For sequences that have one new token."""
+    chunks: Callable[..., torch.Tensor]
+    """For those that have more."""
+
+
+def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
+    """None where they cannot run. Imports Triton, so this is never asked on the hot path."""
     if not load_kernels(device)[0]:
         return None
+    from roseinfer.attention.chunk_triton import paged_attention_chunks
     from roseinfer.attention.decode_triton import paged_attention_decode
 
-    return paged_attention_decode
+    return AttentionKernels(paged_attention_decode, paged_attention_chunks)
 
 
 @dataclass
@@ -38,8 +54,8 @@ class AttentionBatch:
 
     ``block_lists[i][g]`` is sequence ``i``'s list in layer group ``g``, ``counts[i]`` how
     many of the tokens are its own, and ``lengths[i]`` how many it has with them. A group is
-    planned when its first layer is stored. The decode kernel serves the sequences in front
-    that have one token each.
+    planned when its first layer is stored. Sequences in front that have one new token each
+    are served by a kernel of their own.
     """
 
     kv: KVBlockManager
@@ -47,11 +63,24 @@ class AttentionBatch:
     counts: Sequence[int]
     lengths: Sequence[int]
     path_counts: Counter[str]
-    decode: Callable[..., torch.Tensor] | None
-    """The kernel for single tokens; without it the reference attends."""
+    kernels: AttentionKernels | None
+    """Without them the reference attends."""
     staging: IndexStaging
     _plans: dict[int, AppendPlan] = field(default_factory=dict)
     _tables: dict[int, torch.Tensor] = field(default_factory=dict)
+    _tiles: tuple[int, tuple[torch.Tensor, ...]] | None = None
+
+    def attend_new(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Store the tokens' keys and values, and attend to all that is stored by then."""
+        self.store(layer, key, value)
+        return self.attend(layer, query, scale)
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Append ``[tokens, kv_heads, head_dim]`` to every sequence in one layer."""
@@ -67,32 +96,60 @@ class AttentionBatch:
 
     def attend(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention for ``[tokens, q_heads, head_dim]`` over what is stored by now."""
+        if self.kernels is None:
+            return self._by_reference(layer, query, scale)
         outputs = []
-        begin = self._singles if self.decode else 0
-        if self.decode and begin:
-            outputs.append(self._singly(self.decode, layer, query[:begin], scale))
-        if begin < len(self.counts):
-            outputs += self._chunks(layer, query, scale, begin)
+        singles = self._singles
+        if singles:
+            outputs.append(self._singly(self.kernels.decode, layer, query[:singles], scale))
+        if singles < len(self.counts):
+            outputs.append(self._chunks(self.kernels.chunks, layer, query[singles:], scale))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _chunks(
-        self, layer: int, query: torch.Tensor, scale: float, begin: int
-    ) -> list[torch.Tensor]:
-        """Of the sequences from ``begin`` on, whose tokens begin there too."""
+    def _by_reference(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
         group = layer // self.kv.layers_per_group
-        path, chunk = (
-            (AttentionPath.CHUNK_SDPA, attend_chunk)
-            if self.decode
-            else (AttentionPath.REFERENCE, attend)
-        )
         outputs = []
-        at = begin
-        for lists, count in zip(self.block_lists[begin:], self.counts[begin:], strict=True):
+        at = 0
+        for lists, count in zip(self.block_lists, self.counts, strict=True):
             keys, values = self.kv.gather_sequence(layer, lists[group])
-            outputs.append(chunk(query[at : at + count], keys, values, scale))
+            outputs.append(attend(query[at : at + count], keys, values, scale))
             at += count
-        self.path_counts[path] += 1
-        return outputs
+        self.path_counts[AttentionPath.REFERENCE] += 1
+        return torch.cat(outputs)
+
+    def _chunks(
+        self, chunks: Callable[..., torch.Tensor], layer: int, query: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Of the sequences that have several new tokens."""
+        self.path_counts[AttentionPath.CHUNK_TRITON] += 1
+        group_size = query.shape[1] // self.kv.num_heads
+        if self._tiles is None:
+            self._tiles = self._cut(group_size)
+        tile_q, tiles = self._tiles
+        return chunks(
+            query,
+            self.kv.keys[layer],
+            self.kv.values[layer],
+            self._table(layer // self.kv.layers_per_group),
+            tiles,
+            scale,
+            tile_q=tile_q,
+            longest=max(self.lengths),
+        )
+
+    def _cut(self, group_size: int) -> tuple[int, tuple[torch.Tensor, ...]]:
+        """The sequences behind the single tokens as tiles of tokens, one for each program."""
+        tile_q = _tokens_of_a_program(group_size, max(self.counts))
+        tiles: list[tuple[int, int, int, int]] = []
+        row = 0
+        for at in range(self._singles, len(self.counts)):
+            count = self.counts[at]
+            first = self.lengths[at] - count
+            for begin in range(0, count, tile_q):
+                tiles.append((at, row + begin, min(tile_q, count - begin), first + begin))
+            row += count
+        columns = [list(column) for column in zip(*tiles, strict=True)]
+        return tile_q, self.staging.stage(columns).columns
 
     @property
     def is_decode(self) -> bool:
@@ -129,7 +186,7 @@ class AttentionBatch:
     def _table(self, group: int) -> torch.Tensor:
         if group not in self._tables:
             first = group * self.kv.max_blocks_per_layer
-            lists = [own[group] for own in self.block_lists[: self._singles]]
+            lists = [own[group] for own in self.block_lists]
             width = max(map(len, lists))
             flat: list[int] = []
             for block_ids in lists:
@@ -137,3 +194,10 @@ class AttentionBatch:
                 flat += [SCRATCH] * (width - len(block_ids))
             self._tables[group] = self.staging.stage([flat]).columns[0].view(-1, width)
         return self._tables[group]
+
+
+def _tokens_of_a_program(group_size: int, longest: int) -> int:
+    """How many tokens of a sequence a program takes, where the longest has so many new ones."""
+    heads = 1 << (group_size - 1).bit_length()
+    wanted = 1 << (longest - 1).bit_length()
+    return max(1, _LEAST_ROWS // heads, min(_MOST_ROWS // heads, wanted))

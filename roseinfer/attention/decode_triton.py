@@ -8,17 +8,13 @@ are replaced by zero before they are weighted, since zero times NaN is NaN.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
+from roseinfer.attention.combine_triton import LOG2_E, combine_kernel
 from roseinfer.errors import BadArgument
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+from roseinfer.kv.triton_launch import on_device
 
 _PART = 256
 """Tokens of context that one program takes."""
@@ -75,8 +71,8 @@ def _partial_kernel(
         higher = tl.maximum(top, tl.max(scores, 1))
         # Nothing stored up to here: infinity less infinity is NaN.
         finite = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp(top - finite)
-        weights = tl.exp(scores - finite[:, None])
+        shrink = tl.exp2(top - finite)
+        weights = tl.exp2(scores - finite[:, None])
         total = total * shrink + tl.sum(weights, 1)
         sums = sums * shrink[:, None] + tl.sum(weights[:, :, None] * v[None, :, :], 1)
         top = higher
@@ -90,31 +86,6 @@ def _partial_kernel(
         tl.store(weights_max + row, top, members < GROUP)
         tl.store(weights_sum + row, total, members < GROUP)
         tl.store(partial + row[:, None] * D + dims[None, :], sums, q_inside)
-
-
-@triton.jit
-def _combine_kernel(
-    partial, weights_max, weights_sum, out,
-    parts, o_s, o_h, o_d,
-    Q_HEADS: tl.constexpr, D: tl.constexpr, TILE_P: tl.constexpr, TILE_D: tl.constexpr,
-):  # fmt: skip
-    sequence = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    row = (sequence * Q_HEADS + head) * parts
-    part = tl.arange(0, TILE_P)
-    dims = tl.arange(0, TILE_D)
-    top = tl.load(weights_max + row + part, part < parts, other=float("-inf"))
-    total = tl.load(weights_sum + row + part, part < parts, other=0.0)
-    # A part behind the end of the context has no maximum and no weight.
-    shrink = tl.where(total > 0, tl.exp(top - tl.max(top, 0)), 0.0)
-    inside = (part[:, None] < parts) & (dims[None, :] < D) & (total[:, None] > 0)
-    values = tl.load(partial + (row + part[:, None]) * D + dims[None, :], inside, other=0.0)
-    weight = tl.sum(total * shrink, 0)
-    result = tl.sum(values * shrink[:, None], 0) / tl.where(weight > 0, weight, 1.0)
-    tl.store(
-        out + sequence * o_s + head * o_h + dims * o_d,
-        result.to(out.dtype.element_ty), dims < D,
-    )  # fmt: skip
 
 
 _INTERPRETED = not isinstance(_partial_kernel, triton.runtime.JITFunction)
@@ -152,21 +123,16 @@ def paged_attention_decode(
     group = q_heads // kv_heads
     tile_g, tile_d = 1 << (group - 1).bit_length(), max(16, 1 << (head_dim - 1).bit_length())
     tile_t = _PART if _INTERPRETED else min(_PART, max(16, _TILE // (tile_g * tile_d)))
-    with _on(query.device):
+    with on_device(query.device):
         _partial_kernel[(sequences, kv_heads, parts)](
             query, k_cache, v_cache, tables, lengths, out, partial, weights_max, weights_sum,
-            scale, *query.stride(), *out.stride(), *k_cache.stride(), *v_cache.stride(),
+            scale * LOG2_E, *query.stride(), *out.stride(), *k_cache.stride(), *v_cache.stride(),
             tables.stride(0), parts,
             q_heads, group, head_dim, block_size, tile_g, tile_d, tile_t, _PART, parts == 1,
         )  # fmt: skip
         if parts > 1:
-            _combine_kernel[(sequences, q_heads)](
+            combine_kernel[(sequences, q_heads)](
                 partial, weights_max, weights_sum, out, parts, *out.stride(),
                 q_heads, head_dim, 1 << (parts - 1).bit_length(), tile_d,
             )  # fmt: skip
     return out
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels go to the current GPU, which need not be the one the tensors are on."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -9,7 +9,11 @@ class AttentionPath(str, Enum):
     """Who computed the attention of some rows."""
 
     DECODE_TRITON = "attention_decode_triton"
-    CHUNK_SDPA = "attention_chunk_sdpa"
+    CHUNK_TRITON = "attention_chunk_triton"
+    APPEND_AND_ATTEND = "attention_append_and_attend"
+    """One kernel that also stores the token it attends from."""
+    SLOTS_REFERENCE = "attention_slots_reference"
+    """The same by torch operations."""
     REFERENCE = "attention_reference"
 
     def __str__(self) -> str:

@@ -43,7 +43,7 @@ def _busy(running: int, waiting: int) -> Scheduler:
         1, 1, 1, _BLOCK_SIZE, blocks + 1, "cpu", torch.float32, AppendPolicy(triton=False)
     )
     sessions = InferenceEngine(CausalModel(tiny_gpt2().model), kv, attention_kernels=False)
-    scheduler = Scheduler(config, BlockSupply(sessions, PrefixCache(kv)))
+    scheduler = Scheduler(config, BlockSupply(sessions, PrefixCache(kv), None))
     for number in range(running + waiting):
         request = _request(number)
         if number < running:

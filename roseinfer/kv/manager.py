@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.config import AppendPolicy
-from roseinfer.errors import BadArgument
+from roseinfer.errors import BadArgument, BadRefcount
 from roseinfer.kv import plan as planning
 from roseinfer.kv.mover import DataMover
 from roseinfer.kv.paths import Condition, Path, PathCounts
@@ -168,8 +168,7 @@ class KVBlockManager:
         """
         pool = self._own_pool(layer_idx, "append_token_batch")
         self._check_inputs(key, value, (len(block_ids_list), self.num_heads, self.head_dim))
-        seen = planning.survey(pool, self.block_size, block_ids_list, None)
-        pool.require(seen.blocks_needed)
+        seen = self._survey(pool, block_ids_list, None)
         if not self.policy.batched:
             for row, block_ids in enumerate(block_ids_list):
                 if block_ids is None:
@@ -179,6 +178,7 @@ class KVBlockManager:
             return
         apart = self._rows_apart(seen, layer_idx, key, value)
         plan = self._commit(pool, seen, None, apart)
+        self._mover.prepare(plan)
         self._mover.write(plan, layer_idx, key, value)
 
     def register_prefill_layer(
@@ -208,6 +208,41 @@ class KVBlockManager:
         ``write`` per layer.
         """
         return self._plan(self._pool(layer_idx), block_ids_list, num_tokens)
+
+    def reserve(
+        self, layer_idx: int, block_ids_list: Sequence[list[int]], num_tokens: Sequence[int]
+    ) -> None:
+        """As ``plan_append``, for a writer that finds the slots by itself: there is no plan.
+
+        The lists count the tokens as stored. ``truncate`` takes back what was not written.
+        """
+        pool = self._pool(layer_idx)
+        seen = self._survey(pool, block_ids_list, num_tokens)
+        self._mover.copy_shared(self._commit(pool, seen, num_tokens))
+
+    def truncate(self, layer_idx: int, block_ids: list[int], length: int) -> None:
+        """Keep the first ``length`` tokens of a list; blocks with none of them are freed.
+
+        What follows them must be the list's alone: others would lose it too.
+        """
+        pool = self._pool(layer_idx)
+        infos = [pool.held(block_id) for block_id in block_ids]
+        stored = sum(info.length for info in infos)
+        if not 0 <= length <= stored:
+            raise BadArgument(f"truncate to {length}, but {stored} tokens are stored")
+        kept = -(-length // self.block_size)
+        if length % self.block_size:
+            last = infos[kept - 1]
+            cut = length - (kept - 1) * self.block_size
+            if cut < last.length and pool.refcounts[last.block_index] > 1:
+                raise BadRefcount(
+                    f"block {block_ids[kept - 1]} is shared: its tokens are others' too and "
+                    "cannot be cut off"
+                )
+            last.length = cut
+        for block_id in block_ids[kept:]:
+            pool.drop(block_id - pool.first_id)
+        del block_ids[kept:]
 
     def write(
         self, plan: AppendPlan, layer_idx: int, key: torch.Tensor, value: torch.Tensor
@@ -340,16 +375,27 @@ class KVBlockManager:
         block_lists: Sequence[list[int] | None],
         counts: Sequence[int] | None,
     ) -> AppendPlan:
+        plan = self._commit(pool, self._survey(pool, block_lists, counts), counts)
+        self._mover.prepare(plan)
+        return plan
+
+    def _survey(
+        self,
+        pool: BlockPool,
+        block_lists: Sequence[list[int] | None],
+        counts: Sequence[int] | None,
+    ) -> Survey:
+        """What an append meets, once it is known to find all the blocks it needs."""
         seen = planning.survey(pool, self.block_size, block_lists, counts)
         pool.require(seen.blocks_needed)
-        return self._commit(pool, seen, counts, None)
+        return seen
 
     def _commit(
         self,
         pool: BlockPool,
         seen: Survey,
         counts: Sequence[int] | None,
-        apart: planning.Apart | None,
+        apart: planning.Apart | None = None,
     ) -> AppendPlan:
         plan = planning.commit(pool, self.block_size, seen, counts, apart)
         met = self.path_counts
@@ -359,5 +405,4 @@ class KVBlockManager:
         in_place = len(seen.positions) - len(seen.needs_block)
         if in_place:
             met[Condition.IN_PLACE] += in_place
-        self._mover.prepare(plan)
         return plan

@@ -51,8 +51,7 @@ class DataMover:
 
     def prepare(self, plan: AppendPlan) -> None:
         """Do what comes before any layer's write: copy shared blocks, stage the indices."""
-        if plan.copy_to:
-            self._clone(plan)
+        self.copy_shared(plan)
         if not plan.blocks:
             return
         plan.path = self._write_path(plan)
@@ -98,7 +97,10 @@ class DataMover:
             return choose(triton=False)
         return path
 
-    def _clone(self, plan: AppendPlan) -> None:
+    def copy_shared(self, plan: AppendPlan) -> None:
+        """Carry out the copies of copy-on-write."""
+        if not plan.copy_to:
+            return
         storage = self._storage
         layers = range(plan.layer, plan.layer + self._layers_per_group)
         if not self.policy.batched_copy_on_write:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from roseinfer.errors import BadArgument
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
 
 class KernelLauncher:
@@ -79,6 +81,11 @@ def _hooks_are_set() -> bool:
     """Whether anyone, a profiler say, listens to Triton's launches."""
     runtime = knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels go to the current GPU, which need not be the one the tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def check_cache_pair(k_cache: torch.Tensor, v_cache: torch.Tensor, dims: int) -> None:

@@ -7,8 +7,7 @@ import torch
 
 from roseinfer import AppendPolicy, BadArgument, KVBlockManager
 from roseinfer.attention.decode_triton import paged_attention_decode
-from roseinfer.attention.prefill import attend_chunk
-from roseinfer.attention.reference import attend, paged_attention_reference
+from roseinfer.attention.reference import paged_attention_reference
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Rounding to the dtype once, after arithmetic in fp32 that adds in another order."""
@@ -120,13 +119,3 @@ def test_heads_that_do_not_fit_are_refused(device: str) -> None:
     case.query = case.query[:, :3]
     with pytest.raises(BadArgument, match="3 query heads of 8 do not fit 2 KV heads of 8"):
         case.decode()
-
-
-@pytest.mark.parametrize(("tokens", "context"), [(1, 1), (5, 5), (3, 9), (1, 7)])
-def test_a_chunk_equals_the_reference(device: str, tokens: int, context: int) -> None:
-    torch.manual_seed(tokens)
-    query = torch.randn(tokens, 4, 8, device=device)
-    keys, values = torch.randn(2, 2, context, 8, device=device)
-    torch.testing.assert_close(
-        attend_chunk(query, keys, values, 0.3), attend(query, keys, values, 0.3)
-    )

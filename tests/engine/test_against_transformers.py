@@ -81,7 +81,7 @@ def test_prefill_and_decode(device: str, family: str, groups_of: int, kernels: b
     for _ in range(6):
         check_step(family, device, sessions, engine.extend(sessions))
     used = set(engine.path_counts)
-    kernel_paths = {"attention_chunk_sdpa", "attention_decode_triton"}
+    kernel_paths = {"attention_chunk_triton", "attention_decode_triton"}
     assert used == (kernel_paths if kernels else {"attention_reference"})
 
 

@@ -362,7 +362,7 @@ def test_the_other_prompts_are_served(run: Run, llm: LLM, form: str) -> None:
 def test_a_request_that_fails_half_way(run: Run, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = iter([False] * 5 + [True])
     monkeypatch.setattr(
-        "roseinfer.engine.rows_without_a_distribution",
+        "roseinfer.runner.rows_without_a_distribution",
         lambda logits: torch.tensor([next(rows)], device=logits.device),
     )
     outcome = run("--prompt", "Once", *FEW)

@@ -1,0 +1,166 @@
+"""Append and attend in one launch: a decode step of sequences whose state is on the device.
+
+A program takes one sequence, one KV head with the query heads that share it, and one part of
+the context. The program of the first part also writes the new token's key and value to the
+cache, and begins with the new token as the only one it has seen: nothing that a launch
+writes is read back in it. How many parts there are depends on the number of programs alone,
+never on a length, so that a captured launch stays right while sequences grow.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from roseinfer.attention.combine_triton import LOG2_E, combine_kernel
+from roseinfer.errors import BadArgument
+from roseinfer.kv.early_launch import early
+from roseinfer.kv.triton_launch import on_device
+
+_TILE_T = 64
+"""Tokens of context that a program looks at together."""
+_MOST_PARTS = 32
+_PROGRAMS_WANTED = 264
+"""Two for each processor of the largest GPUs."""
+
+
+@triton.jit
+def _append_attend_kernel(
+    query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max, weights_sum,
+    scale,
+    q_s, q_h, k_s, k_h, v_s, v_h, o_s, o_h,
+    kc_b, kc_h, kc_t, table_pitch, length_pitch,
+    Q_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    TILE_G: tl.constexpr, TILE_D: tl.constexpr, TILE_T: tl.constexpr, PARTS: tl.constexpr,
+    LIMIT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+    length = tl.load(lengths + sequence * length_pitch).to(tl.int32)
+    members = tl.arange(0, TILE_G)
+    dims = tl.arange(0, TILE_D)
+    heads = kv_head * GROUP + members
+    d_inside = dims < D
+    q_inside = (members[:, None] < GROUP) & d_inside[None, :]
+    table = tables + sequence * table_pitch
+    share = tl.cdiv(tl.cdiv(length, PARTS), TILE_T) * TILE_T
+    begin = part * share
+    end = tl.minimum(begin + share, length)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    q = tl.load(query + sequence * q_s + heads[:, None] * q_h + dims[None, :], q_inside, other=0.0)
+    first = part == 0
+    own = d_inside & (part + 0 * dims == 0)
+    k_new = tl.load(key + sequence * k_s + kv_head * k_h + dims, own, other=0.0)
+    v_new = tl.load(value + sequence * v_s + kv_head * v_h + dims, own, other=0.0)
+    k_new = k_new.to(k_cache.dtype.element_ty)
+    v_new = v_new.to(v_cache.dtype.element_ty)
+    block = tl.load(table + length // BLOCK).to(tl.int64)
+    slot = block * kc_b + kv_head * kc_h + (length % BLOCK) * kc_t + dims
+    tl.store(k_cache + slot, k_new, own)
+    tl.store(v_cache + slot, v_new, own)
+
+    scores = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+    top = tl.where(first, scores, float("-inf"))
+    total = tl.where(first, 1.0, 0.0) + tl.zeros((TILE_G,), tl.float32)
+    sums = tl.zeros((TILE_G, TILE_D), tl.float32) + v_new.to(tl.float32)[None, :]
+
+    # Not every version of Triton's interpreter can count to a tensor.
+    stop = LIMIT if LIMIT else end
+    start = 0 if LIMIT else begin
+    for at in tl.range(start, stop, TILE_T, num_stages=3):
+        tokens = at + tl.arange(0, TILE_T)
+        stored = (tokens >= begin) & (tokens < end)
+        if BLOCK % TILE_T == 0:
+            base = tl.load(table + at // BLOCK).to(tl.int64) * kc_b
+            places = base + kv_head * kc_h + (tokens % BLOCK) * kc_t
+        else:
+            blocks = tl.load(table + tokens // BLOCK, stored, other=0).to(tl.int64)
+            places = blocks * kc_b + kv_head * kc_h + (tokens % BLOCK) * kc_t
+        inside = stored[:, None] & d_inside[None, :]
+        k = tl.load(k_cache + places[:, None] + dims[None, :], inside, other=0.0)
+        v = tl.load(v_cache + places[:, None] + dims[None, :], inside, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(stored[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(top - finite)
+        weights = tl.exp2(scores - finite[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        top = higher
+    if PARTS == 1:
+        tl.store(
+            out + sequence * o_s + heads[:, None] * o_h + dims[None, :],
+            (sums / total[:, None]).to(out.dtype.element_ty), q_inside,
+        )  # fmt: skip
+    else:
+        row = (sequence * Q_HEADS + heads) * PARTS + part
+        tl.store(weights_max + row, top, members < GROUP)
+        tl.store(weights_sum + row, total, members < GROUP)
+        tl.store(partial + row[:, None] * D + dims[None, :], sums, q_inside)
+
+
+_INTERPRETED = not isinstance(_append_attend_kernel, triton.runtime.JITFunction)
+
+
+def append_and_attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Store one token for each sequence, ``[sequences, kv_heads, head_dim]``, and attend.
+
+    The caches are one layer, ``[blocks, kv_heads, block_size, head_dim]``; row ``i`` of
+    ``tables`` lists sequence ``i``'s blocks, one for the new token among them, and
+    ``lengths[i]`` counts what is stored before it.
+    """
+    query, key, value = (
+        each if each.stride(2) == 1 else each.contiguous() for each in (query, key, value)
+    )
+    sequences, q_heads, head_dim = query.shape
+    _, kv_heads, block_size, _ = k_cache.shape
+    if q_heads % kv_heads or k_cache.shape[3] != head_dim or k_cache.stride() != v_cache.stride():
+        raise BadArgument(
+            f"{q_heads} query heads of {head_dim} do not fit caches of {tuple(k_cache.shape)} and "
+            f"{tuple(v_cache.shape)}"
+        )
+    group = q_heads // kv_heads
+    parts = _num_parts(sequences, kv_heads)
+    rows = sequences * q_heads * parts if parts > 1 else 0
+    partial = query.new_empty((rows, head_dim), dtype=torch.float32)
+    weights_max, weights_sum = query.new_empty((2, rows), dtype=torch.float32)
+    out = query.new_empty(query.shape)
+    tile_g = max(16, 1 << (group - 1).bit_length())
+    tile_d = max(16, 1 << (head_dim - 1).bit_length())
+    limit = max(1, int(lengths.max())) if _INTERPRETED else 0
+    quick = early(query)
+    with on_device(query.device):
+        _append_attend_kernel[(sequences, kv_heads, parts)](
+            query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max,
+            weights_sum, scale * LOG2_E,
+            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2],
+            *k_cache.stride()[:3], tables.stride(0), lengths.stride(0),
+            q_heads, group, head_dim, block_size, tile_g, tile_d, _TILE_T, parts, limit, quick,
+            num_warps=4, launch_pdl=quick,
+        )  # fmt: skip
+        if parts > 1:
+            combine_kernel[(sequences, q_heads)](
+                partial, weights_max, weights_sum, out, parts, *out.stride(),
+                q_heads, head_dim, 1 << (parts - 1).bit_length(), tile_d,
+            )  # fmt: skip
+    return out
+
+
+def _num_parts(sequences: int, kv_heads: int) -> int:
+    if _INTERPRETED:  # where a program costs the same whatever it does
+        return 1 if sequences > 2 else 2
+    return min(_MOST_PARTS, max(1, _PROGRAMS_WANTED // (sequences * kv_heads)))

@@ -1,0 +1,1 @@
+"""Decoding with the state on the device: one row for each sequence that decodes."""

@@ -1,0 +1,61 @@
+"""Decode steps captured as CUDA graphs, one for each of a ladder of sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer.engine_paths import EnginePath
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roseinfer.decode.slots import DecodeSlots
+    from roseinfer.decode.step import DecodeStep
+
+
+class StepGraphs:
+    """Runs steps by replaying them.
+
+    A graph remembers addresses, so it replays what ``step`` does with its slots as they are
+    then. Capturing works on empty slots, whose tokens go to the scratch block: no block that
+    a sequence holds is touched, whenever it happens.
+    """
+
+    def __init__(self, step: DecodeStep, slots: DecodeSlots, path_counts: Counter[str]) -> None:
+        self._step = step
+        self._slots = slots
+        self._path_counts = path_counts
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Counter[str]]] = {}
+
+    def capture(self, sizes: Sequence[int]) -> None:
+        """The largest first, so that the others find their memory in what it left."""
+        for count in sorted(sizes, reverse=True):
+            for greedy in (True, False):
+                self._capture(count, greedy)
+
+    def run(self, count: int, *, greedy: bool) -> None:
+        """Replay the step; it is captured first if it never was."""
+        if (count, greedy) not in self._graphs:
+            self._capture(count, greedy)
+        graph, counts = self._graphs[count, greedy]
+        graph.replay()
+        self._path_counts.update(counts)
+
+    def _capture(self, count: int, greedy: bool) -> None:
+        graph = torch.cuda.CUDAGraph()
+        before = Counter(self._path_counts)
+        with self._slots.emptied():
+            self._step.run(count, greedy=greedy)  # compiles kernels and asks for workspaces
+            torch.cuda.synchronize()
+            warm = Counter(self._path_counts)
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._step.run(count, greedy=greedy)
+        counts = self._path_counts - warm
+        counts[EnginePath.GRAPH] = 1
+        self._path_counts.clear()
+        self._path_counts.update(before)
+        self._graphs[count, greedy] = (graph, counts)

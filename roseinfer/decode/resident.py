@@ -1,0 +1,117 @@
+"""Sequences that decode without the host: it launches steps and reads their tokens later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer.decode.graphs import StepGraphs
+from roseinfer.decode.readback import Readback
+from roseinfer.decode.slots import DecodeSlots
+from roseinfer.decode.step import DecodeStep
+from roseinfer.engine_paths import EnginePath
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roseinfer.config import SamplingParams
+    from roseinfer.decode.kernels import DecodeKernels
+    from roseinfer.decode.readback import Arrival
+    from roseinfer.session import InferenceEngine, InferenceSession
+
+
+@dataclass(slots=True)
+class Resident:
+    """A sequence that has a slot."""
+
+    session: InferenceSession
+    slot: int
+    greedy: bool
+
+
+class ResidentDecode:
+    """Decode steps for sequences whose state is on the device."""
+
+    def __init__(
+        self,
+        sessions: InferenceEngine,
+        num_slots: int,
+        kernels: DecodeKernels | None,
+        *,
+        graphs: bool,
+    ) -> None:
+        self._kv = kv = sessions.kv
+        self._path_counts = sessions.path_counts
+        width = -(-sessions.model.shape.max_length // kv.block_size)
+        self.slots = DecodeSlots(num_slots, width, sessions.staging, kv.device)
+        self._step = DecodeStep(sessions.model, kv, self.slots, kernels, self._path_counts)
+        self._graphs = StepGraphs(self._step, self.slots, self._path_counts) if graphs else None
+        self._readback = Readback(num_slots, torch.int64, kv.device)
+        self._sizes = ladder(num_slots)
+        self._num_sampled = 0
+        if self._graphs:
+            self._graphs.capture(self._sizes)
+
+    @staticmethod
+    def takes(params: SamplingParams) -> bool:
+        """Whether such a request can decode here: it needs no more of a step than its token,
+        and no less of its past than the newest one."""
+        return params.repetition_penalty == 1 and not params.logprobs
+
+    def enter(
+        self,
+        entering: Sequence[tuple[InferenceSession, SamplingParams, int]],
+        tokens: torch.Tensor,
+    ) -> list[Resident]:
+        """Give slots to sessions with their parameters and seeds; ``tokens`` are their newest."""
+        residents = []
+        for session, params, seed in entering:
+            slot = self.slots.take(session, params, seed)
+            residents.append(Resident(session, slot, params.temperature == 0))
+            self._num_sampled += params.temperature != 0
+        # What is left of a block that a prompt ended in is the session's own already.
+        size = self._kv.block_size
+        self._reserve([each for each in residents if each.session.stored % size])
+        self.slots.put_tokens([each.slot for each in residents], tokens.clamp(min=0))
+        return residents
+
+    def leave(self, resident: Resident) -> None:
+        """Give up a slot. Steps that were launched already are not disturbed."""
+        self.slots.give_back(resident.slot)
+        self._num_sampled -= not resident.greedy
+
+    def launch(self, residents: Sequence[Resident]) -> Arrival:
+        """A step for all that have a slot; what arrives is indexed by slot.
+
+        A session that needs a block for its token is given one, with room for all tokens
+        until that block is full.
+        """
+        self._reserve([each for each in residents if each.session.stored >= each.session.room])
+        self.slots.upload()
+        extent = self.slots.extent
+        count = next(size for size in self._sizes if size >= extent)
+        runner = self._graphs or self._step
+        runner.run(count, greedy=not self._num_sampled)
+        for each in residents:
+            each.session.stored += 1
+        self._path_counts[EnginePath.RESIDENT] += 1
+        return self._readback.start(self._step.chosen[:extent])
+
+    def _reserve(self, residents: Sequence[Resident]) -> None:
+        if not residents:
+            return
+        size = self._kv.block_size
+        lists = [each.session.block_lists[0] for each in residents]
+        self._kv.reserve(0, lists, [size - each.session.stored % size for each in residents])
+        for each in residents:
+            each.session.room = len(each.session.block_lists[0]) * size
+            self.slots.touch(each.slot)
+
+
+def ladder(most: int) -> list[int]:
+    """Sizes of steps, each at most twice the last and, where that is much, 32 apart."""
+    sizes = [size for size in (1, 2, 4, 8) if size < most]
+    sizes += [size for size in (*range(16, 64, 16), *range(64, most, 32)) if size < most]
+    return [*sizes, most]

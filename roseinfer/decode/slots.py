@@ -1,0 +1,157 @@
+"""What a decode step needs of every sequence, in rows on the device.
+
+The host says where a sequence's blocks are, how long it is and how its tokens are chosen, and
+uploads a row only when one of these changed in a way the device cannot know. What the last
+token was, only the device knows: the host may be some steps behind.
+"""
+
+from __future__ import annotations
+
+import struct
+from contextlib import contextmanager
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer.kv.pool import SCRATCH
+from roseinfer.sampling import SamplingBatch, signed64
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from roseinfer.config import SamplingParams
+    from roseinfer.kv.staging import IndexStaging
+    from roseinfer.session import InferenceSession
+
+_LENGTH, _ACTIVE, _SEED, _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = range(7)
+_FIELDS = 7
+
+
+@dataclass(slots=True)
+class _Occupant:
+    session: InferenceSession
+    how: list[int]
+    """The fields that say how tokens are chosen, as they are in a row."""
+
+
+class DecodeSlots:
+    """Rows of numbers, all of them 64 bits wide so that one copy brings a whole row.
+
+    A row that no sequence has is padding: it is empty, its blocks are all the scratch block,
+    and it stays as long as it is.
+    """
+
+    def __init__(self, num_slots: int, width: int, staging: IndexStaging, device: torch.device):
+        self.num_uploaded = 0
+        """Rows uploaded so far."""
+        self._width = width
+        self._staging = staging
+        self._rows = torch.zeros((num_slots, _FIELDS + width), dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        """The token of each that is not stored yet."""
+        self._occupants: list[_Occupant | None] = [None] * num_slots
+        self._free = list(range(num_slots))
+        self._changed: dict[int, None] = {}
+
+    # ------------------------------------------------------------------------- on the host
+
+    @property
+    def extent(self) -> int:
+        """Rows up to the last one that a sequence has."""
+        taken = (at for at in range(len(self._occupants), 0, -1) if self._occupants[at - 1])
+        return next(taken, 0)
+
+    def take(self, session: InferenceSession, params: SamplingParams, seed: int) -> int:
+        """The lowest free row, now the session's."""
+        slot = heappop(self._free)
+        self._occupants[slot] = _Occupant(session, _how(params, seed))
+        self._changed[slot] = None
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        self._occupants[slot] = None
+        self._changed[slot] = None
+        heappush(self._free, slot)
+
+    def touch(self, slot: int) -> None:
+        """Note that the blocks of a row's session have changed."""
+        self._changed[slot] = None
+
+    def upload(self) -> None:
+        """Bring the rows that changed, as their sessions are now, to the device."""
+        if not self._changed:
+            return
+        flat: list[int] = []
+        for slot in self._changed:
+            flat.append(slot)
+            flat += self._row(self._occupants[slot])
+        rows = self._staging.stage([flat]).columns[0].view(len(self._changed), -1)
+        self._rows.index_copy_(0, rows[:, 0], rows[:, 1:])
+        self.num_uploaded += len(self._changed)
+        self._changed.clear()
+
+    @contextmanager
+    def emptied(self) -> Iterator[None]:
+        """Rows that are all padding; afterwards all is as it was."""
+        rows, tokens = self._rows.clone(), self.tokens.clone()
+        self._rows.zero_()
+        try:
+            yield
+        finally:
+            self._rows.copy_(rows)
+            self.tokens.copy_(tokens)
+
+    def put_tokens(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
+        """Set the newest token of some rows."""
+        at = self._staging.stage([list(slots)]).columns[0]
+        self.tokens.index_copy_(0, at, tokens)
+
+    def _row(self, occupant: _Occupant | None) -> list[int]:
+        if occupant is None:
+            return [0] * _FIELDS + [SCRATCH] * self._width
+        session = occupant.session
+        (blocks,) = session.block_lists
+        padding = [SCRATCH] * (self._width - len(blocks))
+        return [session.stored, 1, *occupant.how, *blocks, *padding]
+
+    # ----------------------------------------------------------------------- on the device
+
+    def lengths(self, count: int) -> torch.Tensor:
+        """How many tokens each of the first rows has stored."""
+        return self._rows[:count, _LENGTH]
+
+    def active(self, count: int) -> torch.Tensor:
+        """1 for each of the first rows that a sequence has, 0 for padding."""
+        return self._rows[:count, _ACTIVE]
+
+    def tables(self, count: int) -> torch.Tensor:
+        """The blocks of each of the first rows."""
+        return self._rows[:count, _FIELDS:]
+
+    def sampling(self, count: int, *, greedy: bool) -> SamplingBatch:
+        """How each of the first rows chooses its tokens, as views of the rows."""
+        rows = self._rows[:count]
+        floats = rows.view(torch.float32)[:, ::2]  # the lower half of each 64 bits
+        return SamplingBatch(
+            temperature=floats[:, _TEMPERATURE, None],
+            top_k=rows[:, _TOP_K, None],
+            top_p=floats[:, _TOP_P, None],
+            min_p=floats[:, _MIN_P, None],
+            repetition_penalty=torch.ones((), device=rows.device),
+            seeds=rows[:, _SEED, None],
+            greedy=greedy,
+            penalised=False,
+        )
+
+
+def _how(params: SamplingParams, seed: int) -> list[int]:
+    bits = [_bits(value) for value in (params.temperature, params.top_p, params.min_p)]
+    return [signed64(seed), bits[0], params.top_k, bits[1], bits[2]]
+
+
+def _bits(value: float) -> int:
+    """The bits of a 32-bit float."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", value))
+    return int(bits)

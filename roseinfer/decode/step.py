@@ -1,0 +1,61 @@
+"""One decode step on the device, from the slots' last tokens to their next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer.decode.attention import SlotAttention
+from roseinfer.engine_paths import EnginePath
+from roseinfer.sampling import rows_without_a_distribution
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from roseinfer.decode.kernels import DecodeKernels
+    from roseinfer.decode.slots import DecodeSlots
+    from roseinfer.kv.manager import KVBlockManager
+    from roseinfer.model import CausalModel
+
+
+class DecodeStep:
+    """Asks nothing of the host, so that it can be captured once and replayed."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        kv: KVBlockManager,
+        slots: DecodeSlots,
+        kernels: DecodeKernels | None,
+        path_counts: Counter[str],
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._slots = slots
+        self._attend = kernels.append_and_attend if kernels else None
+        self._advance = kernels.advance_to_likeliest if kernels else None
+        self._path_counts = path_counts
+        self.chosen = torch.zeros_like(slots.tokens)
+        """What the last step chose for each slot, -1 where there was nothing to choose."""
+
+    @torch.inference_mode()
+    def run(self, count: int, *, greedy: bool) -> None:
+        """Store the token of each of the first ``count`` slots and choose the next one."""
+        slots = self._slots
+        if self._model.fused:
+            self._path_counts[EnginePath.FUSED] += 1
+        lengths = slots.lengths(count)
+        batch = SlotAttention(
+            self._kv, slots.tables(count), lengths, self._attend, self._path_counts
+        )
+        logits = self._model.logits(slots.tokens[:count], lengths, None, batch)
+        if greedy and self._advance is not None:
+            chosen, tokens = self.chosen[:count], slots.tokens[:count]
+            self._advance(logits, chosen, tokens, lengths, slots.active(count))
+            return
+        chosen = slots.sampling(count, greedy=greedy).choose(logits, lengths + 1)
+        chosen = torch.where(rows_without_a_distribution(logits), -1, chosen)
+        self.chosen[:count] = chosen
+        slots.tokens[:count] = chosen.clamp(min=0)
+        lengths += slots.active(count)
