@@ -1,0 +1,94 @@
+"""The command ``ladder``: the rungs, a table, a chart with the memory floor drawn in."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from roseinfer.bench import options, peers, reporting
+from roseinfer.bench.ladder import Ladder, LadderConfig
+from roseinfer.bench.model_source import ModelSource
+from roseinfer.bench.reporting import Report, Table
+from roseinfer.bench.rungs import rungs
+from roseinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+
+_RUNGS = """\
+Decoding, all sequences in step; each rung keeps what those before it have. step ms: the median
+decode step. times floor: decode time over the time to read the weights once a step and the
+stored keys and values once a token. itl at boundary p99 ms: of the gaps in which a sequence
+goes on in a new block. same tokens: the share of requests that got the tokens of the first
+rung; another order of additions may round another way, but in float32 all are the same."""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("ladder", help="what each optimisation of decoding is worth")
+    options.add_model(parser)
+    group = parser.add_argument_group("work")
+    whole = options.whole
+    group.add_argument("--batch", type=whole(1), default=64, help="sequences (%(default)s)")
+    group.add_argument("--prompt-tokens", type=whole(1), default=128, help="%(default)s")
+    group.add_argument("--max-new-tokens", type=whole(2), default=256, help="%(default)s")
+    group.add_argument("--block-size", type=whole(1), default=64, help="%(default)s")
+    group.add_argument(
+        "--run-ahead", type=whole(1), default=4, help="steps, on the last rung (%(default)s)"
+    )
+    options.add_runs(parser)
+    options.add_outputs(parser, plot=True)
+    parser.set_defaults(run=_measure)
+
+
+def _measure(args: argparse.Namespace, command: str) -> Report:
+    config = LadderConfig(
+        ModelSource.of(args),
+        args.batch,
+        args.prompt_tokens,
+        args.max_new_tokens,
+        args.block_size,
+        args.warmup_runs,
+        args.repeat_runs,
+    )
+    others = peers.named(args.peers)
+    ladder = Ladder(config)
+    rows = ladder.climb(rungs(args.run_ahead))
+    if ladder.floor is None:
+        raise ConfigError(f"no rung could be built: {rows[0].not_available}")
+    return Report(
+        benchmark="ladder",
+        command=command,
+        date=reporting.now(),
+        machine=reporting.this_machine(ladder.device),
+        config=_described(config, ladder),
+        facts={"floor_ms": ladder.floor_ms or 0.0, **ladder.floor.facts()},
+        tables=(
+            Table("rungs", _RUNGS, rows),
+            Table("peers", peers.CAPTION, _compared(others, config, ladder)),
+        ),
+    )
+
+
+def _described(config: LadderConfig, ladder: Ladder) -> dict[str, Any]:
+    values = asdict(config)
+    source = values.pop("source")
+    return {
+        "model": source["name"],
+        "weights": "random" if source["random_weights"] else "loaded",
+        "dtype": ladder.dtype,
+        **values,
+    }
+
+
+def _compared(names: tuple[str, ...], config: LadderConfig, ladder: Ladder) -> list[peers.PeerRow]:
+    if not names or ladder.work is None or ladder.best is None:
+        return []
+    job = peers.PeerJob(
+        asdict(config.source),
+        [list(prompt) for prompt in ladder.work.prompts],  # type: ignore[arg-type]
+        config.max_new_tokens,
+        config.batch,
+        config.warmup_runs,
+        config.repeat_runs,
+    )
+    return peers.compare(names, job, peers.PeerRow.ours(ladder.best))
