@@ -125,10 +125,10 @@ def decode_floor_s(record: RunRecord, steps: Sequence[StepRecord], floor: Memory
     lengths = list(record.prompt_lengths)
     passes = stored = 0
     for step in record.steps:
-        if id(step) in wanted:
-            passes += tokens_of_one_request(step)
-            stored += sum(lengths[number] for number in step.requests)
+        counts = id(step) in wanted
+        passes += tokens_of_one_request(step) if counts else 0
         for number in step.requests:
+            stored += lengths[number] if counts else 0
             lengths[number] += 1
     return floor.seconds(passes, stored)
 

@@ -53,8 +53,8 @@ def _measure(args: argparse.Namespace, command: str) -> Report:
     others = peers.named(args.peers)
     ladder = Ladder(config)
     rows = ladder.climb(rungs(args.run_ahead))
-    if ladder.floor is None:
-        raise ConfigError(f"no rung could be built: {rows[0].not_available}")
+    if ladder.best is None or ladder.floor is None:
+        raise ConfigError(f"no rung could be measured: {rows[0].not_available}")
     return Report(
         benchmark="ladder",
         command=command,
