@@ -29,7 +29,7 @@ class RequestFailed(RoseinferError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A call of ``Engine.step`` that brought tokens."""
+    """A call of ``Engine.step`` that brought tokens, and those before it that brought none."""
 
     began: float
     ended: float
@@ -76,6 +76,7 @@ class Run:
         self._started: dict[int, float] = {}
         self._not_started: list[Request] = []
         self._steps: list[tuple[float, float, list[int]]] = []
+        self._fruitless_since: float | None = None
         self.began = time.perf_counter()
 
     @property
@@ -106,8 +107,12 @@ class Run:
         began = time.perf_counter()
         updates = self._engine.step()
         ended = time.perf_counter()
+        since = began if self._fruitless_since is None else self._fruitless_since
         if updates:
-            self._steps.append((began, ended, [update.request.id for update in updates]))
+            self._steps.append((since, ended, [update.request.id for update in updates]))
+            self._fruitless_since = None
+        else:  # the device may have worked all the same, and be heard of later
+            self._fruitless_since = since
         if self._not_started and self._engine.num_waiting != waiting:
             self._note_started(began)
 

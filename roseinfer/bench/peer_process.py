@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 def transformers_static(job: PeerJob) -> Generate:
     """``generate``, as many prompts at a time as the engine has slots."""
-    import torch
     from transformers import GenerationConfig
 
     network = _network(job)
@@ -39,8 +38,7 @@ def transformers_static(job: PeerJob) -> Generate:
         )
         made = 0
         for ids, mask in batches:
-            with torch.inference_mode():
-                found = network.generate(ids, attention_mask=mask, generation_config=config)
+            found = network.generate(ids, attention_mask=mask, generation_config=config)
             made += (found.shape[1] - ids.shape[1]) * len(found)
         _wait(network.device)
         return made
@@ -70,20 +68,16 @@ def transformers_continuous(job: PeerJob) -> Generate:
 
 def vllm(job: PeerJob) -> Generate:
     """vLLM with its own defaults, on the same weights."""
-    import_module("vllm")  # before the model is made for it
-    name = job.source["name"]
-    folder = tempfile.mkdtemp()
-    if job.source["random_weights"]:
-        network = _network(job)
-        network.save_pretrained(folder)
-        name, dtype = folder, str(network.dtype).removeprefix("torch.")
-        del network
-    else:
-        dtype = job.source["dtype"] or "auto"
     from roseinfer.bench.model_source import collect
 
-    collect()
     module = import_module("vllm")
+    name, dtype = job.source["name"], job.source["dtype"] or "auto"
+    if job.source["random_weights"]:
+        network = _network(job)
+        name, dtype = tempfile.mkdtemp(), str(network.dtype).removeprefix("torch.")
+        network.save_pretrained(name)
+        del network
+        collect()
     longest = max(map(len, job.prompts)) + job.max_new_tokens
     engine = module.LLM(
         model=name,
@@ -178,6 +172,7 @@ def _wait(device: Any) -> None:
 
 
 def main(name: str, asked: Path, answered: Path) -> None:
+    tempfile.tempdir = str(asked.parent)  # which is removed, however this process ends
     job = PeerJob(**json.loads(asked.read_text(encoding="utf-8")))
     row = measure(name, job)
     answered.write_text(json.dumps(asdict(row)), encoding="utf-8")

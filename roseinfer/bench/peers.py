@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,27 +89,32 @@ def measure(name: str, job: PeerJob, time_limit_s: float = TIME_LIMIT_S) -> Peer
         asked, answered = Path(folder, "job.json"), Path(folder, "row.json")
         asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
         command = [sys.executable, "-m", "roseinfer.bench.peer_process"]
-        try:
-            process = subprocess.run(
-                [*command, name, str(asked), str(answered)],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=time_limit_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return _without(name, f"it took longer than {time_limit_s:.0f} s")
-        if process.returncode or not answered.exists():
-            return _without(name, _reason(process))
+        told = Path(folder, "stderr")
+        status = _run([*command, name, str(asked), str(answered)], told, time_limit_s)
+        if status is None:
+            return _without(name, f"it took longer than {time_limit_s:g} s")
+        if status or not answered.exists():
+            lines = told.read_text(encoding="utf-8", errors="replace").split("\n")
+            said = [line.strip() for line in lines if line.strip()] or ["it said nothing"]
+            return _without(name, f"exit status {status}: {said[-1]}")
         return PeerRow(**json.loads(answered.read_text(encoding="utf-8")))
+
+
+def _run(command: Sequence[str], told: Path, time_limit_s: float) -> int | None:
+    """The exit status; None for a process that did not end in time. None it started is left."""
+    with told.open("wb") as stderr:
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+        )
+        try:
+            return process.wait(time_limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _without(name: str, reason: str) -> PeerRow:
     return PeerRow(name, None, None, None, None, reason)
-
-
-def _reason(process: subprocess.CompletedProcess[str]) -> str:
-    lines = [line.strip() for line in process.stderr.splitlines() if line.strip()]
-    last = lines[-1] if lines else "it said nothing"
-    return f"exit status {process.returncode}: {last}"

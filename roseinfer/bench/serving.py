@@ -88,7 +88,7 @@ class Serving:
         self, benchmark: str, command: str, ways: Mapping[str, Callable[[Run], None]]
     ) -> Report:
         """Measure every way of driving, then the peers."""
-        model = self.llm.engine.sessions.model
+        device = self.llm.engine.sessions.model.device
         floor = memory_floor(self.source.skeleton(), self.llm)
         throughput: list[ThroughputRow] = []
         waits: list[LatencyRow] = []
@@ -96,17 +96,18 @@ class Serving:
             rows, more = self.measure(name, drive, floor)
             throughput += rows
             waits += more
+        config = self._config()
         return Report(
             benchmark=benchmark,
             command=command,
             date=reporting.now(),
-            machine=reporting.this_machine(model.device),
-            config=self._config(),
+            machine=reporting.this_machine(device),
+            config=config,
             facts={"start_up_s": self._start_up_s, **floor.facts()},
             tables=(
                 Table("throughput", _THROUGHPUT, throughput),
                 Table("latencies", _LATENCIES, waits),
-                Table("peers", peers.CAPTION, self._compared(throughput)),
+                Table("peers", peers.CAPTION, self._compared(throughput[-1])),
             ),
         )
 
@@ -120,7 +121,8 @@ class Serving:
             **asdict(self.params),
         }
 
-    def _compared(self, throughput: Sequence[ThroughputRow]) -> list[peers.PeerRow]:
+    def _compared(self, ours: ThroughputRow) -> list[peers.PeerRow]:
+        """Lets go of the engine first: others need the memory."""
         if not self._peers:
             return []
         prompts = tokenized(self.work.prompts, self.llm.tokenizer)
@@ -135,4 +137,4 @@ class Serving:
             self._args.warmup_runs,
             self._args.repeat_runs,
         )
-        return peers.compare(self._peers, job, peers.PeerRow.ours(throughput[-1]))
+        return peers.compare(self._peers, job, peers.PeerRow.ours(ours))

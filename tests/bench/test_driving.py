@@ -119,10 +119,45 @@ def test_all_ways_generate_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
         assert run(llm, drive, monkeypatch).token_ids == expected
 
 
-def test_runs_share_no_prefixes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(2):
-        run(llm, offline, monkeypatch)
-    assert llm.engine.path_counts[EnginePath.PREFIX_HIT] == 0
+def test_runs_share_no_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM("tiny", device="cpu", block_size=2)
+
+    def hits_of_two_runs() -> int:
+        before = llm.engine.path_counts[EnginePath.PREFIX_HIT]
+        for _ in range(2):
+            run(llm, offline, monkeypatch)
+        return llm.engine.path_counts[EnginePath.PREFIX_HIT] - before
+
+    assert hits_of_two_runs() == 0
+    assert llm.engine.prefixes is not None
+    monkeypatch.setattr(llm.engine.prefixes, "clear", lambda: None)
+    assert hits_of_two_runs() > 0
+
+
+def test_calls_that_bring_nothing_belong_to_the_next_that_does(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is heard of at every second call, as one that runs ahead may be."""
+    step = llm.engine.step
+    held: list[Update] = []
+    calls = iter(range(100))
+
+    def late() -> list[Update]:
+        held.extend(step())
+        if next(calls) % 2 == 0 and llm.engine.has_work:
+            return []
+        brought = list(held)
+        held.clear()
+        return brought
+
+    monkeypatch.setattr(llm.engine, "step", late)
+    record = run(llm, naive, monkeypatch)
+    assert [(s.began, s.ended, s.requests) for s in record.steps[:2]] == [
+        (0, 2, [0, 0]),
+        (2, 4, [0, 0]),
+    ]
+    row = ThroughputRow.of("naive", record, FLOOR)
+    assert (row.decode_s, row.decode_step_ms, row.decode_tok_per_s) == (6.0, 1000.0, 1.0)
 
 
 def test_a_token_that_is_not_handed_over_is_missed(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
+import tempfile
+import time
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +17,6 @@ from roseinfer import LLM, ConfigError, SamplingParams
 from roseinfer.bench import peer_process, peers, scheduler_bench
 from roseinfer.bench.peers import PEERS, PeerJob, PeerRow
 from tests.bench.test_serving_bench import ONCE, SMALL
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TINY = {"name": "tiny", "random_weights": False, "device": "cpu", "dtype": None}
 JOB = PeerJob(TINY, [[1, 2, 3], [4, 5, 6, 7], [8, 9]], 4, 2, warmup_runs=0, repeat_runs=1)
@@ -76,9 +77,18 @@ def test_the_answer_is_left_in_a_file(tmp_path: Path, monkeypatch: pytest.Monkey
     row = PeerRow("vllm", "1", 2.0, 3.0, None, None)
     asked, answered = tmp_path / "job.json", tmp_path / "row.json"
     asked.write_text(json.dumps(asdict(JOB)))
-    monkeypatch.setattr(peer_process, "measure", lambda name, job: (name, job) and row)
+    folders: list[str] = []
+
+    def measure(name: str, job: PeerJob) -> PeerRow:
+        assert (name, job) == ("vllm", JOB)
+        folders.append(tempfile.mkdtemp())
+        return row
+
+    monkeypatch.setattr(peer_process, "measure", measure)
+    monkeypatch.setattr(tempfile, "tempdir", None)
     peer_process.main("vllm", asked, answered)
     assert PeerRow(**json.loads(answered.read_text())) == row
+    assert folders[0].startswith(str(tmp_path))  # what it leaves there goes with the question
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
@@ -97,4 +107,32 @@ def test_a_peer_that_is_missing_is_named_beside_ours(tmp_path: Path) -> None:
 
 def test_a_peer_that_takes_too_long_is_named() -> None:
     row = peers.measure("vllm", JOB, time_limit_s=0.01)
-    assert row.not_available == "it took longer than 0 s"
+    assert row == PeerRow("vllm", None, None, None, None, "it took longer than 0.01 s")
+
+
+@pytest.mark.parametrize("limit_s", [60.0, 0.5])
+def test_what_a_peer_started_ends_with_it(limit_s: float, tmp_path: Path) -> None:
+    """Whether it ends by itself or is ended."""
+    waits = limit_s < 1
+    script = "import subprocess, sys\n"
+    script += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    script += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
+    script += "child.wait()\n" if waits else "sys.exit(3)\n"
+    status = peers._run([sys.executable, "-c", script], tmp_path / "stderr", limit_s)
+    assert status == (None if waits else 3)
+    child = int((tmp_path / "pid").read_text())
+    assert not _runs(child)
+
+
+def _runs(pid: int) -> bool:
+    """Whether such a process does more than wait for somebody to ask how it ended."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        if state == "Z":
+            return False
+        time.sleep(0.01)
+    return True
