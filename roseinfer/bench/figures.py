@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +37,9 @@ class ThroughputRow:
     decode_tok_per_s: float | None
     total_tok_per_s: float
     """Prompt tokens and generated ones, over the total time."""
+    fastest_s: float
+    slowest_s: float
+    """Of the runs' total times."""
     times_floor: float | None
     """Decode time over the time the bytes read need at the measured copy bandwidth."""
 
@@ -59,8 +62,15 @@ class ThroughputRow:
                 sum(len(step.requests) for step in steps) / decode_s if steps else None
             ),
             total_tok_per_s=(prompt + completion) / total_s,
+            fastest_s=total_s,
+            slowest_s=total_s,
             times_floor=decode_s / decode_floor_s(record, steps, floor) if steps else None,
         )
+
+    @classmethod
+    def over(cls, runs: Sequence[ThroughputRow]) -> ThroughputRow:
+        totals = [run.total_s for run in runs]
+        return replace(median_row(runs), fastest_s=min(totals), slowest_s=max(totals))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from roseinfer.bench.driving import offline, perform
-from roseinfer.bench.figures import ThroughputRow, decode_steps, median_row, percentile_ms
+from roseinfer.bench.figures import ThroughputRow, decode_steps, percentile_ms
 from roseinfer.bench.memory_floor import MemoryFloor, memory_floor
 from roseinfer.bench.model_source import check_settings, collect
 from roseinfer.bench.prompt_feed import PromptFeed
@@ -24,6 +24,8 @@ from roseinfer.loading import resolve_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from roseinfer.bench.driving import RunRecord
     from roseinfer.bench.model_source import ModelSource
@@ -42,9 +44,9 @@ class LadderConfig:
     repeat_runs: int
 
     @property
-    def mean_context(self) -> float:
-        """Tokens that a decode step attends to, on average over a run."""
-        return self.prompt_tokens + self.max_new_tokens / 2
+    def mean_stored(self) -> int:
+        """Tokens of all sequences that a decode step attends to, in the middle of a run."""
+        return round(self.batch * (self.prompt_tokens + self.max_new_tokens / 2))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -76,26 +78,25 @@ class RungRow:
     not_available: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What is the same on every rung, known once the first one is built."""
+
+    work: Work
+    floor: MemoryFloor
+    dtype: torch.dtype
+
+
 class Ladder:
     """Climbs, and keeps what later rungs are compared with."""
 
     def __init__(self, config: LadderConfig) -> None:
         self._config = config
-        self.work: Work | None = None
-        self.floor: MemoryFloor | None = None
+        self.device = resolve_device(config.source.device)
+        self.ground: Ground | None = None
         self.best: ThroughputRow | None = None
         """Of the last rung that ran."""
-        self.device = resolve_device(config.source.device)
-        self.dtype = ""
         self._first_tokens: list[list[int]] | None = None
-
-    @property
-    def floor_ms(self) -> float | None:
-        """A decode step in the middle of a run, at full bandwidth."""
-        if self.floor is None:
-            return None
-        stored = round(self._config.batch * self._config.mean_context)
-        return self.floor.seconds(1, stored) * 1e3
 
     def climb(self, all_rungs: Sequence[Rung]) -> list[RungRow]:
         rows = []
@@ -117,37 +118,32 @@ class Ladder:
         begin = time.perf_counter()
         llm = self._config.source.llm(settings)
         start_up_s = time.perf_counter() - begin
-        if self.floor is None:
-            self._prepare(llm)
-        return self._row(rung, self._records(llm, rung), start_up_s)
+        self.ground = self.ground or self._ground(llm)
+        return self._row(rung, self._records(llm, rung, self.ground.work), start_up_s)
 
-    def _prepare(self, llm: LLM) -> None:
-        config = self._config
-        vocabulary = llm.engine.sessions.model.shape.vocab_size
-        prompts = random_prompts(config.batch, config.prompt_tokens, vocabulary)
+    def _ground(self, llm: LLM) -> Ground:
+        config, model = self._config, llm.engine.sessions.model
+        prompts = random_prompts(config.batch, config.prompt_tokens, model.shape.vocab_size)
         greedy = SamplingParams(
             temperature=0.0, max_new_tokens=config.max_new_tokens, ignore_eos=True
         )
-        self.work = Work(prompts, greedy)
-        self.floor = memory_floor(config.source.skeleton(), llm)
-        self.dtype = str(llm.engine.sessions.model.dtype).removeprefix("torch.")
+        floor = memory_floor(config.source.skeleton(), llm)
+        return Ground(Work(prompts, greedy), floor, model.dtype)
 
-    def _records(self, llm: LLM, rung: Rung) -> list[RunRecord]:
-        assert self.work is not None
+    def _records(self, llm: LLM, rung: Rung, work: Work) -> list[RunRecord]:
         records = []
         for turn in range(self._config.warmup_runs + self._config.repeat_runs):
             before = Counter(llm.engine.sessions.kv.path_counts)
-            record = perform(
-                llm.engine, PromptFeed(self.work.prompts, None), self.work.params, offline
-            )
+            record = perform(llm.engine, PromptFeed(work.prompts, None), work.params, offline)
             check_path(rung, Counter(llm.engine.sessions.kv.path_counts) - before, record, llm)
             if turn >= self._config.warmup_runs:
                 records.append(record)
         return records
 
     def _row(self, rung: Rung, records: list[RunRecord], start_up_s: float) -> RungRow:
-        assert self.floor is not None
-        row = median_row([ThroughputRow.of(rung.name, each, self.floor) for each in records])
+        assert self.ground is not None
+        floor = self.ground.floor
+        row = ThroughputRow.over([ThroughputRow.of(rung.name, each, floor) for each in records])
         self.best = row
         tokens = records[-1].token_ids
         first = self._first_tokens = self._first_tokens or tokens

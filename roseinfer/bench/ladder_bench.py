@@ -15,6 +15,11 @@ from roseinfer.errors import ConfigError
 if TYPE_CHECKING:
     import argparse
 
+    import torch
+
+    from roseinfer.bench.figures import ThroughputRow
+    from roseinfer.bench.work import Work
+
 _RUNGS = """\
 Decoding, all sequences in step; each rung keeps what those before it have. step ms: the median
 decode step. times floor: decode time over the time to read the weights once a step and the
@@ -53,42 +58,38 @@ def _measure(args: argparse.Namespace, command: str) -> Report:
     others = peers.named(args.peers)
     ladder = Ladder(config)
     rows = ladder.climb(rungs(args.run_ahead))
-    if ladder.best is None or ladder.floor is None:
+    ground = ladder.ground
+    if ladder.best is None or ground is None:
         raise ConfigError(f"no rung could be measured: {rows[0].not_available}")
     return Report(
         benchmark="ladder",
         command=command,
         date=reporting.now(),
         machine=reporting.this_machine(ladder.device),
-        config=_described(config, ladder),
-        facts={"floor_ms": ladder.floor_ms or 0.0, **ladder.floor.facts()},
+        config=_described(config, ground.dtype),
+        facts={
+            "floor_ms": ground.floor.seconds(1, config.mean_stored) * 1e3,
+            **ground.floor.facts(),
+        },
         tables=(
             Table("rungs", _RUNGS, rows),
-            Table("peers", peers.CAPTION, _compared(others, config, ladder)),
+            Table("peers", peers.CAPTION, _compared(others, config, ground.work, ladder.best)),
         ),
     )
 
 
-def _described(config: LadderConfig, ladder: Ladder) -> dict[str, Any]:
+def _described(config: LadderConfig, dtype: torch.dtype) -> dict[str, Any]:
     values = asdict(config)
-    source = values.pop("source")
-    return {
-        "model": source["name"],
-        "weights": "random" if source["random_weights"] else "loaded",
-        "dtype": ladder.dtype,
-        **values,
-    }
+    del values["source"]
+    return {**config.source.described(dtype), **values}
 
 
-def _compared(names: tuple[str, ...], config: LadderConfig, ladder: Ladder) -> list[peers.PeerRow]:
-    if not names or ladder.work is None or ladder.best is None:
+def _compared(
+    names: tuple[str, ...], config: LadderConfig, work: Work, ours: ThroughputRow
+) -> list[peers.PeerRow]:
+    if not names:
         return []
-    job = peers.PeerJob(
-        asdict(config.source),
-        [list(prompt) for prompt in ladder.work.prompts],  # type: ignore[arg-type]
-        config.max_new_tokens,
-        config.batch,
-        config.warmup_runs,
-        config.repeat_runs,
+    job = peers.PeerJob.of(
+        config.source, work, config.batch, config.warmup_runs, config.repeat_runs
     )
-    return peers.compare(names, job, peers.PeerRow.ours(ladder.best))
+    return peers.compare(names, job, peers.PeerRow.ours(ours))

@@ -33,6 +33,13 @@ class ModelSource:
     def of(cls, args: argparse.Namespace) -> ModelSource:
         return cls(args.hf_model_id, args.random_weights, args.device, args.dtype)
 
+    def described(self, dtype: torch.dtype) -> dict[str, str]:
+        return {
+            "model": self.name,
+            "weights": "random" if self.random_weights else "loaded",
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+
     def llm(self, settings: Mapping[str, Any]) -> LLM:
         """A model of its own for every engine: what one does to the weights no other finds."""
         check_settings(settings)

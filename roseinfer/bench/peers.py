@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roseinfer.bench.figures import ThroughputRow
+    from roseinfer.bench.model_source import ModelSource
+    from roseinfer.bench.work import Work
 
 CAPTION = """\
 The same prompts on other systems, all at once, the likeliest token up to the full length;
@@ -43,6 +45,20 @@ class PeerJob:
     max_batch_size: int
     warmup_runs: int
     repeat_runs: int
+
+    @classmethod
+    def of(
+        cls, source: ModelSource, work: Work, slots: int, warmup_runs: int, repeat_runs: int
+    ) -> PeerJob:
+        """Of work whose prompts are tokens."""
+        return cls(
+            asdict(source),
+            [[int(token) for token in prompt] for prompt in work.prompts],
+            work.params.max_new_tokens,
+            slots,
+            warmup_runs,
+            repeat_runs,
+        )
 
 
 @dataclass(frozen=True, slots=True)

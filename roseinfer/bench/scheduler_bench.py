@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_runs(parser)
     parser.add_argument("--mode", choices=[*WAYS, "all"], default="all", help="default: all")
     options.add_outputs(parser, plot=True)
-    parser.set_defaults(run=_measure)
+    parser.set_defaults(run=_measure, tokenize_workers=0, stream_interval=1)
     return run_command(parser, argv)
 
 

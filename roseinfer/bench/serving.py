@@ -30,7 +30,7 @@ _THROUGHPUT = """\
 Medians over the repeated runs. total s: from the first request's arrival to the last token.
 decode s: inside the steps that brought tokens and nobody's first one. times floor: that over
 the time to read the weights once a step and the stored keys and values once a token, at the
-measured copy bandwidth."""
+measured copy bandwidth. fastest s, slowest s: of the runs' total times."""
 _LATENCIES = """\
 Medians over the repeated runs of each run's percentiles. TTFT: arrival to first token. TPOT:
 (last token - first token) / (tokens - 1). ITL: between one handing over of tokens to a reader
@@ -54,27 +54,30 @@ class Serving:
         self.llm: LLM = self.source.llm(engine_settings(args))
         self._start_up_s = time.perf_counter() - begin
         texts = repeated(args.prompt, repeats, args.num_requests)
-        workers = getattr(args, "tokenize_workers", 0)
-        if (args.pretok or workers) and self.llm.tokenizer is None:
+        if (args.pretok or args.tokenize_workers) and self.llm.tokenizer is None:
             raise ConfigError(f"{args.hf_model_id} has no tokenizer, and prompts are text")
         prompts = tokenized(texts, self.llm.tokenizer) if args.pretok else texts
         self.work = Work(prompts, self.params)
 
     def measure(
         self, name: str, drive: Callable[[Run], None], floor: MemoryFloor
-    ) -> tuple[list[ThroughputRow], list[LatencyRow]]:
-        """One way of driving: its medians, or nothing where it ran only to warm up."""
-        rows, waits = [], []
-        for record in self._records(name, drive):
-            rows.append(ThroughputRow.of(name, record, floor))
-            interval = getattr(self._args, "stream_interval", 1)
-            waits.append(latencies(name, [seen.in_parts(interval) for seen in record.timelines]))
-        return [median_row(rows)], [median_row(row) for row in zip(*waits, strict=True)]
+    ) -> tuple[ThroughputRow, list[LatencyRow]]:
+        """One way of driving, over its repeated runs."""
+        records = self._records(name, drive)
+        interval = self._args.stream_interval
+        waits = [
+            latencies(name, [seen.in_parts(interval) for seen in record.timelines])
+            for record in records
+        ]
+        return (
+            ThroughputRow.over([ThroughputRow.of(name, record, floor) for record in records]),
+            [median_row(rows) for rows in zip(*waits, strict=True)],
+        )
 
     def _records(self, name: str, drive: Callable[[Run], None]) -> list[RunRecord]:
         warmups, repeats = self._args.warmup_runs, self._args.repeat_runs
         records = []
-        workers = getattr(self._args, "tokenize_workers", 0)
+        workers = self._args.tokenize_workers
         with tqdm(total=warmups + repeats, desc=name, unit="run", disable=None) as bar:
             for turn in range(warmups + repeats):
                 feed = PromptFeed(self.work.prompts, self.llm.tokenizer, workers)
@@ -93,8 +96,8 @@ class Serving:
         throughput: list[ThroughputRow] = []
         waits: list[LatencyRow] = []
         for name, drive in ways.items():
-            rows, more = self.measure(name, drive, floor)
-            throughput += rows
+            row, more = self.measure(name, drive, floor)
+            throughput.append(row)
             waits += more
         config = self._config()
         return Report(
@@ -114,9 +117,7 @@ class Serving:
     def _config(self) -> dict[str, Any]:
         model = self.llm.engine.sessions.model
         return {
-            "model": self.source.name,
-            "weights": "random" if self.source.random_weights else "loaded",
-            "dtype": str(model.dtype).removeprefix("torch."),
+            **self.source.described(model.dtype),
             **asdict(self.llm.config),
             **asdict(self.params),
         }
@@ -129,10 +130,9 @@ class Serving:
         slots = self.llm.config.max_batch_size
         del self.llm
         collect()
-        job = peers.PeerJob(
-            asdict(self.source),
-            [list(prompt) for prompt in prompts],  # type: ignore[arg-type]
-            self.params.max_new_tokens,
+        job = peers.PeerJob.of(
+            self.source,
+            Work(prompts, self.params),
             slots,
             self._args.warmup_runs,
             self._args.repeat_runs,
