@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from roseinfer.llm import LLM
 
-_COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+_COPY_BYTES = {"cuda": 1 << 28, "cpu": 1 << 26}
+"""Far beyond any cache, and no more than a KV cache that takes what it can leaves free."""
 
 
 @dataclass(frozen=True, slots=True)
