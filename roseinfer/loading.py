@@ -49,8 +49,8 @@ def load(
     tokenizer: Any = None,
 ) -> Loaded:
     """``model`` is ``"tiny"``, a directory, a hub id, or a model that was loaded already."""
-    where = _device(device)
-    wanted = _dtype(dtype, where)
+    where = resolve_device(device)
+    wanted = resolve_dtype(dtype, where)
     if isinstance(model, (str, os.PathLike)):
         network, tokenizer = _network(os.fspath(model), where, wanted, tokenizer)
     else:
@@ -74,7 +74,7 @@ def _causal(network: Any, config: EngineConfig) -> CausalModel:
     return CausalModel(network, max_length=config.max_length)
 
 
-def _device(name: str | None) -> torch.device:
+def resolve_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
@@ -88,7 +88,7 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def _dtype(name: str | None, device: torch.device) -> torch.dtype | str:
+def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype | str:
     """As asked; else the checkpoint's own on a GPU, and fp32 on a CPU, which is fast there."""
     if name is None:
         return "auto" if device.type == "cuda" else torch.float32

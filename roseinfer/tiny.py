@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SEED = 20
-_END = 256
+END = 256
 """The token after those of the 256 bytes: the end of a text."""
 _PLAIN_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 """Those that GPT-2's vocabulary writes as the character of that number."""
@@ -30,25 +31,25 @@ class TinyGPT2:
 def tiny_gpt2(device: str = "cpu") -> TinyGPT2:
     """Always the same weights, whatever torch's own random state is, which stays as it was."""
     config = GPT2Config(
-        vocab_size=_END + 1,
+        vocab_size=END + 1,
         n_positions=1024,
         n_embd=64,
         n_layer=2,
         n_head=4,
-        bos_token_id=_END,
-        eos_token_id=_END,
+        bos_token_id=END,
+        eos_token_id=END,
         # Tied, the likeliest next token would mostly be the last one again.
         tie_word_embeddings=False,
     )
     with torch.random.fork_rng(devices=[]):
         model = GPT2LMHeadModel(config)
-    _draw_weights(model)
+    draw_weights(model, _SEED)
     return TinyGPT2(model.eval().requires_grad_(False).to(device), byte_tokenizer())
 
 
-def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """Text to its UTF-8 bytes and back."""
-    tokenizer = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+def byte_tokenizer(vocab_size: int = END + 1) -> PreTrainedTokenizerBase:
+    """Text to its UTF-8 bytes and back; ids above those read as ``<300>`` and are never written."""
+    tokenizer = Tokenizer(models.BPE(vocab=_byte_vocabulary(vocab_size), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
@@ -59,27 +60,29 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     )
 
 
-def _byte_vocabulary() -> dict[str, int]:
+def _byte_vocabulary(size: int) -> dict[str, int]:
     others = [byte for byte in range(256) if byte not in _PLAIN_BYTES]
     vocabulary = {chr(byte): byte for byte in _PLAIN_BYTES}
     vocabulary |= {chr(256 + at): byte for at, byte in enumerate(others)}
-    return {**vocabulary, "<|endoftext|>": _END}
+    vocabulary["<|endoftext|>"] = END
+    return vocabulary | {f"<{token}>": token for token in range(END + 1, size)}
 
 
 @torch.no_grad()
-def _draw_weights(model: PreTrainedModel) -> None:
+def draw_weights(model: PreTrainedModel, seed: int) -> None:
     """Weights so large that attention is sharp and the logits lie far apart.
 
-    Those GPT-2 starts training with make all tokens about as likely, so that rounding decides.
+    Those a model starts training with make all tokens about as likely, so that rounding decides.
     """
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator(model.device).manual_seed(seed)
     for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if "ln_" in name:
+        module = model.get_submodule(name.rpartition(".")[0])
+        noise = torch.randn(parameter.shape, generator=generator, device=model.device)
+        if type(module).__name__.endswith("Norm"):
             noise = 0.1 * noise + name.endswith("weight")
         elif name.endswith("bias"):
             noise *= 0.1
-        elif "wte" not in name and "wpe" not in name:
-            inputs = parameter.shape[1] if "lm_head" in name else parameter.shape[0]
+        elif not isinstance(module, nn.Embedding):
+            inputs = parameter.shape[1 if isinstance(module, nn.Linear) else 0]
             noise *= (5.0 if "lm_head" in name else 1.5) / inputs**0.5
         parameter.copy_(noise)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -11,16 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.bench import append, append_scaling, reporting
+from roseinfer.bench import append, append_scaling, charts, ladder_bench, reporting
 from roseinfer.bench.append import AppendConfig
+from roseinfer.bench.command import run_command
+from roseinfer.bench.options import add_outputs, whole
 from roseinfer.bench.reporting import Report, Table, UnavailableRow, judge
 from roseinfer.bench.timing import copy_bandwidth, one_thread
+from roseinfer.bench.triton_speed import why_triton_cannot_be_timed
 from roseinfer.errors import ConfigError
-from roseinfer.kv.kernels import load_kernels
 from roseinfer.kv.paths import Path as KVPath
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from roseinfer.bench.reporting import StepRow, TargetRow, WriteRow
     from roseinfer.config import AppendPolicy
@@ -62,48 +63,29 @@ _LIMITS_PATHS = ("triton_full_batch", "triton_identity_pos")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="python -m roseinfer.bench", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="NAME")
     _add_append(commands)
     _add_scheduling(commands)
-    args = parser.parse_args(words)
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json {args.json}: make the directory {args.json.parent} first")
-    try:
-        report = args.run(args, f"{parser.prog} {shlex.join(words)}")
-    except ConfigError as error:
-        parser.error(str(error))
-    print(report.text())
-    if args.json:
-        report.write_json(args.json)
-    return 0
+    ladder_bench.add(commands)
+    _add_plot(commands)
+    return run_command(parser, argv)
 
 
 def _add_append(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("append", help="what an append to the KV cache costs, by path")
     add = parser.add_argument
-    add("--batch", type=_whole(1), nargs="+", default=[1, 8, 64, 256], help="sequences")
-    add("--layers", type=_whole(1), default=12)
-    add("--heads", type=_whole(1), default=12, help="KV heads")
-    add("--head-dim", type=_whole(1), default=64)
-    add("--block-size", type=_whole(2), default=64)
+    add("--batch", type=whole(1), nargs="+", default=[1, 8, 64, 256], help="sequences")
+    add("--layers", type=whole(1), default=12)
+    add("--heads", type=whole(1), default=12, help="KV heads")
+    add("--head-dim", type=whole(1), default=64)
+    add("--block-size", type=whole(2), default=64)
     add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
     add("--dtype", choices=_DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
     add("--scaling", action="store_true", help="also measure what planning depends on")
     add("--quick", action="store_true", help="few repeats: to see that it works")
-    add("--json", type=Path, metavar="FILE", help="write everything there")
+    add_outputs(parser, plot=False)
     parser.set_defaults(run=_run_append)
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, not {number}")
-        return number
-
-    return whole_number
 
 
 @one_thread()
@@ -161,8 +143,8 @@ def _add_scheduling(commands: argparse._SubParsersAction[argparse.ArgumentParser
     add = parser.add_argument
     add("--running", type=int, nargs="+", default=[16, 64, 256, 1024], metavar="N")
     add("--waiting", type=int, nargs="+", default=[0, 10_000], metavar="N")
-    add("--json", type=Path, metavar="FILE", help="write the results there as well")
     add("--quick", action="store_true", help="few rounds: does it run?")
+    add_outputs(parser, plot=False)
     parser.set_defaults(run=_scheduling)
 
 
@@ -186,18 +168,24 @@ def _scheduling(args: argparse.Namespace, command: str) -> Report:
     )
 
 
+def _add_plot(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("plot", help="draw the chart of a report that --json wrote")
+    parser.add_argument("report", type=Path)
+    parser.add_argument("chart", type=Path, metavar="chart.png")
+    parser.set_defaults(run=_plot)
+
+
+def _plot(args: argparse.Namespace, _command: str) -> None:
+    charts.redraw(args.report, args.chart)
+
+
 def _plain(value: object) -> object:
     return value if isinstance(value, (int, tuple)) else str(value)
 
 
 def _runnable(device: torch.device) -> tuple[_Policies, _Policies, list[UnavailableRow]]:
     """The writes and the clones that can be timed on ``device``, and why others cannot."""
-    kernels, reason = load_kernels(device)
-    if kernels:
-        from roseinfer.kv.append_triton import is_interpreted
-
-        if is_interpreted():
-            reason = "Triton's interpreter is on, and its speed says nothing about the kernels"
+    reason = why_triton_cannot_be_timed(device)
     can_write, can_clone = (
         {path: policy for path, policy in all_of.items() if not (reason and path.needs_triton)}
         for all_of in (append.WRITES, append.CLONES)

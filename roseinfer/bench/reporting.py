@@ -35,6 +35,7 @@ class Machine:
     python: str
     torch: str
     triton: str | None
+    transformers: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class Table:
     def text(self) -> str:
         headings = [field.name.replace("_", " ") for field in fields(self.rows[0])]
         values = [[getattr(row, field.name) for field in fields(row)] for row in self.rows]
-        numeric = [not isinstance(value, str) for value in values[0]]
+        columns = zip(*values, strict=True)
+        numeric = [not any(isinstance(value, str) for value in column) for column in columns]
         body = tabulate(
             [[_cell(value) for value in row] for row in values],
             headings,
@@ -77,8 +79,9 @@ class Report:
         head = f"$ {self.command}\n{self.date}\n{machine}\n{config}\n{facts}"
         return "\n\n".join([head, *(table.text() for table in self.tables if table.rows)])
 
-    def write_json(self, path: Path) -> None:
-        document = {
+    def document(self) -> dict[str, Any]:
+        """What is written as JSON, and what charts are drawn from."""
+        return {
             "benchmark": self.benchmark,
             "command": self.command,
             "date": self.date,
@@ -87,7 +90,9 @@ class Report:
             "facts": dict(self.facts),
             "tables": {table.name: [asdict(row) for row in table.rows] for table in self.tables},
         }
-        path.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
+
+    def write_json(self, path: Path) -> None:
+        path.write_text(json.dumps(self.document(), indent=2, default=str) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +249,7 @@ def this_machine(device: torch.device) -> Machine:
         python=platform.python_version(),
         torch=torch.__version__,
         triton=_version("triton"),
+        transformers=_version("transformers"),
     )
 
 

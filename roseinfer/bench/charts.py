@@ -1,0 +1,146 @@
+"""Charts of what was measured, drawn from a report's document: now, or from its JSON later."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from roseinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    Document = Mapping[str, Any]
+
+_SIZE = (10.0, 5.0)
+_DPI = 150
+_WIDTH = 0.8
+"""Of the bars of one group together."""
+
+
+def check(path: Path) -> None:
+    """Raise where no chart could be drawn there."""
+    if path.suffix != ".png":
+        raise ConfigError(f"--plot {path}: charts are PNG files, so the name must end in .png")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed: pip install 'roseinfer[plot]', or "
+            "write --json FILE and draw it elsewhere: python -m roseinfer.bench plot FILE CHART.png"
+        )
+
+
+def redraw(saved: Path, path: Path) -> None:
+    """From a report that ``--json`` wrote."""
+    check(path)
+    try:
+        document = json.loads(saved.read_text(encoding="utf-8"))
+        benchmark = document["benchmark"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{saved} is no report of a benchmark: {error!r}") from error
+    if benchmark not in _CHARTS:
+        raise ConfigError(f"{saved} is a report of {benchmark!r}, which has no chart")
+    draw(document, path)
+
+
+def draw(document: Document, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    FigureCanvasAgg(figure)
+    _CHARTS[document["benchmark"]](figure, document)
+    figure.suptitle(_title(document), fontsize=9)
+    figure.savefig(path, format="png", dpi=_DPI)
+
+
+def _title(document: Document) -> str:
+    config, machine = document["config"], document["machine"]
+    model = f"{config['model']}, {config['weights']} weights, {config['dtype']}"
+    return f"{model}\n{machine['device']}, torch {machine['torch']}, {document['date'][:10]}"
+
+
+def _draw_serving(figure: Figure, document: Document) -> None:
+    speed, waits = figure.subplots(1, 2)
+    rows = document["tables"]["throughput"]
+    kinds = {"completion": "completion_tok_per_s", "decode": "decode_tok_per_s"}
+    _grouped(speed, [row["run"] for row in rows], kinds, rows)
+    speed.set_ylabel("tokens per second")
+    # The modes' latencies differ by their queues: one mode's can be read together.
+    last = rows[-1]["run"]
+    of_last = [row for row in document["tables"]["latencies"] if row["run"] == last]
+    ranks = {"p50": "p50_ms", "p95": "p95_ms", "p99": "p99_ms"}
+    _grouped(waits, [row["what"] for row in of_last], ranks, of_last)
+    waits.set_ylabel("milliseconds")
+    waits.set_yscale("log")
+    waits.set_title(last, fontsize=9)
+
+
+def _grouped(
+    axes: Axes, names: list[str], fields: Mapping[str, str], rows: list[dict[str, Any]]
+) -> None:
+    """A group of bars for every row, one bar for every field; what is missing has no bar."""
+    width = _WIDTH / len(fields)
+    for at, (label, field) in enumerate(fields.items()):
+        offset = (at - (len(fields) - 1) / 2) * width
+        heights = [row[field] or 0.0 for row in rows]
+        axes.bar([place + offset for place in range(len(rows))], heights, width, label=label)
+    axes.set_xticks(range(len(names)), names)
+    axes.legend(fontsize=8)
+
+
+def _draw_ladder(figure: Figure, document: Document) -> None:
+    axes = figure.subplots()
+    floor = document["facts"]["floor_ms"]
+    bars = _ladder_bars(document)
+    for place, bar in enumerate(bars):
+        axes.barh(place, bar.step_ms or 0.0, color=bar.color)
+        where = axes.get_yaxis_transform()
+        color = "black" if bar.step_ms is None else "white"
+        axes.text(0.01, place, bar.label, transform=where, va="center", fontsize=8, color=color)
+    spikes = [(bar.spike_ms, place) for place, bar in enumerate(bars) if bar.spike_ms]
+    if spikes:
+        axes.plot(*zip(*spikes, strict=True), "k|", ms=12, label="ITL p99 at block boundaries")
+    axes.axvline(floor, color="tab:red", linestyle="--", label=f"memory floor {floor:.3g} ms")
+    axes.set_xscale("log")
+    axes.set_xlim(left=floor / 3)
+    axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
+    axes.invert_yaxis()
+    axes.set_xlabel("a decode step, milliseconds (log)")
+    axes.legend(fontsize=8, loc="lower right")
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    name: str
+    step_ms: float | None
+    spike_ms: float | None
+    color: str
+
+    @property
+    def label(self) -> str:
+        return "not measured" if self.step_ms is None else f"{self.step_ms:.3g} ms"
+
+
+def _ladder_bars(document: Document) -> list[_Bar]:
+    """The rungs, then whom else the work was given to; our own row among those is the last rung."""
+    tables = document["tables"]
+    return [
+        *(
+            _Bar(row["rung"], row["step_ms"], row["itl_at_boundary_p99_ms"], "tab:blue")
+            for row in tables["rungs"]
+        ),
+        *(_Bar(row["system"], row["ms_per_step"], None, "tab:gray") for row in tables["peers"][1:]),
+    ]
+
+
+_CHARTS: dict[str, Callable[[Figure, Document], None]] = {
+    "scheduler": _draw_serving,
+    "streaming": _draw_serving,
+    "ladder": _draw_ladder,
+}

@@ -1,0 +1,40 @@
+"""What every benchmark's command does: understand, measure, print, keep, draw."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+from roseinfer.bench import charts
+from roseinfer.errors import BadArgument, ConfigError, UnsupportedModel
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    """``args.run(args, command)`` measures and returns the report, or None without one."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = parser.parse_args(words)
+    kept: Path | None = getattr(args, "json", None)
+    drawn: Path | None = getattr(args, "plot", None)
+    for option, path in (("--json", kept), ("--plot", drawn)):
+        if path and not path.parent.is_dir():
+            parser.error(f"{option} {path}: make the directory {path.parent} first")
+    try:
+        if drawn:
+            charts.check(drawn)  # before an hour of measuring, not after it
+        report = args.run(args, f"{parser.prog} {shlex.join(words)}")
+    except (ConfigError, UnsupportedModel, BadArgument) as error:
+        parser.error(str(error))
+    if report is None:
+        return 0
+    print(report.text())
+    if kept:
+        report.write_json(kept)
+    if drawn:
+        charts.draw(report.document(), drawn)
+    return 0

@@ -1,0 +1,63 @@
+"""The least time that decoding can take: every byte it needs read once, at full bandwidth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from roseinfer.bench.timing import copy_bandwidth
+
+if TYPE_CHECKING:
+    import torch
+
+    from roseinfer.llm import LLM
+
+_COPY_BYTES = {"cuda": 1 << 28, "cpu": 1 << 26}
+"""Far beyond any cache, and no more than a KV cache that takes what it can leaves free."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFloor:
+    weight_bytes: int
+    """Read in every step, whatever the batch."""
+    token_bytes: int
+    """The key and the value of one token in all layers."""
+    bandwidth: float
+    """Bytes a second."""
+
+    def seconds(self, passes: int, stored_tokens: int) -> float:
+        """For so many forward passes that attend, taken together, to so many stored tokens."""
+        return (passes * self.weight_bytes + stored_tokens * self.token_bytes) / self.bandwidth
+
+    def facts(self) -> dict[str, float]:
+        return {
+            "copy_bandwidth_gb_per_s": self.bandwidth / 1e9,
+            "weights_mb_per_step": self.weight_bytes / 1e6,
+            "kv_bytes_per_token": self.token_bytes,
+        }
+
+
+def memory_floor(skeleton: Any, llm: LLM) -> MemoryFloor:
+    """``skeleton`` is the network as it was made, before an engine rearranged anything."""
+    model = llm.engine.sessions.model
+    shape = model.shape
+    values = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    device: torch.device = model.device
+    return MemoryFloor(
+        values_read(skeleton) * model.dtype.itemsize,
+        values * model.dtype.itemsize,
+        copy_bandwidth(device, _COPY_BYTES[device.type]),
+    )
+
+
+def values_read(network: Any) -> int:
+    """Weights that a decode step reads: all, but tables of which it takes single rows."""
+    head = network.get_output_embeddings().weight
+    tables = {
+        id(module.weight)
+        for module in network.modules()
+        if isinstance(module, nn.Embedding) and module.weight is not head
+    }
+    return sum(weight.numel() for weight in network.parameters() if id(weight) not in tables)

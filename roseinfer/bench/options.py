@@ -1,0 +1,148 @@
+"""The command-line options that several benchmarks share."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roseinfer.config import ADMISSION_POLICIES, SamplingParams
+from roseinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_ENGINE = (
+    "max_batch_size",
+    "block_size",
+    "prefix_cache",
+    "paged_attention",
+    "cuda_graph",
+    "run_ahead",
+    "prefill_max_batch_size",
+    "prefill_max_tokens",
+    "prefill_admission_policy",
+)
+"""Options that are settings of the engine, under their names there."""
+_CHOOSING = ("temperature", "top_k", "top_p")
+
+
+def whole(least: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, not {number}")
+        return number
+
+    return whole_number
+
+
+def milliseconds(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
+    return number
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """``1,4``: a whole number of at least 1, or several."""
+    return tuple(whole(1)(part) for part in text.split(","))
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model").add_argument
+    add("--hf-model-id", default="gpt2", metavar="NAME", help="a directory or a hub id")
+    add(
+        "--random-weights",
+        action="store_true",
+        help="only the architecture of the name, gpt2 or llama-1b, with weights drawn by chance "
+        "and a local tokenizer; needs no network",
+    )
+    add("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
+    add("--dtype", help="float32, float16 or bfloat16 (default: by checkpoint and device)")
+
+
+def add_requests(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("requests").add_argument
+    add("--prompt", default="Hello", metavar="TEXT", help="of every request (default: Hello)")
+    add("--num-requests", type=whole(1), default=64, metavar="N", help="default: %(default)s")
+    add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="default: %(default)s")
+    add("--no-stop-on-eos", action="store_true", help="go on after a token that ends a text")
+    add("--pretok", action="store_true", help="tokenize the prompts before the clock starts")
+    add("--do-sample", action="store_true", help="choose by chance, not the likeliest token")
+    add("--temperature", type=float, help="with --do-sample (default there: 1)")
+    add("--top-k", type=int, metavar="K", help="with --do-sample: among the K likeliest")
+    add("--top-p", type=float, metavar="P", help="with --do-sample: of together probability P")
+
+
+def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("engine, as EngineConfig has it where nothing is said")
+    add = group.add_argument
+    switch = argparse.BooleanOptionalAction
+    add("--max-batch-size", type=whole(1), metavar="N", help="requests that run at once")
+    add("--block-size", type=whole(1), metavar="N", help="tokens of a block of the KV cache")
+    add(
+        "--no-prefix-cache",
+        dest="prefix_cache",
+        action="store_const",
+        const=False,
+        help="compute every prompt from its beginning",
+    )
+    add(
+        "--paged-attn",
+        dest="paged_attention",
+        action=switch,
+        help="attend with the Triton kernels, or with the reference",
+    )
+    add("--cuda-graph", action=switch, help="replay a step as one CUDA graph, or launch it")
+    add("--run-ahead", type=whole(0), metavar="N", help="steps the device may be ahead")
+    return group
+
+
+def add_prefill(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--prefill-max-batch-size", type=whole(1), metavar="N", help="prompts in one step")
+    add("--prefill-max-tokens", type=whole(1), metavar="N", help="prompt tokens of one step")
+    add(
+        "--prefill-admission-policy",
+        choices=ADMISSION_POLICIES,
+        help="begin prompts in order, or prefer those that fit whole into a step",
+    )
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("runs").add_argument
+    add("--warmup-runs", type=whole(0), default=1, metavar="N", help="untimed, before (1)")
+    add("--repeat-runs", type=whole(1), default=3, metavar="N", help="medians over these (3)")
+    add(
+        "--peers",
+        nargs="*",
+        metavar="NAME",
+        help="run the same work on other systems too: all that are known, or those named",
+    )
+
+
+def add_outputs(parser: argparse.ArgumentParser, *, plot: bool) -> None:
+    add = parser.add_argument_group("output").add_argument
+    add("--json", type=Path, metavar="FILE", help="write everything there as well")
+    if plot:
+        add("--plot", type=Path, metavar="FILE.png", help="draw a chart (needs matplotlib)")
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of ``EngineConfig``, those alone that something was said about."""
+    given = {name: getattr(args, name, None) for name in _ENGINE}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def sampling(args: argparse.Namespace) -> SamplingParams:
+    """The likeliest token unless ``--do-sample`` says otherwise."""
+    chosen = {name: value for name in _CHOOSING if (value := getattr(args, name)) is not None}
+    if chosen and not args.do_sample:
+        names = ", ".join("--" + name.replace("_", "-") for name in chosen)
+        raise ConfigError(f"{names}: no effect on the likeliest token; add --do-sample")
+    return SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        ignore_eos=args.no_stop_on_eos,
+        **(chosen if args.do_sample else {"temperature": 0.0}),
+    )

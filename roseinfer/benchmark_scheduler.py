@@ -1,0 +1,8 @@
+"""``python -m roseinfer.benchmark_scheduler``."""
+
+import sys
+
+from roseinfer.bench.scheduler_bench import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""docs/benchmarks.md: its commands are understood, and every option stands there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from roseinfer.bench import charts, ladder_bench, scheduler_bench, streaming_bench
+from roseinfer.bench.__main__ import main as bench
+from roseinfer.bench.peers import PEERS
+from roseinfer.bench.rungs import rungs
+from tests.python_process import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
+(LINES,) = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "roseinfer.benchmark_scheduler": scheduler_bench.main,
+    "roseinfer.benchmark_streaming": streaming_bench.main,
+    "roseinfer.bench": bench,
+}
+
+
+@pytest.mark.parametrize("line", LINES.splitlines())
+def test_the_commands_are_understood(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the measuring and the drawing, which are left out."""
+    reached: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    for module in (scheduler_bench, streaming_bench, ladder_bench):
+        monkeypatch.setattr(module, "_measure", lambda *args: reached.append(args))
+    monkeypatch.setattr(charts, "redraw", lambda *args: reached.append(args))
+    python, dash_m, module_name, *words = shlex.split(line)
+    assert (python, dash_m) == ("python", "-m")
+    assert COMMANDS[module_name](words) == 0
+    assert len(reached) == 1
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [(scheduler_bench.main, []), (streaming_bench.main, []), (bench, ["ladder"])],
+    ids=["scheduler", "streaming", "ladder"],
+)
+def test_every_option_stands_there(
+    main: Callable[[list[str]], int], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    options = set(re.findall(r"--[a-z][a-z-]+[a-z]", capsys.readouterr().out)) - {"--help"}
+    assert len(options) > 10
+    assert {option for option in options if not re.search(rf"{option}\b", PAGE)} == set()
+
+
+def test_every_rung_and_every_peer_stands_there() -> None:
+    for name in [rung.name.partition(" of ")[0] for rung in rungs(4)]:
+        assert f"| {name} |" in PAGE
+    assert all(f"| `{peer}` |" in PAGE for peer in PEERS)

@@ -1,0 +1,283 @@
+"""Each way of driving the engine, on a clock that is known: who waits for what, and how long."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from roseinfer import LLM, EnginePath, SamplingParams
+from roseinfer.bench.driving import (
+    RequestFailed,
+    RunRecord,
+    StepRecord,
+    naive,
+    offline,
+    online,
+    paced,
+    perform,
+)
+from roseinfer.bench.figures import (
+    LatencyRow,
+    ThroughputRow,
+    decode_floor_s,
+    decode_steps,
+    latencies,
+    median_row,
+    step_ms,
+)
+from roseinfer.bench.memory_floor import MemoryFloor
+from roseinfer.bench.prompt_feed import PromptFeed, tokenized
+from roseinfer.bench.timeline import Timeline
+from tests.bench.clock import every_step_takes_a_second
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from roseinfer.bench.driving import Run
+    from roseinfer.engine import Update
+
+FOUR = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
+FLOOR = MemoryFloor(weight_bytes=1000, token_bytes=10, bandwidth=1e3)
+PROMPTS = ("one", "two", "six")
+
+
+@pytest.fixture
+def llm() -> LLM:
+    """Two of three requests run at once."""
+    return LLM("tiny", device="cpu", max_batch_size=2)
+
+
+def run(
+    llm: LLM, drive: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch, workers: int = 0
+) -> RunRecord:
+    every_step_takes_a_second(llm, monkeypatch)
+    return perform(llm.engine, PromptFeed(PROMPTS, llm.tokenizer, workers), FOUR, drive)
+
+
+def four_from(first: float) -> tuple[float, ...]:
+    return tuple(first + more for more in range(4))
+
+
+WAYS: dict[str, tuple[Callable[[Run], None], list[Timeline]]] = {
+    "naive": (
+        naive,
+        [
+            Timeline(0, 0, four_from(1)),
+            Timeline(4, 4, four_from(5)),
+            Timeline(8, 8, four_from(9)),
+        ],
+    ),
+    "offline": (
+        offline,
+        [
+            Timeline(0, 0, four_from(1)),
+            Timeline(0, 0, four_from(1)),
+            Timeline(0, 4, four_from(5)),
+        ],
+    ),
+    "online": (
+        online,
+        [
+            Timeline(0, 0, four_from(1)),
+            Timeline(1, 1, four_from(2)),
+            Timeline(2, 4, four_from(5)),
+        ],
+    ),
+    "paced, due amid a step": (
+        paced(1.5),
+        [
+            Timeline(0, 0, four_from(1)),
+            Timeline(1.5, 2, four_from(3)),
+            Timeline(3, 4, four_from(5)),
+        ],
+    ),
+    "paced, with nothing to do meanwhile": (
+        paced(4.5),
+        [
+            Timeline(0, 0, four_from(1)),
+            Timeline(4.5, 4.5, four_from(5.5)),
+            Timeline(9, 9, four_from(10)),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_time_is_noted(way: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive, timelines = WAYS[way]
+    record = run(llm, drive, monkeypatch)
+    assert record.timelines == timelines
+    assert record.ended == max(seen.tokens[-1] for seen in timelines)
+    assert record.prompt_lengths == [3, 3, 3]
+
+
+def test_all_ways_generate_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [output.token_ids for output in llm.generate(PROMPTS, FOUR)]
+    for drive, _ in WAYS.values():
+        assert run(llm, drive, monkeypatch).token_ids == expected
+
+
+def test_runs_share_no_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM("tiny", device="cpu", block_size=2)
+
+    def hits_of_two_runs() -> int:
+        before = llm.engine.path_counts[EnginePath.PREFIX_HIT]
+        for _ in range(2):
+            run(llm, offline, monkeypatch)
+        return llm.engine.path_counts[EnginePath.PREFIX_HIT] - before
+
+    assert hits_of_two_runs() == 0
+    assert llm.engine.prefixes is not None
+    monkeypatch.setattr(llm.engine.prefixes, "clear", lambda: None)
+    assert hits_of_two_runs() > 0
+
+
+def test_calls_that_bring_nothing_belong_to_the_next_that_does(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is heard of at every second call, as one that runs ahead may be."""
+    step = llm.engine.step
+    held: list[Update] = []
+    calls = iter(range(100))
+
+    def late() -> list[Update]:
+        held.extend(step())
+        if next(calls) % 2 == 0 and llm.engine.has_work:
+            return []
+        brought = list(held)
+        held.clear()
+        return brought
+
+    monkeypatch.setattr(llm.engine, "step", late)
+    record = run(llm, naive, monkeypatch)
+    assert [(s.began, s.ended, s.requests) for s in record.steps[:2]] == [
+        (0, 2, [0, 0]),
+        (2, 4, [0, 0]),
+    ]
+    row = ThroughputRow.of("naive", record, FLOOR)
+    assert (row.decode_s, row.decode_step_ms, row.decode_tok_per_s) == (6.0, 1000.0, 1.0)
+
+
+def test_a_token_that_is_not_handed_over_is_missed(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = llm.engine.step
+    dropped: list[Update] = []
+
+    def forgetful() -> list[Update]:
+        updates = step()
+        if not dropped:
+            dropped.append(updates.pop())
+        return updates
+
+    monkeypatch.setattr(llm.engine, "step", forgetful)
+    with pytest.raises(RequestFailed, match="generated 4 tokens and handed over 3"):
+        perform(llm.engine, PromptFeed(PROMPTS, llm.tokenizer), FOUR, offline)
+
+
+def test_a_request_that_fails_is_no_result(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing: Any = lambda *args: ([-1] * len(args[0]), [None] * len(args[0]))  # noqa: E731
+    monkeypatch.setattr(llm.engine, "_choose", nothing)
+    with pytest.raises(RequestFailed, match=r"request 0 failed: .* NaN"):
+        perform(llm.engine, PromptFeed(PROMPTS, llm.tokenizer), FOUR, offline)
+
+
+# --------------------------------------------------------------------------------- prompts
+
+
+class Slow:
+    """A tokenizer that waits to be told."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+        self.threads: set[str] = set()
+
+    def encode(self, text: str) -> list[int]:
+        self.threads.add(threading.current_thread().name.rpartition("_")[0])
+        assert self.may_go_on.wait(10)
+        return [len(text)]
+
+
+def test_workers_tokenize_from_the_beginning_on() -> None:
+    slow = Slow()
+    with PromptFeed(("a", "bb", "ccc"), slow, workers=2) as feed:
+        assert len(feed) == 3
+        assert not feed.is_ready(0)
+        slow.may_go_on.set()
+        assert [feed.take(at) for at in range(3)] == [[1], [2], [3]]
+        assert feed.is_ready(2)
+    assert slow.threads == {"tokenize"}
+
+
+def test_without_workers_the_engine_gets_the_text() -> None:
+    with PromptFeed(("a", "bb"), Slow()) as feed:
+        assert feed.is_ready(1)
+        assert feed.take(1) == "bb"
+
+
+def test_a_run_with_workers_generates_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(llm, offline, monkeypatch).token_ids
+    assert run(llm, paced(1.5), monkeypatch, workers=2).token_ids == expected
+
+
+def test_what_is_tokenized_already_stays(llm: LLM) -> None:
+    assert tokenized(("ab", [5, 6]), llm.tokenizer) == ([97, 98], [5, 6])
+
+
+# --------------------------------------------------------------------------------- figures
+
+
+def test_decode_time_is_that_of_steps_that_bring_nobodys_first_token(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = ThroughputRow.of("offline", run(llm, offline, monkeypatch), FLOOR)
+    assert (row.requests, row.prompt_tokens, row.completion_tokens) == (3, 9, 12)
+    assert (row.total_s, row.decode_s, row.decode_step_ms) == (8.0, 6.0, 1000.0)
+    assert row.completion_tok_per_s == 12 / 8
+    assert row.decode_tok_per_s == 9 / 6
+    assert row.total_tok_per_s == (9 + 12) / 8
+    # Six passes; each request's three later tokens attend to 4, 5 and 6 stored ones.
+    assert row.times_floor == pytest.approx(6.0 / ((6 * 1000 + 3 * (4 + 5 + 6) * 10) / 1e3))
+
+
+def test_a_run_without_decoding_has_no_decode_figures(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every_step_takes_a_second(llm, monkeypatch)
+    one = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+    record = perform(llm.engine, PromptFeed(PROMPTS, llm.tokenizer), one, offline)
+    row = ThroughputRow.of("offline", record, FLOOR)
+    assert row.decode_s is row.decode_step_ms is row.decode_tok_per_s is row.times_floor is None
+    rows = {row.what: row for row in latencies("offline", record.timelines)}
+    assert rows["TPOT"].p50_ms is rows["ITL"].p99_ms is None
+    assert rows["TTFT"].p50_ms == 1000.0
+
+
+def test_a_call_that_brings_two_tokens_of_a_request_is_two_steps() -> None:
+    steps = [StepRecord(0, 1, [0]), StepRecord(1, 3, [0, 0])]
+    record = RunRecord(0, steps, [Timeline(0, 0, (1, 3, 3))], [5], [[7, 7, 7]])
+    assert decode_steps(record) == steps[1:]
+    assert step_ms(steps[1]) == 1000.0
+    assert decode_floor_s(record, steps[1:], FLOOR) == (2 * 1000 + (6 + 7) * 10) / 1e3
+
+
+def test_latencies_have_their_percentiles() -> None:
+    timelines = [Timeline(0, 0, (float(first), float(first + 1))) for first in range(1, 102)]
+    rows = {row.what: row for row in latencies("x", timelines)}
+    assert list(rows) == ["TTFT", "TPOT", "ITL", "latency", "queue wait"]
+    first = rows["TTFT"]
+    assert (first.p50_ms, first.p95_ms, first.p99_ms) == pytest.approx((51e3, 96e3, 100e3))
+    assert first.mean_ms == pytest.approx(51e3)
+    assert rows["TPOT"].p99_ms == rows["ITL"].p50_ms == 1000.0
+    assert rows["queue wait"].p99_ms == 0.0
+
+
+def test_the_median_is_taken_field_by_field() -> None:
+    rows = [
+        LatencyRow("x", "TTFT", 1.0, 30.0, None, 5.0),
+        LatencyRow("x", "TTFT", 9.0, 20.0, None, 4.0),
+        LatencyRow("x", "TTFT", 2.0, 10.0, None, 6.0),
+    ]
+    assert median_row(rows) == LatencyRow("x", "TTFT", 2.0, 20.0, None, 5.0)

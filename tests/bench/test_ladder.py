@@ -1,0 +1,188 @@
+"""The ladder: every rung is measured or says why not, and none is taken for another."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from roseinfer import AppendPolicy, EngineConfig, Path
+from roseinfer.bench import charts, ladder, model_source, rungs
+from roseinfer.bench.__main__ import main
+from roseinfer.bench.driving import RunRecord
+from roseinfer.bench.ladder import LadderConfig, RungRow, boundary_gaps
+from roseinfer.bench.model_source import ModelSource
+from roseinfer.bench.rungs import Rung
+from roseinfer.bench.timeline import Timeline
+from tests.bench.test_serving_bench import is_chart
+
+SMALL = ["ladder", "--hf-model-id", "tiny", "--device", "cpu", "--batch", "3", "--block-size", "4"]
+SMALL += ["--prompt-tokens", "5", "--max-new-tokens", "12"]
+ONCE = ["--warmup-runs", "0", "--repeat-runs", "1"]
+NAMES = [
+    "per-token append",
+    "batched append",
+    "batched rollover",
+    "identity and scalar position",
+    "Triton",
+    "Triton full-batch",
+    "one plan per step",
+    "fused append and attention",
+    "CUDA graph",
+    "run-ahead of 4",
+]
+ON_CPU = [*NAMES[:4], NAMES[6]]
+"""Rungs that need no kernel."""
+
+
+@pytest.fixture(scope="module")
+def climbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("ladder")
+    files = ["--json", str(folder / "ladder.json"), "--plot", str(folder / "ladder.png")]
+    assert main([*SMALL, *ONCE, *files]) == 0
+    assert is_chart(folder / "ladder.png")
+    found: dict[str, Any] = json.loads((folder / "ladder.json").read_text())
+    return found
+
+
+def test_every_rung_has_its_row(climbed: dict[str, Any]) -> None:
+    rows = climbed["tables"]["rungs"]
+    assert [row["rung"] for row in rows] == NAMES
+    for row in rows:
+        if row["rung"] in ON_CPU:
+            assert row["not_available"] is None
+            assert 0 < row["itl_p50_ms"] <= row["itl_p99_ms"]
+            assert min(row[name] for name in ("step_ms", "tok_per_s", "start_up_s")) > 0
+            assert row["itl_at_boundary_p99_ms"] > 0
+            assert row["same_tokens"] == 1.0
+        else:
+            assert row["step_ms"] is None
+            assert row["not_available"]
+
+
+def test_the_floor_is_that_of_the_middle_of_the_run(climbed: dict[str, Any]) -> None:
+    facts = climbed["facts"]
+    stored = 3 * (5 + 12 / 2)
+    moved = facts["weights_mb_per_step"] * 1e6 + stored * facts["kv_bytes_per_token"]
+    expected = moved / facts["copy_bandwidth_gb_per_s"] / 1e9 * 1e3
+    assert facts["floor_ms"] == pytest.approx(expected)
+
+
+def test_the_chart_shows_every_rung_the_floor_and_the_peers(climbed: dict[str, Any]) -> None:
+    from matplotlib.figure import Figure
+
+    ours, other = (
+        {"system": name, "ms_per_step": took} for name, took in (("ours", 1.0), ("other", 2.5))
+    )
+    tables = {**climbed["tables"], "peers": [ours, other]}
+    figure = Figure()
+    charts._draw_ladder(figure, {**climbed, "tables": tables})
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [*NAMES, "other"]
+    told = [text.get_text() for text in axes.texts]
+    assert told.count("not measured") == len(NAMES) - len(ON_CPU)
+    assert told[-1] == "2.5 ms"
+    floor = climbed["facts"]["floor_ms"]
+    assert any(set(line.get_xdata()) == {floor} for line in axes.lines)  # type: ignore[arg-type]
+
+
+def test_a_rung_keeps_what_those_before_it_have() -> None:
+    policies = [rung.settings.get("append_policy") for rung in rungs.rungs(2)]
+    switched = [
+        {name for name in ("batched", "batched_rollover", "identity", "triton") if getattr(p, name)}
+        for p in policies[:6]
+    ]
+    assert switched == [
+        set(),
+        {"batched"},
+        {"batched", "batched_rollover"},
+        {"batched", "batched_rollover", "identity"},
+        {"batched", "batched_rollover", "identity", "triton"},
+        {"batched", "batched_rollover", "identity", "triton"},
+    ]
+    assert policies[5] == AppendPolicy()
+    assert policies[6:] == [None] * 4
+    *_, fused, graph, ahead = (rung.settings for rung in rungs.rungs(2))
+    off = {"resident_decode": True, "cuda_graph": False, "run_ahead": 0}
+    assert fused == off
+    assert graph == {**off, "cuda_graph": True}
+    assert ahead == {**off, "cuda_graph": True, "run_ahead": 2}
+
+
+def test_a_switch_that_is_off_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = {"per_layer_kv", "append_policy"}
+    monkeypatch.setattr(rungs, "has_switch", older.__contains__)
+    first, *_, graph, _ = rungs.rungs(2)
+    assert first.supported_settings.keys() == older
+    assert graph.supported_settings == {"resident_decode": True, "cuda_graph": True}
+    monkeypatch.setattr(rungs, "has_switch", lambda _name: True)
+    assert first.supported_settings == first.settings
+
+
+def climb(*steps: Rung, config: LadderConfig | None = None) -> list[RungRow]:
+    source = ModelSource("tiny", random_weights=False, device="cpu", dtype=None)
+    asked = config or LadderConfig(source, 2, 5, 6, 4, warmup_runs=0, repeat_runs=1)
+    return ladder.Ladder(asked).climb(steps)
+
+
+def test_a_rung_on_which_another_path_runs_is_not_measured() -> None:
+    per_token = AppendPolicy(batched=False, triton=False)
+    settings = {"per_layer_kv": True, "append_policy": per_token}
+    right, wrong = climb(
+        Rung("right", settings, Path.PER_TOKEN), Rung("wrong", settings, Path.TORCH_SCALAR)
+    )
+    assert right.step_ms is not None
+    assert wrong.step_ms is None
+    assert wrong.not_available is not None
+    assert "torch_scalar was to write the cache, and ran 0 times" in wrong.not_available
+
+
+def test_what_the_build_or_the_machine_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = climb(Rung("newer", {"telepathy": True}))
+    assert row.not_available == "the engine of this build has no switch telepathy"
+    monkeypatch.setattr(model_source, "has_switch", lambda _name: True)
+    (row,) = climb(Rung("graph", {"resident_decode": True, "cuda_graph": True}))
+    assert row.not_available is not None
+    assert "Triton" in row.not_available
+
+
+def test_other_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second rung that computes something else, with the first one's switches."""
+    source_llm = ModelSource.llm
+    built: Counter[str] = Counter()
+
+    def spoilt_the_second_time(self: ModelSource, settings: Any) -> Any:
+        llm = source_llm(self, settings)
+        built["llm"] += 1
+        if built["llm"] == 2:
+            with torch.no_grad():
+                llm.engine.sessions.model._model.lm_head.weight.neg_()
+        return llm
+
+    monkeypatch.setattr(ModelSource, "llm", spoilt_the_second_time)
+    first, second, third = climb(Rung("first"), Rung("second"), Rung("third"))
+    assert (first.same_tokens, second.same_tokens, third.same_tokens) == (1.0, 0.0, 1.0)
+
+
+def test_nothing_measured_is_no_report(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*SMALL, *ONCE, "--prompt-tokens", "1024"])
+    assert "no rung could be measured: a prompt of 1024 tokens" in capsys.readouterr().err
+
+
+def test_gaps_at_boundaries_are_before_the_tokens_that_open_a_block() -> None:
+    """Prompts of 5 and blocks of 4: token 4 stores position 8, and token 8 position 12."""
+    times = tuple(float(number * number) for number in range(10))
+    record = RunRecord(0, [], [Timeline(0, 0, times)], [5], [[0] * 10])
+    assert boundary_gaps(record, 4) == [16.0 - 9.0, 64.0 - 49.0]
+    assert boundary_gaps(record, 64) == []
+
+
+def test_the_settings_of_all_rungs_make_sense() -> None:
+    source = ModelSource("tiny", random_weights=False, device="cpu", dtype=None)
+    config = LadderConfig(source, 2, 5, 6, 4, warmup_runs=0, repeat_runs=1)
+    built = EngineConfig(**config.settings)
+    assert built.kv_cache_tokens == 2 * 4 * 4  # three blocks hold 11 tokens, and one to spare

@@ -1,0 +1,101 @@
+"""Models with weights drawn by chance, and the least that a step must read of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from roseinfer import LLM, ConfigError, SamplingParams
+from roseinfer.bench import random_models
+from roseinfer.bench.memory_floor import MemoryFloor, memory_floor, values_read
+from roseinfer.bench.model_source import ModelSource
+from roseinfer.bench.random_models import architecture, random_model
+
+
+def small(name: str) -> Any:
+    """The architecture of that name with fewer and narrower layers."""
+    config = architecture(name)
+    if name == "gpt2":
+        config.update({"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000})
+    else:
+        config.update({"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2})
+        config.update({"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16})
+        config.update({"vocab_size": 1000, "max_position_embeddings": 512})
+    return config
+
+
+@pytest.fixture(params=["gpt2", "llama-1b"])
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    config = small(request.param)
+    monkeypatch.setitem(random_models.ARCHITECTURES, request.param, lambda: config)
+    return str(request.param)
+
+
+def test_weights_are_always_the_same_and_chance_is_left_alone(name: str) -> None:
+    before = torch.random.get_rng_state()
+    first, second = (random_model(name, "cpu", None) for _ in range(2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    weights = list(zip(first.parameters(), second.parameters(), strict=True))
+    assert all(torch.equal(one, other) for one, other in weights)
+    assert first.dtype is torch.float32
+    assert not first.training
+
+
+def test_the_likeliest_token_stands_out(name: str) -> None:
+    model = random_model(name, "cpu", None)
+    with torch.no_grad():
+        logits = model(torch.arange(40)[None] * 7).logits[0]
+    best = logits.topk(2).values
+    assert float((best[:, 0] - best[:, 1]).median()) > 1.0
+
+
+def test_any_token_of_the_model_can_be_read(name: str) -> None:
+    """Prompts are bytes; what comes back is of the whole vocabulary."""
+    llm = ModelSource(name, random_weights=True, device="cpu", dtype=None).llm({})
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True, seed=3, temperature=50.0)
+    (output,) = llm.generate("Hello", params)
+    assert llm.tokenizer.encode("Hello") == list(b"Hello")
+    assert max(output.token_ids) > 256
+    assert output.text is not None
+    named = next(token for token in output.token_ids if token > 256)
+    assert f"<{named}>" in output.text
+
+
+def test_the_end_of_a_text_is_the_tokenizers(name: str) -> None:
+    llm = ModelSource(name, random_weights=True, device="cpu", dtype="bfloat16").llm({})
+    assert llm.tokenizer.eos_token_id == architecture(name).eos_token_id
+    assert llm.engine.sessions.model.dtype is torch.bfloat16
+
+
+def test_only_named_architectures_are_known() -> None:
+    with pytest.raises(ConfigError, match=r"gpt2, llama-1b, not 'gpt5'"):
+        random_model("gpt5", "cpu", None)
+
+
+def test_the_full_sizes_are_those_they_are_named_for() -> None:
+    """GPT-2's position table is not read; its one table of tokens is, as the last layer."""
+    gpt2 = ModelSource("gpt2", random_weights=True, device=None, dtype=None).skeleton()
+    assert next(gpt2.parameters()).device.type == "meta"
+    assert values_read(gpt2) == 124_439_808 - 1024 * 768
+    llama = ModelSource("llama-1b", random_weights=True, device=None, dtype=None).skeleton()
+    layer = 2048 * (32 + 8 + 8 + 32) * 128 + 3 * 2048 * 8192 + 2 * 2048
+    assert values_read(llama) == 128256 * 2048 + 16 * layer + 2048
+
+
+def test_untied_a_table_of_tokens_is_not_read_but_the_last_layer_is() -> None:
+    tiny = ModelSource("tiny", random_weights=False, device=None, dtype=None).skeleton()
+    everything = sum(weight.numel() for weight in tiny.parameters())
+    assert values_read(tiny) == everything - (257 + 1024) * 64
+
+
+def test_the_floor_is_bytes_by_bandwidth() -> None:
+    floor = memory_floor(
+        ModelSource("tiny", random_weights=False, device="cpu", dtype=None).skeleton(),
+        LLM("tiny", device="cpu"),
+    )
+    assert floor.token_bytes == 2 * 2 * 64 * 4  # keys and values, layers, width, float32
+    assert floor.bandwidth > 1e8
+    known = MemoryFloor(weight_bytes=100, token_bytes=3, bandwidth=50.0)
+    assert known.seconds(2, 7) == (2 * 100 + 7 * 3) / 50.0

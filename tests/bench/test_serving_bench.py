@@ -1,0 +1,245 @@
+"""The two serving benchmarks as commands: tables, JSON, charts, and what they refuse."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import runpy
+import sys
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from roseinfer.bench import model_source, scheduler_bench, streaming_bench
+from roseinfer.bench.__main__ import main as bench
+from roseinfer.bench.figures import LatencyRow, ThroughputRow
+from roseinfer.bench.options import engine_settings
+from roseinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SMALL = ["--hf-model-id", "tiny", "--device", "cpu", "--num-requests", "3", "--max-new-tokens", "5"]
+ONCE = ["--warmup-runs", "0", "--repeat-runs", "1"]
+PNG = b"\x89PNG\r\n\x1a\n"
+WAITS = ["TTFT", "TPOT", "ITL", "latency", "queue wait"]
+
+
+def document(main: Callable[[list[str]], int], words: list[str], file: Path) -> dict[str, Any]:
+    assert main([*SMALL, *ONCE, "--no-stop-on-eos", *words, "--json", str(file)]) == 0
+    loaded: dict[str, Any] = json.loads(file.read_text())
+    return loaded
+
+
+def is_chart(file: Path) -> bool:
+    """A PNG file whose pixels are not all of one colour."""
+    from matplotlib.image import imread
+
+    return file.read_bytes().startswith(PNG) and float(imread(str(file)).std()) > 0
+
+
+def test_the_scheduler_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chart = tmp_path / "chart.png"
+    found = document(scheduler_bench.main, ["--plot", str(chart)], tmp_path / "all.json")
+    assert found["benchmark"] == "scheduler"
+    assert found["command"].startswith("python -m roseinfer.benchmark_scheduler --hf-model-id tiny")
+    assert found["config"]["model"] == "tiny"
+    assert found["facts"].keys() >= {"start_up_s", "copy_bandwidth_gb_per_s"}
+    rows = found["tables"]["throughput"]
+    assert [row["run"] for row in rows] == ["naive", "online", "offline"]
+    for row in rows:
+        assert list(row) == [field.name for field in fields(ThroughputRow)]
+        assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (3, 15, 15)
+        assert 0 < row["decode_s"] < row["total_s"]
+        assert row["completion_tok_per_s"] == pytest.approx(15 / row["total_s"])
+        assert row["total_tok_per_s"] == pytest.approx(30 / row["total_s"])
+    waits = found["tables"]["latencies"]
+    assert [row["what"] for row in waits] == WAITS * 3
+    for row in waits:
+        assert list(row) == [field.name for field in fields(LatencyRow)]
+        assert 0 <= row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"]
+    assert is_chart(chart)
+    printed = capsys.readouterr().out
+    for heading in ("decode s", "completion tok per s", "p50 ms", "mean ms", "TTFT", "queue wait"):
+        assert heading in printed
+
+
+def test_one_mode_alone(tmp_path: Path) -> None:
+    found = document(scheduler_bench.main, ["--mode", "naive", "--pretok"], tmp_path / "one.json")
+    assert [row["run"] for row in found["tables"]["throughput"]] == ["naive"]
+    assert found["tables"]["peers"] == []
+
+
+def test_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--prompt-repeats", "1,3", "--tokenize-workers", "2", "--submit-interval-ms", "2"]
+    words += [
+        "--stream-interval",
+        "2",
+        "--prefill-max-batch-size",
+        "1",
+        "--prefill-max-tokens",
+        "8",
+    ]
+    words += ["--prefill-admission-policy", "pack", "--plot", str(tmp_path / "chart.png")]
+    found = document(streaming_bench.main, words, tmp_path / "streaming.json")
+    assert found["benchmark"] == "streaming"
+    (row,) = found["tables"]["throughput"]
+    assert row["prompt_tokens"] == 5 + (3 * 5 + 2) + 5  # "Hello", and three with spaces between
+    assert [row["what"] for row in found["tables"]["latencies"]] == WAITS
+    assert found["config"]["prefill_admission_policy"] == "pack"
+    assert found["config"]["prefill_max_tokens"] == 8
+    assert is_chart(tmp_path / "chart.png")
+    assert "p99 ms" in capsys.readouterr().out
+
+
+def test_a_chart_is_drawn_later_from_the_json(tmp_path: Path) -> None:
+    document(streaming_bench.main, [], tmp_path / "streaming.json")
+    chart = tmp_path / "later.png"
+    assert bench(["plot", str(tmp_path / "streaming.json"), str(chart)]) == 0
+    assert is_chart(chart)
+
+
+def test_medians_are_over_the_repeats_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 2 untimed runs and 3 timed ones, of which each looks 10 s longer than the last."""
+    real = ThroughputRow.of
+    seen: list[float] = []
+
+    def longer(*args: Any) -> ThroughputRow:
+        row: Any = real(*args)
+        seen.append(10.0 * (len(seen) + 1))
+        object.__setattr__(row, "total_s", seen[-1])
+        return row  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(ThroughputRow, "of", longer)
+    runs = ["--mode", "offline", "--warmup-runs", "2", "--repeat-runs", "3"]
+    found = document(scheduler_bench.main, runs, tmp_path / "repeats.json")
+    assert seen == [10.0, 20.0, 30.0]
+    (row,) = found["tables"]["throughput"]
+    assert (row["fastest_s"], row["total_s"], row["slowest_s"]) == (10.0, 20.0, 30.0)
+
+
+def test_sampling_reaches_the_engine(tmp_path: Path) -> None:
+    words = ["--do-sample", "--temperature", "0.5", "--top-k", "9", "--top-p", "0.8"]
+    config = document(streaming_bench.main, words, tmp_path / "sampled.json")["config"]
+    assert (config["temperature"], config["top_k"], config["top_p"]) == (0.5, 9, 0.8)
+    config = document(streaming_bench.main, [], tmp_path / "greedy.json")["config"]
+    assert (config["temperature"], config["ignore_eos"]) == (0.0, True)
+
+
+def test_engine_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+
+    def note(args: Any, _repeats: Any) -> None:
+        given.append(engine_settings(args))
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(streaming_bench, "Serving", note)
+    words = ["--max-batch-size", "7", "--block-size", "8", "--no-prefix-cache", "--no-paged-attn"]
+    for more in (["--cuda-graph", "--run-ahead", "0"], ["--no-cuda-graph"], []):
+        with pytest.raises(SystemExit):
+            streaming_bench.main([*words, *more])
+    shared = {
+        "max_batch_size": 7,
+        "block_size": 8,
+        "prefix_cache": False,
+        "paged_attention": False,
+    }
+    assert given == [
+        {**shared, "cuda_graph": True, "run_ahead": 0},
+        {**shared, "cuda_graph": False},
+        shared,
+    ]
+
+
+def test_a_switch_that_the_build_lacks_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_source, "has_switch", lambda name: name != "cuda_graph")
+    with pytest.raises(SystemExit) as exit_:
+        scheduler_bench.main([*SMALL, "--cuda-graph"])
+    assert exit_.value.code == 2
+    assert "the engine of this build has no switch cuda_graph" in capsys.readouterr().err
+
+
+REFUSED = {
+    "sampling_without_sampling": (["--top-k", "5"], "--top-k: no effect"),
+    "peers_that_stop": (["--peers"], "add --no-stop-on-eos"),
+    "an_unknown_peer": (["--peers", "sglang"], "--peers sglang: there are transformers-static"),
+    "an_unknown_architecture": (["--random-weights"], "knows the architectures gpt2, llama-1b"),
+    "no_requests": (["--num-requests", "0"], "at least 1"),
+    "a_setting_that_makes_no_sense": (["--block-size", "0"], "at least 1"),
+    "too_long": (["--prompt", "x" * 1024], "leaves no room"),
+    "nowhere_to_write": (["--json", "nowhere/at/all.json"], "make the directory"),
+    "no_picture": (["--plot", "chart.jpeg"], "must end in .png"),
+    "an_unknown_device": (["--device", "tpu"], "tpu"),
+}
+REFUSED_STREAMING = {
+    "nothing_to_tokenize": (["--pretok", "--tokenize-workers", "2"], "drop one of them"),
+    "peers_over_time": (["--peers", "--submit-interval-ms", "3"], "all requests at once"),
+    "time_that_runs_back": (["--submit-interval-ms", "-1"], "at least 0"),
+    "no_repeats": (["--prompt-repeats", "2,0"], "at least 1"),
+    "an_empty_stream": (["--stream-interval", "0"], "at least 1"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("main", [scheduler_bench.main, streaming_bench.main])
+def test_what_makes_no_sense_is_refused(
+    main: Callable[[list[str]], int],
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([*SMALL, *words])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED_STREAMING.values(), ids=REFUSED_STREAMING)
+def test_what_makes_no_sense_of_streams_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        streaming_bench.main([*SMALL, *words])
+    assert message in capsys.readouterr().err
+
+
+def test_without_matplotlib_nothing_is_measured_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
+    )
+    with pytest.raises(SystemExit):
+        scheduler_bench.main([*SMALL, "--plot", str(tmp_path / "chart.png")])
+    told = capsys.readouterr()
+    assert "pip install 'roseinfer[plot]'" in told.err
+    assert "python -m roseinfer.bench plot" in told.err
+    assert told.out == ""
+
+
+@pytest.mark.parametrize("content", ["no json", "[]", "{}", '{"benchmark": "append"}'])
+def test_only_reports_with_a_chart_are_drawn(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.json").write_text(content)
+    with pytest.raises(SystemExit):
+        bench(["plot", str(tmp_path / "report.json"), str(tmp_path / "chart.png")])
+    assert "report" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["benchmark_scheduler", "benchmark_streaming"])
+def test_the_modules_run_as_commands(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--num-requests", "0"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_module(f"roseinfer.{name}", run_name="__main__")
+    assert exit_.value.code == 2
+    assert f"python -m roseinfer.{name}: error: argument --num-requests" in capsys.readouterr().err
