@@ -63,8 +63,8 @@ def _append_attend_kernel(
     tl.store(k_cache + slot, k_new, own)
     tl.store(v_cache + slot, v_new, own)
 
-    scores = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
-    top = tl.where(first, scores, float("-inf"))
+    own_score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+    top = tl.where(first, own_score, float("-inf"))
     total = tl.where(first, 1.0, 0.0) + tl.zeros((TILE_G,), tl.float32)
     sums = tl.zeros((TILE_G, TILE_D), tl.float32) + v_new.to(tl.float32)[None, :]
 
