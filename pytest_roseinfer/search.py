@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import seed as seeded
 from hypothesis import settings as hypothesis_settings
@@ -14,9 +12,10 @@ from hypothesis.errors import Flaky
 from pytest_roseinfer import coverage, reproduce, settings
 from pytest_roseinfer.divergence import Divergence
 from pytest_roseinfer.strategies import histories
+from pytest_roseinfer.undisturbed import undisturbed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from hypothesis.strategies import SearchStrategy
 
@@ -100,22 +99,10 @@ def try_examples(
         # Searches of one run must not all draw the same histories.
         test = seeded(f"{asked.seed} {attempt.__qualname__} {salt}")(test)
     try:
-        with _one_thread():
-            test()
+        undisturbed(test)
     except (Exception, KeyboardInterrupt):
         coverage.current().of(adapter).failed = True
         raise
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keep torch to one thread: tensors this small only wait for the others."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _divergence(failure: BaseException) -> Divergence | None:
