@@ -258,11 +258,15 @@ def test_the_list_names_every_bug(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.partition(":")[0] for line in lines] == [mutant.name for mutant in CATALOGUE]
 
 
-def test_the_list_may_be_read_in_part() -> None:
+@pytest.mark.parametrize("names", [(), (CATALOGUE[0].name,)])  # more than a buffer, and less
+def test_the_list_may_be_read_in_part(names: tuple[str, ...]) -> None:
     reading, writing = os.pipe()
     os.close(reading)  # as head does, only earlier
-    command_line = [sys.executable, "-m", "roseinfer.cli", "mutants", "--list"]
-    done = subprocess.run(command_line, stdout=writing, stderr=subprocess.PIPE, check=False)
+    command_line = [sys.executable, "-m", "roseinfer.cli", "mutants", "--list", *names]
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        command_line, stdout=writing, stderr=subprocess.PIPE, env=buffered, check=False
+    )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")
 
