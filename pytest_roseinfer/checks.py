@@ -19,6 +19,8 @@ from pytest_roseinfer.shipped_tests import ShippedTests
 from pytest_roseinfer.turns import in_turns
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pytest_roseinfer.adapter import KVCacheAdapter
     from pytest_roseinfer.coverage import TargetCoverage
     from pytest_roseinfer.history import History, Operation
@@ -34,8 +36,6 @@ class ConformanceTests(ShippedTests):
 
     def test_histories(self) -> None:
         """Any history leaves the cache as the oracle says, after every step."""
-        from pytest_roseinfer.search import search
-
         target = coverage.current().of(self.adapter)
         target.searched = True
 
@@ -46,34 +46,49 @@ class ConformanceTests(ShippedTests):
         examples = settings.current().examples
         paths = self.adapter.paths_on(settings.current().device)
         for aim, turn, due in in_turns(paths, examples, _EXAMPLES_OF_A_TURN):
-            search(self.adapter, check, examples=due, aim=aim, turn=turn)
+            self._search(check, "run_history", due, aim, turn)
 
     def test_permuting_a_batch_permutes_the_result(self) -> None:
-        self._search("check_permuted", share=0.1)
+        self._compare("check_permuted", share=0.1)
 
     def test_one_batch_equals_its_split_in_two(self) -> None:
-        self._search("check_split", share=0.1)
+        self._compare("check_split", share=0.1)
 
     def test_fork_then_append_equals_copy_then_append(self) -> None:
         if "fork" not in abilities(self.adapter):
             _skip(f"{self.adapter.__name__} does not offer fork()")
-        self._search("check_copied", share=0.1)
+        self._compare("check_copied", share=0.1)
 
     def test_every_option_ends_in_the_same_bits(self) -> None:
         if not self.adapter.option_choices:
             _skip(f"{self.adapter.__name__} has no option_choices")
-        self._search("check_every_option", share=0.05)
+        self._compare("check_every_option", share=0.05)
 
-    def _search(self, name: str, *, share: float) -> None:
+    def _compare(self, name: str, *, share: float) -> None:
+        check = CHECKS[name]
+        examples = max(1, int(settings.current().examples * share))
+        self._search(lambda history: check(self.adapter, history), name, examples)
+
+    def _search(
+        self,
+        check: Callable[[History], object],
+        replayed_by: str,
+        examples: int,
+        aim: str | None = None,
+        turn: int = 0,
+    ) -> None:
         from pytest_roseinfer.search import search
+        from pytest_roseinfer.strategies import histories
 
         coverage.current().of(self.adapter)
-        check = CHECKS[name]
+        asked = settings.current()
         search(
             self.adapter,
-            lambda history: check(self.adapter, history),
-            examples=max(1, int(settings.current().examples * share)),
-            replayed_by=name,
+            check,
+            histories(self.adapter, most_steps=asked.steps, device=asked.device, aim=aim),
+            examples=examples,
+            replayed_by=replayed_by,
+            salt=f"{aim} {turn}",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.difference import Difference
 from pytest_roseinfer.history import History
 from pytest_roseinfer.model import token_label
 from pytest_roseinfer.payload import as_bits
@@ -18,15 +19,14 @@ if TYPE_CHECKING:
     from pytest_roseinfer.payload import Payload
 
 
-class Divergence(AssertionError):
+class Divergence(Difference):
     """Cache and oracle differ. Carries the history up to the step that showed it."""
 
     def __init__(self, machine: Machine, what: str) -> None:
-        self.what = what
         self.history = History(machine.spec, tuple(machine.done), finite=machine.payload.finite)
         super().__init__(
-            f"{what}\n\nafter step {len(machine.done)} of\n{self.history.words()}\n\n"
-            f"{picture(machine)}"
+            what,
+            f"after step {len(machine.done)} of\n{self.history.words()}\n\n{picture(machine)}",
         )
 
 

@@ -160,6 +160,10 @@ class History:
     def size(self) -> int:
         return len(self.operations)
 
+    @property
+    def device(self) -> str:
+        return self.spec.device
+
     def words(self) -> str:
         shape = ", ".join(f"{name}={value}" for name, value in self.spec.to_json().items())
         steps = [f"  {at}. {step.words()}" for at, step in enumerate(self.operations, 1)]

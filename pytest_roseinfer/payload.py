@@ -1,13 +1,14 @@
 """What is written for a token: bits coded by sequence, position, layer, head, and K or V.
 
 Every element of every token differs, so a misplaced one shows, and what is found in the
-wrong place can be decoded back to where it belongs.
+wrong place can be decoded back to where it belongs. A token is asked for after every step from
+the one that writes it on; it is coded once.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,13 +49,17 @@ def _exponent_bits(dtype: torch.dtype) -> tuple[int, int]:
     return (1 << top) - (1 << min(top, mantissa + 3)), 1 << top
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Payload:
     """Codes tokens for caches of one spec."""
 
     spec: CacheSpec
     finite: bool = True
     """Numbers of moderate size. Off: any bit pattern, NaN payloads and infinities too."""
+    _known: torch.Tensor | None = field(default=None, init=False, repr=False)
+    """Tokens coded so far, ``[2, layers, tokens, heads, head_dim]``."""
+    _place: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+    """Where each stands in there."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,13 +68,23 @@ class Payload:
 
     def layer(self, tokens: Sequence[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of tokens in one layer, ``[tokens, heads, head_dim]``."""
-        both = self._coded(tokens, [layer])
-        return both[0, 0], both[1, 0]
+        keys, values = self._of(tokens, slice(layer, layer + 1))
+        return keys[0], values[0]
 
     def all_layers(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of tokens, ``[layers, tokens, heads, head_dim]``."""
-        both = self._coded(tokens, range(self.spec.num_layers))
-        return both[0], both[1]
+        keys, values = self._of(tokens, slice(None))
+        return keys, values
+
+    def _of(self, tokens: Sequence[int], layers: slice) -> torch.Tensor:
+        """The codes of tokens, which whoever asked may overwrite."""
+        new = [token for token in dict.fromkeys(tokens) if token not in self._place]
+        if new or self._known is None:
+            coded = self._coded(new, range(self.spec.num_layers))
+            self._known = coded if self._known is None else torch.cat([self._known, coded], 2)
+            self._place.update(zip(new, range(len(self._place), self._known.shape[2]), strict=True))
+        places = torch.tensor([self._place[token] for token in tokens], dtype=torch.int64)
+        return self._known[:, layers].index_select(2, places.to(self.spec.device))
 
     def _coded(self, tokens: Sequence[int], layers: Iterable[int]) -> torch.Tensor:
         spec = self.spec

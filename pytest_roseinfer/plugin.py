@@ -146,18 +146,18 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show a difference as its message alone: the way to it leads through the harness."""
     report = yield
-    divergence = sys.modules.get("pytest_roseinfer.divergence")
-    if call.excinfo is None or divergence is None or item.config.getoption("fulltrace"):
+    difference = sys.modules.get("pytest_roseinfer.difference")
+    if call.excinfo is None or difference is None or item.config.getoption("fulltrace"):
         return report
     failure = call.excinfo.value
-    if isinstance(failure, divergence.Divergence):
+    if isinstance(failure, difference.Difference):
         shown = call.excinfo.getrepr(style="value", chain=False)
         if shown.reprcrash:  # what the short summary says
             shown.reprcrash.message = failure.what
         report.longrepr = shown
         if failure.__cause__:
             trace = "".join(traceback.format_exception(failure.__cause__))
-            report.sections.append(("raised by the cache", trace))
+            report.sections.append(("raised by what was tested", trace))
     return report
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.adapter import CacheSpec
+    from pytest_roseinfer.reproduce import Example
 
 
 class TraceError(ValueError):
@@ -16,24 +16,23 @@ class TraceError(ValueError):
 
 
 def replay(file: str) -> int:
-    """Run the history in ``file``; 1 when it still fails, 0 when it runs through."""
+    """Run what is in ``file``; 1 when it still fails, 0 when it runs through."""
     trace = _read(file)
     # Triton asks for its switch when kernels are defined, so before any of this is imported.
     os.environ.update(trace["environment"])
 
     from pytest_roseinfer import reproduce
-    from pytest_roseinfer.divergence import Divergence
-    from pytest_roseinfer.history import History
+    from pytest_roseinfer.difference import Difference
 
-    history = History.from_json(trace["history"])
-    _need_device(file, history.spec)
-    print(f"replaying on {trace['adapter']} ({trace['check']}):\n{history.words()}\n")
+    example = reproduce.example_of(trace)
+    _need_device(file, example)
+    print(f"replaying on {trace['adapter']} ({trace['check']})\n")
     try:
         reproduce.run(trace)
-    except Divergence as failure:
+    except Difference as failure:
         print(f"FAILED: {failure}")
         return 1
-    print("the history ran through: nothing differed")
+    print(f"{example.words()}\n\nit ran through: nothing differed")
     return 0
 
 
@@ -44,18 +43,18 @@ def _read(file: str) -> dict[str, Any]:
         raise TraceError(f"{file}: {error.strerror}") from None
     except ValueError as error:
         raise TraceError(f"{file} is no trace: {error}") from None
-    expected = {"adapter", "file", "folders", "environment", "check", "history"}
+    expected = {"adapter", "file", "folders", "environment", "check", "example"}
     if not (isinstance(trace, dict) and expected <= trace.keys()):
         raise TraceError(f"{file} is no trace: expected the fields {', '.join(sorted(expected))}")
     return trace
 
 
-def _need_device(file: str, spec: CacheSpec) -> None:
+def _need_device(file: str, example: Example) -> None:
     import torch
 
-    device = torch.device(spec.device)
+    device = torch.device(example.device)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise TraceError(
-            f'{file} was recorded on "{spec.device}", which this machine does not have; change '
+            f'{file} was recorded on "{example.device}", which this machine does not have; change '
             '"device" in the file to replay it elsewhere'
         )

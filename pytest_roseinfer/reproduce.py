@@ -1,4 +1,4 @@
-"""A failing history, saved so that it can be run again: as a trace, and as a script."""
+"""A failing history or mix of requests, saved to be run again: as a trace, and as a script."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pprint import pformat
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import coverage
+from pytest_roseinfer.engines.mix import RequestMix
+from pytest_roseinfer.engines.run import run_forks, run_mix
 from pytest_roseinfer.environment import variables
 from pytest_roseinfer.history import History
 from pytest_roseinfer.loading import load_target
@@ -26,16 +28,20 @@ from pytest_roseinfer.metamorphic import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_roseinfer.adapter import KVCacheAdapter
+    from pytest_roseinfer.offers import Adapter
 
-CHECKS: dict[str, Callable[[type[KVCacheAdapter], History], object]] = {
+Example = History | RequestMix
+_OF_MIXES = (run_mix, run_forks)
+CHECKS: dict[str, Callable[[type[Any], Any], object]] = {
     check.__name__: check
-    for check in (run_history, check_permuted, check_split, check_copied, check_every_option)
-}
-"""What a history can be put to, by the name a trace gives it."""
+    for check in (
+        run_history, check_permuted, check_split, check_copied, check_every_option, *_OF_MIXES,
+    )
+}  # fmt: skip
+"""What an example can be put to, by the name a trace gives it."""
 
 _SCRIPT = '''\
-"""Replays a failing history on {adapter}. Needs neither pytest nor Hypothesis."""
+"""Replays a failure of {adapter}. Needs neither pytest nor Hypothesis."""
 
 {message}
 
@@ -45,21 +51,19 @@ import sys
 os.environ.update({environment})
 sys.path[:0] = {folders}
 
-from pytest_roseinfer.history import History
+from {kind.__module__} import {kind.__name__}
 from pytest_roseinfer.loading import load_target
-from pytest_roseinfer.{module} import {check}
+from {module} import {check}
 
-HISTORY = {history}
+EXAMPLE = {example}
 
 Adapter = load_target({adapter!r}, {file!r})
-{check}(Adapter, History.from_json(HISTORY))
-print("the history ran through: nothing differed")
+{check}(Adapter, {kind.__name__}.from_json(EXAMPLE))
+print("it ran through: nothing differed")
 '''
 
 
-def save(
-    adapter: type[KVCacheAdapter], history: History, check: str, message: str, folder: str
-) -> str:
+def save(adapter: type[Adapter], example: Example, check: str, message: str, folder: str) -> str:
     """Write the trace and the script; say how to run them, or why there are none."""
     name = coverage.name_of(adapter)
     if "<locals>" in name:
@@ -70,7 +74,7 @@ def save(
         "folders": _folders(),
         "environment": variables(),
         "check": check,
-        "history": history.to_json(),
+        "example": example.to_json(),
     }
     try:
         trace_file, script_file = _write(trace, message, Path(folder))
@@ -81,10 +85,18 @@ def save(
 
 
 def run(trace: dict[str, Any]) -> None:
-    """Put the history of a trace to its check; raises ``Divergence`` as long as it fails."""
+    """Put the example of a trace to its check; raises ``Difference`` as long as it fails."""
     sys.path[:0] = [folder for folder in trace["folders"] if folder not in sys.path]
     adapter: Any = load_target(trace["adapter"], trace["file"])
-    CHECKS[trace["check"]](adapter, History.from_json(trace["history"]))
+    CHECKS[trace["check"]](adapter, example_of(trace))
+
+
+def example_of(trace: dict[str, Any]) -> Example:
+    return _kind(trace).from_json(trace["example"])
+
+
+def _kind(trace: dict[str, Any]) -> type[Example]:
+    return RequestMix if CHECKS[trace["check"]] in _OF_MIXES else History
 
 
 def _write(trace: dict[str, Any], message: str, folder: Path) -> tuple[Path, Path]:
@@ -98,9 +110,10 @@ def _write(trace: dict[str, Any], message: str, folder: Path) -> tuple[Path, Pat
     trace_file.write_text(text, encoding="utf-8")
     script = _SCRIPT.format(
         **{name: trace[name] for name in ("adapter", "file", "check", "environment", "folders")},
-        module=CHECKS[trace["check"]].__module__.rpartition(".")[2],
+        kind=_kind(trace),
+        module=CHECKS[trace["check"]].__module__,
         message="\n".join(f"# {line}".rstrip() for line in message.splitlines()),
-        history=pformat(trace["history"], width=96, sort_dicts=False),
+        example=pformat(trace["example"], width=96, sort_dicts=False),
     )
     script_file.write_text(script, encoding="utf-8")
     return trace_file, script_file

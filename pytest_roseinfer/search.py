@@ -1,63 +1,57 @@
-"""Looking for a history on which a check fails, and saving the one that was found."""
+"""Looking for an example on which a check fails, and saving the one that was found."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import seed as seeded
 from hypothesis import settings as hypothesis_settings
 from hypothesis.errors import Flaky
 
 from pytest_roseinfer import coverage, reproduce, settings
-from pytest_roseinfer.divergence import Divergence
-from pytest_roseinfer.strategies import histories
+from pytest_roseinfer.difference import Difference
+from pytest_roseinfer.undisturbed import undisturbed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from hypothesis.strategies import SearchStrategy
 
-    from pytest_roseinfer.adapter import KVCacheAdapter
+    from pytest_roseinfer.engines.mix import RequestMix
     from pytest_roseinfer.history import History
     from pytest_roseinfer.offers import Adapter
+    from pytest_roseinfer.reproduce import Example
 
-_Example = TypeVar("_Example")
+_Example = TypeVar("_Example", "History", "RequestMix")
 
 
 def search(
-    adapter: type[KVCacheAdapter],
-    check: Callable[[History], object],
+    adapter: type[Adapter],
+    check: Callable[[_Example], object],
+    drawn: SearchStrategy[_Example],
     *,
     examples: int,
-    aim: str | None = None,
-    turn: int = 0,
-    replayed_by: str = "run_history",
+    replayed_by: str,
+    salt: str,
 ) -> None:
-    """Look for a history on which ``check`` fails among so many ``examples``.
+    """Look for a history, or mix of requests, on which ``check`` fails; save what was found.
 
-    With ``aim``, histories start with the switches that path needs; ``turn`` counts searches
-    that differ in nothing else. ``replayed_by`` names the one of ``reproduce.CHECKS`` that is
-    to run a failing history again.
+    ``replayed_by`` names the one of ``reproduce.CHECKS`` that is to run it again. Searches that
+    differ in nothing else need different ``salt``, so that they do not draw the same.
     """
-    asked = settings.current()
-    drawn = histories(adapter, most_steps=asked.steps, device=asked.device, aim=aim)
-    tried: list[History] = []
+    tried: list[_Example] = []
     try:
-        try_examples(
-            adapter, check, drawn, examples, name=replayed_by, salt=f"{aim} {turn}", tried=tried
-        )
+        try_examples(adapter, check, drawn, examples, name=replayed_by, salt=salt, tried=tried)
     except (Exception, KeyboardInterrupt) as failure:
         if not tried:
             raise
-        (history,) = tried  # the last that was tried is the shrunk one
-        found = _divergence(failure)
+        (example,) = tried  # the last that was tried is the shrunk one
+        found = _difference(failure)
         if found is None:
-            _note(failure, history, _saved(adapter, history, replayed_by, repr(failure)))
+            _note(failure, example, _saved(adapter, example, replayed_by, repr(failure)))
             raise
-        found.args = (f"{found}\n\n{_saved(adapter, history, replayed_by, str(found))}",)
+        found.args = (f"{found}\n\n{_saved(adapter, example, replayed_by, str(found))}",)
         raise found from found.__cause__
 
 
@@ -100,46 +94,33 @@ def try_examples(
         # Searches of one run must not all draw the same histories.
         test = seeded(f"{asked.seed} {attempt.__qualname__} {salt}")(test)
     try:
-        with _one_thread():
-            test()
+        undisturbed(test)
     except (Exception, KeyboardInterrupt):
         coverage.current().of(adapter).failed = True
         raise
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keep torch to one thread: tensors this small only wait for the others."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _divergence(failure: BaseException) -> Divergence | None:
+def _difference(failure: BaseException) -> Difference | None:
     """The difference that ended a search, alone or among what Hypothesis calls flaky."""
-    if isinstance(failure, Divergence):
+    if isinstance(failure, Difference):
         return failure
     if isinstance(failure, Flaky):
         for part in getattr(failure, "exceptions", ()):
-            if isinstance(part, Divergence):
-                found = _divergence(part)
+            if isinstance(part, Difference):
                 part.args = (
-                    f"{part}\n\nThe same history passed when it was tried again: what the cache "
-                    "does depends on more than what is done to it.",
+                    f"{part}\n\nThe same passed when it was tried again: what happens depends on "
+                    "more than what is done.",
                 )
-                return found
+                return part
     return None
 
 
-def _saved(adapter: type[KVCacheAdapter], history: History, check: str, message: str) -> str:
+def _saved(adapter: type[Adapter], example: Example, check: str, message: str) -> str:
     """Save a failure; say how it is run again."""
     folder = settings.current().failures_dir
-    return reproduce.save(adapter, history, check, message, folder) if folder else ""
+    return reproduce.save(adapter, example, check, message, folder) if folder else ""
 
 
-def _note(failure: BaseException, history: History, how: str) -> None:
-    """Say after an error on which history it was raised, in place of Hypothesis's own note."""
-    vars(failure)["__notes__"] = [f"\non {history.words()}\n\n{how}".rstrip()]
+def _note(failure: BaseException, example: Example, how: str) -> None:
+    """Say after an error on what it was raised, in place of Hypothesis's own note."""
+    vars(failure)["__notes__"] = [f"\non {example.words()}\n\n{how}".rstrip()]

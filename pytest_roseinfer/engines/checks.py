@@ -49,8 +49,8 @@ class EngineTests(ShippedTests):
         aim: str | None = None,
         turn: int = 0,
     ) -> None:
-        from pytest_roseinfer import search
         from pytest_roseinfer.engines.strategies import request_mixes
+        from pytest_roseinfer.search import search
 
         target = coverage.current().of(self.adapter)
         asked = settings.current()
@@ -59,12 +59,11 @@ class EngineTests(ShippedTests):
             target.note(check(self.adapter, mix))
             target.histories += 1
 
-        search.try_examples(
+        search(
             self.adapter,
             attempt,
             request_mixes(self.adapter, most_steps=asked.steps, device=asked.device, aim=aim),
-            max(1, examples),
-            name=check.__name__,
+            examples=max(1, examples),
+            replayed_by=check.__name__,
             salt=f"{aim} {turn}",
-            tried=[],
         )

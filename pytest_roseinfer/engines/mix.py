@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -75,3 +75,15 @@ class RequestMix:
         ]
         lines += [f"{at}. {asked.words()}" for at, asked in enumerate(self.requests)]
         return "\n  ".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RequestMix:
+        return cls(**{**data, "requests": tuple(map(_asked, data["requests"]))})
+
+
+def _asked(data: Mapping[str, Any]) -> Asked:
+    sampling = Sampling(**data["sampling"])
+    return Asked(**{**data, "prompt": tuple(data["prompt"]), "sampling": sampling})

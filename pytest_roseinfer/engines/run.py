@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pytest_roseinfer.difference import Difference
+
 if TYPE_CHECKING:
     from pytest_roseinfer.engines.adapter import EngineAdapter
     from pytest_roseinfer.engines.mix import Asked, RequestMix
@@ -14,19 +16,12 @@ _SLACK = 20
 """Steps an engine may take beyond one for every token of every request."""
 
 
-class MixDivergence(AssertionError):
-    """An engine whose requests got something else than they get alone."""
+class MixDivergence(Difference):
+    """An engine whose requests got something else than they get alone. Carries the mix."""
 
-    def __init__(
-        self, adapter: type[EngineAdapter], mix: RequestMix, what: str, check: str = "run_mix"
-    ) -> None:
-        name = f"{adapter.__module__}:{adapter.__qualname__}"
-        super().__init__(
-            f"{what}\n\n{name}, {mix.words()}\n\nTo see it again:\n\n"
-            f"from {adapter.__module__} import {adapter.__name__}\n"
-            f"from pytest_roseinfer import Asked, RequestMix, Sampling, {check}\n"
-            f"{check}({adapter.__name__}, {mix!r})"
-        )
+    def __init__(self, mix: RequestMix, what: str) -> None:
+        super().__init__(what, mix.words())
+        self.mix = mix
 
 
 @dataclass(slots=True)
@@ -130,10 +125,10 @@ class _MixRun:
         self.fail(f"request {each.number}, token {at}: {found}; alone {right}")
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
-        raise MixDivergence(type(self.adapter), self.mix, what) from cause
+        raise MixDivergence(self.mix, what) from cause
 
 
-def _paths(engine: EngineAdapter, mix: RequestMix, check: str = "run_mix") -> Counter[str]:
+def _paths(engine: EngineAdapter, mix: RequestMix) -> Counter[str]:
     counts = Counter({str(name): n for name, n in engine.path_counts().items() if n})
     twins = (path.equals for path in engine.paths.values())
     declared = {*engine.paths, *twins, *engine.conditions}
@@ -145,7 +140,7 @@ def _paths(engine: EngineAdapter, mix: RequestMix, check: str = "run_mix") -> Co
         if counts[name] and switches.items() <= mix.options.items()
     ]
     if wrong:
-        raise MixDivergence(type(engine), mix, wrong[0], check)
+        raise MixDivergence(mix, wrong[0])
     return counts
 
 
@@ -176,12 +171,8 @@ def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
         if at is not None and engine.undecided([*prompt, *found[:at]], sampling, mix):
             continue
         raise MixDivergence(
-            adapter,
-            mix,
-            f"fork {number} of request 0's prompt got {found}; alone it gets {wanted}",
-            "run_forks",
+            mix, f"fork {number} of request 0's prompt got {found}; alone it gets {wanted}"
         )
     if left := engine.leftovers():
-        said = f"every fork was released, and left are {left}"
-        raise MixDivergence(adapter, mix, said, "run_forks")
-    return _paths(engine, mix, "run_forks")
+        raise MixDivergence(mix, f"every fork was released, and left are {left}")
+    return _paths(engine, mix)

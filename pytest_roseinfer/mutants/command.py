@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from pytest_roseinfer.loading import TargetError, load_target
 from pytest_roseinfer.mutants import report
 from pytest_roseinfer.mutants.catalogue import CATALOGUE, find
 from pytest_roseinfer.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Task
 from pytest_roseinfer.mutants.options import DESCRIPTION, add_options
 from pytest_roseinfer.mutants.results import sum_up
 from pytest_roseinfer.mutants.runner import WorkerFailed, run
-from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS
+from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, choose_kernel_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,12 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(asked: argparse.Namespace) -> int:
     try:
         mutants = [find(name) for name in asked.names] or list(CATALOGUE)
+        _check_targets(asked)
     except KeyError as error:
         print(f"{error.args[0]}; --list names them all", file=sys.stderr)
         return 2
+    except TargetError as error:
+        print(f"--targets: {error}", file=sys.stderr)
+        return 2
     if asked.list:
-        for mutant in mutants:
-            print(f"{mutant.name}: {mutant.wrong}")
+        _list(mutants)
         return 0
     try:
         if asked.false_alarms:
@@ -51,6 +56,26 @@ def run_command(asked: argparse.Namespace) -> int:
     except WorkerFailed as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def _check_targets(asked: argparse.Namespace) -> None:
+    if not asked.targets:
+        return
+    if not asked.false_alarms:
+        raise TargetError("planted bugs have their own; it goes with --false-alarms")
+    choose_kernel_runtime()
+    for name in asked.targets:
+        load_target(name)
+
+
+def _list(mutants: Sequence[Mutant]) -> None:
+    try:
+        for mutant in mutants:
+            print(f"{mutant.name}: {mutant.wrong}")
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads, such as head, has seen enough
+        # What is still buffered must go somewhere when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def jobs_for(mutants: Sequence[Mutant], *, seeds: int, compare: bool) -> list[Job]:
@@ -68,12 +93,12 @@ def jobs_for(mutants: Sequence[Mutant], *, seeds: int, compare: bool) -> list[Jo
     return jobs
 
 
-def alarm_jobs(seeds: int) -> list[Job]:
+def alarm_jobs(seeds: int, targets: tuple[str, ...]) -> list[Job]:
     """The dev profile on a copy without a bug, once for every seed."""
     tasks = [Task(HUNT, seed) for seed in range(seeds)]
     dev = PROFILES["dev"]
     return [
-        Job(None, SHIPPED_TARGETS, tuple(tasks[at : at + _SEEDS_OF_A_JOB]), dev.examples, dev.steps)
+        Job(None, targets, tuple(tasks[at : at + _SEEDS_OF_A_JOB]), dev.examples, dev.steps)
         for at in range(0, seeds, _SEEDS_OF_A_JOB)
     ]
 
@@ -96,10 +121,12 @@ def _look_for_bugs(asked: argparse.Namespace, mutants: list[Mutant]) -> int:
 
 
 def _look_for_false_alarms(asked: argparse.Namespace) -> int:
-    outcomes, seconds = _do(alarm_jobs(asked.false_alarms), asked.jobs, "seeds")
-    print(report.alarms(outcomes, seconds))
+    targets = tuple(asked.targets or SHIPPED_TARGETS)
+    outcomes, seconds = _do(alarm_jobs(asked.false_alarms, targets), asked.jobs, "seeds")
+    said = report.alarms(outcomes, targets, seconds)
+    print(said)
     if asked.write_docs:
-        report.write_alarms(Path(asked.write_docs), outcomes, seconds, _command(asked))
+        report.write_alarms(Path(asked.write_docs), said, _command(asked))
     return int(any(outcome.killed for outcome in outcomes))
 
 
@@ -113,7 +140,8 @@ def _do(jobs: Sequence[Job], processes: int, what: str) -> tuple[list[Outcome], 
 def _command(asked: argparse.Namespace) -> str:
     parts = ["roseinfer mutants", *asked.names]
     if asked.false_alarms:
-        parts.append(f"--false-alarms {asked.false_alarms}")
+        parts += [f"--false-alarms {asked.false_alarms}"]
+        parts += ["--targets", *asked.targets] if asked.targets else []
     elif asked.quick:
         parts.append("--quick")
     elif asked.seeds != 10:

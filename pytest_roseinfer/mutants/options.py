@@ -33,7 +33,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--false-alarms",
         type=_at_least_one,
         metavar="SEEDS",
-        help="instead, run the dev profile with so many seeds on a cache without a planted bug",
+        help="instead, run the dev profile with so many seeds on targets without a planted bug",
+    )
+    parser.add_argument(
+        "--targets",
+        nargs="+",
+        metavar="TARGET",
+        help="which ones, as package.module:Class (default: those that are shipped and required)",
     )
 
 

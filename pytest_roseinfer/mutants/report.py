@@ -83,11 +83,12 @@ def summary(results: Sequence[Result], seconds: float) -> str:
     return "\n".join(lines)
 
 
-def alarms(outcomes: Sequence[Outcome], seconds: float) -> str:
+def alarms(outcomes: Sequence[Outcome], targets: Sequence[str], seconds: float) -> str:
     failed = [outcome for outcome in outcomes if outcome.killed]
     lines = [
-        f"{len(outcomes)} seeds of the dev profile on the block manager without a planted bug: "
-        f"{len(failed)} failed ({seconds:.0f} s)"
+        f"{len(outcomes)} seeds of the dev profile on each of these, without a planted bug: "
+        f"{len(failed)} failed ({seconds:.0f} s)",
+        *(f"- {name}" for name in targets),
     ]
     lines += [f"seed {alarm.seed}: {alarm.check}: {alarm.what}" for alarm in failed]
     return "\n".join(lines)
@@ -102,8 +103,9 @@ def write_results(file: Path, results: Sequence[Result], seconds: float, command
     _put(file, _RESULTS, "\n".join(body))
 
 
-def write_alarms(file: Path, outcomes: Sequence[Outcome], seconds: float, command: str) -> None:
-    _put(file, _ALARMS, f"{_how(command)}\n{alarms(outcomes, seconds)}.\n")
+def write_alarms(file: Path, said: str, command: str) -> None:
+    """Put what ``alarms`` said into the page."""
+    _put(file, _ALARMS, f"{_how(command)}\n{said}\n")
 
 
 def _how(command: str) -> str:

@@ -155,8 +155,9 @@ class _ManagerAdapter(KVCacheAdapter):
             if (info.layer, info.start) != (layer - layer % per_group, at * self.spec.block_size):
                 raise AssertionError(f"block {at} of the list has the record {info}")
         length = sum(info.length for info in infos)
+        named = torch.tensor(blocks, dtype=torch.int64, device=self.manager.device)
         keys, values = (
-            cache[layer, blocks].transpose(1, 2).flatten(0, 1)[:length]
+            cache[layer].index_select(0, named).transpose(1, 2).flatten(0, 1)[:length]
             for cache in (self.manager.keys, self.manager.values)
         )
         return keys, values

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -37,6 +39,14 @@ _TORCH_WITH_GPUS = """
 """
 
 
+# Whatever imports one of these fails, as it would where they are not installed.
+_WITHOUT_PYTEST = """
+import runpy, sys
+sys.modules["pytest"] = sys.modules["hypothesis"] = None
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
 @dataclass
 class Project:
     pytester: pytest.Pytester
@@ -67,6 +77,20 @@ class Project:
     def pytest(self, *arguments: str) -> pytest.RunResult:
         """Run in a process of its own, so that the plugin comes in as it does for a user."""
         return self.pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
+
+    def saved(self, suffix: str) -> Path:
+        """The trace, or script, of the one failure there was."""
+        (file,) = (self.path / ".roseinfer").glob(f"*{suffix}")
+        return file
+
+    def run_script(self) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", _WITHOUT_PYTEST, str(self.saved(".py"))],
+            cwd=self.path.parent,  # not where the project is
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
 
 @pytest.fixture

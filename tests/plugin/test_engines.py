@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import replace
@@ -152,7 +153,7 @@ def test_each_that_is_not_is_rejected_for_what_it_does(engines: Project) -> None
     unlike = {
         each.__name__: found.get(each.__name__)
         for each, said in REASONS.items()
-        if not re.search(rf"MixDivergence: {said}\n\n", found.get(each.__name__, ""))
+        if not re.fullmatch(said, found.get(each.__name__, ""))
     }
     assert unlike == {}
     # What never happens cannot be wrong: no test fails, and the run does.
@@ -192,7 +193,7 @@ def test_the_example_fails_as_it_says(project: Project, how_to: tuple[str, str])
     project.pytest(*FEW, "--junitxml=results.xml").assert_outcomes(failed=1, skipped=1)
     # The numbers are those of one of the smallest mixes.
     alike = re.sub(r"\d+", r"\\d+", " ".join(said.split()))
-    assert re.search(f"{alike}\n", failures(project)["MyEngine"])
+    assert re.fullmatch(alike, failures(project)["MyEngine"])
 
 
 def test_it_says_what_an_adapter_lacks() -> None:
@@ -250,36 +251,48 @@ SHOWN = mix(
 def test_a_failure_tells_its_mix_in_words() -> None:
     with pytest.raises(MixDivergence) as caught:
         run_mix(LosesTheLastToken, SHOWN)
-    told = str(caught.value).partition("\n\nTo see it again:")[0].splitlines()
-    assert told[1:] == [
+    assert str(caught.value).splitlines()[1:] == [
         "",
-        "tests.plugin.engines.broken_engines:LosesTheLastToken, a cache of 30 tokens in blocks "
-        "of 4, batch_size=2, prefixes=False",
+        "a cache of 30 tokens in blocks of 4, batch_size=2, prefixes=False",
         "  0. at step 0: 2 tokens [1, 2], up to 3 new, drawn at temperature 1.0 from seed 2, "
         "repetition penalty 1.5",
         "  1. at step 1: 1 tokens [3], up to 4 new, past the end of the text, cancelled 2 steps "
         "later",
     ]
+    assert caught.value.mix is SHOWN
+
+
+def test_a_mix_survives_being_saved() -> None:
+    assert RequestMix.from_json(json.loads(json.dumps(SHOWN.to_json()))) == SHOWN
 
 
 @pytest.mark.parametrize(
-    ("check", "adapter"),
-    [
-        (run_mix, LosesTheLastToken),
-        (run_mix, GeneratesOneTokenMore),
-        (run_forks, ForksShareTheirDraws),
-    ],
+    ("adapter", "said"),
+    [(LosesTheLastToken, "request "), (ForksShareTheirDraws, "fork ")],  # run_mix and run_forks
 )
-def test_what_a_failure_says_to_run_fails_the_same(
-    check: Callable[[type[EngineAdapter], RequestMix], object], adapter: type[EngineAdapter]
+def test_a_failing_mix_is_said_once_and_runs_again_until_it_is_mended(
+    engines: Project, adapter: type[EngineAdapter], said: str
 ) -> None:
-    drawn = Sampling(5, temperature=1.0, ignore_eos=True)
-    with pytest.raises(MixDivergence) as caught:
-        check(adapter, mix(asked(1, 2, sampling=drawn), asked(3, sampling=drawn, arrives=1)))
-    script = str(caught.value).partition("To see it again:\n\n")[2]
-    with pytest.raises(MixDivergence) as again:
-        exec(compile(script, "what it says", "exec"), {})
-    assert str(again.value) == str(caught.value)
+    engines.write(test_it=file_testing(adapter))
+    shown = engines.pytest(*FEW).stdout.str().partition("= FAILURES =")[2]
+    (line,) = {line for line in shown.splitlines() if line.startswith(said)}
+    assert shown.count(f"{line}\n\na cache of ") == 1
+    for noise in ("Traceback", "Failing test case", "RequestMix(", "engines/run.py"):
+        assert noise not in shown
+    trace, script = engines.saved(".json"), engines.saved(".py")
+    assert f"replay with: pytest --roseinfer-replay {trace}\n         or: python {script}" in shown
+    broken = engines.pytest("--roseinfer-replay", str(trace))
+    assert (broken.ret, broken.stdout.str().count(line)) == (pytest.ExitCode.TESTS_FAILED, 1)
+    assert f"MixDivergence: {line}\n" in engines.run_script().stderr
+
+    right = ToyForks if adapter.defines("forked") else ToyAdapter
+    for file in (trace, script):
+        old, new = (f"{each.__module__}:{each.__qualname__}" for each in (adapter, right))
+        text = file.read_text().replace("broken_engines.py", "toy_engine.py")
+        file.write_text(text.replace(old, new))
+    assert engines.pytest("--roseinfer-replay", str(trace)).ret == pytest.ExitCode.OK
+    mended = engines.run_script()
+    assert (mended.stdout, mended.stderr) == ("it ran through: nothing differed\n", "")
 
 
 def test_forks_get_a_cache_that_has_room_for_all() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +23,10 @@ from pytest_roseinfer.mutants.mutant import COMPACTED, MANAGERS, Mutant, StaleMu
 from pytest_roseinfer.mutants.results import sum_up
 from pytest_roseinfer.mutants.runner import WorkerFailed, run
 from pytest_roseinfer.mutants.tally import Tally
+from pytest_roseinfer.settings import SHIPPED_TARGETS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 DOCS = Path(__file__).parents[2] / "docs" / "mutants.md"
 APPLICABLE = {*range(1, 36)} - {14, 21, 22, 30}
@@ -225,12 +228,16 @@ def test_a_section_of_the_page_is_replaced_and_the_rest_kept(tmp_path: Path) -> 
     page = tmp_path / "mutants.md"
     results = sum_up([EQUIVALENT], [outcome(0, killed=True)])
     report.write_results(page, results, 1.0, "first command")
-    report.write_alarms(page, [outcome(0, killed=False)], 2.0, "alarm command")
+    alarms = report.alarms([outcome(0, killed=False)], ["one:Target", "another:Target"], 2.0)
+    report.write_alarms(page, alarms, "alarm command")
     report.write_results(page, results, 3.0, "second command")
     text = page.read_text()
     assert "first command" not in text
     assert text.index("second command") < text.index("alarm command")
-    assert "1 seeds of the dev profile on the block manager without a planted bug: 0 failed" in text
+    assert (
+        "1 seeds of the dev profile on each of these, without a planted bug: 0 failed (2 s)\n"
+        "- one:Target\n- another:Target\n"
+    ) in text
     assert all(f"| {row:5} |" in text for row in KNOWN_BUGS)
 
 
@@ -238,7 +245,7 @@ def test_a_page_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text("mine")
     with pytest.raises(ValueError, match="no section"):
-        report.write_alarms(page, [], 0.0, "")
+        report.write_alarms(page, "", "")
     assert page.read_text() == "mine"
 
 
@@ -251,6 +258,19 @@ def test_the_list_names_every_bug(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.partition(":")[0] for line in lines] == [mutant.name for mutant in CATALOGUE]
 
 
+@pytest.mark.parametrize("names", [(), (CATALOGUE[0].name,)])  # more than a buffer, and less
+def test_the_list_may_be_read_in_part(names: tuple[str, ...]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)  # as head does, only earlier
+    command_line = [sys.executable, "-m", "roseinfer.cli", "mutants", "--list", *names]
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        command_line, stdout=writing, stderr=subprocess.PIPE, env=buffered, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_an_unknown_name_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["no-such-bug"]) == 2
     assert "no mutant is called 'no-such-bug'" in capsys.readouterr().err
@@ -258,9 +278,48 @@ def test_an_unknown_name_is_a_usage_error(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("seeds", [1, 4, 9])
 def test_every_seed_is_looked_at_for_false_alarms(seeds: int) -> None:
-    tasks = [task for job in command.alarm_jobs(seeds) for task in job.tasks]
-    assert tasks == [Task(HUNT, seed) for seed in range(seeds)]
-    assert all(job.mutant is None for job in command.alarm_jobs(seeds))
+    jobs = command.alarm_jobs(seeds, ("one:Target",))
+    assert [task for job in jobs for task in job.tasks] == [Task(HUNT, n) for n in range(seeds)]
+    assert {(job.mutant, job.targets) for job in jobs} == {(None, ("one:Target",))}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "targets"),
+    [((), SHIPPED_TARGETS), (("--targets", *MANAGERS), MANAGERS)],
+)
+def test_false_alarms_are_looked_for_on_the_targets_named(
+    arguments: tuple[str, ...],
+    targets: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def pretend(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
+        assert processes == 1
+        assert {job.targets for job in jobs} == {targets}
+        return (Outcome(None, HUNT, task.seed) for job in jobs for task in job.tasks)
+
+    monkeypatch.setattr(command, "run", pretend)
+    page = tmp_path / "mutants.md"
+    asked = ["--false-alarms", "6", "--jobs", "1", "--write-docs", str(page), *arguments]
+    assert command.main(asked) == 0
+    written = page.read_text().partition("## No false alarms")[2].partition("<!-- end -->")[0]
+    assert " ".join(("--false-alarms 6", *arguments, "--write-docs")) in written
+    assert "6 seeds of the dev profile on each" in written
+    assert [line[2:] for line in written.splitlines() if line.startswith("- ")] == [*targets]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--targets", MANAGERS[0]), "--targets: planted bugs have their own"),
+        (("--false-alarms", "1", "--targets", "no.such:Cache"), "--targets: no.such:Cache: "),
+    ],
+)
+def test_targets_that_make_no_sense_are_a_usage_error(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(arguments) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_job_survives_the_trip_to_the_worker() -> None:

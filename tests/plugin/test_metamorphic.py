@@ -1,0 +1,49 @@
+"""Two histories that must end alike are two runs; one history that has no twin is one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_roseinfer import CacheSpec, History
+from pytest_roseinfer.history import Append, Fork
+from pytest_roseinfer.metamorphic import check_copied, check_permuted, check_split
+from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_roseinfer import KVCacheAdapter
+    from pytest_roseinfer.history import Operation
+
+ONE_BY_ONE = (Append((0,)), Append((1,)))
+TOGETHER = (*ONE_BY_ONE, Append((0, 1)))
+FORKED = (Append((0,)), Fork(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("check", "steps", "runs"),
+    [
+        (check_permuted, ONE_BY_ONE, 1),
+        (check_permuted, TOGETHER, 2),
+        (check_split, ONE_BY_ONE, 1),
+        (check_split, TOGETHER, 2),
+        (check_copied, TOGETHER, 1),
+        (check_copied, FORKED, 2),
+    ],
+)
+def test_a_history_is_run_again_if_there_is_something_to_compare(
+    check: Callable[[type[KVCacheAdapter], History], None],
+    steps: tuple[Operation, ...],
+    runs: int,
+) -> None:
+    made: list[CacheSpec] = []
+
+    class Watched(GroupedManager):
+        def make(self, spec: CacheSpec) -> None:
+            super().make(spec)
+            made.append(spec)
+
+    check(Watched, History(CacheSpec(options={"triton": False}), steps))
+    assert len(made) == runs
