@@ -15,7 +15,7 @@ from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument, NoDistribution, RequestTooLarge
 from roseinfer.prefix_cache import PrefixCache
 from roseinfer.request import FinishReason, Request
-from roseinfer.request_text import RequestText
+from roseinfer.request_text import RequestText, detokenizers
 from roseinfer.runner import StepRunner
 from roseinfer.scheduler import Scheduler
 from roseinfer.session import InferenceEngine
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from roseinfer.scheduler import Step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Update:
-    """What a step brought for one request."""
+    """What a step brought for one request. Not frozen, which would cost a microsecond a token."""
 
     request: Request
     token_id: int | None
@@ -71,6 +71,7 @@ class Engine:
         self._air: deque[list[Flight]] = deque()
         """What was launched and has not landed, step by step."""
         self._tokenizer = tokenizer
+        self._new_detokenizer = detokenizers(tokenizer) if tokenizer else None
         self._end_tokens = frozenset(end_tokens)
         self._next_id = 0
 
@@ -112,7 +113,9 @@ class Engine:
             prompt_length=len(token_ids),
             most_tokens=self._most_tokens(len(token_ids), params),
             session=self.sessions.empty(token_ids),
-            text=RequestText(self._tokenizer, params.stop) if self._tokenizer else None,
+            text=RequestText(self._new_detokenizer(), params.stop)
+            if self._new_detokenizer
+            else None,
         )
         self._next_id += 1
         self._scheduler.add(request)
@@ -207,7 +210,9 @@ class Engine:
             )
             return self._last(request, None, "", FinishReason.ERROR)
         request.session.token_ids.append(token)
-        self._supply.note_stored(request)
+        known = len(request.session.token_ids)
+        if known - request.prompt_length == 1 or known % self.sessions.kv.block_size <= 1:
+            self._supply.note_stored(request)  # only then can there be another full block
         if logprob is not None and request.params.logprobs:
             request.logprobs.append(logprob)
         if token in self._end_tokens and not request.params.ignore_eos:

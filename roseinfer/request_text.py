@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
+from roseinfer.byte_level import ByteLevelDetokenizer, TokenBytes
 from roseinfer.detokenizer import Detokenizer
 from roseinfer.stop_strings import StopStrings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from roseinfer.detokenizer import Decodes
+
+
+def detokenizers(tokenizer: Decodes) -> Callable[[], Detokenizer | ByteLevelDetokenizer]:
+    """Makes a detokenizer for each text of a tokenizer: the quickest that is right for it."""
+    if TokenBytes.serve(tokenizer):
+        return partial(ByteLevelDetokenizer, TokenBytes(tokenizer))
+    return partial(Detokenizer, tokenizer)
 
 
 class RequestText:
     """Grows token by token; what was returned once never changes."""
 
-    def __init__(self, tokenizer: Decodes, stops: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopStrings(stops)
+    def __init__(
+        self, detokenizer: Detokenizer | ByteLevelDetokenizer, stops: Sequence[str]
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops) if stops else None
         self._parts: list[str] = []
 
     @property
@@ -27,14 +38,18 @@ class RequestText:
 
     def add(self, token_ids: Sequence[int]) -> tuple[str, bool]:
         """The text that is certain now and was not before; whether a stop string ended it."""
-        text, stopped = self._stops.feed(self._detokenizer.add(token_ids))
+        text, stopped = self._detokenizer.add(token_ids), False
+        if self._stops:
+            text, stopped = self._stops.feed(text)
         self._parts.append(text)
         return text, stopped
 
     def finish(self) -> str:
         """The rest: no more tokens will come."""
-        text, stopped = self._stops.feed(self._detokenizer.flush())
-        if not stopped:
-            text += self._stops.flush()
+        text = self._detokenizer.flush()
+        if self._stops:
+            text, stopped = self._stops.feed(text)
+            if not stopped:
+                text += self._stops.flush()
         self._parts.append(text)
         return text

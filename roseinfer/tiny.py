@@ -10,14 +10,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from roseinfer.byte_level import BYTE_OF
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SEED = 20
 END = 256
 """The token after those of the 256 bytes: the end of a text."""
-_PLAIN_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-"""Those that GPT-2's vocabulary writes as the character of that number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,8 @@ def byte_tokenizer(vocab_size: int = END + 1) -> PreTrainedTokenizerBase:
 
 
 def _byte_vocabulary(size: int) -> dict[str, int]:
-    others = [byte for byte in range(256) if byte not in _PLAIN_BYTES]
-    vocabulary = {chr(byte): byte for byte in _PLAIN_BYTES}
-    vocabulary |= {chr(256 + at): byte for at, byte in enumerate(others)}
-    vocabulary["<|endoftext|>"] = END
-    return vocabulary | {f"<{token}>": token for token in range(END + 1, size)}
+    others = {f"<{token}>": token for token in range(END + 1, size)}
+    return {**BYTE_OF, "<|endoftext|>": END, **others}
 
 
 @torch.no_grad()

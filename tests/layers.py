@@ -19,7 +19,7 @@ LAYERS = (
     {"attention"},
     {"model"},
     {"sampling", "fused"},
-    {"session", "prefix_cache", "detokenizer", "stop_strings", "tiny"},
+    {"session", "prefix_cache", "detokenizer", "byte_level", "stop_strings", "tiny"},
     {"decode"},
     {"request", "request_text", "block_supply", "scheduler", "admission"},
     {"runner"},

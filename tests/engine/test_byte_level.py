@@ -1,0 +1,75 @@
+"""Byte-level vocabularies by looking up: exactly what their tokenizers decode."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from roseinfer.byte_level import BYTE_OF, ByteLevelDetokenizer, TokenBytes
+from roseinfer.detokenizer import Detokenizer
+from roseinfer.request_text import detokenizers
+from tests.engine.tokenizers import SPECIAL, UNKNOWN, all_cuts, byte_level, llama_like, metaspace
+
+
+@lru_cache(maxsize=1)
+def cut_bytes() -> Any:
+    """Pieces of up to three bytes that no character respects, and tokens added by hand."""
+    tokenizer = byte_level([bytes([byte]) for byte in range(256)] + all_cuts(3))
+    tokenizer.add_tokens(["héllo wörld", "plain", " spaced "])
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|tool|>")]})
+    return tokenizer
+
+
+tokens = st.integers(0, len(cut_bytes()) - 1) | st.sampled_from([SPECIAL, UNKNOWN])
+
+
+def decoded(token_ids: list[int]) -> str:
+    text: str = cut_bytes().decode(
+        token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
+@given(st.lists(st.lists(tokens, max_size=4), max_size=8))
+def test_any_tokens_in_any_pieces(pieces: list[list[int]]) -> None:
+    detokenizer = ByteLevelDetokenizer(TokenBytes(cut_bytes()))
+    parts = [detokenizer.add(piece) for piece in pieces]
+    known = [token for piece in pieces for token in piece if token != UNKNOWN]
+    assert "".join(parts) + detokenizer.flush() == decoded(known)
+
+
+@given(st.text(min_size=1))
+def test_a_character_comes_with_its_last_byte(text: str) -> None:
+    tokenizer = cut_bytes()
+    detokenizer = ByteLevelDetokenizer(TokenBytes(tokenizer))
+    written = {byte: character for character, byte in BYTE_OF.items()}
+    for character in text:
+        *early, last = (
+            detokenizer.add([tokenizer.convert_tokens_to_ids(written[byte])])
+            for byte in character.encode()
+        )
+        assert early == [""] * len(early)
+        assert last == character
+    assert detokenizer.flush() == ""
+
+
+def test_added_tokens_are_written_as_they_are() -> None:
+    tokenizer = cut_bytes()
+    ids = tokenizer.convert_tokens_to_ids(["héllo wörld", "<|tool|>", " spaced "])
+    detokenizer = ByteLevelDetokenizer(TokenBytes(tokenizer))
+    assert detokenizer.add(ids) == decoded(ids)
+    assert "tool" not in decoded(ids)
+
+
+@pytest.mark.parametrize("build", [llama_like, metaspace])
+def test_other_vocabularies_are_decoded_by_their_tokenizers(build: Any) -> None:
+    assert isinstance(detokenizers(build(["a"]))(), Detokenizer)
+
+
+def test_byte_level_ones_are_looked_up() -> None:
+    assert isinstance(detokenizers(cut_bytes())(), ByteLevelDetokenizer)
