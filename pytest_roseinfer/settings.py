@@ -49,6 +49,11 @@ class Settings:
     """Those asked for on the command line, which this run must therefore have checked."""
     reports: tuple[str, ...] = ()
     failures_dir: str | None = None
+    costs: str | None = None
+    """The file of baselines for the work of steps; None for one beside each test's file."""
+    costs_requested: bool = False
+    """Whether the command line asks for that gate, which this run must therefore apply."""
+    update_costs: bool = False
 
     @property
     def chosen_targets(self) -> tuple[str, ...]:
