@@ -193,7 +193,7 @@ def pytest_testnodedown(node: Any) -> None:
         from pytest_roseinfer import coverage
 
         coverage.current().add(seen)
-    if seen := output.get("roseinfer_costs"):
+    if seen := output.get(settings.WORKER_COSTS):
         from pytest_roseinfer.gates.cost_run import CostRun
 
         CostRun.of(node.config).add(seen)

@@ -35,7 +35,7 @@ def read_costs(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CannotCompare(f"{file} cannot be read: {error}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise CannotCompare(f"{file} is not of format {FORMAT}: {UPDATE} writes it anew")
+        raise CannotCompare(f"{file} is not of format {FORMAT}: record it anew without that file")
     steps: dict[str, Any] = found["steps"]
     return steps
 
@@ -75,10 +75,7 @@ def as_entry(work: StepWork, versions: Mapping[str, str]) -> dict[str, Any]:
 
 def write_costs(file: Path, measured: Iterable[tuple[Where, Mapping[str, Any]]]) -> None:
     """Put what was measured into a file, beside all else that it holds."""
-    try:
-        steps = read_costs(file)
-    except CannotCompare:
-        steps = {}
+    steps = read_costs(file)
     for (test, step, device), new in measured:
         devices = steps.setdefault(test, {}).setdefault(step, {})
         old = devices.get(device, {})

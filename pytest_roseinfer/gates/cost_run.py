@@ -13,6 +13,7 @@ import pytest
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates.cost_file import UPDATE, write_costs
+from pytest_roseinfer.gates.step_work import CannotCompare
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from pytest_roseinfer.gates.cost_file import Where
 
 _PLUGIN = "roseinfer-costs"
-WORKER_OUTPUT = "roseinfer_costs"
-"""Where a worker of pytest-xdist leaves what it saw for its controller."""
 
 
 class CostRun:
@@ -61,31 +60,39 @@ class CostRun:
         self._measured += [(file, tuple(where), entry) for file, where, entry in output["measured"]]
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
-        yield
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        result = yield
         costs = getattr(item, "funcargs", {}).get("roseinfer_costs")
         if costs is not None and not costs.checked:
             pytest.fail("the test took roseinfer_costs and checked no step with it", pytrace=False)
+        return result
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         output = getattr(self._config, "workeroutput", None)
         if output is not None:
-            output[WORKER_OUTPUT] = {
+            output[settings.WORKER_COSTS] = {
                 "compared": self._compared,
                 "less": self._less,
                 "measured": [[file, list(where), entry] for file, where, entry in self._measured],
             }
             return
-        for file in sorted({file for file, _, _ in self._measured}):
-            write_costs(
-                Path(file), [(where, new) for at, where, new in self._measured if at == file]
-            )
-            self._written.append(file)
-        if session.exitstatus == pytest.ExitCode.OK:
-            self._problem = self._nothing_done()
+        self._problem = self._write()
+        if session.exitstatus == pytest.ExitCode.OK and not self._config.getoption("collectonly"):
+            self._problem = self._problem or self._nothing_done()
             if self._problem:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _write(self) -> str:
+        """Write what was measured; why not all of it, if so."""
+        for file in sorted({file for file, _, _ in self._measured}):
+            own = [(where, new) for at, where, new in self._measured if at == file]
+            try:
+                write_costs(Path(file), own)
+            except (CannotCompare, OSError) as error:
+                return f"{UPDATE}: {error}"
+            self._written.append(file)
+        return ""
 
     def _nothing_done(self) -> str:
         """Why a run that was asked for the gate is no pass, if it is none."""

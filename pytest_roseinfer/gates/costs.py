@@ -27,7 +27,7 @@ class Costs:
     """Holds steps of one test against the baselines of its suite."""
 
     def __init__(self, item: pytest.Item) -> None:
-        self.checked = False
+        self.checked: set[str] = set()
         self._run = CostRun.of(item.config)
         self._asked = settings.current()
         self._marked = markers.costs(item)
@@ -53,7 +53,9 @@ class Costs:
         """
         if tokens < 1:
             raise ValueError(f"a step that brings {tokens} tokens is no decode step")
-        self.checked = True
+        if name in self.checked:
+            raise ValueError(f"{self._test} has checked a step by the name {name!r} already")
+        self.checked.add(name)
         try:
             self._check(name, Step(step, tokens, before, counters))
         except CannotCompare as error:

@@ -76,9 +76,6 @@ class TensorWork:
     @contextmanager
     def reading(self, method: str, tensor: torch.Tensor) -> Iterator[None]:
         """Take note of a read; the operations that it consists of are no reads of their own."""
-        if not self._listening or self._reading:
-            yield
-            return
         self._note_read(method, tensor)
         self._reading = True
         try:
@@ -173,9 +170,11 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _tensors(*values: Any) -> Iterator[torch.Tensor]:
+    """Those among the values that have memory of one piece, as sparse ones have not."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            if value.layout is torch.strided:
+                yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(*value)
         elif isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Whether a step's counts are the same in every process, on a machine at rest and on a busy one.
 
 ``python -m tests.gates.stability 50`` says how many different results so many processes came to,
-half of them while every CPU has two others at work.
+half of them while every CPU has two others at work. ``docs/gates.md`` has what came out.
 """
 
 from __future__ import annotations

@@ -54,6 +54,13 @@ def test_new_memory_and_neither_views_nor_results_in_place() -> None:
     assert tensors(lambda: (ones + 1, ones.sum(0)))["allocations"] == {"tensors": 2}
     assert "allocations" not in tensors(lambda: torch.add(ones, ones, out=ones))
     assert "allocations" not in tensors(lambda: ones.new_empty(0))
+    assert tensors(lambda: torch.tensor([1]))["allocations"] == {"tensors": 1}
+
+
+def test_what_is_sparse_is_counted_like_all_else() -> None:
+    found = tensors(lambda: torch.ones((2, 2)).to_sparse())["operations"]
+    assert found["ones"] == 1
+    assert len(found) > 1
 
 
 FROM_HOST: dict[str, Callable[[], object]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import torch  # noqa: F401  (for the condition below)
 
 from roseinfer import AppendPolicy
 from tests.gates.decode_steps import STEPS
@@ -16,7 +17,13 @@ if TYPE_CHECKING:
     from pytest_roseinfer.gates.costs import Costs
     from pytest_roseinfer.gates.measure_work import Step
 
-pytestmark = pytest.mark.roseinfer_costs(packages=["roseinfer"], keyed_by=["transformers"])
+pytestmark = [
+    pytest.mark.roseinfer_costs(packages=["roseinfer"], keyed_by=["transformers"]),
+    pytest.mark.skipif(
+        "torch.cuda.is_available() and not config.getoption('--roseinfer-gpu')",
+        reason="next to tests that compile kernels for the GPU they cannot be interpreted",
+    ),
+]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

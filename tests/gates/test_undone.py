@@ -107,6 +107,7 @@ def test_metadata_made_anew_for_every_token_is_named(monkeypatch: pytest.MonkeyP
     assert [change.kind for change in verdict.worse] == ["Python calls"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its kernels are those of the interpreter")
 def test_a_block_table_uploaded_for_every_layer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def step() -> Step:
         return STEPS["steady"]("gpt2", "cpu", paged_attention=True, append_policy=TORCH)

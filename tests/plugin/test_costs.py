@@ -178,6 +178,9 @@ def test_a_baseline_that_is_not_there_fails(gated: Project) -> None:
     for broken, said in (("{", "cannot be read"), ({"format": 9}, "is not of format 1")):
         write(gated, broken)
         gated.pytest().stdout.fnmatch_lines([f"*{FILE} {said}*"])
+    result = gated.pytest(UPDATE)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED, "what others recorded is not thrown away"
+    result.stdout.fnmatch_lines([f"FAILED: {UPDATE}: *{FILE} is not of format 1*"])
     (gated.path / FILE).unlink()
     result = gated.pytest()
     result.assert_outcomes(failed=1)
@@ -241,6 +244,10 @@ def test_a_run_asked_for_the_gate_that_compares_nothing_fails(
         result.stdout.fnmatch_lines([f"FAILED: {NOTHING_COMPARED[asked]}"])
 
 
+def test_collecting_compares_nothing_and_need_not(gated: Project) -> None:
+    assert gated.pytest("--collect-only", "--roseinfer-costs", FILE).ret == pytest.ExitCode.OK
+
+
 def test_a_test_that_checks_no_step_fails(project: Project) -> None:
     project.write(
         test_costs="""
@@ -252,6 +259,11 @@ def test_a_test_that_checks_no_step_fails(project: Project) -> None:
             def test_skipped(roseinfer_costs):
                 pytest.skip("not here")
 
+            def test_twice(roseinfer_costs):
+                roseinfer_costs.checked.add("steady")
+                with pytest.raises(ValueError, match="'steady' already"):
+                    roseinfer_costs.check("steady", print, tokens=1)
+
             def test_no_token(roseinfer_costs):
                 with pytest.raises(ValueError, match="brings 0 tokens"):
                     roseinfer_costs.check("none", print, tokens=0)
@@ -259,7 +271,7 @@ def test_a_test_that_checks_no_step_fails(project: Project) -> None:
         """
     )
     result = project.pytest()
-    result.assert_outcomes(failed=1, skipped=2)
+    result.assert_outcomes(failed=1, skipped=2, passed=1)
     result.stdout.fnmatch_lines(["the test took roseinfer_costs and checked no step with it"])
 
 
