@@ -10,6 +10,7 @@ from pytest_roseinfer import settings
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapter import CacheSpec
+    from pytest_roseinfer.gates.costs import Costs
     from roseinfer import AppendPolicy, KVBlockManager, TinyGPT2
 
 
@@ -84,3 +85,17 @@ def roseinfer_tiny_gpt2(roseinfer_device: str) -> TinyGPT2:
     from roseinfer import tiny_gpt2
 
     return tiny_gpt2(roseinfer_device)
+
+
+@pytest.fixture
+def roseinfer_costs(request: pytest.FixtureRequest) -> Costs:
+    """Holds the work of a decode step against its baseline, in counts and without a clock.
+
+    ``roseinfer_costs.check("steady", engine.step, tokens=8)`` counts torch operations, Triton
+    launches, CUDA graph replays, copies across, waits, allocations and Python calls; more than
+    the baseline fails. ``--roseinfer-update-costs`` writes the baseline.
+    """
+    settings.choose_kernel_runtime()
+    from pytest_roseinfer.gates.costs import Costs
+
+    return Costs(request.node)

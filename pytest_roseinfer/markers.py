@@ -15,9 +15,13 @@ if TYPE_CHECKING:
 _GPU = "roseinfer_gpu"
 _BUDGET = "roseinfer"
 _BUDGET_ARGUMENTS = ("examples", "steps")
+_COSTS = "roseinfer_costs"
+_COSTS_ARGUMENTS = ("packages", "keyed_by", "must_not_drop")
 LINES = (
     f"{_GPU}: needs a GPU; runs with --roseinfer-gpu",
     f"{_BUDGET}(examples=N, steps=N): how hard to look here, unless the command line says",
+    f"{_COSTS}(packages=[...], keyed_by=[...], must_not_drop=[...]): what counts as work here; "
+    "the test must take the fixture of this name",
 )
 
 
@@ -29,6 +33,8 @@ def check(items: Iterable[pytest.Item]) -> None:
                 raise pytest.UsageError(f"{item.nodeid}: the marker {_GPU} takes no arguments")
         for marker in item.iter_markers(_BUDGET):
             _check_budget(item, marker)
+        for marker in item.iter_markers(_COSTS):
+            _check_costs(item, marker)
 
 
 def skip_without_gpu(items: Iterable[pytest.Item]) -> None:
@@ -50,17 +56,44 @@ def budget(item: pytest.Item, asked: Settings) -> Settings:
     return replace(asked, examples=numbers["examples"], steps=numbers["steps"])
 
 
+def costs(item: pytest.Item) -> dict[str, tuple[str, ...]]:
+    """The names that a test's markers say, for each argument; the closest marker says last."""
+    said: dict[str, tuple[str, ...]] = dict.fromkeys(_COSTS_ARGUMENTS, ())
+    for marker in reversed([*item.iter_markers(_COSTS)]):
+        said |= {name: tuple(names) for name, names in marker.kwargs.items()}
+    return said
+
+
 def _check_budget(item: pytest.Item, marker: pytest.Mark) -> None:
-    unknown = [repr(argument) for argument in marker.args]
-    unknown += [name for name in marker.kwargs if name not in _BUDGET_ARGUMENTS]
-    if unknown:
-        raise pytest.UsageError(
-            f"{item.nodeid}: the marker {_BUDGET} does not take {', '.join(unknown)}, only "
-            f"{' and '.join(f'{name}=N' for name in _BUDGET_ARGUMENTS)}"
-        )
+    _refuse_unknown(item, marker, {name: f"{name}=N" for name in _BUDGET_ARGUMENTS})
     for name, number in marker.kwargs.items():
         if not isinstance(number, int) or number < 1:
             raise pytest.UsageError(
                 f"{item.nodeid}: the marker {_BUDGET} has {name}={number!r}: expected a whole "
                 "number from 1"
             )
+
+
+def _check_costs(item: pytest.Item, marker: pytest.Mark) -> None:
+    _refuse_unknown(item, marker, {name: f"{name}=[...]" for name in _COSTS_ARGUMENTS})
+    for name, names in marker.kwargs.items():
+        if not isinstance(names, (list, tuple)) or not all(isinstance(each, str) for each in names):
+            raise pytest.UsageError(
+                f"{item.nodeid}: the marker {_COSTS} has {name}={names!r}: expected a list of names"
+            )
+    if _COSTS not in getattr(item, "fixturenames", ()):
+        raise pytest.UsageError(
+            f"{item.nodeid}: marked {_COSTS}, it does not take the fixture of this name, and so "
+            "compares nothing"
+        )
+
+
+def _refuse_unknown(item: pytest.Item, marker: pytest.Mark, known: dict[str, str]) -> None:
+    unknown = [repr(argument) for argument in marker.args]
+    unknown += [name for name in marker.kwargs if name not in known]
+    if unknown:
+        *others, last = known.values()
+        raise pytest.UsageError(
+            f"{item.nodeid}: the marker {marker.name} does not take {', '.join(unknown)}, only "
+            f"{', '.join(others)} and {last}"
+        )

@@ -22,6 +22,7 @@ _INI = {
     "seed": "string",
     "required_paths": "bool",
     "report": "linelist",
+    "costs": "string",
 }
 """Ini options and their types; each does what the command-line option of its name does."""
 
@@ -68,6 +69,17 @@ def add(parser: pytest.Parser) -> None:
         help="plant these bugs, separated by commas, or all there are, and show that each is "
         "found; no test is run. The command roseinfer mutants can do more",
     )
+    option(
+        "--roseinfer-costs",
+        metavar="FILE",
+        help="baselines for the work of steps; without it each folder of tests has a "
+        "roseinfer-costs.json",
+    )
+    option(
+        "--roseinfer-update-costs",
+        action="store_true",
+        help="make what steps do now their baselines, for the versions of this run",
+    )
     for name, kind in _INI.items():
         twin = "target" if name == "targets" else name.replace("_", "-")
         # No default, so that what the ini file says can be told from what it leaves open.
@@ -110,6 +122,9 @@ def read(config: pytest.Config) -> Settings:
         named_targets=named,
         reports=reports,
         failures_dir=str(config.rootpath / ".roseinfer"),
+        costs=_costs(config),
+        costs_requested=config.getoption("--roseinfer-costs") is not None,
+        update_costs=bool(config.getoption("--roseinfer-update-costs")),
     )
 
 
@@ -175,6 +190,14 @@ def _seed(config: pytest.Config) -> int:
     if given is None:  # Hypothesis's own option, which may also say "random"
         given = config.getoption("--hypothesis-seed", default=None)
     return int(given) if str(given).isdigit() else int.from_bytes(os.urandom(4), "big")
+
+
+def _costs(config: pytest.Config) -> str | None:
+    """A path that the command line says is one from here; the ini file says one from its own."""
+    if said := config.getoption("--roseinfer-costs"):
+        return str(config.invocation_params.dir / said)
+    said = _ini(config, "costs")
+    return str(config.rootpath / said) if said else None
 
 
 def _gpu_index(config: pytest.Config) -> int | None:

@@ -40,6 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_OUTER] = (settings.current(), _swap_coverage(None))
     settings.set_current(asked)
     options.check_targets(config, asked)
+    if asked.costs_requested or asked.update_costs:
+        from pytest_roseinfer.gates.cost_run import CostRun
+
+        CostRun.of(config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -189,6 +193,10 @@ def pytest_testnodedown(node: Any) -> None:
         from pytest_roseinfer import coverage
 
         coverage.current().add(seen)
+    if seen := output.get(settings.WORKER_COSTS):
+        from pytest_roseinfer.gates.cost_run import CostRun
+
+        CostRun.of(node.config).add(seen)
 
 
 @pytest.hookimpl(tryfirst=True)  # before the JUnit file is written

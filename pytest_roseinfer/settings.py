@@ -10,6 +10,8 @@ SHIPPED_TARGETS = (
     "pytest_roseinfer.targets.roseinfer_kv:PerLayerManager",
     "pytest_roseinfer.targets.roseinfer_engine:RoseinferEngine",
 )
+WORKER_COSTS = "roseinfer_costs"
+"""Where a worker of pytest-xdist leaves the work it counted for its controller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,11 @@ class Settings:
     """Those asked for on the command line, which this run must therefore have checked."""
     reports: tuple[str, ...] = ()
     failures_dir: str | None = None
+    costs: str | None = None
+    """The file of baselines for the work of steps; None for one beside each test's file."""
+    costs_requested: bool = False
+    """Whether the command line asks for that gate, which this run must therefore apply."""
+    update_costs: bool = False
 
     @property
     def chosen_targets(self) -> tuple[str, ...]:

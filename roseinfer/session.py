@@ -42,7 +42,7 @@ class InferenceEngine:
         self.model = model
         self.kv = kv
         self.path_counts: Counter[str] = Counter()
-        self.staging = IndexStaging(kv.device)
+        self.staging = IndexStaging(kv.device, kv.work_counts)
         """Brings a step's numbers to the device, without a tensor being made for them."""
         self._kernels = load_attention_kernels(kv.device) if attention_kernels else None
         self._groups = kv.num_layers // kv.layers_per_group

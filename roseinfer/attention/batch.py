@@ -12,6 +12,7 @@ from roseinfer.attention.paths import AttentionPath
 from roseinfer.attention.reference import attend
 from roseinfer.kv.kernels import load_kernels
 from roseinfer.kv.pool import SCRATCH
+from roseinfer.kv.work import Work
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -192,6 +193,7 @@ class AttentionBatch:
             for block_ids in lists:
                 flat += [block_id - first for block_id in block_ids]
                 flat += [SCRATCH] * (width - len(block_ids))
+            self.kv.work_counts[Work.TABLE_ROWS] += len(lists)
             self._tables[group] = self.staging.stage([flat]).columns[0].view(-1, width)
         return self._tables[group]
 

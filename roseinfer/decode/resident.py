@@ -45,7 +45,7 @@ class ResidentDecode:
         self._kv = kv = sessions.kv
         self._path_counts = sessions.path_counts
         width = -(-sessions.model.shape.max_length // kv.block_size)
-        self.slots = DecodeSlots(num_slots, width, sessions.staging, kv.device)
+        self.slots = DecodeSlots(num_slots, width, sessions.staging, kv.work_counts, kv.device)
         self._step = DecodeStep(sessions.model, kv, self.slots, kernels, self._path_counts)
         self._graphs = StepGraphs(self._step, self.slots, self._path_counts) if graphs else None
         self._readback = Readback(num_slots, torch.int64, kv.device)

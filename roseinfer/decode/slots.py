@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.kv.pool import SCRATCH
+from roseinfer.kv.work import Work
 from roseinfer.sampling import SamplingBatch, signed64
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Iterator, Sequence
 
     from roseinfer.config import SamplingParams
@@ -43,9 +45,15 @@ class DecodeSlots:
     and it stays as long as it is.
     """
 
-    def __init__(self, num_slots: int, width: int, staging: IndexStaging, device: torch.device):
-        self.num_uploaded = 0
-        """Rows uploaded so far."""
+    def __init__(
+        self,
+        num_slots: int,
+        width: int,
+        staging: IndexStaging,
+        work_counts: Counter[str],
+        device: torch.device,
+    ) -> None:
+        self._work_counts = work_counts
         self._width = width
         self._staging = staging
         self._rows = torch.zeros((num_slots, _FIELDS + width), dtype=torch.int64, device=device)
@@ -89,7 +97,7 @@ class DecodeSlots:
             flat += self._row(self._occupants[slot])
         rows = self._staging.stage([flat]).columns[0].view(len(self._changed), -1)
         self._rows.index_copy_(0, rows[:, 0], rows[:, 1:])
-        self.num_uploaded += len(self._changed)
+        self._work_counts[Work.TABLE_ROWS] += len(self._changed)
         self._changed.clear()
 
     @contextmanager

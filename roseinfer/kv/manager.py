@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from roseinfer.kv.mover import DataMover
 from roseinfer.kv.paths import Condition, Path, PathCounts
 from roseinfer.kv.pool import BlockPool, KVBlockInfo
 from roseinfer.kv.storage import KVStorage
+from roseinfer.kv.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,6 +74,8 @@ class KVBlockManager:
         self.max_blocks_per_layer = max_blocks_per_layer
         self.layers_per_group = layers_per_group
         self.path_counts: PathCounts = PathCounts()
+        self.work_counts: Counter[str] = Counter()
+        """What every step costs on the host, by ``Work``."""
         self._storage = KVStorage(
             (num_layers, max_blocks_per_layer, num_heads, block_size, head_dim),
             torch.device(device),
@@ -85,7 +89,9 @@ class KVBlockManager:
             )
             for group in range(num_layers // layers_per_group)
         ]
-        self._mover = DataMover(self._storage, layers_per_group, policy, self.path_counts)
+        self._mover = DataMover(
+            self._storage, layers_per_group, policy, self.path_counts, self.work_counts
+        )
 
     @property
     def keys(self) -> torch.Tensor:
@@ -398,6 +404,7 @@ class KVBlockManager:
         apart: planning.Apart | None = None,
     ) -> AppendPlan:
         plan = planning.commit(pool, self.block_size, seen, counts, apart)
+        self.work_counts[Work.KV_PLANS] += 1
         met = self.path_counts
         for row, condition in seen.needs_block.items():
             if apart is None or row not in apart.rows:

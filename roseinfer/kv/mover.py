@@ -10,6 +10,7 @@ from roseinfer.kv.paths import Condition, Path, choose_write_path
 from roseinfer.kv.staging import IndexStaging
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable
 
     import torch
@@ -29,11 +30,12 @@ class DataMover:
         layers_per_group: int,
         policy: AppendPolicy,
         path_counts: PathCounts,
+        work_counts: Counter[str],
     ) -> None:
         self._storage = storage
         self._layers_per_group = layers_per_group
         self._counts = path_counts
-        self._staging = IndexStaging(storage.device)
+        self._staging = IndexStaging(storage.device, work_counts)
         self._kernels: dict[Path, Callable[..., None]] = {}
         self.policy = policy
 

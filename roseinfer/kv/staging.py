@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.errors import BadArgument, StalePlan
+from roseinfer.kv.work import Work
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Sequence
 
 _SLOTS = 64
@@ -64,8 +66,9 @@ class IndexStaging:
     copies are made on the caller's current stream, in the order the plans are written.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, work_counts: Counter[str]) -> None:
         self._device = device
+        self._work_counts = work_counts
         self._on_gpu = device.type == "cuda"
         self.tickets = 0
         self._allocate(_FIRST_CAPACITY)
@@ -83,6 +86,7 @@ class IndexStaging:
     def stage(self, columns: Sequence[list[int]]) -> StagedIndices:
         """Put columns of equal length on the device with a single copy."""
         length = len(columns[0])
+        self._work_counts[Work.STAGED_INDICES] += length * len(columns)
         if length * len(columns) > _MOST_IN_RING:
             return StagedIndices(self._stage_apart(columns), self, None)
         views = self._slot_views(self._next_slot(length * len(columns)), length, len(columns))

@@ -29,6 +29,7 @@ from pytest_roseinfer import (
 from pytest_roseinfer import adapter as adapter_module
 from pytest_roseinfer.engines import adapter as engine_adapter_module
 from pytest_roseinfer.engines import strategies as engine_strategies
+from pytest_roseinfer.gates.step_work import GROUPS, NOTHING, PYTHON, TORCH
 from pytest_roseinfer.report.verdict import FORMAT, Target, Verdict
 from pytest_roseinfer.settings import PROFILES
 from roseinfer.cli import main
@@ -160,6 +161,18 @@ def test_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         main([command, "--help"])
     real = re.findall(r"^  (?:-\w, )?(--[\w-]+)", capsys.readouterr().out, re.M)
     assert sorted(names(f"roseinfer {command}")) == sorted(set(real) - {"--help"})
+
+
+def test_groups_of_counts_and_what_decides_about_them() -> None:
+    said = {
+        PYTHON: "Python's minor version",
+        TORCH: "torch's minor version, and those of `keyed_by`",
+        NOTHING: "any version",
+    }
+    rows: list[tuple[str, str]] = []
+    for name, holds_for, _ in table("Baselines of work"):
+        rows.append((name, rows[-1][1] if holds_for == "the same" else holds_for))
+    assert rows == [(name, said[group.depends_on]) for name, group in GROUPS.items()]
 
 
 def test_other_pages_name_nothing_that_is_not_there(added: Recorder) -> None:

@@ -1,0 +1,18 @@
+"""What a cache and the attention over it do for every step, counted where it is done."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Work(str, Enum):
+    """Keys of ``KVBlockManager.work_counts``."""
+
+    KV_PLANS = "kv_plans"
+    """Times that it was worked out where new tokens go."""
+    STAGED_INDICES = "staged_indices"
+    """Numbers brought to the device: positions, blocks, lengths, tokens."""
+    TABLE_ROWS = "table_rows"
+    """Rows of block tables brought to the device, one of each sequence and layer group."""
+
+    __str__ = str.__str__

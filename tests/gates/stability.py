@@ -1,0 +1,85 @@
+"""Whether a step's counts are the same in every process, on a machine at rest and on a busy one.
+
+``python -m tests.gates.stability 50`` says how many different results so many processes came to,
+half of them while every CPU has two others at work. ``docs/gates.md`` has what came out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from tests.python_process import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FAMILIES = ("gpt2", "llama")
+_WORK = "while True: sum(range(10_000))"
+
+
+def results(runs: int, *, loaded: bool) -> list[str]:
+    """What each of ``runs`` processes counted, hashing and memory different in each."""
+    with ExitStack() as stack:
+        for _ in range(2 * (os.cpu_count() or 1) if loaded else 0):
+            stack.enter_context(_busy())
+        return [_count_in_a_process(hash_seed) for hash_seed in range(1, runs + 1)]
+
+
+@contextmanager
+def _busy() -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-c", _WORK])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _count_in_a_process(hash_seed: int) -> str:
+    environment = os.environ | {"PYTHONHASHSEED": str(hash_seed), "TRITON_INTERPRET": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "tests.gates.stability", "count"],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+
+
+def count() -> str:
+    """All that the steps do, as one text."""
+    from pytest_roseinfer.gates.measure_work import measure_work
+    from pytest_roseinfer.gates.own_code import OwnCode
+    from roseinfer import AppendPolicy
+    from tests.gates.decode_steps import STEPS
+
+    policy = AppendPolicy(triton=False)
+    own = OwnCode(["roseinfer"])
+    found = {
+        f"{name}, {family}": measure_work(
+            step(family, "cpu", paged_attention=False, append_policy=policy), own, "cpu"
+        ).groups
+        for name, step in STEPS.items()
+        for family in FAMILIES
+    }
+    return json.dumps(found, sort_keys=True) + "\n"
+
+
+def main(argument: str) -> None:
+    if argument == "count":
+        print(count(), end="")
+        return
+    at_rest = results(int(argument) // 2, loaded=False)
+    busy = results(int(argument) - len(at_rest), loaded=True)
+    print(f"{len(at_rest)} runs at rest, {len(busy)} on a busy machine: ", end="")
+    print(f"{len({*at_rest, *busy})} different results")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
