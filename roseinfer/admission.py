@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from roseinfer.scheduler import Step, Supply
 
 _WINDOW = 64
-"""Waiting requests to choose among, so that a long queue costs nothing."""
+"""Waiting requests to choose among, so that a long queue costs nothing; more only where more
+prompts may be begun in a step."""
 _PATIENCE = 8
 """Later requests that may be admitted before one that waits."""
 
@@ -48,7 +49,7 @@ class PromptShare:
         self._go_on(running)
         first_come = self.config.prefill_admission_policy == "fifo"
         skipped: list[Request] = []
-        for request in list(islice(waiting, _WINDOW)):
+        for request in list(islice(waiting, max(_WINDOW, self.config.prefill_max_batch_size))):
             if not self._may_admit(running) or (skipped and first_come):
                 break
             if skipped and skipped[0].passed_over >= _PATIENCE:

@@ -130,7 +130,15 @@ class StepRunner:
         if entering and self._resident is not None:
             rows = [row for row, _ in entering]
             residents = self._resident.enter(
-                [(request.session, request.params, request.seed) for _, request in entering],
+                [
+                    (
+                        each.session,
+                        each.params,
+                        each.seed,
+                        each.prompt_length + each.most_tokens - 1,
+                    )
+                    for _, each in entering
+                ],
                 chosen if len(rows) == len(requests) else chosen[rows],
             )
             for (_, request), resident in zip(entering, residents, strict=True):

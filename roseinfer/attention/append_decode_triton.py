@@ -18,7 +18,7 @@ from roseinfer.errors import BadArgument
 from roseinfer.kv.early_launch import early
 from roseinfer.kv.triton_launch import on_device
 
-_TILE_T = 64
+_TILE_T = 32
 """Tokens of context that a program looks at together."""
 _MOST_PARTS = 32
 _PROGRAMS_WANTED = 264
@@ -150,7 +150,7 @@ def append_and_attend(
             *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2],
             *k_cache.stride()[:3], tables.stride(0), lengths.stride(0),
             q_heads, group, head_dim, block_size, tile_g, tile_d, _TILE_T, parts, limit, quick,
-            num_warps=4, launch_pdl=quick,
+            num_warps=1, launch_pdl=quick,
         )  # fmt: skip
         if parts > 1:
             combine_kernel[(sequences, q_heads)](

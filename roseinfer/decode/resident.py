@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from roseinfer.session import InferenceEngine, InferenceSession
 
 
+_SOON = 16
+"""Tokens before its block is full that a sequence may be given the next one."""
+
+
 @dataclass(slots=True)
 class Resident:
     """A sequence that has a slot."""
@@ -29,6 +33,8 @@ class Resident:
     session: InferenceSession
     slot: int
     greedy: bool
+    most: int
+    """Tokens that it may come to store."""
 
 
 class ResidentDecode:
@@ -62,18 +68,22 @@ class ResidentDecode:
 
     def enter(
         self,
-        entering: Sequence[tuple[InferenceSession, SamplingParams, int]],
+        entering: Sequence[tuple[InferenceSession, SamplingParams, int, int]],
         tokens: torch.Tensor,
     ) -> list[Resident]:
-        """Give slots to sessions with their parameters and seeds; ``tokens`` are their newest."""
+        """Give slots to sessions; ``tokens`` are their newest.
+
+        Each comes with its parameters, its seed, and how many tokens it may come to store.
+        """
         residents = []
-        for session, params, seed in entering:
+        for session, params, seed, most in entering:
             slot = self.slots.take(session, params, seed)
-            residents.append(Resident(session, slot, params.temperature == 0))
+            residents.append(Resident(session, slot, params.temperature == 0, most))
             self._num_sampled += params.temperature != 0
         # What is left of a block that a prompt ended in is the session's own already.
         size = self._kv.block_size
-        self._reserve([each for each in residents if each.session.stored % size])
+        begun = [each for each in residents if each.session.stored % size]
+        self._reserve(begun, [size - each.session.stored % size for each in begun])
         self.slots.put_tokens([each.slot for each in residents], tokens.clamp(min=0))
         return residents
 
@@ -88,7 +98,8 @@ class ResidentDecode:
         A session that needs a block for its token is given one, with room for all tokens
         until that block is full.
         """
-        self._reserve([each for each in residents if each.session.stored >= each.session.room])
+        due = self._due(residents)
+        self._reserve(due, [self._kv.block_size] * len(due))
         self.slots.upload()
         extent = self.slots.extent
         count = next(size for size in self._sizes if size >= extent)
@@ -99,14 +110,27 @@ class ResidentDecode:
         self._path_counts[EnginePath.RESIDENT] += 1
         return self._readback.start(self._step.chosen[:extent])
 
-    def _reserve(self, residents: Sequence[Resident]) -> None:
+    def _due(self, residents: Sequence[Resident]) -> list[Resident]:
+        """Those that need a block now, and a few of those that soon will.
+
+        Sequences that began together fill their blocks together, and to serve all of them in
+        one step would be felt as a pause. But nobody is served early whose block others need.
+        """
+        soon = [each for each in residents if each.session.room - each.session.stored < _SOON]
+        due = [each for each in soon if each.session.stored >= each.session.room]
+        spare = self._kv.num_free_blocks(0) - len(due)
+        if len(soon) > len(due) and spare > len(residents):
+            early = [each for each in soon if each.session.stored < each.session.room < each.most]
+            due += early[: -(-len(residents) // _SOON)]
+        return due
+
+    def _reserve(self, residents: Sequence[Resident], counts: Sequence[int]) -> None:
         if not residents:
             return
-        size = self._kv.block_size
         lists = [each.session.block_lists[0] for each in residents]
-        self._kv.reserve(0, lists, [size - each.session.stored % size for each in residents])
+        self._kv.reserve(0, lists, counts)
         for each in residents:
-            each.session.room = len(each.session.block_lists[0]) * size
+            each.session.room = len(each.session.block_lists[0]) * self._kv.block_size
             self.slots.touch(each.slot)
 
 

@@ -38,10 +38,11 @@ def _whole_kernel(
     total = tl.zeros((TILE_R, TILE_N), tl.float32)
     for at in tl.range(0, K, TILE_K, num_stages=STAGES):
         k = at + tl.arange(0, TILE_K)
-        w = tl.load(columns + k[:, None] * w_k, (n < N)[None, :] & (k < K)[:, None], other=0.0)
-        a = tl.load(
-            x + r[:, None] * x_r + k[None, :], (r < rows)[:, None] & (k < K)[None, :], other=0.0
-        )
+        w_in, x_in = (n < N)[None, :], (r < rows)[:, None]
+        if K % TILE_K:
+            w_in, x_in = w_in & (k < K)[:, None], x_in & (k < K)[None, :]
+        w = tl.load(columns + k[:, None] * w_k, w_in, other=0.0)
+        a = tl.load(x + r[:, None] * x_r + k[None, :], x_in, other=0.0)
         total = tl.dot(a, w, total, input_precision="ieee")
     if BIAS:
         total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
@@ -73,30 +74,38 @@ def _parts_kernel(
     part = tl.program_id(1)
     TILES: tl.constexpr = (K + PARTS * TILE_K - 1) // (PARTS * TILE_K)
     k = part * TILES * TILE_K + tl.arange(0, TILE_K)
+    EVEN: tl.constexpr = K % (PARTS * TILE_K) == 0
     w_at = weight + n.to(tl.int64)[None, :] * w_n + k[:, None] * w_k
     w_in = (n < N)[None, :]
-    w_0 = tl.load(w_at, w_in & (k < K)[:, None], other=0.0)
+    x_at = x + r[:, None] * x_r + k[None, :]
+    x_in = (r < rows)[:, None]
+    w_0 = tl.load(w_at, w_in if EVEN else w_in & (k < K)[:, None], other=0.0)
     if TILES > 1:
-        w_1 = tl.load(w_at + TILE_K * w_k, w_in & (k + TILE_K < K)[:, None], other=0.0)
+        at_1 = k + TILE_K
+        w_1 = tl.load(w_at + TILE_K * w_k, w_in if EVEN else w_in & (at_1 < K)[:, None], other=0.0)
     if TILES > 2:
-        w_2 = tl.load(w_at + 2 * TILE_K * w_k, w_in & (k + 2 * TILE_K < K)[:, None], other=0.0)
+        at_2 = k + 2 * TILE_K
+        w_2 = tl.load(
+            w_at + 2 * TILE_K * w_k, w_in if EVEN else w_in & (at_2 < K)[:, None], other=0.0
+        )
     if TILES > 3:
-        w_3 = tl.load(w_at + 3 * TILE_K * w_k, w_in & (k + 3 * TILE_K < K)[:, None], other=0.0)
+        at_3 = k + 3 * TILE_K
+        w_3 = tl.load(
+            w_at + 3 * TILE_K * w_k, w_in if EVEN else w_in & (at_3 < K)[:, None], other=0.0
+        )
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    x_at = x + r[:, None] * x_r + k[None, :]
-    x_in = (r < rows)[:, None]
-    a = tl.load(x_at, x_in & (k < K)[None, :], other=0.0)
+    a = tl.load(x_at, x_in if EVEN else x_in & (k < K)[None, :], other=0.0)
     total = tl.dot(a, w_0, input_precision="ieee")
     if TILES > 1:
-        a = tl.load(x_at + TILE_K, x_in & (k + TILE_K < K)[None, :], other=0.0)
+        a = tl.load(x_at + TILE_K, x_in if EVEN else x_in & (at_1 < K)[None, :], other=0.0)
         total = tl.dot(a, w_1, total, input_precision="ieee")
     if TILES > 2:
-        a = tl.load(x_at + 2 * TILE_K, x_in & (k + 2 * TILE_K < K)[None, :], other=0.0)
+        a = tl.load(x_at + 2 * TILE_K, x_in if EVEN else x_in & (at_2 < K)[None, :], other=0.0)
         total = tl.dot(a, w_2, total, input_precision="ieee")
     if TILES > 3:
-        a = tl.load(x_at + 3 * TILE_K, x_in & (k + 3 * TILE_K < K)[None, :], other=0.0)
+        a = tl.load(x_at + 3 * TILE_K, x_in if EVEN else x_in & (at_3 < K)[None, :], other=0.0)
         total = tl.dot(a, w_3, total, input_precision="ieee")
     tl.store(
         out + part * o_p + r[:, None] * o_r + n[None, :], total, x_in & (n < N)[None, :]
@@ -143,8 +152,8 @@ def _tile_r(rows: int) -> int:
 def _whole_tiles(rows: int, outputs: int) -> tuple[int, int, int, int]:
     """Outputs and inputs of a tile, warps and stages: the fastest on an H200 of those tried."""
     if outputs >= _WIDE:
-        return 128, 64, 8, 4
-    return (32, 64, 4, 8) if rows <= _MOST_TILE_R else (64, 128, 4, 3)
+        return 64, 64, 4, 4
+    return (32, 64, 4, 6) if rows <= _MOST_TILE_R else (64, 128, 4, 3)
 
 
 def _num_parts(inputs: int, strips: int) -> int:

@@ -75,7 +75,7 @@ def add_norm(
         residual, added, bias, norm.weight, norm.bias, normed,
         *added.stride()[:2], residual.stride(0), normed.stride(0), norm.eps,
         width, triton.next_power_of_2(width), len(added), bias is not None,
-        early(residual), num_warps=8, launch_pdl=early(residual),
+        early(residual), num_warps=16, launch_pdl=early(residual),
     )  # fmt: skip
     return normed
 
@@ -95,6 +95,6 @@ def embed_norm(
         tokens, positions, words, places, norm.weight, norm.bias, residual, normed,
         positions.stride(0), words.stride(0), places.stride(0), residual.stride(0),
         normed.stride(0), norm.eps, width, triton.next_power_of_2(width),
-        early(words), num_warps=8, launch_pdl=early(words),
+        early(words), num_warps=16, launch_pdl=early(words),
     )  # fmt: skip
     return residual, normed

@@ -50,7 +50,7 @@ def boundary(family: str, device: str, **config: Any) -> Step:
         for request in running:
             engine.cancel(request)
         running[:] = _submit(engine)
-        while len(running[0].session.token_ids) <= block:
+        while running[0].session.stored < block:
             engine.step()
 
     return Step(engine.step, REQUESTS, come_to_the_end_of_a_block, lambda: counters(engine))
