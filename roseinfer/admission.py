@@ -62,6 +62,7 @@ class PromptShare:
                     other.passed_over += 1
             else:
                 skipped.append(request)
+        self.step.spare = self.blocks
 
     def _go_on(self, running: Mapping[int, Request]) -> None:
         for request in running.values():

@@ -173,7 +173,8 @@ class Engine:
         if step:
             self._launch(step)
         updates: list[Update] = []
-        while self._must_land(most=self._run_ahead if step else 0):
+        most = self._run_ahead if step else len(self._air) - 1  # of those in the air one lands
+        while self._must_land(most):
             for flight in self._air.popleft():
                 updates += [self._take(*landed) for landed in flight.land()]
         if not self._scheduler.running:
@@ -183,7 +184,7 @@ class Engine:
     def _must_land(self, most: int) -> bool:
         """Whether more steps are on their way than may be, or one that somebody waits for."""
         air = self._air
-        return len(air) > most or any(each.urgent for step in air for each in step)
+        return len(air) > max(0, most) or any(each.urgent for step in air for each in step)
 
     def _launch(self, step: Step) -> None:
         self._supply.ensure(step.blocks)

@@ -13,11 +13,12 @@ from roseinfer.sampling import SamplingBatch, log_probability, rows_without_a_di
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from roseinfer.config import SamplingParams
     from roseinfer.decode.readback import Arrival
     from roseinfer.decode.resident import ResidentDecode
     from roseinfer.request import Request
     from roseinfer.scheduler import Step
-    from roseinfer.session import InferenceEngine
+    from roseinfer.session import InferenceEngine, InferenceSession
 
 
 @dataclass(slots=True)
@@ -62,7 +63,8 @@ class StepRunner:
         residents = [request for request in step.decoding if request.resident]
         others = [request for request in step.decoding if not request.resident]
         if residents:
-            flights.append(self._launch_residents(residents))
+            spare = min(step.spare, self._sessions.kv.num_free_blocks(0) - step.blocks)
+            flights.append(self._launch_residents(residents, spare))
         requests = [*others, *(request for request, _ in step.chunks)]
         if requests:
             counts = [1] * len(others) + [count for _, count in step.chunks]
@@ -73,11 +75,11 @@ class StepRunner:
         """The requests that the last step was for are not those of the next."""
         self._sampling = None
 
-    def _launch_residents(self, requests: list[Request]) -> Flight:
+    def _launch_residents(self, requests: list[Request], spare: int) -> Flight:
         assert self._resident is not None
         residents = [request.resident for request in requests if request.resident]
         rows = [each.slot for each in residents]
-        arrival = self._resident.launch(residents)
+        arrival = self._resident.launch(residents, spare)
         for request in requests:
             request.in_flight += 1
             if request.num_generated + request.in_flight == request.most_tokens:
@@ -130,15 +132,7 @@ class StepRunner:
         if entering and self._resident is not None:
             rows = [row for row, _ in entering]
             residents = self._resident.enter(
-                [
-                    (
-                        each.session,
-                        each.params,
-                        each.seed,
-                        each.prompt_length + each.most_tokens - 1,
-                    )
-                    for _, each in entering
-                ],
+                [_entering(request) for _, request in entering],
                 chosen if len(rows) == len(requests) else chosen[rows],
             )
             for (_, request), resident in zip(entering, residents, strict=True):
@@ -163,3 +157,8 @@ class StepRunner:
             if request.params.repetition_penalty != 1:
                 seen[row, request.session.token_ids] = True
         return seen
+
+
+def _entering(request: Request) -> tuple[InferenceSession, SamplingParams, int, int]:
+    most = request.prompt_length + request.most_tokens - 1  # the last one is never stored
+    return request.session, request.params, request.seed, most

@@ -51,6 +51,8 @@ class Step:
     """Requests that store so many tokens of their prompt."""
     blocks: int = 0
     """Most blocks that the step takes."""
+    spare: int = 0
+    """Blocks that neither the step takes nor was promised to a prompt that has begun."""
     overtaken: int = 0
     """Requests that were passed over for a later one."""
 
@@ -116,8 +118,9 @@ class Scheduler:
                     decoding.append(request)
                     if session.stored >= session.room:
                         blocks += 1
-            if blocks <= self._supply.available:
-                return Step(decoding, blocks=blocks)
+            available = self._supply.available
+            if blocks <= available:
+                return Step(decoding, blocks=blocks, spare=available - blocks)
             if len(self.running) == 1 or self.in_flight:
                 return Step()
             self._preempt_newest()

@@ -52,7 +52,8 @@ class _MixRun:
         asked = self.mix.requests
         tokens = sum(len(each.prompt) + each.sampling.max_new_tokens for each in asked)
         # Whoever is preempted is computed again, at worst for each of the others' tokens.
-        most = max(each.arrives for each in asked) + tokens * len(asked) + _SLACK
+        late = self.adapter.lag * len(asked)
+        most = max(each.arrives for each in asked) + tokens * len(asked) + late + _SLACK
         for step in range(most + 1):
             self._arrive(step)
             self._cancel(step)

@@ -32,6 +32,7 @@ _ROUNDING = 3e-5
 """Relative, of logits that were computed in batches of other sizes."""
 
 
+_RUN_AHEAD = (0, 1, 3)
 _RESIDENT = {"resident_decode": True, "per_layer_kv": False}
 """Settings with which the state of what decodes is on the device."""
 
@@ -41,6 +42,7 @@ class RoseinferEngine(EngineAdapter):
 
     vocabulary = _VOCABULARY
     most_tokens = _POSITIONS
+    lag = max(_RUN_AHEAD)
     paths: ClassVar[Mapping[str, FastPath]] = {
         **{path.value: FastPath(equals=_ALONE) for path in EnginePath},
         AttentionPath.DECODE_TRITON.value: FastPath(
@@ -91,7 +93,7 @@ class RoseinferEngine(EngineAdapter):
         "chunked_prefill": (True, False),
         "per_layer_kv": (False, True),
         "resident_decode": (False, True),
-        "run_ahead": (0, 1, 3),
+        "run_ahead": _RUN_AHEAD,
         # Under Triton's interpreter a step takes a hundred times as long, so only where aimed at.
         "paged_attention": (False,),
         "fused_model": (False,),

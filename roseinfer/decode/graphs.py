@@ -52,7 +52,8 @@ class StepGraphs:
             self._step.run(count, greedy=greedy)  # compiles kernels and asks for workspaces
             torch.cuda.synchronize()
             warm = Counter(self._path_counts)
-            with torch.cuda.graph(graph, pool=self._pool):
+            # What other threads ask of the GPU meanwhile is no part of the graph, nor its end.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._step.run(count, greedy=greedy)
         counts = self._path_counts - warm
         counts[EnginePath.GRAPH] = 1

@@ -92,13 +92,13 @@ class ResidentDecode:
         self.slots.give_back(resident.slot)
         self._num_sampled -= not resident.greedy
 
-    def launch(self, residents: Sequence[Resident]) -> Arrival:
+    def launch(self, residents: Sequence[Resident], spare: int) -> Arrival:
         """A step for all that have a slot; what arrives is indexed by slot.
 
         A session that needs a block for its token is given one, with room for all tokens
-        until that block is full.
+        until that block is full; of ``spare`` blocks some go to sessions that soon will.
         """
-        due = self._due(residents)
+        due = self._due(residents, spare)
         self._reserve(due, [self._kv.block_size] * len(due))
         self.slots.upload()
         extent = self.slots.extent
@@ -110,15 +110,14 @@ class ResidentDecode:
         self._path_counts[EnginePath.RESIDENT] += 1
         return self._readback.start(self._step.chosen[:extent])
 
-    def _due(self, residents: Sequence[Resident]) -> list[Resident]:
+    def _due(self, residents: Sequence[Resident], spare: int) -> list[Resident]:
         """Those that need a block now, and a few of those that soon will.
 
         Sequences that began together fill their blocks together, and to serve all of them in
-        one step would be felt as a pause. But nobody is served early whose block others need.
+        one step would be felt as a pause.
         """
         soon = [each for each in residents if each.session.room - each.session.stored < _SOON]
         due = [each for each in soon if each.session.stored >= each.session.room]
-        spare = self._kv.num_free_blocks(0) - len(due)
         if len(soon) > len(due) and spare > len(residents):
             early = [each for each in soon if each.session.stored < each.session.room < each.most]
             due += early[: -(-len(residents) // _SOON)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams
 from roseinfer.bench.driving import (
@@ -178,8 +179,10 @@ def test_a_token_that_is_not_handed_over_is_missed(
 
 
 def test_a_request_that_fails_is_no_result(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing: Any = lambda *args: ([-1] * len(args[0]), [None] * len(args[0]))  # noqa: E731
-    monkeypatch.setattr(llm.engine, "_choose", nothing)
+    monkeypatch.setattr(
+        "roseinfer.runner.rows_without_a_distribution",
+        lambda logits: torch.ones(len(logits), dtype=torch.bool),
+    )
     with pytest.raises(RequestFailed, match=r"request 0 failed: .* NaN"):
         perform(llm.engine, PromptFeed(PROMPTS, llm.tokenizer), FOUR, offline)
 

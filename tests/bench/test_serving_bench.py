@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import runpy
+import subprocess
 import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -235,11 +235,8 @@ def test_only_reports_with_a_chart_are_drawn(
 
 
 @pytest.mark.parametrize("name", ["benchmark_scheduler", "benchmark_streaming"])
-def test_the_modules_run_as_commands(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", [name, "--num-requests", "0"])
-    with pytest.raises(SystemExit) as exit_:
-        runpy.run_module(f"roseinfer.{name}", run_name="__main__")
-    assert exit_.value.code == 2
-    assert f"python -m roseinfer.{name}: error: argument --num-requests" in capsys.readouterr().err
+def test_the_modules_run_as_commands(name: str) -> None:
+    command = [sys.executable, "-m", f"roseinfer.{name}", "--num-requests", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"python -m roseinfer.{name}: error: argument --num-requests" in done.stderr

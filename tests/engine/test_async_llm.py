@@ -330,7 +330,7 @@ def test_logits_that_are_not_numbers_end_their_stream_only(device: str) -> None:
 def test_an_exception_in_a_step_reaches_every_stream(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = small_llm(device)
+    llm = small_llm(device, resident_decode=False)
     extend = llm.engine.sessions.extend
     calls = 0
 

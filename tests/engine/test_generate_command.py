@@ -233,6 +233,7 @@ def test_text_is_seen_before_the_next_token_is_computed(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces = [update.text for update in llm.stream("Once", GREEDY)]
+    monkeypatch.setattr(EngineConfig, "lag", lambda *_: 0)
     stdout, seen, step = Shown(), list[str](), Engine.step
 
     def watched(self: Engine) -> list[Update]:
@@ -361,6 +362,7 @@ def test_the_other_prompts_are_served(run: Run, llm: LLM, form: str) -> None:
 
 def test_a_request_that_fails_half_way(run: Run, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = iter([False] * 5 + [True])
+    monkeypatch.setattr(EngineConfig, "decodes_in_slots", lambda *_: False)
     monkeypatch.setattr(
         "roseinfer.runner.rows_without_a_distribution",
         lambda logits: torch.tensor([next(rows)], device=logits.device),

@@ -715,7 +715,7 @@ def test_a_call_that_is_interrupted_leaves_nothing_behind(
     per_layer_kv: bool,
     error: BaseException,
 ) -> None:
-    llm = small_llm(device, per_layer_kv=per_layer_kv, max_batch_size=3)
+    llm = small_llm(device, per_layer_kv=per_layer_kv, max_batch_size=3, resident_decode=False)
     for step in (1, 3):  # in a prompt's step, and in one of decoding
         interrupt(monkeypatch, llm, where, error, step)
         with pytest.raises(type(error)):
@@ -733,7 +733,7 @@ def test_a_call_that_is_interrupted_leaves_nothing_behind(
 def test_a_stream_survives_a_call_that_is_interrupted(
     device: str, monkeypatch: pytest.MonkeyPatch, where: str, per_layer_kv: bool
 ) -> None:
-    llm = small_llm(device, per_layer_kv=per_layer_kv)
+    llm = small_llm(device, per_layer_kv=per_layer_kv, resident_decode=False)
     stream = llm.stream(TEXTS[0], greedy())
     tokens = [next(stream).token_id]
     interrupt(monkeypatch, llm, where, KeyboardInterrupt())
