@@ -217,7 +217,7 @@ def test_forgetting_a_stream_cancels(device: str) -> None:
     with serving(small_llm(device)) as served:
 
         async def forget() -> Request:
-            async for update in served.stream(TEXTS[0], greedy(900)):
+            async for update in served.stream(TEXTS[0], greedy(900, ignore_eos=True)):
                 request = update.request
                 break
             gc.collect()
