@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-_SLOW = {"resident_decode": False, "cuda_graph": False, "run_ahead": 0}
+_SLOW = {"resident_decode": False, "cuda_graph": False, "run_ahead": 0, "fused_model": False}
 """The engine's switches for what the later rungs add, all off."""
 _NEVER = 1 << 30
 """More tokens than any batch has."""
@@ -43,15 +43,16 @@ class Rung:
 
 
 def rungs(run_ahead: int) -> tuple[Rung, ...]:
+    resident = {**_SLOW, "resident_decode": True}
+    graph = {**resident, "cuda_graph": True}
+    ahead = {**graph, "run_ahead": run_ahead}
     return (
         *_append_rungs(),
         Rung("one plan per step", _SLOW),
-        Rung("fused append and attention", {**_SLOW, "resident_decode": True}),
-        Rung("CUDA graph", {"resident_decode": True, "cuda_graph": True, "run_ahead": 0}),
-        Rung(
-            f"run-ahead of {run_ahead}",
-            {"resident_decode": True, "cuda_graph": True, "run_ahead": run_ahead},
-        ),
+        Rung("fused append and attention", resident),
+        Rung("CUDA graph", graph),
+        Rung(f"run-ahead of {run_ahead}", ahead),
+        Rung("fused model", {**ahead, "fused_model": True}),
     )
 
 

@@ -33,6 +33,7 @@ NAMES = [
     "fused append and attention",
     "CUDA graph",
     "run-ahead of 4",
+    "fused model",
 ]
 ON_CPU = [*NAMES[:4], NAMES[6]]
 """Rungs that need no kernel."""
@@ -104,18 +105,24 @@ def test_a_rung_keeps_what_those_before_it_have() -> None:
         {"batched", "batched_rollover", "identity", "triton"},
     ]
     assert policies[5] == AppendPolicy()
-    assert policies[6:] == [None] * 4
-    *_, fused, graph, ahead = (rung.settings for rung in rungs.rungs(2))
-    off = {"resident_decode": True, "cuda_graph": False, "run_ahead": 0}
+    assert policies[6:] == [None] * 5
+    *_, fused, graph, ahead, model = (rung.settings for rung in rungs.rungs(2))
+    off = {
+        "resident_decode": True,
+        "cuda_graph": False,
+        "run_ahead": 0,
+        "fused_model": False,
+    }
     assert fused == off
     assert graph == {**off, "cuda_graph": True}
     assert ahead == {**off, "cuda_graph": True, "run_ahead": 2}
+    assert model == {**ahead, "fused_model": True}
 
 
 def test_a_switch_that_is_off_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     older = {"per_layer_kv", "append_policy"}
     monkeypatch.setattr(rungs, "has_switch", older.__contains__)
-    first, *_, graph, _ = rungs.rungs(2)
+    first, *_, graph, _, _ = rungs.rungs(2)
     assert first.supported_settings.keys() == older
     assert graph.supported_settings == {"resident_decode": True, "cuda_graph": True}
     monkeypatch.setattr(rungs, "has_switch", lambda _name: True)
