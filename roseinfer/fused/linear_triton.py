@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from roseinfer.kv.dot_triton import dot
 from roseinfer.kv.early_launch import early
 
 _TILE_K = 128
@@ -42,7 +43,7 @@ def _whole_kernel(
         a = tl.load(
             x + r[:, None] * x_r + k[None, :], (r < rows)[:, None] & (k < K)[None, :], other=0.0
         )
-        total = tl.dot(a, w, total, input_precision="ieee")
+        total = dot(a, w, total)
     if BIAS:
         total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
     if GELU:
@@ -88,16 +89,16 @@ def _parts_kernel(
     x_at = x + r[:, None] * x_r + k[None, :]
     x_in = (r < rows)[:, None]
     a = tl.load(x_at, x_in & (k < K)[None, :], other=0.0)
-    total = tl.dot(a, w_0, input_precision="ieee")
+    total = dot(a, w_0)
     if TILES > 1:
         a = tl.load(x_at + TILE_K, x_in & (k + TILE_K < K)[None, :], other=0.0)
-        total = tl.dot(a, w_1, total, input_precision="ieee")
+        total = dot(a, w_1, total)
     if TILES > 2:
         a = tl.load(x_at + 2 * TILE_K, x_in & (k + 2 * TILE_K < K)[None, :], other=0.0)
-        total = tl.dot(a, w_2, total, input_precision="ieee")
+        total = dot(a, w_2, total)
     if TILES > 3:
         a = tl.load(x_at + 3 * TILE_K, x_in & (k + 3 * TILE_K < K)[None, :], other=0.0)
-        total = tl.dot(a, w_3, total, input_precision="ieee")
+        total = dot(a, w_3, total)
     tl.store(
         out + part * o_p + r[:, None] * o_r + n[None, :], total, x_in & (n < N)[None, :]
     )  # fmt: skip
