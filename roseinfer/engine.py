@@ -167,14 +167,26 @@ class Engine:
         Up to ``run_ahead`` steps stay on their way while the host goes on.
         """
         step = self._scheduler.next_step()
-        if step:
-            self._launch(step)
-        updates: list[Update] = []
-        while self._must_land(most=self._run_ahead if step else 0):
-            for flight in self._air.popleft():
-                updates += [self._take(*landed) for landed in flight.land()]
+        try:
+            if step:
+                self._launch(step)
+            updates = self._land(most=self._run_ahead if step else 0)
+        except BaseException:
+            # Nobody knows how far it came: what is stored is stored anew, and what is on its
+            # way is computed again.
+            self._air.clear()
+            self._scheduler.start_over()
+            raise
         if not self._scheduler.running:
             self._air.clear()  # tokens that follow an end
+        return updates
+
+    def _land(self, most: int) -> list[Update]:
+        """Read the tokens of all steps but the last ``most``, and of those waited for."""
+        updates: list[Update] = []
+        while self._must_land(most):
+            for flight in self._air.popleft():
+                updates += [self._take(*landed) for landed in flight.land()]
         return updates
 
     def _must_land(self, most: int) -> bool:
@@ -185,14 +197,7 @@ class Engine:
     def _launch(self, step: Step) -> None:
         self._supply.ensure(step.blocks)
         self._count(step)
-        try:
-            flights = self._runner.launch(step)
-        except BaseException:
-            # Nobody knows how far it came: what is stored is stored anew, and what is on its
-            # way is computed again.
-            self._air.clear()
-            self._scheduler.start_over()
-            raise
+        flights = self._runner.launch(step)
         if flights:
             self._air.append(flights)
         for request, _ in step.chunks:
