@@ -24,6 +24,8 @@ _APPEND_SWITCHES = (
     "triton",
 )
 MOST_AHEAD = 16
+_LARGEST = 3.4e38
+"""Of the numbers that a device, with its 32-bit floats, can be told."""
 ADMISSION_POLICIES = ("fifo", "pack")
 
 _ON = frozenset({"1", "on", "true", "yes"})
@@ -125,11 +127,17 @@ class SamplingParams:
                 "top_p, min_p and repetition_penalty numbers"
             )
         allowed = {
-            "temperature": (self.temperature >= 0, "at least 0"),
-            "top_k": (self.top_k >= 0, "at least 0 (0 turns it off)"),
+            "temperature": (
+                0 <= self.temperature <= _LARGEST,
+                f"at least 0 and at most {_LARGEST}",
+            ),
+            "top_k": (0 <= self.top_k < 1 << 63, "at least 0 (0 turns it off) and below 2**63"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (1 turns it off)"),
             "min_p": (0 <= self.min_p <= 1, "between 0 (which turns it off) and 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0 (1 turns it off)"),
+            "repetition_penalty": (
+                0 < self.repetition_penalty <= _LARGEST,
+                f"above 0 (1 turns it off) and at most {_LARGEST}",
+            ),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "stop": (not isinstance(self.stop, str) and all(self.stop), "texts, none empty"),
         }

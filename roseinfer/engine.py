@@ -170,15 +170,27 @@ class Engine:
         Up to ``run_ahead`` steps stay on their way while the host goes on.
         """
         step = self._scheduler.next_step()
-        if step:
-            self._launch(step)
+        try:
+            if step:
+                self._launch(step)
+            # Of those in the air one lands where none is launched.
+            updates = self._land(self._run_ahead if step else len(self._air) - 1)
+        except BaseException:
+            # Nobody knows how far it came: what is stored is stored anew, and what is on its
+            # way is computed again.
+            self._air.clear()
+            self._scheduler.start_over()
+            raise
+        if not self._scheduler.running:
+            self._air.clear()  # tokens that follow an end
+        return updates
+
+    def _land(self, most: int) -> list[Update]:
+        """Read the tokens of all steps but the last ``most``, and of those waited for."""
         updates: list[Update] = []
-        most = self._run_ahead if step else len(self._air) - 1  # of those in the air one lands
         while self._must_land(most):
             for flight in self._air.popleft():
                 updates += [self._take(*landed) for landed in flight.land()]
-        if not self._scheduler.running:
-            self._air.clear()  # tokens that follow an end
         return updates
 
     def _must_land(self, most: int) -> bool:
@@ -189,14 +201,7 @@ class Engine:
     def _launch(self, step: Step) -> None:
         self._supply.ensure(step.blocks)
         self._count(step)
-        try:
-            flights = self._runner.launch(step)
-        except BaseException:
-            # Nobody knows how far it came: what is stored is stored anew, and what is on its
-            # way is computed again.
-            self._air.clear()
-            self._scheduler.start_over()
-            raise
+        flights = self._runner.launch(step)
         if flights:
             self._air.append(flights)
         for request, _ in step.chunks:

@@ -92,6 +92,8 @@ class Scheduler:
         dropped = False
         for _ in range(len(self.running) + 2):
             step = self._decoding()
+            if step is None:
+                return Step()
             if self.waiting or len(step.decoding) < len(self.running):
                 PromptShare.of(self._config, self._supply, step).fill(self.running, self.waiting)
             if step or self.in_flight:
@@ -107,8 +109,12 @@ class Scheduler:
                 dropped = True
         raise self._stuck()
 
-    def _decoding(self) -> Step:
-        """The requests that have one token to store, once there are blocks for all."""
+    def _decoding(self) -> Step | None:
+        """The requests that have one token to store, once there are blocks for all.
+
+        None where somebody must make room and tokens in flight may end others: until they have
+        landed, nobody is let in to take what there is.
+        """
         while True:
             decoding = []
             blocks = 0
@@ -121,7 +127,9 @@ class Scheduler:
             available = self._supply.available
             if blocks <= available:
                 return Step(decoding, blocks=blocks, spare=available - blocks)
-            if len(self.running) == 1 or self.in_flight:
+            if self.in_flight:
+                return None
+            if len(self.running) == 1:
                 return Step()
             self._preempt_newest()
 

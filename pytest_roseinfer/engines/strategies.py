@@ -72,13 +72,15 @@ def request_mixes(
     Two thirds of them begin with short and long prompts in turn, all at once. Of these, half
     crowd the cache for certain: they run to their last token, and there are hardly more blocks
     than the largest takes. A few are a prompt and its continuation, in a cache that holds no
-    more than that. With ``aim``, the engine has the switches that path needs.
+    more than that; as many are a relay. With ``aim``, the engine has the switches that path needs.
     """
     new = min(most_steps, adapter.most_tokens // 3)
     longest = adapter.most_tokens - new
-    kind = draw(st.sampled_from((*("uneven", "crowded") * 2, "anyhow", "continued")))
+    kind = draw(st.sampled_from((*("uneven", "crowded") * 2, "anyhow", "continued", "relay")))
     if kind == "continued":
         return draw(_continued(adapter, longest, new, device, aim))
+    if kind == "relay":
+        return draw(_relay(adapter, longest, new, device, aim))
     if kind == "anyhow":
         lengths = ["any"] * draw(st.integers(1, _MOST_REQUESTS))
     else:
@@ -98,6 +100,38 @@ def request_mixes(
     sizes = [len(each.prompt) + each.sampling.max_new_tokens for each in asked]
     more = [0, 1, block_size, 3 * block_size]
     room = max(sizes) + draw(st.sampled_from(more if kind == "crowded" else [*more, sum(sizes)]))
+    return RequestMix(tuple(asked), block_size, room, device, draw(switches(adapter, aim)))
+
+
+@st.composite
+def _relay(
+    draw: st.DrawFn,
+    adapter: type[EngineAdapter],
+    longest: int,
+    new: int,
+    device: str,
+    aim: str | None,
+) -> RequestMix:
+    """Two requests that last, and between them some that end soon; others come after those.
+
+    What belongs to one that ended is the next one's, while its neighbours still go on.
+    """
+    lasting = Sampling(new, ignore_eos=True)
+    soon = draw(st.integers(2, 3))
+    between = [Sampling(soon, ignore_eos=True)] * draw(st.integers(1, 3))
+    ends = [lasting, *between, lasting]
+    lengths = st.integers(1, max(1, longest // 4))
+    asked = [
+        Asked(common_text(draw(lengths), adapter.vocabulary, at), sampling)
+        for at, sampling in enumerate(ends)
+    ]
+    for at in range(draw(st.integers(1, 2))):
+        length = draw(st.integers(longest // 3, longest))
+        text = common_text(length, adapter.vocabulary, len(ends) + at)
+        asked.append(Asked(text, draw(samplings(most=new)), soon + draw(st.integers(0, 2))))
+    sizes = [len(each.prompt) + each.sampling.max_new_tokens for each in asked]
+    block_size = draw(st.sampled_from(BLOCK_SIZES))
+    room = sum(sizes) + block_size * len(sizes)
     return RequestMix(tuple(asked), block_size, room, device, draw(switches(adapter, aim)))
 
 

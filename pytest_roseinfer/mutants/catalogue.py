@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.mutants import (
+    catalogue_decode,
     catalogue_engine,
     catalogue_kernels,
     catalogue_moving,
@@ -21,6 +22,7 @@ CATALOGUE: tuple[Mutant, ...] = (
     *catalogue_moving.MUTANTS,
     *catalogue_kernels.MUTANTS,
     *catalogue_engine.MUTANTS,
+    *catalogue_decode.MUTANTS,
 )
 
 
@@ -48,6 +50,13 @@ NOT_PLANTED: dict[str, str] = {
     ),
     "A compiled kernel reused for arguments of another kind (the launcher's memory)": (
         "Triton's interpreter compiles nothing; needs a GPU"
+    ),
+    "A graph that replays a step of another size, or rows it was captured with": (
+        "without a GPU nothing is captured; what a capture does to live rows is planted, and "
+        "simulated by running the step on emptied rows"
+    ),
+    "A step that leaves its row of padding longer": (
+        "a row is uploaded anew when a sequence takes it, and its blocks are all scratch"
     ),
     "An index buffer rewritten while its copy to the device is in flight": (
         "without a GPU there is no copy; needs a GPU"

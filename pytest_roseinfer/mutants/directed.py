@@ -1,8 +1,11 @@
-"""Checks for what no history on a small cache can reach: offsets beyond 32 bits.
+"""Checks for what no history can reach.
 
-The caches are a few blocks of one tensor of eight gigabytes, of which almost nothing is ever
-touched. They begin in its middle, so that an offset that wraps around still falls inside and
-the check fails instead of the process.
+Offsets beyond 32 bits: the caches are a few blocks of one tensor of eight gigabytes, of which
+almost nothing is ever touched. They begin in its middle, so that an offset that wraps around
+still falls inside and the check fails instead of the process.
+
+Capturing a CUDA graph while sequences live, without a GPU: what a capture would run is run on
+emptied rows.
 """
 
 from __future__ import annotations
@@ -97,6 +100,30 @@ def far_clones() -> None:
             assert (cache[0, target] == source + 1).all(), f"block {source} did not reach {target}"
 
 
+def capture_beside_the_living() -> None:
+    """Their blocks stay as they are, and they go on as if nothing had been."""
+    roseinfer = importlib.import_module("roseinfer")
+    resident = importlib.import_module("roseinfer.decode." + "resident")
+    greedy = roseinfer.SamplingParams(temperature=0)
+
+    def decoded(*, captured: bool) -> list[list[int]]:
+        llm = roseinfer.LLM("tiny", device="cpu", block_size=4, kv_cache_tokens=64)
+        sessions, kv = llm.engine.sessions, llm.engine.sessions.kv
+        decode = resident.ResidentDecode(sessions, 4, None, graphs=False)
+        begun, logits = sessions.prefill([[1, 2, 3], [4, 5]])
+        living = decode.enter([(each, greedy, 0) for each in begun], logits.argmax(-1))
+        tokens = [decode.launch(living).wait()]
+        if captured:
+            before = [cache[:, 1:].clone() for cache in (kv.keys, kv.values)]
+            with decode.slots.emptied():
+                decode._step.run(4, greedy=True)
+            for cache, was in zip((kv.keys, kv.values), before, strict=True):
+                assert torch.equal(cache[:, 1:], was), "a block of a live sequence was written to"
+        return tokens + [decode.launch(living).wait() for _ in range(3)]
+
+    assert decoded(captured=True) == decoded(captured=False), "the living went on otherwise"
+
+
 CHECKS: dict[str, Callable[[], None]] = {
-    check.__name__: check for check in (far_appends, far_clones)
+    check.__name__: check for check in (far_appends, far_clones, capture_beside_the_living)
 }

@@ -35,6 +35,12 @@ _ROUNDING = 3e-5
 _RUN_AHEAD = (0, 1, 3)
 _RESIDENT = {"resident_decode": True, "per_layer_kv": False}
 """Settings with which the state of what decodes is on the device."""
+_REUSED_AT_ONCE = {**_RESIDENT, "prefix_cache": False, "max_batch_size": 8}
+"""And what one sequence gives up is the next one's, while others decode beside it."""
+_EASY = (EnginePath.RESIDENT, EnginePath.RUN_AHEAD)
+_SLOW = (EnginePath.FUSED,)
+_IN_ORDER = (*_EASY, *(path for path in EnginePath if path not in _EASY + _SLOW), *_SLOW)
+"""What takes long under Triton's interpreter is aimed at last."""
 
 
 class RoseinferEngine(EngineAdapter):
@@ -44,7 +50,7 @@ class RoseinferEngine(EngineAdapter):
     most_tokens = _POSITIONS
     lag = max(_RUN_AHEAD)
     paths: ClassVar[Mapping[str, FastPath]] = {
-        **{path.value: FastPath(equals=_ALONE) for path in EnginePath},
+        **{path.value: FastPath(equals=_ALONE) for path in _IN_ORDER},
         AttentionPath.DECODE_TRITON.value: FastPath(
             equals=AttentionPath.REFERENCE.value,
             runs_with=[{"paged_attention": True}, {"paged_attention": True, "model": "llama"}],
@@ -62,9 +68,13 @@ class RoseinferEngine(EngineAdapter):
         EnginePath.FUSED.value: FastPath(
             equals=_ALONE, runs_with=[{"fused_model": True, "model": "gpt2"}]
         ),
-        EnginePath.RESIDENT.value: FastPath(equals=_ALONE, runs_with=[_RESIDENT]),
+        EnginePath.RESIDENT.value: FastPath(
+            equals=_ALONE,
+            runs_with=[_RESIDENT, _REUSED_AT_ONCE, {**_RESIDENT, "max_batch_size": 2}],
+        ),
         EnginePath.RUN_AHEAD.value: FastPath(
-            equals=_ALONE, runs_with=[{**_RESIDENT, "run_ahead": 2}]
+            equals=_ALONE,
+            runs_with=[{**_RESIDENT, "run_ahead": 2}, {**_REUSED_AT_ONCE, "run_ahead": 3}],
         ),
         EnginePath.GRAPH.value: FastPath(
             equals=_ALONE,
@@ -223,6 +233,9 @@ def _network(name: str, device: str) -> Any:
             for weight in model.parameters():
                 if weight.dim() > 1:
                     weight.normal_(std=0.4)
+            for weight in model.parameters():
+                if weight.dim() == 1:  # they begin as biases of 0 and gains of 1
+                    weight.add_(0.2 * torch.randn(weight.shape))
     return model.eval().requires_grad_(False).to(device)
 
 

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from roseinfer.attention.combine_triton import LOG2_E, combine_kernel
 from roseinfer.errors import BadArgument
+from roseinfer.kv.dot_triton import dot
 from roseinfer.kv.early_launch import early
 from roseinfer.kv.triton_launch import on_device
 
@@ -83,14 +84,14 @@ def _append_attend_kernel(
         inside = stored[:, None] & d_inside[None, :]
         k = tl.load(k_cache + places[:, None] + dims[None, :], inside, other=0.0)
         v = tl.load(v_cache + places[:, None] + dims[None, :], inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = dot(q, tl.trans(k)) * scale
         scores = tl.where(stored[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         shrink = tl.exp2(top - finite)
         weights = tl.exp2(scores - finite[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        sums = sums * shrink[:, None] + dot(weights.to(v.dtype), v)
         top = higher
     if PARTS == 1:
         tl.store(
@@ -121,17 +122,23 @@ def append_and_attend(
 
     The caches are one layer, ``[blocks, kv_heads, block_size, head_dim]``; row ``i`` of
     ``tables`` lists sequence ``i``'s blocks, one for the new token among them, and
-    ``lengths[i]`` counts what is stored before it.
+    ``lengths[i]`` counts what is stored before it. The caches lie in memory alike, the elements
+    of a head side by side.
     """
     query, key, value = (
         each if each.stride(2) == 1 else each.contiguous() for each in (query, key, value)
     )
     sequences, q_heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_cache.shape
-    if q_heads % kv_heads or k_cache.shape[3] != head_dim or k_cache.stride() != v_cache.stride():
+    if q_heads % kv_heads or k_cache.shape[3] != head_dim or k_cache.shape != v_cache.shape:
         raise BadArgument(
             f"{q_heads} query heads of {head_dim} do not fit caches of {tuple(k_cache.shape)} and "
             f"{tuple(v_cache.shape)}"
+        )
+    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
+        raise BadArgument(
+            "caches must have the same strides, the last of them 1; they have "
+            f"{k_cache.stride()} and {v_cache.stride()}"
         )
     group = q_heads // kv_heads
     parts = _num_parts(sequences, kv_heads)

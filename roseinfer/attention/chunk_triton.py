@@ -13,6 +13,7 @@ import triton.language as tl
 
 from roseinfer.attention.combine_triton import LOG2_E
 from roseinfer.errors import BadArgument
+from roseinfer.kv.dot_triton import dot
 from roseinfer.kv.triton_launch import on_device
 
 if TYPE_CHECKING:
@@ -70,14 +71,14 @@ def _chunk_kernel(
             v_cache + blocks[:, None] * vc_b + kv_head * vc_h + slots[:, None] * vc_t
             + dims[None, :] * vc_d, inside, other=0.0,
         )  # fmt: skip
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = dot(q, tl.trans(k)) * scale
         seen = tokens[None, :] <= (position + token)[:, None]
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp2(top - higher)  # the first token is seen by all: no maximum stays infinite
         weights = tl.exp2(scores - higher[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        sums = sums * shrink[:, None] + dot(weights.to(v.dtype), v)
         top = higher
     tl.store(
         out + (row + token)[:, None] * o_s + head[:, None] * o_h + dims[None, :] * o_d,

@@ -73,8 +73,9 @@ class DecodeSlots:
 
     def take(self, session: InferenceSession, params: SamplingParams, seed: int) -> int:
         """The lowest free row, now the session's."""
+        occupant = _Occupant(session, _how(params, seed))  # may raise: no row is taken yet
         slot = heappop(self._free)
-        self._occupants[slot] = _Occupant(session, _how(params, seed))
+        self._occupants[slot] = occupant
         self._changed[slot] = None
         return slot
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from roseinfer.kv.dot_triton import dot
 from roseinfer.kv.early_launch import early
 
 _TILE_K = 128
@@ -43,7 +44,7 @@ def _whole_kernel(
             w_in, x_in = w_in & (k < K)[:, None], x_in & (k < K)[None, :]
         w = tl.load(columns + k[:, None] * w_k, w_in, other=0.0)
         a = tl.load(x + r[:, None] * x_r + k[None, :], x_in, other=0.0)
-        total = tl.dot(a, w, total, input_precision="ieee")
+        total = dot(a, w, total)
     if BIAS:
         total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
     if GELU:
@@ -97,16 +98,16 @@ def _parts_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     a = tl.load(x_at, x_in if EVEN else x_in & (k < K)[None, :], other=0.0)
-    total = tl.dot(a, w_0, input_precision="ieee")
+    total = dot(a, w_0)
     if TILES > 1:
         a = tl.load(x_at + TILE_K, x_in if EVEN else x_in & (at_1 < K)[None, :], other=0.0)
-        total = tl.dot(a, w_1, total, input_precision="ieee")
+        total = dot(a, w_1, total)
     if TILES > 2:
         a = tl.load(x_at + 2 * TILE_K, x_in if EVEN else x_in & (at_2 < K)[None, :], other=0.0)
-        total = tl.dot(a, w_2, total, input_precision="ieee")
+        total = dot(a, w_2, total)
     if TILES > 3:
         a = tl.load(x_at + 3 * TILE_K, x_in if EVEN else x_in & (at_3 < K)[None, :], other=0.0)
-        total = tl.dot(a, w_3, total, input_precision="ieee")
+        total = dot(a, w_3, total)
     tl.store(
         out + part * o_p + r[:, None] * o_r + n[None, :], total, x_in & (n < N)[None, :]
     )  # fmt: skip

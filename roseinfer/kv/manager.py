@@ -232,7 +232,7 @@ class KVBlockManager:
         What follows them must be the list's alone: others would lose it too.
         """
         pool = self._pool(layer_idx)
-        infos = [pool.held(block_id) for block_id in block_ids]
+        infos = self._infos(pool, block_ids)
         stored = sum(info.length for info in infos)
         if not 0 <= length <= stored:
             raise BadArgument(f"truncate to {length}, but {stored} tokens are stored")
@@ -273,13 +273,7 @@ class KVBlockManager:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The first ``total_len`` stored tokens (default: all), ``[heads, tokens, head_dim]``."""
         pool = self._pool(layer_idx)
-        infos = [pool.held(block_id) for block_id in block_ids]
-        for info, block_id in zip(infos[:-1], block_ids, strict=False):
-            if info.length < self.block_size:
-                raise BadArgument(
-                    f"block {block_id} holds {info.length} of {self.block_size} tokens and is not "
-                    "the last of its list: the list is not one sequence"
-                )
+        infos = self._infos(pool, block_ids)
         stored = sum(info.length for info in infos)
         length = stored if total_len is None else total_len
         if not 0 <= length <= stored:
@@ -330,6 +324,17 @@ class KVBlockManager:
                 "block list: use plan_append and write"
             )
         return self._pool(layer_idx)
+
+    def _infos(self, pool: BlockPool, block_ids: Sequence[int]) -> list[KVBlockInfo]:
+        """The records of a list that must be one sequence: all blocks are full but the last."""
+        infos = [pool.held(block_id) for block_id in block_ids]
+        for info, block_id in zip(infos[:-1], block_ids, strict=False):
+            if info.length < self.block_size:
+                raise BadArgument(
+                    f"block {block_id} holds {info.length} of {self.block_size} tokens and is not "
+                    "the last of its list: the list is not one sequence"
+                )
+        return infos
 
     def _group_of(self, block_id: int) -> int:
         group = block_id // self.max_blocks_per_layer

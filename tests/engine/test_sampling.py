@@ -170,6 +170,10 @@ def test_log_probabilities_are_the_models_own(device: str) -> None:
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ({"stop": "END"}, "stop is 'END'; it must be texts"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 1e39}, "temperature is 1e[+]39; .* at most 3.4e[+]38"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"repetition_penalty": 10**400}, "repetition_penalty .* at most 3.4e[+]38"),
+        ({"top_k": 1 << 63}, r"top_k is 9223372036854775808; .* below 2\*\*63"),
     ],
     ids=str,
 )

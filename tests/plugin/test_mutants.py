@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 DOCS = Path(__file__).parents[2] / "docs" / "mutants.md"
-APPLICABLE = {*range(1, 36)} - {14, 21, 22, 30}
+APPLICABLE = {*range(1, 36)} - {14, 21, 22}
 """Rows of the list of known bugs that the engine could have. Entries of its prefix cache copy
-their tokens (14), it has no sliding or static caches (21, 22) and no CUDA graphs yet (30)."""
+their tokens (14), and it has no sliding or static caches (21, 22)."""
 POOL = "roseinfer.kv.pool"
 RELEASE = "        self.refcounts[index] -= 1\n"
 EQUIVALENT = Mutant(

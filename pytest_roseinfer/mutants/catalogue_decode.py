@@ -1,0 +1,152 @@
+"""Bugs in decoding with the state on the device: slots, steps, running ahead, fused kernels."""
+
+from __future__ import annotations
+
+from pytest_roseinfer.mutants.mutant import ENGINE, Mutant
+
+_SLOTS = "roseinfer.decode.slots"
+_STEP = "roseinfer.decode.step"
+_RESIDENT = "roseinfer.decode.resident"
+_READBACK = "roseinfer.decode.readback"
+_RUNNER = "roseinfer.runner"
+_APPEND = "roseinfer.attention.append_decode_triton"
+_GPT2 = "roseinfer.fused.gpt2"
+
+
+def _mutant(
+    name: str, wrong: str, module: str, find: str, replace: str, rows: tuple[int, ...] = ()
+) -> Mutant:
+    return Mutant(name, wrong, module, find, replace, rows, targets=(ENGINE,))
+
+
+MUTANTS = (
+    _mutant(
+        "new-block-not-uploaded",
+        "The device is not told of the block that a resident sequence was given.",
+        _RESIDENT,
+        "            self.slots.touch(each.slot)\n",
+        "",
+    ),
+    _mutant(
+        "padding-row-on-a-real-block",
+        "The row of a sequence that left points to the first block of the cache.",
+        _SLOTS,
+        "            return [0] * _FIELDS + [SCRATCH] * self._width\n",
+        "            return [0] * _FIELDS + [SCRATCH + 1] * self._width\n",
+        (6,),
+    ),
+    _mutant(
+        "slot-freed-twice",
+        "A slot that is given back enters the free ones twice, and two sequences get it.",
+        _SLOTS,
+        "        heappush(self._free, slot)\n",
+        "        heappush(self._free, slot)\n        heappush(self._free, slot)\n",
+        (12,),
+    ),
+    _mutant(
+        "parameters-in-each-others-columns",
+        "Rows on the device have top_p and min_p in each other's place.",
+        _SLOTS,
+        "params.top_k, bits[1], bits[2]]",
+        "params.top_k, bits[2], bits[1]]",
+    ),
+    _mutant(
+        "seed-cut-to-a-bit",
+        "Rows on the device keep the lowest bit of a seed.",
+        _SLOTS,
+        "[signed64(seed), ",
+        "[signed64(seed & 1), ",
+    ),
+    _mutant(
+        "slots-packed-when-read",
+        "Tokens are read as if residents stood in the first slots, one after another.",
+        _RUNNER,
+        "        rows = [each.slot for each in residents]\n",
+        "        rows = list(range(len(residents)))\n",
+    ),
+    _mutant(
+        "entered-with-anothers-token",
+        "Of a prefill, the first tokens go to those who become resident, whosever they are.",
+        _RUNNER,
+        "                chosen if len(rows) == len(requests) else chosen[rows],\n",
+        "                chosen[: len(rows)],\n",
+    ),
+    _mutant(
+        "greedy-as-the-first-is",
+        "A step is greedy for all where the first of the residents is.",
+        _RESIDENT,
+        "greedy=not self._num_sampled)",
+        "greedy=residents[0].greedy)",
+    ),
+    _mutant(
+        "drawn-from-the-position-before",
+        "A resident step draws with the noise of the position of the token it stores.",
+        _STEP,
+        ".choose(logits, lengths + 1)",
+        ".choose(logits, lengths)",
+    ),
+    _mutant(
+        "block-taken-a-token-late",
+        "A resident sequence is given a block when its last one has been written past.",
+        _RESIDENT,
+        "if each.session.stored >= each.session.room])\n        self.slots.upload()",
+        "if each.session.stored > each.session.room])\n        self.slots.upload()",
+    ),
+    _mutant(
+        "left-a-step-early",
+        "A sequence leaves its slot one step before its last.",
+        _RUNNER,
+        "            if request.num_generated + request.in_flight == request.most_tokens:\n",
+        "            if request.num_generated + request.in_flight == request.most_tokens - 1:\n",
+    ),
+    _mutant(
+        "in-flight-for-ever",
+        "Tokens that were read still count as on their way.",
+        _RUNNER,
+        "                request.in_flight -= 1\n",
+        "",
+    ),
+    _mutant(
+        "token-behind-the-end",
+        "What a step that was launched before an end brings is given to the request all the same.",
+        _RUNNER,
+        "            if request.finish_reason is None:\n",
+        "            if request.session is not None:\n",
+        (12,),
+    ),
+    _mutant(
+        "buffer-used-while-it-fills",
+        "Tokens are copied to a buffer that another step's tokens are still in.",
+        _READBACK,
+        "        return Arrival(host, len(vector), done, self._buffers.append)\n",
+        "        self._buffers.append(host)\n"
+        "        return Arrival(host, len(vector), done, lambda _: None)\n",
+    ),
+    _mutant(
+        "new-token-seen-twice",
+        "The context that the append kernel goes through ends behind the new token.",
+        _APPEND,
+        "    end = tl.minimum(begin + share, length)\n",
+        "    end = tl.minimum(begin + share, length + 1)\n",
+    ),
+    Mutant(
+        "captured-on-live-rows",
+        "Graphs are captured on the rows of sequences that live, whose blocks are written to.",
+        _SLOTS,
+        "        self._rows.zero_()\n",
+        "",
+        rows=(30,),
+        targets=(),
+        directed="capture_beside_the_living",
+    ),
+    Mutant(
+        "tokens-lost-to-a-capture",
+        "After a graph was captured, sequences go on from what was computed meanwhile.",
+        _SLOTS,
+        "            self.tokens.copy_(tokens)\n",
+        "",
+        rows=(30,),
+        targets=(),
+        directed="capture_beside_the_living",
+    ),
+)

@@ -1,0 +1,22 @@
+"""Products of tiles, as exact as the device makes them.
+
+Triton's interpreter keeps bfloat16 as the bits it is made of, and multiplies those: there,
+factors are widened first, which changes no product that float32 can hold.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+
+
+@triton.jit
+def dot(a, b, total=None):
+    """``a @ b``, added to ``total`` where there is one, in float32."""
+    if _INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")

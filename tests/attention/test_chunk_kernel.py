@@ -1,0 +1,153 @@
+"""Attention of several new tokens a sequence against the reference, over a poisoned cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from roseinfer import AppendPolicy, AttentionPath, BadArgument, KVBlockManager
+from roseinfer.attention.batch import AttentionBatch, load_attention_kernels
+from roseinfer.attention.chunk_triton import paged_attention_chunks
+from roseinfer.attention.reference import paged_attention_reference
+from roseinfer.kv.staging import IndexStaging
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+class Case:
+    """Sequences as (tokens stored before, new ones): stored by now, and asked about anew.
+
+    The new tokens are cut into tiles as a forward pass does it.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        sequences: list[tuple[int, int]],
+        *,
+        q_heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 8,
+        block_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        torch.manual_seed(len(sequences) + head_dim)
+        lengths = [before + new for before, new in sequences]
+        self.counts = [new for _, new in sequences]
+        blocks = sum(-(-length // block_size) for length in lengths) + 1
+        self.kv = KVBlockManager(
+            1, kv_heads, head_dim, block_size, blocks, device, dtype, AppendPolicy(triton=False)
+        )
+        self.kv.keys.fill_(float("nan"))
+        self.kv.values.fill_(float("nan"))
+        self.lists: list[list[int]] = [[] for _ in lengths]
+        # In turns, so that nobody's blocks lie side by side.
+        for at in range(max(lengths)):
+            rows = [row for row, length in enumerate(lengths) if at < length]
+            new = torch.randn(2, len(rows), kv_heads, head_dim, device=device).to(dtype)
+            self.kv.append_token_batch(0, [self.lists[row] for row in rows], *new)
+        self.query = torch.randn(sum(self.counts), q_heads, head_dim, device=device).to(dtype)
+        self.scale = head_dim**-0.5
+        self.path_counts: Counter[str] = Counter()
+        self.batch = AttentionBatch(
+            self.kv,
+            [[block_ids] for block_ids in self.lists],
+            self.counts,
+            lengths,
+            self.path_counts,
+            load_attention_kernels(torch.device(device)),
+            IndexStaging(self.kv.device, Counter()),
+        )
+
+    def run(self) -> torch.Tensor:
+        return self.batch.attend(0, self.query, self.scale)
+
+    def reference(self) -> torch.Tensor:
+        return paged_attention_reference(
+            self.kv, 0, self.query, self.lists, self.counts, self.scale
+        )
+
+
+def check(case: Case) -> None:
+    got, want = case.run(), case.reference()
+    assert case.path_counts[AttentionPath.CHUNK_TRITON] == 1
+    assert not got.isnan().any()
+    torch.testing.assert_close(got, want, atol=TOLERANCE[case.query.dtype], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("head_dim", [5, 64, 80, 96])
+def test_every_head_size_and_dtype(device: str, head_dim: int, dtype: torch.dtype) -> None:
+    check(Case(device, [(0, 5), (3, 4)], head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(1, 1), (4, 4), (4, 1), (6, 2), (20, 1)])
+def test_every_grouping_of_query_heads(device: str, q_heads: int, kv_heads: int) -> None:
+    check(Case(device, [(2, 7), (0, 2)], q_heads=q_heads, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 128])
+def test_every_block_size(device: str, block_size: int) -> None:
+    check(Case(device, [(0, block_size + 1), (block_size, 2)], block_size=block_size))
+
+
+@pytest.mark.parametrize("tokens", [2, 15, 16, 17, 33, 70])
+def test_whole_prompts_of_one_tile_and_of_more(device: str, tokens: int) -> None:
+    check(Case(device, [(0, tokens)], q_heads=4, kv_heads=1))
+
+
+@pytest.mark.parametrize("before", [1, 4, 63, 64, 65, 130])
+def test_a_chunk_behind_what_is_stored(device: str, before: int) -> None:
+    """At, before and behind the end of the context that is looked at together."""
+    check(Case(device, [(before, 3)], block_size=16))
+
+
+def test_sequences_of_different_counts_in_one_launch(device: str) -> None:
+    """Chunks of long and short prompts, and single tokens among them that came too late to
+    stand in front."""
+    check(Case(device, [(0, 40), (9, 2), (0, 3), (7, 1), (70, 17)]))
+
+
+def test_behind_sequences_of_a_single_token(device: str) -> None:
+    case = Case(device, [(3, 1), (8, 1), (2, 6), (0, 5)])
+    check(case)
+    assert case.path_counts[AttentionPath.DECODE_TRITON] == 1
+
+
+def test_a_query_of_other_strides(device: str) -> None:
+    case = Case(device, [(5, 3), (0, 9)])
+    wide = torch.full((12, 3, 4, 16), float("nan"), device=device)
+    wide[:, 1, :, ::2] = case.query
+    case.query = wide[:, 1, :, ::2]
+    check(case)
+
+
+def test_what_comes_later_is_not_seen(device: str) -> None:
+    """Of the chunk itself and of the block behind its end."""
+    case = Case(device, [(2, 3)])
+    before = case.run()
+    case.kv.values[0, case.lists[0][-1], :, 1:] = 1e30
+    torch.testing.assert_close(case.run(), before, atol=0, rtol=0)
+    case.kv.values[0, case.lists[0][-1], :, 0] = 1e3  # the chunk's last token
+    after = case.run()
+    torch.testing.assert_close(after[:2], before[:2], atol=0, rtol=0)
+    assert (after[2] - before[2]).abs().max() > 1
+
+
+def test_the_prefix_matters(device: str) -> None:
+    case = Case(device, [(5, 3)])
+    before = case.run()
+    case.kv.values[0, case.lists[0][0], :, 0] += 1
+    assert ((case.run() - before).abs().amax((1, 2)) > 1e-3).all()
+
+
+def test_heads_that_do_not_fit_are_refused(device: str) -> None:
+    case = Case(device, [(0, 3)])
+    keys, values = case.kv.keys[0], case.kv.values[0]
+    none = (torch.zeros(1, dtype=torch.int64, device=device),) * 4
+    with pytest.raises(BadArgument, match="3 query heads of 8 do not fit 2 KV heads of 8"):
+        paged_attention_chunks(
+            case.query[:, :3], keys, values, none[0][None], none, 1.0, tile_q=16, longest=3
+        )

@@ -1,0 +1,100 @@
+"""A tiny model's sessions, decoding with their state on the device or without."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer import AppendPolicy, KVBlockManager, SamplingParams
+from roseinfer.decode.kernels import load_decode_kernels
+from roseinfer.decode.resident import Resident, ResidentDecode
+from roseinfer.model import CausalModel
+from roseinfer.session import InferenceEngine
+from tests.engine.families import tiny
+
+if TYPE_CHECKING:
+    from roseinfer.session import InferenceSession
+
+GREEDY = SamplingParams(temperature=0)
+PROMPTS = [[7, 3, 90], [1], [4, 4, 8, 20], [50, 51, 52, 53, 54]]
+SIZE = 4
+
+
+def engine_on(device: str, family: str = "gpt2", blocks: int = 40) -> InferenceEngine:
+    model = CausalModel(deepcopy(tiny(family, device)))
+    shape = model.shape
+    kv = KVBlockManager(
+        shape.num_layers,
+        shape.num_kv_heads,
+        shape.head_dim,
+        SIZE,
+        blocks,
+        device,
+        torch.float32,
+        AppendPolicy(triton=False),
+        layers_per_group=shape.num_layers,
+    )
+    kv.keys.fill_(float("nan"))
+    kv.values.fill_(float("nan"))
+    return InferenceEngine(model, kv, attention_kernels=device == "cuda")
+
+
+_MOST = 1 << 20
+"""Tokens that a sequence may come to store: no test comes near."""
+
+
+class Decoding:
+    """Sessions that begin with prompts; each decodes on the device from its first new token."""
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        family: str = "gpt2",
+        kernels: bool | None = None,
+        slots: int = 6,
+        graphs: bool = False,
+    ) -> None:
+        self.sessions = engine_on(device, family)
+        if kernels is None:
+            kernels = device == "cuda"  # the interpreter is slow
+        loaded = load_decode_kernels(torch.device(device)) if kernels else None
+        self.decode = ResidentDecode(self.sessions, slots, loaded, graphs=graphs)
+        self.running: list[tuple[InferenceSession, Resident]] = []
+
+    def begin(self, prompt: list[int], params: SamplingParams = GREEDY, seed: int = 0) -> Resident:
+        """Store a prompt; its likeliest next token is the first that is decoded from."""
+        (session,), logits = self.sessions.prefill([prompt])
+        first = logits.argmax(-1)
+        (resident,) = self.decode.enter([(session, params, seed, _MOST)], first)
+        session.token_ids += first.tolist()
+        self.running.append((session, resident))
+        return resident
+
+    def step(self) -> None:
+        arrival = self.decode.launch([resident for _, resident in self.running], 0)
+        tokens = arrival.wait()
+        for session, resident in self.running:
+            session.token_ids.append(tokens[resident.slot])
+
+    def end(self, resident: Resident) -> None:
+        """Leave, keeping what is known."""
+        self.decode.leave(resident)
+        self.running = [pair for pair in self.running if pair[1] is not resident]
+        self.sessions.cut(resident.session, len(resident.session.token_ids))
+        self.sessions.release(resident.session)
+
+    def texts(self) -> list[list[int]]:
+        return [list(session.token_ids) for session, _ in self.running]
+
+
+def alone(device: str, prompt: list[int], count: int, family: str = "gpt2") -> list[int]:
+    """The prompt and what follows it, one step of the host after the other."""
+    engine = engine_on(device, family)
+    (session,), logits = engine.prefill([prompt])
+    session.token_ids += logits.argmax(-1).tolist()
+    for _ in range(count - 1):
+        engine.decode_step_sessions([session])
+    return session.token_ids

@@ -1,0 +1,82 @@
+"""Steps replayed from CUDA graphs: as the steps themselves, and capturing touches nobody."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from roseinfer import EnginePath, SamplingParams
+from roseinfer.decode.graphs import StepGraphs
+from tests.decode.residents import PROMPTS, Decoding, alone
+from tests.kv.harness import assert_same_bits, bits
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+DRAWN = SamplingParams(temperature=0.8)
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_every_number_of_sequences(device: str, size: int) -> None:
+    """Those between two sizes of the ladder are filled up with padding, which writes to the
+    scratch block alone."""
+    decoding = Decoding(device, slots=9, graphs=True)
+    kv = decoding.sessions.kv
+    prompts = [[at + 1, at + 2] for at in range(size)]
+    for prompt in prompts:
+        decoding.begin(prompt)
+    held = {block for session, _ in decoding.running for block in session.block_lists[0]}
+    for _ in range(2):  # no block is taken yet
+        before = bits(kv.keys).clone()
+        decoding.step()
+        changed = (bits(kv.keys) != before).any(-1).any(-1).any(-1).any(0).nonzero()
+        assert set(changed.flatten().tolist()) <= held | {0}
+    for _ in range(4):
+        decoding.step()
+    assert decoding.texts() == [alone(device, prompt, 7) for prompt in prompts]
+    assert decoding.sessions.path_counts[EnginePath.GRAPH] == 6
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_capturing_while_sequences_live_touches_no_block_of_theirs(
+    device: str, greedy: bool
+) -> None:
+    """And they go on as if nothing had been."""
+    decoding = Decoding(device)
+    kv, slots = decoding.sessions.kv, decoding.decode.slots
+    for prompt in PROMPTS[:3]:
+        decoding.begin(prompt)
+    decoding.step()
+    before = [bits(cache[:, 1:]).clone() for cache in (kv.keys, kv.values)]
+    rows, tokens = slots.tables(6).clone(), slots.tokens.clone()
+    counts = decoding.sessions.path_counts.copy()
+    graphs = StepGraphs(decoding.decode._step, slots, decoding.sessions.path_counts)
+    for count in (1, 3, 6):
+        graphs._capture(count, greedy)
+    torch.cuda.synchronize()
+    for cache, was in zip((kv.keys, kv.values), before, strict=True):
+        assert_same_bits(cache[:, 1:], was, "blocks of live sequences")
+    assert torch.equal(slots.tables(6), rows)
+    assert torch.equal(slots.tokens, tokens)
+    assert decoding.sessions.path_counts == counts
+    decoding.decode._graphs = graphs
+    for _ in range(4):
+        decoding.step()
+    assert decoding.texts() == [alone(device, prompt, 6) for prompt in PROMPTS[:3]]
+
+
+def test_a_replay_reads_the_rows_as_they_are_then(device: str) -> None:
+    """New blocks, other sequences and other parameters need no other graph."""
+    decoding = Decoding(device, slots=4, graphs=True)
+    first = decoding.begin(PROMPTS[0])
+    decoding.begin(PROMPTS[1], DRAWN, seed=5)
+    for _ in range(3):
+        decoding.step()
+    decoding.end(first)
+    decoding.begin(PROMPTS[2])
+    for _ in range(9):
+        decoding.step()
+    assert decoding.texts()[1] == alone(device, PROMPTS[2], 10)
+    plain = Decoding(device, slots=4)
+    plain.begin(PROMPTS[1], DRAWN, seed=5)
+    for _ in range(12):
+        plain.step()
+    assert decoding.texts()[0] == plain.texts()[0]

@@ -1,0 +1,193 @@
+"""Rows on the device: uploaded when they change, and only then."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from roseinfer import SamplingBatch, SamplingParams
+from roseinfer.decode.slots import DecodeSlots
+from roseinfer.kv.staging import IndexStaging
+from roseinfer.kv.work import Work
+from roseinfer.session import InferenceSession
+
+SLOTS, WIDTH = 5, 3
+GREEDY = SamplingParams(temperature=0)
+UNLIKE = [
+    SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.05),
+    SamplingParams(temperature=1.5, top_k=0, top_p=0.25, min_p=0.5),
+    GREEDY,
+]
+SEEDS = [3, (1 << 64) - 1, 1 << 63]
+
+
+def slots_on(device: str, num_slots: int = SLOTS, width: int = WIDTH) -> DecodeSlots:
+    where, work = torch.device(device), Counter[str]()
+    return DecodeSlots(num_slots, width, IndexStaging(where, work), work, where)
+
+
+def uploaded(slots: DecodeSlots) -> int:
+    """Rows, so far."""
+    return slots._work_counts[Work.TABLE_ROWS]
+
+
+def session(*blocks: int, stored: int = 4) -> InferenceSession:
+    return InferenceSession([list(blocks)], stored=stored)
+
+
+def rows(slots: DecodeSlots, count: int = SLOTS) -> list[tuple[int, int, list[int]]]:
+    """Of each: how long, active or not, its blocks."""
+    columns = slots.lengths(count), slots.active(count), slots.tables(count)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+EMPTY = (0, 0, [0, 0, 0])
+
+
+def test_rows_are_padding_until_someone_has_them(device: str) -> None:
+    assert rows(slots_on(device)) == [EMPTY] * SLOTS
+    assert slots_on(device).extent == 0
+
+
+def test_a_row_holds_what_its_session_is_when_it_is_uploaded(device: str) -> None:
+    slots = slots_on(device)
+    mine = session(7, stored=3)
+    assert slots.take(mine, GREEDY, 0) == 0
+    assert rows(slots)[0] == EMPTY, "nothing is there before it is uploaded"
+    mine.block_lists[0].append(9)
+    mine.stored = 5
+    slots.upload()
+    assert rows(slots) == [(5, 1, [7, 9, 0]), *[EMPTY] * 4]
+
+
+def test_the_lowest_free_row_is_taken(device: str) -> None:
+    slots = slots_on(device)
+    assert [slots.take(session(at), GREEDY, 0) for at in range(4)] == [0, 1, 2, 3]
+    for slot in (2, 0, 3):
+        slots.give_back(slot)
+    assert slots.extent == 2
+    assert [slots.take(session(at), GREEDY, 0) for at in range(4)] == [0, 2, 3, 4]
+    assert slots.extent == SLOTS
+
+
+def test_a_row_that_could_not_be_described_is_not_taken(device: str) -> None:
+    slots = slots_on(device)
+    broken = SamplingParams()
+    object.__setattr__(broken, "temperature", "hot")
+    with pytest.raises(Exception, match="argument"):
+        slots.take(session(1), broken, 0)
+    assert [slots.take(session(at), GREEDY, 0) for at in range(SLOTS)] == list(range(SLOTS))
+
+
+def test_only_rows_that_changed_are_uploaded(device: str) -> None:
+    slots = slots_on(device)
+    sessions = [session(1), session(2), session(3)]
+    for each in sessions:
+        slots.take(each, GREEDY, 0)
+    slots.upload()
+    slots.upload()
+    assert uploaded(slots) == 3
+    for each in sessions:
+        each.stored += 2
+    sessions[1].block_lists[0].append(8)
+    slots.touch(1)
+    slots.touch(1)
+    slots.upload()
+    assert uploaded(slots) == 4
+    assert rows(slots, 3) == [(4, 1, [1, 0, 0]), (6, 1, [2, 8, 0]), (4, 1, [3, 0, 0])]
+
+
+def test_a_row_given_back_is_padding_again(device: str) -> None:
+    slots = slots_on(device)
+    for block in (1, 2):
+        slots.take(session(block), UNLIKE[0], 5)
+    slots.upload()
+    slots.give_back(0)
+    slots.upload()
+    assert rows(slots, 2) == [EMPTY, (4, 1, [2, 0, 0])]
+    assert slots.sampling(1, greedy=False).temperature.tolist() == [[0]]
+    assert slots.extent == 2
+
+
+def test_a_row_taken_anew_before_an_upload_is_its_new_sessions(device: str) -> None:
+    slots = slots_on(device)
+    slots.take(session(1), GREEDY, 0)
+    slots.upload()
+    slots.give_back(0)
+    slots.take(session(2, stored=1), GREEDY, 0)
+    slots.upload()
+    assert rows(slots, 1) == [(1, 1, [2, 0, 0])]
+    assert uploaded(slots) == 2
+
+
+def test_the_columns_are_those_of_a_batch(device: str) -> None:
+    """Bit for bit, in rows of 64-bit numbers."""
+    slots = slots_on(device)
+    for params, seed in zip(UNLIKE, SEEDS, strict=True):
+        slots.take(session(1), params, seed)
+    slots.upload()
+    found, want = slots.sampling(3, greedy=False), SamplingBatch.of(UNLIKE, SEEDS, device)
+    for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
+        mine, theirs = getattr(found, name), getattr(want, name)
+        assert mine.dtype == theirs.dtype, name
+        assert torch.equal(mine, theirs), name
+    assert not found.greedy
+    assert not found.penalised
+    torch.manual_seed(0)
+    logits, positions = torch.randn(3, 50, device=device), torch.arange(3, device=device)
+    assert torch.equal(found.choose(logits, positions), want.choose(logits, positions))
+
+
+def test_tokens_are_put_where_they_belong(device: str) -> None:
+    slots = slots_on(device)
+    slots.put_tokens([3, 1], torch.tensor([30, 10], device=device))
+    assert slots.tokens.tolist() == [0, 10, 0, 30, 0]
+
+
+def test_what_the_device_counts_up_is_seen(device: str) -> None:
+    """Columns are views: whoever changes them changes the rows."""
+    slots = slots_on(device)
+    slots.take(session(1, stored=7), GREEDY, 0)
+    slots.upload()
+    lengths = slots.lengths(2)
+    lengths += slots.active(2)
+    assert rows(slots, 2) == [(8, 1, [1, 0, 0]), EMPTY]
+
+
+def test_emptied_rows_come_back_whatever_was_done_to_them(device: str) -> None:
+    """Also when it went wrong. What changes on the host meanwhile is uploaded afterwards."""
+    slots = slots_on(device)
+    slots.take(session(1, 2), UNLIKE[0], 11)
+    slots.upload()
+    slots.put_tokens([0], torch.tensor([42], device=device))
+    columns = slots.sampling(SLOTS, greedy=False)
+    before, seeds, rows_before = rows(slots), columns.seeds.clone(), uploaded(slots)
+
+    def scribble() -> None:
+        assert rows(slots) == [EMPTY] * SLOTS
+        assert not columns.seeds.any()
+        slots.tokens.fill_(5)
+        lengths = slots.lengths(SLOTS)
+        lengths += 1
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), slots.emptied():
+        scribble()
+    assert rows(slots) == before
+    assert torch.equal(columns.seeds, seeds)
+    assert slots.tokens.tolist() == [42, 0, 0, 0, 0]
+    slots.upload()
+    assert uploaded(slots) == rows_before
+
+
+def test_rows_too_wide_for_the_ring_arrive_all_the_same(device: str) -> None:
+    """Those of thousands of blocks are staged apart."""
+    slots = slots_on(device, 3, 9000)
+    for first in (10, 20, 30):
+        slots.take(session(*range(first, first + 5)), GREEDY, 0)
+    slots.upload()
+    assert slots.tables(3)[:, :6].tolist() == [
+        [*range(first, first + 5), 0] for first in (10, 20, 30)
+    ]

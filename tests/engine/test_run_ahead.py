@@ -1,0 +1,350 @@
+"""Steps that are launched before the tokens of those in front are read."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from roseinfer import LLM, EnginePath, SamplingParams, tiny_gpt2
+from roseinfer.decode.readback import Arrival
+from tests.engine.families import VOCABULARY, tiny
+from tests.engine.test_random_mixes import assert_no_block_is_lost
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roseinfer.engine import Update
+    from roseinfer.request import Request
+
+LAGS = range(5)
+every_lag = pytest.mark.parametrize("lag", LAGS)
+PROMPTS = [[7, 3, 90, 12], [1], [4, 4, 8, 20, 33, 2], list(range(11))]
+ROOM = {"block_size": 4, "kv_cache_tokens": 200}
+
+
+def greedy(count: int = 12, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_new_tokens=count, **more)
+
+
+def ahead(device: str, lag: int, model: Any = None, **config: Any) -> LLM:
+    """An engine that runs ahead, its cache full of NaN."""
+    model = tiny("gpt2", device) if model is None else model
+    settings = ROOM | {"resident_decode": True, "run_ahead": lag} | config
+    llm = LLM(model, device=device, dtype="float32", **settings)
+    kv = llm.engine.sessions.kv
+    kv.keys.fill_(float("nan"))
+    kv.values.fill_(float("nan"))
+    return llm
+
+
+def in_step(device: str, model: Any = None, **config: Any) -> LLM:
+    """Its twin: every token is read before the next is computed."""
+    return ahead(device, 0, model, resident_decode=False, prefix_cache=False, **config)
+
+
+def tokens_of(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(prompts, params, progress=False)]
+
+
+@cache
+def expected(device: str, at: int, count: int = 12) -> list[int]:
+    (tokens,) = tokens_of(in_step(device), [PROMPTS[at]], greedy(count))
+    return tokens
+
+
+def run(llm: LLM, most: int = 500) -> list[Update]:
+    """Steps until all is done; every update on the way."""
+    updates: list[Update] = []
+    for _ in range(most):
+        if not llm.engine.has_work:
+            return updates
+        updates += llm.engine.step()
+    raise AssertionError("requests that never end")
+
+
+def ends_after(device: str, at: int, count: int) -> tuple[Any, list[int]]:
+    """A model to which the prompt's ``count``-th new token, or one before it, ends a text."""
+    model = deepcopy(tiny("gpt2", device))
+    tokens = expected(device, at)
+    end = tokens[count - 1]
+    model.config.eos_token_id = model.generation_config.eos_token_id = end
+    return model, tokens[: tokens.index(end) + 1]
+
+
+# ----------------------------------------------------------------------------- how far ahead
+
+
+@every_lag
+def test_a_stream_lags_by_no_more_than_asked(device: str, lag: int) -> None:
+    llm = ahead(device, lag)
+    request = llm.engine.submit(PROMPTS[0], greedy())
+    for step in range(1, 12):
+        updates = llm.engine.step()
+        assert request.num_generated == max(0, step - lag)
+        assert request.in_flight == min(step, lag)
+        assert len(updates) == (step > lag)
+    assert bool(llm.engine.path_counts[EnginePath.RUN_AHEAD]) == (lag > 0)
+    run(llm)
+    assert request.token_ids == expected(device, 0)
+
+
+@every_lag
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
+def test_as_many_tokens_as_asked_for(device: str, lag: int, count: int) -> None:
+    """None more is computed: the last is never stored, and the slot is free at its launch."""
+    llm = ahead(device, lag, prefix_cache=False)
+    request = llm.engine.submit(PROMPTS[0], greedy(count))
+    steps = 0
+    longest = 0
+    while llm.engine.has_work:
+        llm.engine.step()
+        steps += 1
+        longest = max(longest, request.session.stored)
+    assert request.token_ids == expected(device, 0)[:count]
+    assert request.finish_reason == "length"
+    assert longest <= len(PROMPTS[0]) + count - 1
+    assert llm.engine.path_counts[EnginePath.RESIDENT] == count - 1
+    assert steps <= count + max(1, lag)
+    assert_no_block_is_lost(llm)
+
+
+@every_lag
+def test_the_models_last_position(device: str, lag: int) -> None:
+    llm = ahead(device, lag, max_length=10)
+    request = llm.engine.submit(PROMPTS[0], greedy(99))
+    run(llm)
+    assert request.token_ids == expected(device, 0)[:6]
+    assert request.finish_reason == "length"
+
+
+@every_lag
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_requests_share_as_many_slots_as_run_at_once(device: str, lag: int, batch: int) -> None:
+    llm = ahead(device, lag, max_batch_size=batch)
+    counts = [5, 1, 12, 7]
+    params = [greedy(count) for count in counts]
+    found = tokens_of(llm, PROMPTS, params)
+    assert found == [expected(device, at)[:count] for at, count in enumerate(counts)]
+    assert_no_block_is_lost(llm)
+
+
+# ------------------------------------------------------------------------------- ends of texts
+
+
+@every_lag
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_nothing_is_shown_behind_the_end_of_a_text(device: str, lag: int, count: int) -> None:
+    """Nor kept: who goes on from there gets what a fresh engine gives it."""
+    model, want = ends_after(device, 2, count)
+    llm = ahead(device, lag, model)
+    request = llm.engine.submit(PROMPTS[2], greedy())
+    other = llm.engine.submit(PROMPTS[1], greedy(ignore_eos=True))
+    updates = run(llm)
+    assert request.token_ids == want
+    assert request.finish_reason == "stop"
+    assert [each.token_id for each in updates if each.request is request] == want
+    assert other.token_ids == expected(device, 1)
+
+    longer = [[*PROMPTS[2], *want, token] for token in range(0, VOCABULARY, 30)]
+    fresh = tokens_of(in_step(device), longer, greedy(4))
+    for prompt, tokens in zip(longer, fresh, strict=True):
+        again = llm.engine.submit(prompt, greedy(4, ignore_eos=True))
+        run(llm)
+        assert again.found >= len(PROMPTS[2]) + len(want) - 1, "what was stored is found"
+        assert again.token_ids == tokens
+    assert_no_block_is_lost(llm)
+
+
+@every_lag
+def test_nothing_is_shown_behind_a_stop_string(device: str, lag: int) -> None:
+    model = tiny_gpt2(device)
+    prompt, params = "Once upon a time", greedy(16, ignore_eos=True)
+    how = {"tokenizer": model.tokenizer}
+    (whole,) = in_step(device, model.model, **how).generate([prompt], params, progress=False)
+    assert whole.text
+    stop = whole.text[3:5]
+    params = greedy(16, ignore_eos=True, stop=(stop,))
+    llm = ahead(device, lag, model.model, **how)
+    shown = "".join(update.text for update in llm.stream(prompt, params))
+    assert shown == whole.text[: whole.text.index(stop)]
+    (again,) = llm.generate([prompt], params, progress=False)
+    assert again.text == shown
+    assert_no_block_is_lost(llm)
+
+
+@every_lag
+def test_blocks_of_a_cancelled_request_come_back_with_its_tokens_in_flight(
+    device: str, lag: int
+) -> None:
+    llm = ahead(device, lag)
+    requests = [llm.engine.submit(prompt, greedy()) for prompt in PROMPTS[:3]]
+    for _ in range(4):
+        llm.engine.step()
+    assert requests[1].in_flight == lag
+    llm.engine.cancel(requests[1])
+    known = list(requests[1].token_ids)
+    updates = run(llm)
+    assert all(update.request is not requests[1] for update in updates)
+    assert requests[1].token_ids == known == expected(device, 1)[: 4 - lag]
+    assert [requests[at].token_ids for at in (0, 2)] == [expected(device, at) for at in (0, 2)]
+    (again,) = tokens_of(llm, [PROMPTS[1] + known], greedy(8))
+    assert again == expected(device, 1)[len(known) :][:8]
+    assert_no_block_is_lost(llm)
+
+
+def test_all_cancelled_at_once(device: str) -> None:
+    llm = ahead(device, 3)
+    for prompt in PROMPTS:
+        llm.engine.submit(prompt, greedy())
+    for _ in range(3):
+        llm.engine.step()
+    for request in list(llm.engine._scheduler.running.values()):
+        llm.engine.cancel(request)
+    assert llm.engine.step() == []
+    assert not llm.engine.has_work
+    assert_no_block_is_lost(llm)
+    assert tokens_of(llm, PROMPTS, greedy()) == [expected(device, at) for at in range(4)]
+
+
+# ---------------------------------------------------------------------- others beside residents
+
+
+@every_lag
+def test_those_that_need_the_host_beside_those_that_do_not(device: str, lag: int) -> None:
+    """And those that draw: who is with whom in a step changes nothing for anyone."""
+    params = [
+        greedy(),
+        greedy(9, repetition_penalty=1.3),
+        SamplingParams(temperature=1.0, seed=5, max_new_tokens=10, logprobs=True),
+        SamplingParams(temperature=0.9, top_k=9, seed=8, max_new_tokens=7),
+    ]
+    outputs = ahead(device, lag).generate(PROMPTS, params, progress=False)
+    for prompt, own, output in zip(PROMPTS, params, outputs, strict=True):
+        (alone,) = in_step(device).generate([prompt], own, progress=False)
+        assert output.token_ids == alone.token_ids
+        assert (output.logprobs is None) == (alone.logprobs is None)
+        if output.logprobs and alone.logprobs:
+            torch.testing.assert_close(
+                torch.tensor(output.logprobs), torch.tensor(alone.logprobs), atol=1e-4, rtol=1e-4
+            )
+
+
+@every_lag
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_whoever_gives_way_goes_on_where_it_was(device: str, lag: int, prefix_cache: bool) -> None:
+    llm = ahead(device, lag, kv_cache_tokens=24, prefix_cache=prefix_cache)
+    requests = [llm.engine.submit(prompt, greedy()) for prompt in PROMPTS]
+    run(llm)
+    assert [each.token_ids for each in requests] == [expected(device, at) for at in range(4)]
+    assert sum(each.preempted for each in requests) > 0
+    assert_no_block_is_lost(llm)
+
+
+def test_nobody_is_let_in_while_those_who_run_lack_a_block(device: str) -> None:
+    """Until what is in flight has landed, it is not known who must give way."""
+    llm = ahead(device, 2, kv_cache_tokens=12, prefix_cache=False)
+    running = [llm.engine.submit(PROMPTS[0], greedy(4)), llm.engine.submit([5] * 4, greedy(4))]
+    llm.engine.step()
+    late = llm.engine.submit([9], greedy(1))
+    llm.engine.step()
+    assert late.session.stored == 0
+    assert llm.engine.num_waiting == 1
+    assert all(each.num_generated == 1 and not each.in_flight for each in running)
+    run(llm)
+    assert running[0].token_ids == expected(device, 0)[:4]
+    assert running[0].preempted == 0
+
+
+# --------------------------------------------------------------------------------- mishaps
+
+
+class Mishap(Exception):
+    """Something that goes wrong once."""
+
+
+def going_wrong_at(call: int, real: Any) -> Any:
+    """``real``, but that one of its calls raises."""
+    calls = iter(range(1000))
+
+    def sometimes(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            raise Mishap
+        return real(*args, **kwargs)
+
+    return sometimes
+
+
+def run_through(llm: LLM) -> int:
+    """Steps until all is done, whatever they raise; how many did."""
+    raised = 0
+    for _ in range(200):
+        if not llm.engine.has_work:
+            break
+        try:
+            llm.engine.step()
+        except Mishap:
+            raised += 1
+    return raised
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("call", [0, 1, 4, 7])
+@pytest.mark.parametrize("what", ["a forward pass", "reading tokens", "after a resident step"])
+def test_a_step_that_raises_is_done_again(
+    device: str, lag: int, call: int, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it was. Tokens that were on their way are computed again, and none twice."""
+    llm = ahead(device, lag)
+    engine = llm.engine
+    owner, name = {
+        "a forward pass": (engine.sessions.model, "logits"),
+        "reading tokens": (Arrival, "wait"),
+        "after a resident step": (engine._runner, "_launch_others"),
+    }[what]
+    params = [greedy(6), greedy(), greedy(8, logprobs=True), greedy(7)]
+    requests = [engine.submit(*each) for each in zip(PROMPTS, params, strict=True)]
+    monkeypatch.setattr(owner, name, going_wrong_at(call, getattr(owner, name)))
+    assert run_through(llm) == 1
+    assert [each.token_ids for each in requests] == [
+        expected(device, at)[: own.max_new_tokens] for at, own in enumerate(params)
+    ]
+    assert_no_block_is_lost(llm)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_logits_without_a_distribution_end_one_request(
+    device: str, lag: int, logprobs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others go on, and what it stored is kept from them."""
+    llm = ahead(device, lag)
+    model = llm.engine.sessions.model
+    fatal = next(t for t in expected(device, 0)[2:] if t not in expected(device, 2))
+    at = expected(device, 0).index(fatal)
+    real = model.logits
+
+    def broken(tokens: torch.Tensor, positions: Any, last_rows: Any, batch: Any) -> torch.Tensor:
+        logits = real(tokens, positions, last_rows, batch)
+        last = tokens if last_rows is None else tokens[last_rows]
+        return torch.where((last == fatal)[:, None], float("nan"), logits)
+
+    monkeypatch.setattr(model, "logits", broken)
+    requests: list[Request] = [
+        llm.engine.submit(PROMPTS[0], greedy(logprobs=logprobs)),
+        llm.engine.submit(PROMPTS[2], greedy()),
+    ]
+    run(llm)
+    assert requests[0].finish_reason == "error"
+    assert f"logits for token {len(PROMPTS[0]) + at + 1} hold NaN" in str(requests[0].error)
+    assert requests[0].token_ids == expected(device, 0)[: at + 1]
+    assert requests[1].token_ids == expected(device, 2)
+    monkeypatch.undo()
+    again = llm.engine.submit(PROMPTS[0] + expected(device, 0)[: at + 1], greedy(3))
+    run(llm)
+    assert again.found == 0
+    assert again.token_ids == expected(device, 0)[at + 1 :][:3]
+    assert_no_block_is_lost(llm)

@@ -1,0 +1,107 @@
+"""Linear layers on Triton kernels against the same in float64, and nothing read beyond."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import gelu as torch_gelu
+
+from roseinfer.fused.linear_triton import linear, linear_in_parts
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Of outputs of about 1: rounded to the dtype once."""
+ROWS = [1, 16, 17, 65]
+every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+class Layer:
+    """A layer in the middle of larger tensors that are all NaN around it."""
+
+    def __init__(
+        self,
+        device: str,
+        rows: int,
+        inputs: int,
+        outputs: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        transposed: bool = False,
+    ) -> None:
+        torch.manual_seed(rows + inputs)
+
+        def within(height: int, width: int) -> torch.Tensor:
+            around = torch.full((height + 2, width + 3), float("nan"), device=device, dtype=dtype)
+            around[1:-1, :width] = torch.randn(height, width).to(dtype).to(device)
+            return around[1:-1, :width]
+
+        self.x = within(rows, inputs)
+        weight = within(outputs, inputs).T if transposed else within(inputs, outputs)
+        self.weight = weight.mul_(inputs**-0.5)
+        self.bias = within(1, outputs)[0]
+        self.tolerance = TOLERANCE[dtype]
+
+    @property
+    def truth(self) -> torch.Tensor:
+        return self.x.double() @ self.weight.double()
+
+    def check(self, got: torch.Tensor, want: torch.Tensor) -> None:
+        assert not got.isnan().any()
+        torch.testing.assert_close(got.double(), want, atol=self.tolerance, rtol=self.tolerance)
+
+
+@every_dtype
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_layer_with_a_bias(device: str, rows: int, dtype: torch.dtype) -> None:
+    layer = Layer(device, rows, 96, 80, dtype=dtype)
+    got = linear(layer.x, layer.weight, layer.bias)
+    assert (got.shape, got.dtype) == ((rows, 80), dtype)
+    layer.check(got, layer.truth + layer.bias.double())
+
+
+@every_dtype
+def test_a_layer_and_its_activation(device: str, dtype: torch.dtype) -> None:
+    """Where it is flat, and where the approximation by a tanh matters."""
+    layer = Layer(device, 3, 64, 33, dtype=dtype)
+    layer.x[1] *= 30
+    before = layer.truth + layer.bias.double()
+    assert before.max() > 20
+    assert before.min() < -20
+    got = linear(layer.x, layer.weight, layer.bias, gelu=True)
+    layer.check(got, torch_gelu(before, approximate="tanh"))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (5, 3), (63, 65), (130, 31)])
+def test_odd_sizes(device: str, inputs: int, outputs: int, transposed: bool) -> None:
+    layer = Layer(device, 2, inputs, outputs, transposed=transposed)
+    layer.check(linear(layer.x, layer.weight), layer.truth)
+    layer.check(linear_in_parts(layer.x, layer.weight).sum(0), layer.truth)
+
+
+@pytest.mark.parametrize("outputs", [(1 << 14) - 1, 1 << 14, (1 << 14) + 1])
+def test_a_vocabulary(device: str, outputs: int) -> None:
+    """Other tiles from a certain width on; the weights are an embedding's, transposed."""
+    layer = Layer(device, 2, 24, outputs, transposed=True)
+    layer.check(linear(layer.x, layer.weight), layer.truth)
+
+
+@every_dtype
+@pytest.mark.parametrize("rows", ROWS)
+def test_parts_add_up(device: str, rows: int, dtype: torch.dtype) -> None:
+    layer = Layer(device, rows, 300, 70, dtype=dtype)
+    parts = linear_in_parts(layer.x, layer.weight)
+    assert parts.dtype == torch.float32, "they are still to be added"
+    assert len(parts) > 1
+    layer.check(parts.sum(0), layer.truth)
+
+
+@pytest.mark.parametrize("tiles", range(1, 14))
+def test_parts_of_any_number_of_tiles(
+    device: str, tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many to a part as the launcher allows, the last tile not full."""
+    monkeypatch.setattr("roseinfer.fused.linear_triton._PROGRAMS_WANTED", 1)
+    layer = Layer(device, 2, tiles * 128 - 5, 20)
+    parts = linear_in_parts(layer.x, layer.weight)
+    assert len(parts) >= tiles / 4
+    layer.check(parts.sum(0), layer.truth)

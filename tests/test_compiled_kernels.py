@@ -1,0 +1,76 @@
+"""Kernels compile for GPUs, which needs none: under Triton's interpreter anything goes."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.python_process import run_python
+
+COMPILE = """
+    import sys
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from roseinfer.attention.append_decode_triton import _append_attend_kernel
+    from roseinfer.attention.chunk_triton import _chunk_kernel
+    from roseinfer.attention.combine_triton import combine_kernel
+    from roseinfer.fused.likeliest_triton import _advance_kernel, _strip_kernel
+    from roseinfer.fused.linear_triton import _parts_kernel, _whole_kernel
+    from roseinfer.fused.norm_triton import _add_norm_kernel, _embed_norm_kernel
+
+    INDEX = set("tables lengths sequences rows counts positions chosen tokens active".split())
+    SINGLE = set("partial weights_max weights_sum added best".split())
+    OWN = set("query key value k_cache v_cache x weight bias out logits residual gain shift "
+              "normed word place".split())
+
+    def kind(kernel, name, dtype):
+        if name == "place" and kernel is not _embed_norm_kernel or name == "kind":
+            return "*i32"
+        if kernel is _whole_kernel or kernel is _parts_kernel:
+            if name == "rows":
+                return "i32"
+            if name == "out" and kernel is _parts_kernel:
+                return "*fp32"
+        if name in INDEX:
+            return "*i64"
+        if name in SINGLE:
+            return "*fp32"
+        if name in OWN:
+            return "*" + dtype
+        return "fp32" if name in ("scale", "epsilon") else "i32"
+
+    def check(kernel, dtype, **constants):
+        names = kernel.arg_names
+        if "EARLY" in names:
+            constants["EARLY"] = capability >= 90
+        types = {n: "constexpr" if n in constants else kind(kernel, n, dtype) for n in names}
+        given = {(names.index(name),): value for name, value in constants.items()}
+        source = ASTSource(fn=kernel, signature=types, constexprs=given)
+        assert compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+        print(kernel.__name__)
+
+    capability, dtype = int(sys.argv[1]), sys.argv[2]
+    attends = dict(GROUP=2, D=80, TILE_D=128, TILE_T=64, LIMIT=0)
+    for block in (16, 64):
+        check(_append_attend_kernel, dtype, Q_HEADS=4, BLOCK=block, TILE_G=16, PARTS=4, **attends)
+    check(_append_attend_kernel, dtype, Q_HEADS=4, BLOCK=64, TILE_G=16, PARTS=1, **attends)
+    check(_chunk_kernel, dtype, BLOCK=16, TILE_Q=16, TILE_G=2, **attends)
+    check(combine_kernel, dtype, Q_HEADS=4, D=80, TILE_P=4, TILE_D=128)
+    tile = dict(TILE_R=16, TILE_N=32, TILE_K=64)
+    check(_whole_kernel, dtype, N=48, K=100, STAGES=3, BIAS=True, GELU=True, **tile)
+    check(_parts_kernel, dtype, N=48, K=500, PARTS=2, **tile)
+    check(_add_norm_kernel, dtype, N=48, TILE_N=64, PARTS=2, BIAS=True)
+    check(_embed_norm_kernel, dtype, N=48, TILE_N=64)
+    check(_strip_kernel, dtype, N=5000, STRIP=1024, TILE=1024)
+    check(_advance_kernel, dtype, N=5000, TILE=8)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton here")
+@pytest.mark.parametrize(("capability", "dtype"), [(90, "bf16"), (80, "fp16")])
+def test_the_kernels_of_decoding_compile(capability: int, dtype: str) -> None:
+    """For GPUs that let kernels start early, and for others."""
+    code = COMPILE.replace("sys.argv[1]", f"'{capability}'").replace("sys.argv[2]", f"'{dtype}'")
+    assert len(run_python(code).split()) == 11
