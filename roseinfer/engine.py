@@ -216,9 +216,8 @@ class Engine:
             )
             return self._last(request, None, "", FinishReason.ERROR)
         request.session.token_ids.append(token)
-        known = len(request.session.token_ids)
-        if known - request.prompt_length == 1 or known % self.sessions.kv.block_size <= 1:
-            self._supply.note_stored(request)  # only then can there be another full block
+        if request.num_generated == 1 or self._turn_of(request):
+            self._supply.note_stored(request)
         if logprob is not None and request.params.logprobs:
             request.logprobs.append(logprob)
         if token in self._end_tokens and not request.params.ignore_eos:
@@ -229,6 +228,11 @@ class Engine:
         if request.num_generated == request.most_tokens:
             return self._last(request, token, text, FinishReason.LENGTH)
         return Update(request, token, text)
+
+    def _turn_of(self, request: Request) -> bool:
+        """Once for every block that it fills, and not when all fill theirs who began together."""
+        size = self.sessions.kv.block_size
+        return (len(request.session.token_ids) - request.id) % size == 0
 
     def _last(self, request: Request, token: int | None, text: str, reason: FinishReason) -> Update:
         return Update(request, token, text + self._end(request, reason), reason)

@@ -69,12 +69,12 @@ class Request:
     @property
     def may_decode(self) -> bool:
         """It has one token to store and another to get, and the next step can know the first."""
-        if self.pending != 1:
+        session, coming = self.session, self.in_flight
+        known = len(session.token_ids)
+        if known + coming - session.stored != 1:
             return False
-        coming = self.in_flight
-        return not coming or (
-            self.resident is not None and self.num_generated + coming < self.most_tokens
-        )
+        most = self.prompt_length + self.most_tokens
+        return not coming or (self.resident is not None and known + coming < most)
 
     @property
     def token_ids(self) -> list[int]:
