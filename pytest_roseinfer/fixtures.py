@@ -10,6 +10,7 @@ from pytest_roseinfer import settings
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapter import CacheSpec
+    from pytest_roseinfer.gates.tpot import Tpot
     from roseinfer import AppendPolicy, KVBlockManager, TinyGPT2
 
 
@@ -84,3 +85,16 @@ def roseinfer_tiny_gpt2(roseinfer_device: str) -> TinyGPT2:
     from roseinfer import tiny_gpt2
 
     return tiny_gpt2(roseinfer_device)
+
+
+@pytest.fixture
+def roseinfer_tpot(request: pytest.FixtureRequest) -> Tpot:
+    """Times a decode step against another revision, or against the baseline of this GPU.
+
+    ``roseinfer_tpot.check("my_engine.speed:decode")`` names a function that returns
+    ``{"step": call_me, "tokens": 8}``. With ``--roseinfer-against REF``, both sides import it
+    from their own tree and take turns; SLOWER fails. Without such an option the test is skipped.
+    """
+    from pytest_roseinfer.gates.tpot import Tpot
+
+    return Tpot(request)

@@ -40,6 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_OUTER] = (settings.current(), _swap_coverage(None))
     settings.set_current(asked)
     options.check_targets(config, asked)
+    if asked.timing.requested:
+        from pytest_roseinfer.gates.timing_run import TimingRun
+
+        TimingRun.of(config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -1,0 +1,1 @@
+"""Gates: a decode step that does more work fails, and nothing else does."""
