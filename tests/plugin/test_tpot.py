@@ -145,9 +145,11 @@ def test_a_revision_is_built_apart(timed: Project) -> None:
     git(timed, "init", "-q")
     git(timed, "add", "engine.py", "test_speed.py")
     git(timed, "commit", "-qm", "a step")
+    timed.write(engine=engine(5000))
+    git(timed, "commit", "-qam", "a slow step")
     timed.write(engine=engine(1100))
-    result = against(timed, reference="HEAD")
-    result.stdout.fnmatch_lines(["*SLOWER than HEAD: 1.100 times*"])
+    result = against(timed, reference="HEAD~1")
+    result.stdout.fnmatch_lines(["*SLOWER than HEAD~1: 1.100 times*"])
     listed = subprocess.run(
         ["git", "worktree", "list"], cwd=timed.path, capture_output=True, text=True, check=True
     )
@@ -156,16 +158,18 @@ def test_a_revision_is_built_apart(timed: Project) -> None:
 
 def test_a_revision_older_than_the_benchmark_is_timed_with_it(timed: Project) -> None:
     """The file that makes the step comes from here, what it imports from there."""
-    timed.write(engine="MICROSECONDS = 500")
+    (timed.path / "tools").mkdir()
+    timed.write(engine="MICROSECONDS = 500", **{"tools/__init__": ""})
     git(timed, "init", "-q")
-    git(timed, "add", "engine.py")
+    git(timed, "add", "engine.py", "tools")
     git(timed, "commit", "-qm", "an engine")
-    timed.write(
-        engine="MICROSECONDS = 550",
-        speed=engine(0).replace("MICROSECONDS = 0", "from engine import MICROSECONDS"),
-        test_speed=marked().replace("engine:", "speed:"),
-    )
-    against(timed, reference="HEAD").stdout.fnmatch_lines(["*SLOWER than HEAD: 1.100 times*"])
+    speed = engine(0).replace("MICROSECONDS = 0", "from engine import MICROSECONDS")
+    timed.write(engine="MICROSECONDS = 550")
+    for module in ("speed", "tools/speed"):  # the second in a package that is older than it
+        name = module.replace("/", ".")
+        timed.write(**{module: speed, "test_speed": marked().replace("engine:", f"{name}:")})
+        result = against(timed, reference="HEAD")
+        result.stdout.fnmatch_lines(["*SLOWER than HEAD: 1.100 times*"])
 
 
 def test_a_version_is_installed_apart(timed: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +277,7 @@ def test_a_test_that_takes_the_fixture_and_times_nothing_fails(timed: Project) -
 
 def test_workers_of_xdist_do_not_time_and_say_why(timed: Project) -> None:
     result = against(timed, "-n2", "-rs")
+    result.assert_outcomes(skipped=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
         ["FAILED: --roseinfer-against: no test *; decode steps are not timed by workers of *"]
