@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.gates.tpot import Tpot
 
 
-@pytest.mark.roseinfer_tpot(series_per_process=5)
+@pytest.mark.roseinfer_tpot(series_per_process=5, seconds=60)
 def test_decode(roseinfer_tpot: Tpot) -> None:
     roseinfer_tpot.check("tests.gates.decode_target:decode")
 
