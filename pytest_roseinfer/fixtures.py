@@ -11,6 +11,7 @@ from pytest_roseinfer import settings
 if TYPE_CHECKING:
     from pytest_roseinfer.adapter import CacheSpec
     from pytest_roseinfer.gates.costs import Costs
+    from pytest_roseinfer.gates.tpot import Tpot
     from roseinfer import AppendPolicy, KVBlockManager, TinyGPT2
 
 
@@ -99,3 +100,16 @@ def roseinfer_costs(request: pytest.FixtureRequest) -> Costs:
     from pytest_roseinfer.gates.costs import Costs
 
     return Costs(request.node)
+
+
+@pytest.fixture
+def roseinfer_tpot(request: pytest.FixtureRequest) -> Tpot:
+    """Times a decode step against another revision, or against the baseline of this GPU.
+
+    ``roseinfer_tpot.check("my_engine.speed:decode")`` names a function that returns
+    ``{"step": call_me, "tokens": 8}``. With ``--roseinfer-against REF``, both sides import it
+    from their own tree and take turns; SLOWER fails. Without such an option the test is skipped.
+    """
+    from pytest_roseinfer.gates.tpot import Tpot
+
+    return Tpot(request)

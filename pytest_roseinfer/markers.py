@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,11 +17,20 @@ _BUDGET = "roseinfer"
 _BUDGET_ARGUMENTS = ("examples", "steps")
 _COSTS = "roseinfer_costs"
 _COSTS_ARGUMENTS = ("packages", "keyed_by", "must_not_drop")
+_TPOT = "roseinfer_tpot"
+_TPOT_ARGUMENTS = {
+    "margin": "a number above 0 and below 1",
+    "seconds": "a number above 0",
+    "cpus": "a whole number from 1",
+    "series_per_process": "a whole number from 1",
+}
 LINES = (
     f"{_GPU}: needs a GPU; runs with --roseinfer-gpu",
     f"{_BUDGET}(examples=N, steps=N): how hard to look here, unless the command line says",
     f"{_COSTS}(packages=[...], keyed_by=[...], must_not_drop=[...]): what counts as work here; "
     "the test must take the fixture of this name",
+    f"{_TPOT}(margin=0.02, seconds=300, cpus=1, series_per_process=1): how the step that this test "
+    "times is compared; the test must take the fixture of this name",
 )
 
 
@@ -35,6 +44,8 @@ def check(items: Iterable[pytest.Item]) -> None:
             _check_budget(item, marker)
         for marker in item.iter_markers(_COSTS):
             _check_costs(item, marker)
+        for marker in item.iter_markers(_TPOT):
+            _check_tpot(item, marker)
 
 
 def skip_without_gpu(items: Iterable[pytest.Item]) -> None:
@@ -62,6 +73,41 @@ def costs(item: pytest.Item) -> dict[str, tuple[str, ...]]:
     for marker in reversed([*item.iter_markers(_COSTS)]):
         said |= {name: tuple(names) for name, names in marker.kwargs.items()}
     return said
+
+
+def tpot(item: pytest.Item) -> dict[str, Any]:
+    """What a test's markers say about its timing; the closest marker says last."""
+    said: dict[str, Any] = {}
+    for marker in reversed([*item.iter_markers(_TPOT)]):
+        said |= marker.kwargs
+    return said
+
+
+def _check_tpot(item: pytest.Item, marker: pytest.Mark) -> None:
+    unknown = [repr(argument) for argument in marker.args]
+    unknown += [name for name in marker.kwargs if name not in _TPOT_ARGUMENTS]
+    if unknown:
+        raise pytest.UsageError(
+            f"{item.nodeid}: the marker {_TPOT} does not take {', '.join(unknown)}, only "
+            f"{', '.join(_TPOT_ARGUMENTS)}"
+        )
+    for name, number in marker.kwargs.items():
+        expected = _TPOT_ARGUMENTS[name]
+        kinds = int if "whole" in expected else (int, float)
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, kinds)
+            or number <= 0
+            or (name == "margin" and number >= 1)
+        ):
+            raise pytest.UsageError(
+                f"{item.nodeid}: the marker {_TPOT} has {name}={number!r}: expected {expected}"
+            )
+    if _TPOT not in getattr(item, "fixturenames", ()):
+        raise pytest.UsageError(
+            f"{item.nodeid}: marked {_TPOT}, it does not take the fixture of this name, and so "
+            "compares nothing"
+        )
 
 
 def _check_budget(item: pytest.Item, marker: pytest.Mark) -> None:

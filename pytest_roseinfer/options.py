@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, Settings
+from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, Settings, Timing
 
 _PROFILE_NAMES = ", ".join(PROFILES)
 _REPORT_SUFFIXES = (".json", ".html")
@@ -80,10 +80,46 @@ def add(parser: pytest.Parser) -> None:
         action="store_true",
         help="make what steps do now their baselines, for the versions of this run",
     )
+    _add_timing(group)
     for name, kind in _INI.items():
         twin = "target" if name == "targets" else name.replace("_", "-")
         # No default, so that what the ini file says can be told from what it leaves open.
         parser.addini(f"roseinfer_{name}", f"see --roseinfer-{twin}", type=kind, default=None)  # type: ignore[arg-type]
+
+
+def _add_timing(group: pytest.OptionGroup) -> None:
+    option = group.addoption
+    option(
+        "--roseinfer-against",
+        metavar="REF",
+        help="fail where a decode step takes longer than at this git revision, in the project at "
+        "this path, or in this NAME==VERSION; both are timed now, in turns",
+    )
+    option(
+        "--roseinfer-noise-floor",
+        action="store_true",
+        help="time decode steps against themselves and say what this machine can tell apart",
+    )
+    option(
+        "--roseinfer-report-slower",
+        action="store_true",
+        help="say where a step is SLOWER, and fail nothing for it",
+    )
+    option(
+        "--roseinfer-timings",
+        metavar="DIR",
+        help="keep the results of each run there as JSON, with a plot of this one and all before",
+    )
+    option(
+        "--roseinfer-tpot",
+        metavar="FILE",
+        help="fail where a decode step takes much longer than this file says for this GPU",
+    )
+    option(
+        "--roseinfer-update-tpot",
+        action="store_true",
+        help="make the times of this run those of the file",
+    )
 
 
 def configured(config: pytest.Config) -> bool:
@@ -125,7 +161,36 @@ def read(config: pytest.Config) -> Settings:
         costs=_costs(config),
         costs_requested=config.getoption("--roseinfer-costs") is not None,
         update_costs=bool(config.getoption("--roseinfer-update-costs")),
+        timing=_timing(config),
     )
+
+
+def _timing(config: pytest.Config) -> Timing:
+    asked = Timing(
+        against=config.getoption("--roseinfer-against") or "",
+        noise_floor=config.getoption("--roseinfer-noise-floor"),
+        report_slower=config.getoption("--roseinfer-report-slower"),
+        tpot=_from_here(config, "--roseinfer-tpot"),
+        update_tpot=config.getoption("--roseinfer-update-tpot"),
+        folder=_from_here(config, "--roseinfer-timings"),
+    )
+    if asked.against and asked.noise_floor:
+        raise pytest.UsageError(
+            "--roseinfer-noise-floor compares a step with itself, and --roseinfer-against with "
+            "another: choose one"
+        )
+    if asked.update_tpot and asked.tpot is None:
+        raise pytest.UsageError("--roseinfer-update-tpot: of which file? --roseinfer-tpot FILE")
+    if asked.folder and not asked.paired:
+        raise pytest.UsageError("--roseinfer-timings keeps comparisons: add --roseinfer-against")
+    if asked.report_slower and not asked.against:
+        raise pytest.UsageError("--roseinfer-report-slower: slower than what? --roseinfer-against")
+    return asked
+
+
+def _from_here(config: pytest.Config, option: str) -> str | None:
+    said = config.getoption(option)
+    return str(config.invocation_params.dir / said) if said else None
 
 
 def check_targets(config: pytest.Config, asked: Settings) -> None:

@@ -45,6 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
         CostRun.of(config)
 
+    if asked.timing.requested:
+        from pytest_roseinfer.gates.timing_run import TimingRun
+
+        TimingRun.of(config)
+
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if outer := config.stash.get(_OUTER, None):

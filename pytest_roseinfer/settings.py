@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SHIPPED_TARGETS = (
     "pytest_roseinfer.targets.roseinfer_kv:GroupedManager",
@@ -35,6 +35,31 @@ PROFILES = {
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """What the options said about timing decode steps."""
+
+    against: str = ""
+    """A revision, path or version to compare with."""
+    noise_floor: bool = False
+    report_slower: bool = False
+    """Whether SLOWER is said and fails nothing."""
+    tpot: str | None = None
+    """The file of times that GPUs are held to."""
+    update_tpot: bool = False
+    folder: str | None = None
+    """Where results are kept."""
+
+    @property
+    def paired(self) -> bool:
+        """Whether two sides are compared."""
+        return self.noise_floor or bool(self.against)
+
+    @property
+    def requested(self) -> bool:
+        return self.paired or self.tpot is not None
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """What the options and the ini file said."""
 
@@ -56,6 +81,7 @@ class Settings:
     costs_requested: bool = False
     """Whether the command line asks for that gate, which this run must therefore apply."""
     update_costs: bool = False
+    timing: Timing = field(default_factory=Timing)
 
     @property
     def chosen_targets(self) -> tuple[str, ...]:

@@ -216,7 +216,7 @@ class Engine:
             )
             return self._last(request, None, "", FinishReason.ERROR)
         request.session.token_ids.append(token)
-        if request.num_generated == 1 or self._turn_of(request):
+        if self.prefixes and (request.num_generated == 1 or self._turn_of(request)):
             self._supply.note_stored(request)
         if logprob is not None and request.params.logprobs:
             request.logprobs.append(logprob)

@@ -89,8 +89,8 @@ MUTANTS = (
         "block-taken-a-token-late",
         "A resident sequence is given a block when its last one has been written past.",
         _RESIDENT,
-        "if each.session.stored >= each.session.room])\n        self.slots.upload()",
-        "if each.session.stored > each.session.room])\n        self.slots.upload()",
+        "due = [each for each in soon if each.session.stored >= each.session.room]",
+        "due = [each for each in soon if each.session.stored > each.session.room]",
     ),
     _mutant(
         "left-a-step-early",

@@ -29,10 +29,14 @@ from pytest_roseinfer import (
 from pytest_roseinfer import adapter as adapter_module
 from pytest_roseinfer.engines import adapter as engine_adapter_module
 from pytest_roseinfer.engines import strategies as engine_strategies
+from pytest_roseinfer.gates import timing_report
 from pytest_roseinfer.gates.step_work import GROUPS, NOTHING, PYTHON, TORCH
+from pytest_roseinfer.gates.timing_report import Timed, document
+from pytest_roseinfer.gates.worker import OFFERS
 from pytest_roseinfer.report.verdict import FORMAT, Target, Verdict
 from pytest_roseinfer.settings import PROFILES
 from roseinfer.cli import main
+from tests.gates.simulated import compare, quiet
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
@@ -155,6 +159,18 @@ def test_reports(heading: str, kind: Any) -> None:
     assert f"| `format` | {FORMAT};" in REFERENCE
 
 
+def test_comparisons() -> None:
+    comparison = compare(quiet(), 1.0)
+    (found,) = document([Timed("test", "there", comparison, 0.02)])["results"]
+    assert names("JSON comparison") == list(found)
+    assert names("JSON side") == list(found["here"])
+    assert f"`format` is {timing_report.FORMAT}," in REFERENCE
+
+
+def test_what_a_timed_function_returns() -> None:
+    assert set(names("What a timed function returns")) == OFFERS
+
+
 @pytest.mark.parametrize("command", ["verify", "mutants"])
 def test_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -178,6 +194,7 @@ def test_groups_of_counts_and_what_decides_about_them() -> None:
 def test_other_pages_name_nothing_that_is_not_there(added: Recorder) -> None:
     modules = {file.stem for file in (ROOT / "pytest_roseinfer" / "targets").glob("*.py")}
     known = {*added.options, *added.ini.values(), *names("Fixtures"), *names("Markers"), *modules}
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *workflows]:
         named = re.findall(r"--roseinfer-[\w-]+|\broseinfer_\w+", page.read_text(encoding="utf-8"))
         assert set(named) <= known, page.name

@@ -1,0 +1,69 @@
+"""This engine's own decode step, as the timing gate runs it: by itself, and of any age.
+
+Other revisions run this file with their own engine, so it asks for no more than they have.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roseinfer import LLM, AppendPolicy, SamplingParams, tiny_gpt2
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_TOKENS = 500
+"""Of a request. When all have theirs they are submitted anew, which is one step in so many."""
+
+
+def decode() -> dict[str, Any]:
+    """On a GPU, 64 requests to a GPT-2 of 124M parameters; else 8 to a tiny one, on one CPU."""
+    return _on_gpu() if torch.cuda.is_available() else _on_cpu()
+
+
+def _on_cpu() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    tiny = tiny_gpt2()
+    llm = LLM(
+        tiny.model,
+        tokenizer=tiny.tokenizer,
+        prefix_cache=False,
+        paged_attention=False,  # here the kernels are only interpreted
+        append_policy=AppendPolicy(triton=False),
+    )
+    return _target(llm, requests=8)
+
+
+def _on_gpu() -> dict[str, Any]:
+    from roseinfer.bench.model_source import ModelSource
+
+    source = ModelSource("gpt2", random_weights=True, device=None, dtype=None)
+    llm = source.llm({"prefix_cache": False})
+    target = _target(llm, requests=64)
+    if importlib.util.find_spec("roseinfer.bench.memory_floor"):
+        from roseinfer.bench.memory_floor import memory_floor
+
+        stored = 64 * (5 + _TOKENS // 2)
+        target["floor_seconds"] = memory_floor(source.skeleton(), llm).seconds(1, stored)
+    return target
+
+
+def _target(llm: LLM, requests: int) -> dict[str, Any]:
+    engine = llm.engine
+    params = SamplingParams(temperature=0, max_new_tokens=_TOKENS, ignore_eos=True)
+
+    def step() -> None:
+        if not engine.has_work:
+            for first in range(requests):
+                engine.submit([first + 1, 2, 3, 4, 5], params)
+        engine.step()
+
+    def path_counts() -> Mapping[str, int]:
+        counted = Counter(engine.path_counts) + Counter(engine.sessions.kv.path_counts)
+        return {str(getattr(path, "value", path)): times for path, times in counted.items()}
+
+    return {"step": step, "tokens": requests, "path_counts": path_counts}

@@ -1,0 +1,81 @@
+"""Workers whose steps take what they are told: noise of every kind, and no time at all."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.gates.paired import Comparing, Plan
+from pytest_roseinfer.gates.worker_process import Ready
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_roseinfer.gates.paired import Comparison
+
+READY = Ready(tokens=4, floor_seconds=None, own_modules=("engine",), device="cpu", versions={})
+
+
+@dataclass
+class Machine:
+    """What both sides run on: it is busy at times, and hands every process its own memory."""
+
+    seed: int
+    process_noise: float = 0.01
+    turn_noise: float = 0.02
+    interruptions: float = 0.05
+    """How often somebody else has the processor's other half for a turn."""
+    drift: float = 0.0
+    """By how much a machine becomes slower with every turn, for whoever has it."""
+    random: random.Random = field(init=False)
+    turns: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    def speed(self) -> float:
+        self.turns += 1
+        noise = self.random.gauss(1, self.turn_noise) * (1 + self.drift) ** self.turns
+        return noise * (1.8 if self.random.random() < self.interruptions else 1)
+
+
+def quiet(drift: float = 0.0) -> Machine:
+    """One whose every turn and process is like the others, but for its drift."""
+    return Machine(seed=1, process_noise=0.0, turn_noise=0.0, drift=drift, interruptions=0.0)
+
+
+@dataclass
+class SimulatedWorker:
+    machine: Machine
+    step_seconds: float
+    ready: Ready = READY
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self.own = self.machine.random.gauss(1, self.machine.process_noise)
+
+    def seconds(self, steps: int) -> list[float]:
+        assert not self.stopped
+        return [self.step_seconds * self.own * self.machine.speed()] * steps
+
+    def path_counts(self) -> dict[str, int]:
+        return {}
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+def compare(
+    machine: Machine,
+    slower: float,
+    plan: Plan | None = None,
+    doubt: Callable[[], str] = str,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> Comparison:
+    """A step with one that takes ``slower`` times as long."""
+
+    def start(_: int) -> tuple[SimulatedWorker, SimulatedWorker]:
+        return SimulatedWorker(machine, 1e-3), SimulatedWorker(machine, 1e-3 * slower)
+
+    return Comparing(plan or Plan(), start, doubt, clock).compare()

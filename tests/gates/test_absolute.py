@@ -1,0 +1,79 @@
+"""The tripwire: times of GPUs that a file names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_roseinfer.gates.absolute import exceeded, measure_alone, update
+from pytest_roseinfer.gates.paired import Plan, Timings
+from pytest_roseinfer.gates.worker_process import CannotMeasure
+from tests.gates.simulated import READY, SimulatedWorker, quiet
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GPU = "NVIDIA H200"
+TEST = "test_speed.py::test_decode"
+
+
+def timings(microseconds: float, device: str = GPU) -> Timings:
+    return Timings(replace(READY, device=device), series_tpot=[microseconds / 1e6] * 3)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "tpot.json"
+    update(file, TEST, timings(1000))
+    return file
+
+
+def test_it_is_quiet_within_the_tolerance_and_trips_beyond(file: Path) -> None:
+    assert exceeded(timings(1099), file, TEST) == ""
+    assert exceeded(timings(500), file, TEST) == ""
+    said = exceeded(timings(1120), file, TEST)
+    assert said.startswith(f"TPOT on {GPU}: 1120.0 us, baseline 1000.0 us in {file}, which is 12%")
+
+
+def test_another_gpu_and_another_test_have_no_baseline(file: Path) -> None:
+    with pytest.raises(CannotMeasure, match="no time of this step on NVIDIA L4, it names NVIDIA H"):
+        exceeded(timings(1000, "NVIDIA L4"), file, TEST)
+    with pytest.raises(CannotMeasure, match="it names no GPU"):
+        exceeded(timings(1000), file, "test_speed.py::test_other")
+
+
+def test_an_update_leaves_other_gpus_and_tests_alone(file: Path) -> None:
+    update(file, TEST, timings(3000, "NVIDIA L4"))
+    update(file, "other", timings(7))
+    update(file, TEST, timings(900))
+    steps = json.loads(file.read_text())["steps"]
+    assert steps == {
+        TEST: {GPU: {"tpot_us": 900.0}, "NVIDIA L4": {"tpot_us": 3000.0}},
+        "other": {GPU: {"tpot_us": 7.0}},
+    }
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 2, "steps": {}}'])
+def test_a_file_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "tpot.json"
+    file.write_text(text)
+    with pytest.raises(CannotMeasure, match=file.name):
+        exceeded(timings(1000), file, TEST)
+    assert file.read_text() == text
+
+
+def test_a_step_is_timed_alone_in_several_processes() -> None:
+    started = []
+
+    def start(_: int) -> SimulatedWorker:
+        started.append(SimulatedWorker(quiet(), 2e-3))
+        return started[-1]
+
+    found = measure_alone(Plan(), start)
+    assert found.series_tpot == pytest.approx([2e-3] * 3)
+    assert len(found.turns) == 3 * 2 * Plan().rounds
+    assert len(started) == 3
+    assert all(worker.stopped for worker in started)

@@ -1,0 +1,37 @@
+"""The experiment that says how often the paired comparison is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.gates import experiment
+from pytest_roseinfer.gates.paired import Look, Plan
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def test_it_compares_real_processes() -> None:
+    """Twice the work, which no machine is busy enough to hide, in as few series as can tell."""
+    plan = Plan(looks=(Look(5, 0.05),), rounds=2)
+    (comparison,) = experiment.comparisons(1, 100, plan)
+    assert comparison.verdict.value == "SLOWER"
+    assert 1.5 < comparison.ratio < 2.5
+    assert comparison.here.ready.own_modules == ("decode_step",)
+
+
+def test_its_table_is_about_all_that_was_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    for verdict, ratio in (("SLOWER", 1.06), ("SLOWER", 1.05), ("UNSURE", 1.03)):
+        entry = {"verdict": verdict, "ratio": ratio, "ratios": [1] * 17, "seconds": 4, "load": 2}
+        with log.open("a") as lines:
+            lines.write(json.dumps(entry) + "\n")
+    experiment.main(["--runs", "0", "--slower", "5", "--log", str(log)])
+    header, row = capsys.readouterr().out.splitlines()
+    assert "| SAME | FASTER | SLOWER | UNSURE |" in header
+    assert row == "| 5% | 3 | 0 | 0 | 2 | 1 | 1.0500 | 17 | 4.0 s | 2.0 to 2.0 |"

@@ -1,0 +1,175 @@
+"""The paired comparison on machines whose noise is known, and on a clock that nothing moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from pytest_roseinfer.gates.bootstrap import median_interval
+from pytest_roseinfer.gates.noise_floor import told_apart, whole
+from pytest_roseinfer.gates.paired import Comparing, Plan, paired_ratio
+from pytest_roseinfer.gates.verdict import Interval, Verdict, verdict_of
+from pytest_roseinfer.gates.worker_process import CannotMeasure, cpus_for
+from tests.gates.simulated import READY, Machine, SimulatedWorker, compare, quiet
+
+
+def verdicts(runs: int, slower: float) -> Counter[Verdict]:
+    return Counter(compare(Machine(seed), slower).verdict for seed in range(runs))
+
+
+def test_a_step_against_itself_is_never_slower() -> None:
+    found = verdicts(30, 1.0)
+    assert found[Verdict.SLOWER] == found[Verdict.FASTER] == 0
+    assert found[Verdict.SAME] >= 25
+
+
+def test_five_percent_more_is_slower() -> None:
+    assert verdicts(40, 1.05)[Verdict.SLOWER] >= 38
+
+
+def test_the_margin_itself_is_tolerated() -> None:
+    assert verdicts(30, 1.02)[Verdict.SLOWER] == 0
+
+
+def test_five_percent_less_is_faster() -> None:
+    assert verdicts(20, 1 / 1.05)[Verdict.FASTER] >= 18
+
+
+def test_what_both_sides_meet_cancels() -> None:
+    """The machine becomes a third slower while it measures."""
+    comparison = compare(quiet(drift=0.001), 1.0)
+    assert max(comparison.here.series_tpot) > 1.3 * min(comparison.here.series_tpot)
+    assert comparison.verdict is Verdict.SAME
+    assert comparison.ratio == pytest.approx(1, abs=1e-3)
+
+
+def test_a_comparison_ends_as_soon_as_it_is_sure() -> None:
+    assert len(compare(quiet(), 1.0).ratios) == Plan().looks[0].series
+    noisy = compare(Machine(1, process_noise=0.2), 1.0)
+    assert noisy.verdict is Verdict.UNSURE
+    assert len(noisy.ratios) == Plan().looks[-1].series
+
+
+def test_the_budget_ends_one_that_is_unsure_but_never_the_first_look() -> None:
+    hours = iter(range(0, 10**9, 3600))
+    comparison = compare(Machine(1, process_noise=0.2), 1.0, clock=lambda: float(next(hours)))
+    assert comparison.verdict is Verdict.UNSURE
+    assert len(comparison.ratios) == Plan().looks[0].series
+
+
+def test_a_doubt_about_the_clock_makes_any_verdict_unsure() -> None:
+    comparison = compare(quiet(), 1.5, doubt=lambda: "it was hot")
+    assert comparison.verdict is Verdict.UNSURE
+    assert comparison.doubt == "it was hot"
+    assert comparison.ratio == pytest.approx(1.5)
+
+
+def test_errors_of_all_looks_add_up_to_the_promise() -> None:
+    looks = Plan().looks
+    assert sum(look.error for look in looks) <= 1 / 200
+    for look in looks:  # each can be decided at
+        median_interval([1.0] * look.series, look.error)
+
+
+def test_every_process_is_stopped_and_each_series_has_its_own() -> None:
+    started: list[SimulatedWorker] = []
+
+    def start(_: int) -> tuple[SimulatedWorker, SimulatedWorker]:
+        pair = SimulatedWorker(machine, 1e-3), SimulatedWorker(machine, 1e-3)
+        started.extend(pair)
+        return pair
+
+    machine = quiet()
+    Comparing(Plan(), start).compare()
+    assert len(started) == 2 * Plan().looks[0].series
+    assert all(worker.stopped for worker in started)
+    started.clear()
+    Comparing(Plan(series_per_process=5), start).compare()
+    assert len(started) == 2 * Plan().looks[0].series / 5
+
+
+def test_processes_are_stopped_where_one_of_them_breaks() -> None:
+    other = replace(READY, tokens=8)
+    pair = SimulatedWorker(Machine(1), 1e-3), SimulatedWorker(Machine(1), 1e-3, ready=other)
+    with pytest.raises(CannotMeasure, match="8 tokens here and 4 there"):
+        Comparing(Plan(), lambda _: pair).compare()
+    assert all(worker.stopped for worker in pair)
+
+
+def test_each_side_has_as_many_turns_and_comes_first_as_often() -> None:
+    order = []
+
+    class Noting(SimulatedWorker):
+        def seconds(self, steps: int) -> list[float]:
+            order.append(self.step_seconds)
+            return super().seconds(steps)
+
+    machine = quiet()
+    plan = Plan(rounds=2)
+    comparison = Comparing(plan, lambda _: (Noting(machine, 1.0), Noting(machine, 1.01)))
+    comparison.compare()
+    assert order[-8:] == [1.0, 1.01, 1.01, 1.0] * 2
+
+
+def test_a_paired_ratio_is_the_median_of_rounds() -> None:
+    there = [[1.0], [1.0], [2.0], [2.0], [9.0], [1.0]]
+    here = [[1.1], [1.1], [2.2], [2.2], [1.0], [1.1]]
+    assert paired_ratio(there, here) == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (1.021, 1.2, Verdict.SLOWER),
+        (1.019, 1.2, Verdict.UNSURE),
+        (0.99, 1.019, Verdict.SAME),
+        (0.97, 1.01, Verdict.UNSURE),
+        (0.9, 0.979, Verdict.FASTER),
+        (0.9, 0.99, Verdict.UNSURE),
+    ],
+)
+def test_verdicts(low: float, high: float, verdict: Verdict) -> None:
+    assert verdict_of(Interval(low, high), 0.02) is verdict
+
+
+def test_an_interval_of_few_values_is_no_narrower_than_any_noise_allows() -> None:
+    """Of 10 values, all lie above the median once in 1024: at one in 1000 nothing less will do."""
+    values = [float(value) for value in range(10)]
+    assert median_interval(values, 0.001) == (0.0, 9.0)
+    with pytest.raises(ValueError, match="9 values say nothing"):
+        median_interval(values[:9], 0.001)
+
+
+def test_an_interval_holds_the_median_as_often_as_it_says() -> None:
+    """Exponential noise, whose median is log 2: lopsided, as times are."""
+    import math
+    import random
+
+    draw = random.Random(3)
+    outside = 0
+    for _ in range(200):
+        low, high = median_interval([draw.expovariate(1) for _ in range(17)], 0.05)
+        outside += not low <= math.log(2) <= high
+    assert 2 <= outside <= 20  # of 200, where 10% are promised
+
+
+def test_the_same_values_give_the_same_interval() -> None:
+    values = [1.0, 1.01, 0.99, 1.03, 1.0, 0.98, 1.2, 1.02, 1.0, 1.01, 0.97]
+    assert median_interval(values, 0.01) == median_interval(values, 0.01)
+
+
+def test_the_noise_floor_goes_to_the_end_and_says_what_can_be_told_apart() -> None:
+    comparison = compare(Machine(1), 1.0, whole(Plan()))
+    assert len(comparison.ratios) == Plan().looks[-1].series
+    half = comparison.interval.half_width
+    assert f"of {0.02 + half:.1%} is found every other time" in told_apart(comparison, 0.02)
+    assert told_apart(replace(comparison, doubt="it was hot"), 0.02).endswith(": it was hot")
+
+
+def test_both_sides_of_a_series_share_cpus_and_the_next_series_has_others() -> None:
+    assert [cpus_for(series, 1, [2, 5]) for series in range(3)] == [(2,), (5,), (2,)]
+    assert cpus_for(1, 2, [0, 1, 2]) == (2, 0)
+    assert cpus_for(0, 2, [0, 1]) == ()  # all there are
+    assert cpus_for(0, None, [0, 1]) == ()

@@ -1,0 +1,498 @@
+"""The fixture ``roseinfer_tpot`` as another project meets it, on steps that move a clock."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from textwrap import dedent
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.python_process import ROOT
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import Project
+
+ENGINE = """
+    MICROSECONDS = {microseconds}
+
+
+    def decode():
+        taken = []
+
+        def step():
+            taken.append(MICROSECONDS * (1 + len(taken) % 3 / 1000))
+
+        return {{
+            "step": step,
+            "tokens": {tokens},
+            "clock": lambda: sum(taken) / 1e6,
+            "floor_seconds": 250e-6,
+            "path_counts": lambda: {{"fast": len(taken)}},
+        }}
+"""
+TEST = """
+    import pytest
+
+    @pytest.mark.roseinfer_tpot({marker})
+    def test_decode(roseinfer_tpot):
+        roseinfer_tpot.check("engine:decode")
+"""
+FEW_PROCESSES = "series_per_process=10"
+"""Noise is none of these tests' business, and starting processes takes most of their time."""
+
+
+def marked(marker: str = FEW_PROCESSES) -> str:
+    return TEST.format(marker=marker)
+
+
+def engine(microseconds: float, tokens: int = 4) -> str:
+    return ENGINE.format(microseconds=microseconds, tokens=tokens)
+
+
+@pytest.fixture
+def timed(project: Project) -> Project:
+    """A project whose step takes 1000 us, and the same in a folder beside it."""
+    project.write(engine=engine(1000), test_speed=marked())
+    there(project, 1000)
+    return project
+
+
+def there(project: Project, microseconds: float, tokens: int = 4) -> None:
+    (project.path / "before").mkdir(exist_ok=True)
+    project.write(**{"before/engine": engine(microseconds, tokens)})
+
+
+def against(project: Project, *arguments: str, reference: str = "before") -> pytest.RunResult:
+    return project.pytest(f"--roseinfer-against={reference}", *arguments)
+
+
+def git(project: Project, *arguments: str) -> None:
+    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@nowhere.example")
+    subprocess.run(["git", *who, *arguments], cwd=project.path, check=True, capture_output=True)
+
+
+def test_nobody_asked_so_nothing_is_timed(timed: Project) -> None:
+    result = timed.pytest("-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED * nothing to compare with: --roseinfer-against REF, *"])
+
+
+def test_the_same_step_is_the_same(timed: Project) -> None:
+    result = against(timed)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(
+        ["*times of decode steps*", "there: before", "*test_decode* 1.000 *to* 10 * SAME"]
+    )
+
+
+def test_a_slower_step_fails_and_says_by_how_much(timed: Project) -> None:
+    there(timed, 950)
+    result = against(timed)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*SLOWER than before: 1.053 times its TPOT (1.05*"])
+
+
+def test_a_slower_step_can_be_reported_only(timed: Project) -> None:
+    there(timed, 950)
+    result = against(timed, "--roseinfer-report-slower")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*test_decode* 1.053 * SLOWER"])
+
+
+def test_a_faster_step_passes(timed: Project) -> None:
+    there(timed, 1100)
+    result = against(timed)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*test_decode* 0.909 * FASTER"])
+
+
+def test_the_margin_is_that_of_the_marker(timed: Project) -> None:
+    there(timed, 950)
+    timed.write(test_speed=marked("margin=0.06"))
+    against(timed).assert_outcomes(passed=1)
+
+
+def test_a_step_between_the_verdicts_is_unsure_and_passes(timed: Project) -> None:
+    """Every other process finds 4% more, the others nothing: the margin lies in between."""
+    count = """
+    from pathlib import Path
+
+    started = Path(__file__).with_name("started")
+    started.write_text(started.read_text() + "." if started.exists() else "")
+    MICROSECONDS = 1000 + 40 * (len(started.read_text()) % 2)
+    """
+    text = dedent(count) + dedent(engine(0)).replace("MICROSECONDS = 0\n", "")
+    timed.write(engine=text, test_speed=marked("series_per_process=1"))
+    result = against(timed)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*: UNSURE after 40 series and * s; its margin is 2.0%"])
+
+
+def test_another_number_of_tokens_is_another_step(timed: Project) -> None:
+    there(timed, 1000, tokens=8)
+    result = against(timed)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*a step brings 4 tokens here and 8 there*"])
+
+
+def test_a_revision_is_built_apart(timed: Project) -> None:
+    """What is not committed is measured as it stands here, and does not get there."""
+    git(timed, "init", "-q")
+    git(timed, "add", "engine.py", "test_speed.py")
+    git(timed, "commit", "-qm", "a step")
+    timed.write(engine=engine(5000))
+    git(timed, "commit", "-qam", "a slow step")
+    timed.write(engine=engine(1100))
+    result = against(timed, reference="HEAD~1")
+    result.stdout.fnmatch_lines(["*SLOWER than HEAD~1: 1.100 times*"])
+    listed = subprocess.run(
+        ["git", "worktree", "list"], cwd=timed.path, capture_output=True, text=True, check=True
+    )
+    assert len(listed.stdout.splitlines()) == 1
+
+
+def test_a_revision_older_than_the_benchmark_is_timed_with_it(timed: Project) -> None:
+    """The file that makes the step comes from here, what it imports from there."""
+    (timed.path / "tools").mkdir()
+    timed.write(engine="MICROSECONDS = 500", **{"tools/__init__": ""})
+    git(timed, "init", "-q")
+    git(timed, "add", "engine.py", "tools")
+    git(timed, "commit", "-qm", "an engine")
+    speed = engine(0).replace("MICROSECONDS = 0", "from engine import MICROSECONDS")
+    timed.write(engine="MICROSECONDS = 550")
+    for module in ("speed", "tools/speed"):  # the second in a package that is older than it
+        name = module.replace("/", ".")
+        timed.write(**{module: speed, "test_speed": marked().replace("engine:", f"{name}:")})
+        result = against(timed, reference="HEAD")
+        result.stdout.fnmatch_lines(["*SLOWER than HEAD: 1.100 times*"])
+
+
+def test_a_version_is_installed_apart(timed: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(timed.path / "engine-1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("engine.py", dedent(engine(500)))
+        about = "engine-1.2.dist-info"
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: engine\nVersion: 1.2\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(timed.path))
+    result = against(timed, reference="engine==1.2")
+    result.stdout.fnmatch_lines(["*SLOWER than engine==1.2: 2.000 times*"])
+    result = against(timed, reference="engine==1.3")
+    result.stdout.fnmatch_lines(["*--roseinfer-against engine==1.3: *"])
+
+
+def test_the_ten_lines_of_the_how_to(timed: Project) -> None:
+    page = (ROOT / "docs" / "how-to.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(# my_engine/speed.py.*?)```", page, re.DOTALL)
+    assert len([line for line in code.splitlines() if line and line[0] != "#"]) <= 10
+    speed, test = code.split("# test_speed.py\n")
+    for folder in ("my_engine", "before/my_engine"):
+        (timed.path / folder).mkdir()
+        package = f"{folder}/__init__"
+        timed.write(
+            **{
+                f"{folder}/speed": speed,
+                package: """
+            class Engine:
+                def __init__(self, batch_size):
+                    self.batch_size = batch_size
+
+                def step(self):
+                    return sum(range(100 * self.batch_size))
+        """,
+            }
+        )
+    timed.write(
+        test_speed="import pytest\npytestmark = pytest.mark.roseinfer_tpot(margin=0.9, "
+        f"{FEW_PROCESSES})\n" + test
+    )
+    result = against(timed)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*test_speed.py::test_decode * SAME"])
+
+
+def test_a_side_of_which_nothing_is_imported_is_no_side(timed: Project) -> None:
+    (timed.path / "empty").mkdir()
+    result = against(timed, reference="empty")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*empty: nothing was imported from */empty, so this *"])
+
+
+def test_a_reference_that_is_nothing(timed: Project) -> None:
+    result = against(timed, reference="v99")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*--roseinfer-against: *"])
+
+
+def test_what_a_factory_raises_is_shown(timed: Project) -> None:
+    timed.write(**{"before/engine": "def decode():\n    raise OSError('no weights')"})
+    result = against(timed)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*before: Traceback*", "*OSError: no weights"])
+
+
+@pytest.mark.parametrize(
+    ("offered", "said"),
+    [
+        ("(print, 4)", "*expected 'step' and 'tokens'*"),
+        ("{'step': print, 'tokens': 0}", "*brings 0 tokens*"),
+        ("{'step': print, 'tokens': 1, 'colour': 2}", "*'colour'*mean nothing*"),
+    ],
+)
+def test_what_a_factory_must_return(timed: Project, offered: str, said: str) -> None:
+    timed.write(engine=f"def decode(): return {offered}")
+    result = against(timed)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([said])
+
+
+def test_what_a_step_prints_is_no_answer(timed: Project) -> None:
+    noisy = engine(1000).replace("taken.append", "print('{}'); taken.append")
+    timed.write(engine=noisy)
+    against(timed).assert_outcomes(passed=1)
+
+
+def test_a_run_that_compared_nothing_fails(timed: Project) -> None:
+    timed.write(test_speed="def test_other(): pass")
+    for option in ("--roseinfer-against=before", "--roseinfer-noise-floor"):
+        result = timed.pytest(option)
+        assert result.ret == pytest.ExitCode.TESTS_FAILED
+        result.stdout.fnmatch_lines(
+            [f"FAILED: {option.partition('=')[0]}: no test of this run compared a step"]
+        )
+
+
+def test_a_test_that_takes_the_fixture_and_times_nothing_fails(timed: Project) -> None:
+    timed.write(test_speed="def test_decode(roseinfer_tpot): pass")
+    result = timed.pytest()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*took roseinfer_tpot and timed no step with it*"])
+
+
+def test_workers_of_xdist_do_not_time_and_say_why(timed: Project) -> None:
+    result = against(timed, "-n2", "-rs")
+    result.assert_outcomes(skipped=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        ["FAILED: --roseinfer-against: no test *; decode steps are not timed by workers of *"]
+    )
+
+
+def test_the_noise_floor_is_said_in_percent(timed: Project) -> None:
+    result = timed.pytest("--roseinfer-noise-floor")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(
+        ["*against itself +0.00%, give or take 0.00% after 40 series*a slowdown of 2.0% is found*"]
+    )
+
+
+def test_results_are_kept_with_a_plot_and_a_summary(
+    timed: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(timed.path / "summary.md"))
+    for microseconds in (1000, 1100):
+        there(timed, microseconds)
+        against(timed, "--roseinfer-timings=kept").assert_outcomes(passed=1)
+    files = [json.loads(file.read_text()) for file in (timed.path / "kept").glob("*.json")]
+    assert sorted(run["results"][0]["verdict"] for run in files) == ["FASTER", "SAME"]
+    side = files[0]["results"][0]["here"]
+    assert side["tokens_per_second"] == pytest.approx(4 / 1001e-6)
+    assert side["share_of_memory_floor"] == pytest.approx(250 / 1001)
+    assert side["path_counts"]["fast"] > 0
+    assert (timed.path / "kept" / "timings.png").read_bytes().startswith(b"\x89PNG")
+    summary = (timed.path / "summary.md").read_text()
+    assert summary.count("### roseinfer: decode steps against before") == 2
+    assert "FASTER" in summary
+
+
+def benchmarks(project: Project, *arguments: str) -> list[dict[str, Any]]:
+    against(project, f"--benchmark-json={project.path / 'saved.json'}", *arguments)
+    found: list[dict[str, Any]] = json.loads((project.path / "saved.json").read_text())[
+        "benchmarks"
+    ]
+    return found
+
+
+def test_both_sides_are_benchmarks(timed: Project) -> None:
+    there(timed, 1100)
+    before, here = benchmarks(timed)
+    assert [before["name"], here["name"]] == ["test_decode (there)", "test_decode"]
+    assert before["group"] == here["group"]
+    assert before["stats"]["median"] == pytest.approx(1101e-6, rel=1e-3)
+    assert here["stats"]["median"] == pytest.approx(1001e-6, rel=1e-3)
+    assert here["stats"]["rounds"] == len(here["stats"]["data"]) == 10 * 8 * 2
+    info = here["extra_info"]
+    assert info["verdict"] == "FASTER"
+    assert info["against"] == "before"
+    assert info["tpot_p50_us"] == pytest.approx(1001)
+    assert info["tpot_p99_us"] == pytest.approx(1002)
+    assert info["device"] == "cpu"
+    assert info["versions"]["python"] == sys.version.split()[0]
+
+
+def test_saved_benchmarks_can_be_compared(timed: Project) -> None:
+    storage = f"--benchmark-storage={timed.path / 'saved'}"
+    against(timed, storage, "--benchmark-save=one").assert_outcomes(passed=1)
+    timed.write(engine=engine(1005))
+    result = against(timed, storage, "--benchmark-compare")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*test_decode (0001_one)*"])
+
+
+def test_benchmarks_that_are_off_are_timed_all_the_same(timed: Project) -> None:
+    there(timed, 950)
+    against(timed, "--benchmark-disable").assert_outcomes(failed=1)
+
+
+MISTAKES = {
+    "margin=2": "expected a number above 0 and below 1",
+    "margin='2%'": "expected a number above 0 and below 1",
+    "cpus=0.5": "expected a whole number from 1",
+    "seconds=0": "expected a number above 0",
+    "rounds=3": "does not take rounds, only margin, *",
+    "0.02": "does not take 0.02, only margin, *",
+}
+
+
+@pytest.mark.parametrize("mark", MISTAKES)
+def test_an_argument_the_marker_does_not_have_is_a_usage_error(timed: Project, mark: str) -> None:
+    timed.write(test_speed=marked(mark))
+    result = timed.pytest()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: test_speed.py::test_decode: *{MISTAKES[mark]}"])
+
+
+def test_a_marker_without_its_fixture_is_a_usage_error(timed: Project) -> None:
+    timed.write(
+        test_speed="""
+            import pytest
+
+            @pytest.mark.roseinfer_tpot(margin=0.1)
+            def test_decode(): pass
+        """
+    )
+    result = timed.pytest()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*does not take the fixture of this name*"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--roseinfer-against=before", "--roseinfer-noise-floor"),
+        ("--roseinfer-update-tpot",),
+        ("--roseinfer-report-slower",),
+        ("--roseinfer-timings=kept",),
+    ],
+)
+def test_options_that_make_no_sense_are_usage_errors(
+    timed: Project, arguments: tuple[str, ...]
+) -> None:
+    result = timed.pytest(*arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --roseinfer-*"])
+
+
+def test_the_tripwire_is_about_gpus(timed: Project) -> None:
+    result = timed.pytest("--roseinfer-tpot=tpot.json")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*--roseinfer-tpot is about GPUs: run with --roseinfer-gpu*"])
+
+
+TORCH = """
+    # A GPU that takes as long as a step says; waiting for it in every step would show.
+    waits = 0
+
+
+    class cuda:
+        now = 0.0
+        is_available = is_initialized = staticmethod(lambda: True)
+        device_count = staticmethod(lambda: 1)
+        get_device_name = staticmethod(lambda index=0: "Imaginary GPU")
+
+        @staticmethod
+        def synchronize():
+            global waits
+            waits += 1
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = cuda.now
+
+            def elapsed_time(self, later):
+                return 1000 * (later.at - self.at)
+"""
+GPU_ENGINE = """
+    import torch
+
+    MICROSECONDS = {microseconds}
+
+
+    def decode():
+        counts = {{"steps": 0}}
+
+        def step():
+            counts["steps"] += 1
+            torch.cuda.now += MICROSECONDS / 1e6
+
+        return {{
+            "step": step,
+            "tokens": 4,
+            "path_counts": lambda: {{**counts, "waits": torch.waits}},
+        }}
+"""
+
+
+@pytest.fixture
+def on_a_gpu(timed: Project) -> Project:
+    timed.write(torch=TORCH, engine=GPU_ENGINE.format(microseconds=1000))
+    timed.pytest("--roseinfer-gpu", *BASELINE, "--roseinfer-update-tpot").assert_outcomes(passed=1)
+    return timed
+
+
+BASELINE = ("--roseinfer-tpot=tpot.json",)
+
+
+def test_the_tripwire_holds_a_step_to_the_time_of_its_gpu(on_a_gpu: Project) -> None:
+    steps = json.loads((on_a_gpu.path / "tpot.json").read_text())["steps"]
+    assert steps == {"test_speed.py::test_decode": {"Imaginary GPU": {"tpot_us": 1000.0}}}
+    result = on_a_gpu.pytest("--roseinfer-gpu", *BASELINE)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["test_speed.py::test_decode: within its baseline in *tpot.json"])
+    on_a_gpu.write(engine=GPU_ENGINE.format(microseconds=1200))
+    result = on_a_gpu.pytest("--roseinfer-gpu", *BASELINE)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*TPOT on Imaginary GPU: 1200.0 us, baseline 1000.0 us in *"])
+
+
+def test_it_says_nothing_about_another_gpu(on_a_gpu: Project) -> None:
+    on_a_gpu.write(torch=TORCH.replace("Imaginary GPU", "Better GPU"))
+    result = on_a_gpu.pytest("--roseinfer-gpu", *BASELINE)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*no time of this step on Better GPU, it names Imaginary GPU*"])
+
+
+def test_the_tripwire_that_held_nothing_fails_the_run(on_a_gpu: Project) -> None:
+    on_a_gpu.write(test_speed="def test_other(): pass")
+    result = on_a_gpu.pytest("--roseinfer-gpu", *BASELINE)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["FAILED: --roseinfer-tpot: no test of this run compared *"])
+
+
+def test_a_gpu_is_timed_by_events_and_waited_for_once_in_a_turn(on_a_gpu: Project) -> None:
+    there(on_a_gpu, 1)
+    on_a_gpu.write(**{"before/engine": GPU_ENGINE.format(microseconds=500)})
+    _, here = benchmarks(on_a_gpu, "--roseinfer-gpu", *BASELINE)
+    assert here["extra_info"]["ratio"] == pytest.approx(2)
+    assert here["extra_info"]["device"] == "Imaginary GPU"
+    counts = here["extra_info"]["path_counts"]
+    assert counts["waits"] < counts["steps"] / 3
