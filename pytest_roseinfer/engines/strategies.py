@@ -117,7 +117,7 @@ def _relay(
     What belongs to one that ended is the next one's, while its neighbours still go on.
     """
     lasting = Sampling(new, ignore_eos=True)
-    soon = draw(st.integers(2, 3))
+    soon = min(new, draw(st.integers(2, 3)))
     between = [Sampling(soon, ignore_eos=True)] * draw(st.integers(1, 3))
     ends = [lasting, *between, lasting]
     lengths = st.integers(1, max(1, longest // 4))
@@ -125,10 +125,12 @@ def _relay(
         Asked(common_text(draw(lengths), adapter.vocabulary, at), sampling)
         for at, sampling in enumerate(ends)
     ]
-    for at in range(draw(st.integers(1, 2))):
-        length = draw(st.integers(longest // 3, longest))
+    arrives = soon
+    for at in range(draw(st.integers(1, min(2, _MOST_REQUESTS - len(ends))))):
+        arrives += draw(st.integers(0, 2))
+        length = draw(st.integers(max(1, longest // 3), longest))
         text = common_text(length, adapter.vocabulary, len(ends) + at)
-        asked.append(Asked(text, draw(samplings(most=new)), soon + draw(st.integers(0, 2))))
+        asked.append(Asked(text, draw(samplings(most=new)), arrives))
     sizes = [len(each.prompt) + each.sampling.max_new_tokens for each in asked]
     block_size = draw(st.sampled_from(BLOCK_SIZES))
     room = sum(sizes) + block_size * len(sizes)

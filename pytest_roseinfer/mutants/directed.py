@@ -111,15 +111,15 @@ def capture_beside_the_living() -> None:
         sessions, kv = llm.engine.sessions, llm.engine.sessions.kv
         decode = resident.ResidentDecode(sessions, 4, None, graphs=False)
         begun, logits = sessions.prefill([[1, 2, 3], [4, 5]])
-        living = decode.enter([(each, greedy, 0) for each in begun], logits.argmax(-1))
-        tokens = [decode.launch(living).wait()]
+        living = decode.enter([(each, greedy, 0, 64) for each in begun], logits.argmax(-1))
+        tokens = [decode.launch(living, 0).wait()]
         if captured:
             before = [cache[:, 1:].clone() for cache in (kv.keys, kv.values)]
             with decode.slots.emptied():
                 decode._step.run(4, greedy=True)
             for cache, was in zip((kv.keys, kv.values), before, strict=True):
                 assert torch.equal(cache[:, 1:], was), "a block of a live sequence was written to"
-        return tokens + [decode.launch(living).wait() for _ in range(3)]
+        return tokens + [decode.launch(living, 0).wait() for _ in range(3)]
 
     assert decoded(captured=True) == decoded(captured=False), "the living went on otherwise"
 
