@@ -42,10 +42,11 @@ class Plan:
     seconds: float = 300
     """The budget: a comparison that is unsure after so long stays unsure."""
     looks: tuple[Look, ...] = (
-        Look(10, 0.001),
-        Look(17, 0.0013),
-        Look(26, 0.0013),
-        Look(40, 0.0013),
+        Look(13, 0.0002),
+        Look(20, 0.0006),
+        Look(28, 0.0006),
+        Look(40, 0.0008),
+        Look(60, 0.0008),
     )
     """The errors add up to less than one in 200, whatever the look that a comparison ends at."""
     rounds: int = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -87,7 +88,7 @@ def test_every_process_is_stopped_and_each_series_has_its_own() -> None:
     assert all(worker.stopped for worker in started)
     started.clear()
     Comparing(Plan(series_per_process=5), start).compare()
-    assert len(started) == 2 * Plan().looks[0].series / 5
+    assert len(started) == 2 * math.ceil(Plan().looks[0].series / 5)
 
 
 def test_processes_are_stopped_where_one_of_them_breaks() -> None:

@@ -86,7 +86,7 @@ def test_the_same_step_is_the_same(timed: Project) -> None:
     result = against(timed)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(
-        ["*times of decode steps*", "there: before", "*test_decode* 1.000 *to* 10 * SAME"]
+        ["*times of decode steps*", "there: before", "*test_decode* 1.000 *to* 20 * SAME"]
     )
 
 
@@ -130,7 +130,7 @@ def test_a_step_between_the_verdicts_is_unsure_and_passes(timed: Project) -> Non
     timed.write(engine=text, test_speed=marked("series_per_process=1"))
     result = against(timed)
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["*: UNSURE after 40 series and * s; its margin is 2.0%"])
+    result.stdout.fnmatch_lines(["*: UNSURE after 60 series and * s; its margin is 2.0%"])
 
 
 def test_another_number_of_tokens_is_another_step(timed: Project) -> None:
@@ -288,7 +288,7 @@ def test_the_noise_floor_is_said_in_percent(timed: Project) -> None:
     result = timed.pytest("--roseinfer-noise-floor")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(
-        ["*against itself +0.00%, give or take 0.00% after 40 series*a slowdown of 2.0% is found*"]
+        ["*against itself +0.00%, give or take 0.00% after 60 series*a slowdown of 2.0% is found*"]
     )
 
 
@@ -326,7 +326,7 @@ def test_both_sides_are_benchmarks(timed: Project) -> None:
     assert before["group"] == here["group"]
     assert before["stats"]["median"] == pytest.approx(1101e-6, rel=1e-3)
     assert here["stats"]["median"] == pytest.approx(1001e-6, rel=1e-3)
-    assert here["stats"]["rounds"] == len(here["stats"]["data"]) == 10 * 8 * 2
+    assert here["stats"]["rounds"] == len(here["stats"]["data"]) == 20 * 8 * 2
     info = here["extra_info"]
     assert info["verdict"] == "FASTER"
     assert info["against"] == "before"
