@@ -96,8 +96,8 @@ class AppendPolicy:
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends."""
 
-    temperature: float = 1.0
-    """0 takes the most likely token."""
+    temperature: float = 0.0
+    """0 takes the most likely token, whatever the next three say."""
     top_k: int = 0
     """Only the k most likely tokens; 0 for all."""
     top_p: float = 1.0

@@ -238,8 +238,8 @@ def _params(args: argparse.Namespace) -> SamplingParams:
     if args.logprobs and not args.json:
         raise ConfigError("--logprobs are printed with --json alone: add it")
     given = _given(args, _SAMPLING)
-    if not given.keys() & set(_CHOOSING):
-        given.setdefault("temperature", 0.0)
+    if given.keys() & set(_CHOOSING):
+        given.setdefault("temperature", 1.0)
     return SamplingParams(
         **given, stop=tuple(args.stop), ignore_eos=args.ignore_eos, logprobs=args.logprobs
     )

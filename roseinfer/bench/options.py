@@ -144,5 +144,5 @@ def sampling(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(
         max_new_tokens=args.max_new_tokens,
         ignore_eos=args.no_stop_on_eos,
-        **(chosen if args.do_sample else {"temperature": 0.0}),
+        **({"temperature": 1.0, **chosen} if args.do_sample else {}),
     )

@@ -283,7 +283,12 @@ def without_numbers_for(device: str, *tokens: int) -> LLM:
 def test_logits_that_are_not_numbers_end_their_request_only(device: str, sampled: bool) -> None:
     llm = without_numbers_for(device, ord("#"))
     prompts = [TEXTS[0], TEXTS[0] + "#", "####", TEXTS[1]]
-    params = [greedy(8), SamplingParams(seed=1) if sampled else greedy(8), greedy(8), greedy(8)]
+    params = [
+        greedy(8),
+        SamplingParams(1.0, seed=1) if sampled else greedy(8),
+        greedy(8),
+        greedy(8),
+    ]
     for _ in range(2):  # what the first round stored must do no harm to the second
         outputs = llm.generate(prompts, params, progress=False)
         ends = [output.finish_reason for output in outputs]

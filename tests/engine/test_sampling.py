@@ -54,14 +54,14 @@ def by_transformers(logits: torch.Tensor, params: SamplingParams, seen: list[int
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(),
+        SamplingParams(1.0),
         SamplingParams(temperature=0.3),
-        SamplingParams(top_k=1),
-        SamplingParams(top_k=7),
-        SamplingParams(top_p=0.5),
-        SamplingParams(top_p=0.01),
-        SamplingParams(min_p=0.2),
-        SamplingParams(repetition_penalty=1.7),
+        SamplingParams(1.0, top_k=1),
+        SamplingParams(1.0, top_k=7),
+        SamplingParams(1.0, top_p=0.5),
+        SamplingParams(1.0, top_p=0.01),
+        SamplingParams(1.0, min_p=0.2),
+        SamplingParams(1.0, repetition_penalty=1.7),
         SamplingParams(0.8, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
     ],
     ids=str,
@@ -76,6 +76,12 @@ def test_the_distribution_is_transformers(device: str, params: SamplingParams) -
         want = by_transformers(logits.clone(), params, seen_ids)
         assert torch.equal(got > 0, want > 0)
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
+
+
+def test_the_likeliest_token_is_the_default(device: str) -> None:
+    logits = some_logits(device, rows=4)
+    chosen = batch(device, *[SamplingParams(top_k=5)] * 4).choose(logits, at(device, *range(4)))
+    assert torch.equal(chosen, logits.argmax(-1))
 
 
 def test_draws_follow_the_distribution(device: str) -> None:
@@ -96,8 +102,8 @@ def test_a_request_draws_the_same_alone_and_in_any_batch(device: str) -> None:
     params = [
         SamplingParams(temperature=1.3),
         SamplingParams(temperature=0),
-        SamplingParams(top_p=0.7),
-        SamplingParams(top_k=3, min_p=0.1),
+        SamplingParams(1.0, top_p=0.7),
+        SamplingParams(1.0, top_k=3, min_p=0.1),
     ]
     logits = some_logits(device, rows=4)
     seeds = [11, 12, 13, 14]
@@ -113,7 +119,7 @@ def test_a_request_draws_the_same_alone_and_in_any_batch(device: str) -> None:
 
 def test_seeds_and_positions_make_a_difference(device: str) -> None:
     logits = torch.zeros(64, VOCABULARY, device=device)
-    same = [SamplingParams()] * 64
+    same = [SamplingParams(1.0)] * 64
     by_seed = batch(device, *same, seeds=list(range(64))).choose(logits, at(device, *[3] * 64))
     by_position = batch(device, *same, seeds=[1] * 64).choose(logits, at(device, *range(64)))
     assert len(set(by_seed.tolist())) > 20
@@ -124,7 +130,7 @@ def test_temperature_zero_takes_the_most_likely(device: str) -> None:
     logits = some_logits(device, rows=2)
     greedy = batch(device, *[SamplingParams(temperature=0)] * 2)
     assert torch.equal(greedy.choose(logits, at(device, 0, 0)), logits.argmax(-1))
-    mixed = batch(device, SamplingParams(temperature=0), SamplingParams())
+    mixed = batch(device, SamplingParams(temperature=0), SamplingParams(1.0))
     assert mixed.choose(logits, at(device, 0, 0))[0] == logits[0].argmax()
     assert mixed.probabilities(logits)[0].max() == 1
 
