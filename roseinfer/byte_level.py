@@ -6,13 +6,10 @@ other token but for a character that is spread over several, and costs a look-up
 
 from __future__ import annotations
 
-from codecs import getincrementaldecoder
-from typing import TYPE_CHECKING, Any
+from codecs import utf_8_decode
+from typing import Any, NamedTuple
 
 from tokenizers.decoders import ByteLevel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 """The bytes that such a vocabulary writes as the character of that number."""
@@ -21,17 +18,26 @@ BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {
     chr(256 + at): byte for at, byte in enumerate(_OTHERS)
 }
 """What a vocabulary writes for each byte."""
-_Decoder = getincrementaldecoder("utf-8")
 
 
-class TokenBytes:
-    """The bytes of every token, looked up when first asked for."""
+class Piece(NamedTuple):
+    """A token, where it begins with a character's first byte."""
+
+    data: bytes
+    text: str
+    """What is certain of it."""
+    rest: bytes
+    """The beginning of a character at its end."""
+
+
+class TokenPieces(dict[int, Piece]):
+    """Every token's, looked up when first asked for."""
 
     def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
         self._special = {token for token, what in added.items() if what.special}
-        self._known: dict[int, bytes] = {}
 
     @staticmethod
     def serve(tokenizer: Any) -> bool:
@@ -39,13 +45,12 @@ class TokenBytes:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         return isinstance(getattr(backend, "decoder", None), ByteLevel)
 
-    def __getitem__(self, token: int) -> bytes:
-        found = self._known.get(token)
-        if found is None:
-            found = self._known[token] = self._look_up(token)
-        return found
+    def __missing__(self, token: int) -> Piece:
+        data = self._bytes_of(token)
+        piece = self[token] = Piece(data, *_decode(data))
+        return piece
 
-    def _look_up(self, token: int) -> bytes:
+    def _bytes_of(self, token: int) -> bytes:
         written = None if token in self._special else self._backend.id_to_token(token)
         if written is None:  # a special token, or one beyond the vocabulary
             return b""
@@ -57,15 +62,25 @@ class TokenBytes:
 class ByteLevelDetokenizer:
     """The text of one growing sequence of tokens. Special tokens have none."""
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
-        self._bytes = token_bytes
-        self._decoder = _Decoder("replace")
+    def __init__(self, pieces: TokenPieces) -> None:
+        self._pieces = pieces
+        self._rest = b""
 
-    def add(self, token_ids: Iterable[int]) -> str:
-        """The text that became certain with these tokens."""
-        decode, of = self._decoder.decode, self._bytes
-        return "".join([decode(of[token]) for token in token_ids])
+    def add(self, token: int) -> str:
+        """The text that became certain with one more token."""
+        data, text, rest = self._pieces[token]
+        if self._rest:
+            text, rest = _decode(self._rest + data)
+        self._rest = rest
+        return text
 
     def flush(self) -> str:
         """The rest, once all tokens were added: what is incomplete, as replacement characters."""
-        return self._decoder.decode(b"", True)
+        rest, self._rest = self._rest, b""
+        return rest.decode(errors="replace")
+
+
+def _decode(data: bytes) -> tuple[str, bytes]:
+    """The text, and the bytes at the end that may be a character's beginning."""
+    text, used = utf_8_decode(data, "replace", False)
+    return text, data[used:]

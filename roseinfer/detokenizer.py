@@ -7,10 +7,7 @@ tokens is decoded together, and what was returned before is taken off the front.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import Protocol
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CHARACTER_BYTES = 4
@@ -60,19 +57,8 @@ class Detokenizer:
         self._returned = ""
         """The part of it that was returned."""
 
-    def add(self, token_ids: Iterable[int]) -> str:
-        """The text that became certain with these tokens."""
-        return "".join(self._next(token) for token in token_ids)
-
-    def flush(self) -> str:
-        """The rest, once all tokens were added: what is incomplete, as replacement characters."""
-        if not self._pending:
-            return ""
-        rest = self._text[len(self._returned) :]
-        self._settle()
-        return rest
-
-    def _next(self, token: int) -> str:
+    def add(self, token: int) -> str:
+        """The text that became certain with one more token."""
         text = self._decode([*self._earlier, *self._latest, *self._pending, token])
         if text == self._text and not self._decode([token, token]):
             return ""  # a special token, or one beyond the vocabulary: it separates nothing
@@ -81,6 +67,14 @@ class Detokenizer:
         if not text.startswith(self._returned):
             self._forget_earlier()
         return self._return_what_is_certain()
+
+    def flush(self) -> str:
+        """The rest, once all tokens were added: what is incomplete, as replacement characters."""
+        if not self._pending:
+            return ""
+        rest = self._text[len(self._returned) :]
+        self._settle()
+        return rest
 
     def _return_what_is_certain(self) -> str:
         returned = len(self._returned)

@@ -73,6 +73,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._new_detokenizer = detokenizers(tokenizer) if tokenizer else None
         self._end_tokens = frozenset(end_tokens)
+        self._block_size = kv.block_size
         self._next_id = 0
 
     def _resident(self, config: EngineConfig) -> ResidentDecode | None:
@@ -152,7 +153,7 @@ class Engine:
                 f"has {positions} positions"
             )
         most = min(params.max_new_tokens, positions - prompt_length)
-        size = self.sessions.kv.block_size
+        size = self._block_size
         blocks = -(-(prompt_length + most - 1) // size)  # the last token is never stored
         if blocks > self._supply.capacity:
             raise RequestTooLarge(
@@ -215,24 +216,27 @@ class Engine:
                 "nothing finite: there is no next token to choose"
             )
             return self._last(request, None, "", FinishReason.ERROR)
-        request.session.token_ids.append(token)
-        if self.prefixes and (request.num_generated == 1 or self._turn_of(request)):
+        tokens = request.session.token_ids
+        tokens.append(token)
+        length = len(tokens)
+        if self.prefixes and (
+            length == request.prompt_length + 1 or self._turn_of(request, length)
+        ):
             self._supply.note_stored(request)
         if logprob is not None and request.params.logprobs:
             request.logprobs.append(logprob)
         if token in self._end_tokens and not request.params.ignore_eos:
             return self._last(request, token, "", FinishReason.STOP)
-        text, stopped = request.text.add([token]) if request.text else ("", False)
+        text, stopped = request.text.add(token) if request.text else ("", False)
         if stopped:
             return self._last(request, token, text, FinishReason.STOP)
-        if request.num_generated == request.most_tokens:
+        if length == request.full_length:
             return self._last(request, token, text, FinishReason.LENGTH)
         return Update(request, token, text)
 
-    def _turn_of(self, request: Request) -> bool:
+    def _turn_of(self, request: Request, length: int) -> bool:
         """Once for every block that it fills, and not when all fill theirs who began together."""
-        size = self.sessions.kv.block_size
-        return (len(request.session.token_ids) - request.id) % size == 0
+        return (length - request.id) % self._block_size == 0
 
     def _last(self, request: Request, token: int | None, text: str, reason: FinishReason) -> Update:
         return Update(request, token, text + self._end(request, reason), reason)

@@ -61,6 +61,12 @@ class Request:
     resident: Resident | None = None
     """Its place on the device while it decodes there."""
 
+    full_length: int = field(init=False)
+    """Tokens, the prompt's included, when it has all that it may generate."""
+
+    def __post_init__(self) -> None:
+        self.full_length = self.prompt_length + self.most_tokens
+
     @property
     def pending(self) -> int:
         """Tokens that are not stored yet, of which those in flight are not known yet."""
@@ -73,8 +79,7 @@ class Request:
         known = len(session.token_ids)
         if known + coming - session.stored != 1:
             return False
-        most = self.prompt_length + self.most_tokens
-        return not coming or (self.resident is not None and known + coming < most)
+        return not coming or (self.resident is not None and known + coming < self.full_length)
 
     @property
     def token_ids(self) -> list[int]:

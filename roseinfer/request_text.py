@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from roseinfer.byte_level import ByteLevelDetokenizer, TokenBytes
+from roseinfer.byte_level import ByteLevelDetokenizer, TokenPieces
 from roseinfer.detokenizer import Detokenizer
 from roseinfer.stop_strings import StopStrings
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 def detokenizers(tokenizer: Decodes) -> Callable[[], Detokenizer | ByteLevelDetokenizer]:
     """Makes a detokenizer for each text of a tokenizer: the quickest that is right for it."""
-    if TokenBytes.serve(tokenizer):
-        return partial(ByteLevelDetokenizer, TokenBytes(tokenizer))
+    if TokenPieces.serve(tokenizer):
+        return partial(ByteLevelDetokenizer, TokenPieces(tokenizer))
     return partial(Detokenizer, tokenizer)
 
 
@@ -36,9 +36,9 @@ class RequestText:
     def so_far(self) -> str:
         return "".join(self._parts)
 
-    def add(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+    def add(self, token: int) -> tuple[str, bool]:
         """The text that is certain now and was not before; whether a stop string ended it."""
-        text, stopped = self._detokenizer.add(token_ids), False
+        text, stopped = self._detokenizer.add(token), False
         if self._stops:
             text, stopped = self._stops.feed(text)
         self._parts.append(text)

@@ -82,7 +82,8 @@ class StepRunner:
         arrival = self._resident.launch(residents, spare)
         for request in requests:
             request.in_flight += 1
-            if request.num_generated + request.in_flight == request.most_tokens:
+            coming = len(request.session.token_ids) + request.in_flight
+            if coming == request.full_length:
                 self._leave(request)
         return Flight(requests, rows, arrival, None, urgent=False)
 
@@ -160,5 +161,5 @@ class StepRunner:
 
 
 def _entering(request: Request) -> tuple[InferenceSession, SamplingParams, int, int]:
-    most = request.prompt_length + request.most_tokens - 1  # the last one is never stored
+    most = request.full_length - 1  # the last one is never stored
     return request.session, request.params, request.seed, most

@@ -96,8 +96,8 @@ MUTANTS = (
         "left-a-step-early",
         "A sequence leaves its slot one step before its last.",
         _RUNNER,
-        "            if request.num_generated + request.in_flight == request.most_tokens:\n",
-        "            if request.num_generated + request.in_flight == request.most_tokens - 1:\n",
+        "            if coming == request.full_length:\n",
+        "            if coming == request.full_length - 1:\n",
     ),
     _mutant(
         "in-flight-for-ever",
@@ -118,9 +118,9 @@ MUTANTS = (
         "buffer-used-while-it-fills",
         "Tokens are copied to a buffer that another step's tokens are still in.",
         _READBACK,
-        "        return Arrival(host, len(vector), done, self._buffers.append)\n",
-        "        self._buffers.append(host)\n"
-        "        return Arrival(host, len(vector), done, lambda _: None)\n",
+        "        return Arrival(buffer, count, self._buffers.append)\n",
+        "        self._buffers.append(buffer)\n"
+        "        return Arrival(buffer, count, lambda _: None)\n",
     ),
     _mutant(
         "new-token-seen-twice",

@@ -132,8 +132,8 @@ MUTANTS = (
         "tail-past-the-block",
         "The rest of a long append runs past the end of a block that was partly full.",
         _PLAN,
-        "            step = min(left, block_size - info.length)\n",
-        "            step = min(left, block_size)\n",
+        "        info.length += min(count, block_size - begin)\n",
+        "        info.length += min(count, block_size)\n",
     ),
     Mutant(
         "only-row-0-validated",

@@ -19,11 +19,15 @@ from roseinfer.kv.dot_triton import dot
 from roseinfer.kv.early_launch import early
 from roseinfer.kv.triton_launch import on_device
 
-_TILE_T = 32
-"""Tokens of context that a program looks at together."""
 _MOST_PARTS = 32
-_PROGRAMS_WANTED = 264
-"""Two for each processor of the largest GPUs."""
+_PROCESSORS = 132
+"""Of the largest GPUs."""
+_PROGRAMS_WANTED = 2 * _PROCESSORS
+_FEW = 4 * _PROCESSORS
+"""Up to so many programs each may be a large one."""
+_AT_ONCE = 8 * _PROCESSORS
+"""Up to so many programs run together. With more, the kernel behind, let in early, would
+take the place of the last ones."""
 
 
 @triton.jit
@@ -34,7 +38,7 @@ def _append_attend_kernel(
     kc_b, kc_h, kc_t, table_pitch, length_pitch,
     Q_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TILE_G: tl.constexpr, TILE_D: tl.constexpr, TILE_T: tl.constexpr, PARTS: tl.constexpr,
-    LIMIT: tl.constexpr, EARLY: tl.constexpr,
+    LIMIT: tl.constexpr, EARLY: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -50,7 +54,8 @@ def _append_attend_kernel(
     begin = part * share
     end = tl.minimum(begin + share, length)
     if EARLY:
-        # Nobody is let in before the end: these programs have use for all of the memory's time.
+        if ROOM:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     q = tl.load(query + sequence * q_s + heads[:, None] * q_h + dims[None, :], q_inside, other=0.0)
     first = part == 0
@@ -148,6 +153,8 @@ def append_and_attend(
     out = query.new_empty(query.shape)
     tile_g = max(16, 1 << (group - 1).bit_length())
     tile_d = max(16, 1 << (head_dim - 1).bit_length())
+    programs = sequences * kv_heads * parts
+    tile_t, warps = _tile(programs, parts, head_dim)
     limit = max(1, int(lengths.max())) if _INTERPRETED else 0
     quick = early(query)
     with on_device(query.device):
@@ -156,8 +163,8 @@ def append_and_attend(
             weights_sum, scale * LOG2_E,
             *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2],
             *k_cache.stride()[:3], tables.stride(0), lengths.stride(0),
-            q_heads, group, head_dim, block_size, tile_g, tile_d, _TILE_T, parts, limit, quick,
-            num_warps=1, launch_pdl=quick,
+            q_heads, group, head_dim, block_size, tile_g, tile_d, tile_t, parts, limit, quick,
+            programs <= _AT_ONCE, num_warps=warps, launch_pdl=quick,
         )  # fmt: skip
         if parts > 1:
             combine_kernel[(sequences, q_heads)](
@@ -165,6 +172,13 @@ def append_and_attend(
                 q_heads, head_dim, 1 << (parts - 1).bit_length(), tile_d,
             )  # fmt: skip
     return out
+
+
+def _tile(programs: int, parts: int, head_dim: int) -> tuple[int, int]:
+    """Tokens that a program looks at together, and its warps: the fastest on an H200."""
+    if parts == 1 and programs <= _FEW and head_dim <= 64:
+        return 64, 2
+    return 32, 1
 
 
 def _num_parts(sequences: int, kv_heads: int) -> int:

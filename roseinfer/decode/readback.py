@@ -12,20 +12,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
+class _Buffer:
+    host: torch.Tensor
+    done: torch.cuda.Event | None
+    """When what was copied last has come; None where copying waits for it."""
+
+
+@dataclass(slots=True)
 class Arrival:
     """A copy of a tensor that is not there yet."""
 
-    _host: torch.Tensor
+    _buffer: _Buffer
     _count: int
-    _done: torch.cuda.Event | None
-    _release: Callable[[torch.Tensor], None]
+    _release: Callable[[_Buffer], None]
 
     def wait(self) -> list[Any]:
         """The numbers. May be asked for once."""
-        if self._done is not None:
-            self._done.synchronize()
-        values: list[Any] = self._host[: self._count].tolist()
-        self._release(self._host)
+        buffer = self._buffer
+        if buffer.done is not None:
+            buffer.done.synchronize()
+        values: list[Any] = buffer.host[: self._count].tolist()
+        self._release(buffer)
         return values
 
 
@@ -36,17 +43,19 @@ class Readback:
         self._most = most
         self._dtype = dtype
         self._on_gpu = device.type == "cuda"
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: list[_Buffer] = []
 
     def start(self, vector: torch.Tensor) -> Arrival:
         """What is changed in ``vector`` from now on does not arrive."""
-        host = self._buffers.pop() if self._buffers else self._new_buffer()
-        host[: len(vector)].copy_(vector, non_blocking=True)
-        done = None
-        if self._on_gpu:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(torch.cuda.current_stream(vector.device))
-        return Arrival(host, len(vector), done, self._buffers.append)
+        buffer = self._buffers.pop() if self._buffers else self._new_buffer()
+        count = len(vector)
+        buffer.host[:count].copy_(vector, non_blocking=True)
+        if buffer.done is not None:
+            buffer.done.record(torch.cuda.current_stream(vector.device))
+        return Arrival(buffer, count, self._buffers.append)
 
-    def _new_buffer(self) -> torch.Tensor:
-        return torch.empty(self._most, dtype=self._dtype, pin_memory=self._on_gpu)
+    def _new_buffer(self) -> _Buffer:
+        return _Buffer(
+            torch.empty(self._most, dtype=self._dtype, pin_memory=self._on_gpu),
+            torch.cuda.Event() if self._on_gpu else None,  # type: ignore[no-untyped-call]
+        )

@@ -36,6 +36,8 @@ class _Occupant:
     session: InferenceSession
     how: list[int]
     """The fields that say how tokens are chosen, as they are in a row."""
+    known: int = 0
+    """How many of its blocks the device was told of; only the last of them may have changed."""
 
 
 class DecodeSlots:
@@ -57,11 +59,15 @@ class DecodeSlots:
         self._width = width
         self._staging = staging
         self._rows = torch.zeros((num_slots, _FIELDS + width), dtype=torch.int64, device=device)
+        self._flat = self._rows.view(-1)
         self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         """The token of each that is not stored yet."""
         self._occupants: list[_Occupant | None] = [None] * num_slots
         self._free = list(range(num_slots))
         self._changed: dict[int, None] = {}
+        """Rows to bring whole."""
+        self._grown: dict[int, None] = {}
+        """Rows to bring the last blocks of."""
 
     # ------------------------------------------------------------------------- on the host
 
@@ -85,21 +91,44 @@ class DecodeSlots:
         heappush(self._free, slot)
 
     def touch(self, slot: int) -> None:
-        """Note that the blocks of a row's session have changed."""
-        self._changed[slot] = None
+        """Note that a row's session has got blocks, or a copy of its last one."""
+        self._grown[slot] = None
 
     def upload(self) -> None:
-        """Bring the rows that changed, as their sessions are now, to the device."""
-        if not self._changed:
-            return
+        """Bring what changed, as the sessions are now, to the device."""
+        if self._changed:
+            self._upload_rows()
+        if self._grown:
+            self._upload_blocks()
+
+    def _upload_rows(self) -> None:
         flat: list[int] = []
         for slot in self._changed:
+            self._grown.pop(slot, None)
             flat.append(slot)
             flat += self._row(self._occupants[slot])
         rows = self._staging.stage([flat]).columns[0].view(len(self._changed), -1)
         self._rows.index_copy_(0, rows[:, 0], rows[:, 1:])
         self._work_counts[Work.TABLE_ROWS] += len(self._changed)
         self._changed.clear()
+
+    def _upload_blocks(self) -> None:
+        """How long a row is stays as it is there: the device counts by itself."""
+        places: list[int] = []
+        numbers: list[int] = []
+        for slot in self._grown:
+            occupant = self._occupants[slot]
+            assert occupant is not None
+            (blocks,) = occupant.session.block_lists
+            first = max(0, occupant.known - 1)
+            begin = slot * self._rows.stride(0) + _FIELDS
+            places += range(begin + first, begin + len(blocks))
+            numbers += blocks[first:]
+            occupant.known = len(blocks)
+        at, values = self._staging.stage([places, numbers]).columns
+        self._flat.index_copy_(0, at, values)
+        self._work_counts[Work.TABLE_ROWS] += len(self._grown)
+        self._grown.clear()
 
     @contextmanager
     def emptied(self) -> Iterator[None]:
@@ -122,6 +151,7 @@ class DecodeSlots:
             return [0] * _FIELDS + [SCRATCH] * self._width
         session = occupant.session
         (blocks,) = session.block_lists
+        occupant.known = len(blocks)
         padding = [SCRATCH] * (self._width - len(blocks))
         return [session.stored, 1, *occupant.how, *blocks, *padding]
 

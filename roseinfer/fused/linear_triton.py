@@ -33,9 +33,11 @@ def _whole_kernel(
     r = (tl.program_id(1) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     columns = weight + n.to(tl.int64)[None, :] * w_n
+    if BIAS:
+        b = tl.load(bias + n, n < N, other=0.0).to(tl.float32)
     if EARLY:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     total = tl.zeros((TILE_R, TILE_N), tl.float32)
     for at in tl.range(0, K, TILE_K, num_stages=STAGES):
         k = at + tl.arange(0, TILE_K)
@@ -46,7 +48,7 @@ def _whole_kernel(
         a = tl.load(x + r[:, None] * x_r + k[None, :], x_in, other=0.0)
         total = dot(a, w, total)
     if BIAS:
-        total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
+        total += b[None, :]
     if GELU:
         # tanh by the logistic function, of which there is a fast one; beyond 10 both are flat
         inner = 0.7978845608028654 * (total + 0.044715 * total * total * total)
@@ -95,8 +97,8 @@ def _parts_kernel(
             w_at + 3 * TILE_K * w_k, w_in if EVEN else w_in & (at_3 < K)[:, None], other=0.0
         )
     if EARLY:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     a = tl.load(x_at, x_in if EVEN else x_in & (k < K)[None, :], other=0.0)
     total = dot(a, w_0)
     if TILES > 1:
@@ -136,7 +138,8 @@ def linear_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows, inputs = x.shape
     outputs = weight.shape[1]
     tile_r, tile_n = _tile_r(rows), 64
-    parts = _num_parts(inputs, triton.cdiv(outputs, tile_n))
+    strips = triton.cdiv(outputs, tile_n) * triton.cdiv(rows, tile_r)
+    parts = _num_parts(inputs, strips)
     out = x.new_empty((parts, rows, outputs), dtype=torch.float32)
     quick = early(x)
     _parts_kernel[(triton.cdiv(outputs, tile_n), parts, triton.cdiv(rows, tile_r))](
@@ -158,8 +161,7 @@ def _whole_tiles(rows: int, outputs: int) -> tuple[int, int, int, int]:
 
 
 def _num_parts(inputs: int, strips: int) -> int:
-    """Parts of one to four tiles; more than that only where programs would be few."""
+    """As few parts as make for programs enough, of one to four tiles each."""
     tiles = triton.cdiv(inputs, _TILE_K)
-    wanted = max(triton.cdiv(tiles, 4), triton.cdiv(_PROGRAMS_WANTED, strips))
-    each = max(1, tiles // wanted)
-    return int(triton.cdiv(tiles, each))
+    each = triton.cdiv(tiles, triton.cdiv(_PROGRAMS_WANTED, strips))
+    return int(triton.cdiv(tiles, min(each, 4)))

@@ -23,14 +23,17 @@ def _add_norm_kernel(
     inside = n < N
     g = tl.load(gain + n, inside, other=0.0).to(tl.float32)
     b = tl.load(shift + n, inside, other=0.0).to(tl.float32)
+    if BIAS:
+        also = tl.load(bias + n, inside, other=0.0).to(tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(residual + row * r_r + n, inside, other=0.0).to(tl.float32)
     for part in tl.static_range(PARTS):
         x += tl.load(added + part * a_p + row * a_r + n, inside, other=0.0).to(tl.float32)
     if BIAS:
-        x += tl.load(bias + n, inside, other=0.0).to(tl.float32)
+        x += also
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     x = x.to(residual.dtype.element_ty)
     tl.store(residual + row * r_r + n, x, inside)
     x = x.to(tl.float32)

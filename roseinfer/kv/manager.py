@@ -224,7 +224,9 @@ class KVBlockManager:
         """
         pool = self._pool(layer_idx)
         seen = self._survey(pool, block_ids_list, num_tokens)
-        self._mover.copy_shared(self._commit(pool, seen, num_tokens))
+        plan = planning.reserve(pool, self.block_size, seen, num_tokens)
+        self._note(seen, frozenset())
+        self._mover.copy_shared(plan)
 
     def truncate(self, layer_idx: int, block_ids: list[int], length: int) -> None:
         """Keep the first ``length`` tokens of a list; blocks with none of them are freed.
@@ -409,12 +411,16 @@ class KVBlockManager:
         apart: planning.Apart | None = None,
     ) -> AppendPlan:
         plan = planning.commit(pool, self.block_size, seen, counts, apart)
+        self._note(seen, apart.rows if apart else frozenset())
+        return plan
+
+    def _note(self, seen: Survey, apart: frozenset[int]) -> None:
+        """Count a plan, and what its rows met but for those that went apart."""
         self.work_counts[Work.KV_PLANS] += 1
         met = self.path_counts
         for row, condition in seen.needs_block.items():
-            if apart is None or row not in apart.rows:
+            if row not in apart:
                 met[condition] += 1
         in_place = len(seen.positions) - len(seen.needs_block)
         if in_place:
             met[Condition.IN_PLACE] += in_place
-        return plan

@@ -14,7 +14,7 @@ from roseinfer.kv.paths import Condition, Path
 from roseinfer.kv.pool import SCRATCH, KVBlockInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from roseinfer.kv.pool import BlockPool
     from roseinfer.kv.staging import StagedIndices
@@ -212,6 +212,15 @@ def commit(
     return plan
 
 
+def reserve(pool: BlockPool, block_size: int, seen: Survey, counts: Sequence[int]) -> AppendPlan:
+    """As ``commit``, for a writer who finds the slots: of the plan only the copies are complete."""
+    plan = commit(pool, block_size, seen)
+    for index, block_ids, count in zip(plan.blocks, seen.block_lists, counts, strict=True):
+        for _ in _fill(pool, block_size, pool.infos[index], block_ids, count - 1):
+            pass
+    return plan
+
+
 def _open_blocks(
     pool: BlockPool, seen: Survey, plan: AppendPlan, apart: Apart | None
 ) -> list[KVBlockInfo]:
@@ -249,18 +258,24 @@ def _extend_rows(
     blocks: list[int] = []
     positions: list[int] = []
     for row, count in enumerate(counts):
-        info = pool.infos[plan.blocks[row]]
-        blocks.append(info.block_index)
+        blocks.append(plan.blocks[row])
         positions.append(plan.positions[row])
-        left = count - 1
-        block_ids = block_lists[row]
-        while left and block_ids is not None:
-            if info.length == block_size:
-                info = pool.take(start=info.start + block_size, length=0)
-                block_ids.append(pool.first_id + info.block_index)
-            step = min(left, block_size - info.length)
-            blocks += [info.block_index] * step
-            positions += range(info.length, info.length + step)
-            info.length += step
-            left -= step
+        info = pool.infos[plan.blocks[row]]
+        for index, begin, end in _fill(pool, block_size, info, block_lists[row], count - 1):
+            blocks += [index] * (end - begin)
+            positions += range(begin, end)
     plan.blocks, plan.positions = blocks, positions
+
+
+def _fill(
+    pool: BlockPool, block_size: int, info: KVBlockInfo, block_ids: list[int] | None, count: int
+) -> Iterator[tuple[int, int, int]]:
+    """Count tokens as stored behind ``info``: block index, first position and the one behind."""
+    while count and block_ids is not None:
+        if info.length == block_size:
+            info = pool.take(start=info.start + block_size, length=0)
+            block_ids.append(pool.first_id + info.block_index)
+        begin = info.length
+        info.length += min(count, block_size - begin)
+        count -= info.length - begin
+        yield info.block_index, begin, info.length

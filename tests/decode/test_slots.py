@@ -89,14 +89,37 @@ def test_only_rows_that_changed_are_uploaded(device: str) -> None:
     slots.upload()
     slots.upload()
     assert uploaded(slots) == 3
-    for each in sessions:
-        each.stored += 2
     sessions[1].block_lists[0].append(8)
     slots.touch(1)
     slots.touch(1)
     slots.upload()
     assert uploaded(slots) == 4
-    assert rows(slots, 3) == [(4, 1, [1, 0, 0]), (6, 1, [2, 8, 0]), (4, 1, [3, 0, 0])]
+    assert rows(slots, 3) == [(4, 1, [1, 0, 0]), (4, 1, [2, 8, 0]), (4, 1, [3, 0, 0])]
+
+
+def test_a_row_that_grows_keeps_the_length_that_the_device_counted(device: str) -> None:
+    slots = slots_on(device)
+    mine = session(1, 2)
+    slots.take(mine, GREEDY, 0)
+    slots.upload()
+    slots.lengths(1)[:] += 3
+    mine.block_lists[0][-1] = 7  # the copy of a block that was shared
+    mine.block_lists[0].append(8)
+    slots.touch(0)
+    slots.upload()
+    assert rows(slots, 2) == [(7, 1, [1, 7, 8]), EMPTY]
+
+
+def test_a_row_given_back_while_it_grew_is_padding(device: str) -> None:
+    slots = slots_on(device)
+    mine = session(1)
+    slots.take(mine, GREEDY, 0)
+    slots.upload()
+    mine.block_lists[0].append(8)
+    slots.touch(0)
+    slots.give_back(0)
+    slots.upload()
+    assert rows(slots, 1) == [EMPTY]
 
 
 def test_a_row_given_back_is_padding_again(device: str) -> None:

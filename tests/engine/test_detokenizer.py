@@ -50,7 +50,7 @@ def whole(tokenizer: Any, tokens: Iterable[int]) -> str:
 def streamed(tokenizer: Any, groups: Iterable[list[int]]) -> list[str]:
     """What each group returned, and at last what ``flush`` did."""
     detokenizer = Detokenizer(tokenizer)
-    return [*[detokenizer.add(group) for group in groups], detokenizer.flush()]
+    return [*["".join(map(detokenizer.add, group)) for group in groups], detokenizer.flush()]
 
 
 def one_by_one(tokenizer: Any, tokens: Iterable[int]) -> list[str]:
@@ -112,8 +112,8 @@ def test_every_character_comes_with_its_last_byte_and_whole(text: str) -> None:
     detokenizer = Detokenizer(plain_bytes())
     for character in text:
         *first, last = character.encode()
-        assert detokenizer.add(first) == ""
-        assert detokenizer.add([last]) == character
+        assert [detokenizer.add(token) for token in first] == [""] * len(first)
+        assert detokenizer.add(last) == character
     assert detokenizer.flush() == ""
 
 
@@ -129,7 +129,7 @@ def test_tokens_that_straddle_characters(text: str, lengths: list[int]) -> None:
     detokenizer = Detokenizer(cut_bytes())
     returned = ""
     for at, token in enumerate(tokens, 1):
-        returned += detokenizer.add([token])
+        returned += detokenizer.add(token)
         assert returned == whole(cut_bytes(), tokens[:at]).rstrip(R)
     assert returned == text
     assert detokenizer.flush() == ""
@@ -169,7 +169,7 @@ def test_nothing_is_held_back_for_long(noise: list[int]) -> None:
     detokenizer = Detokenizer(plain_bytes())
     returned = ""
     for at, byte in enumerate(noise, 1):
-        returned += detokenizer.add([byte])
+        returned += detokenizer.add(byte)
         there = whole(plain_bytes(), noise[:at])
         assert there.startswith(returned)
         assert len(returned) >= max(len(there.rstrip(R)), len(there) - 3)
@@ -183,7 +183,8 @@ def test_incomplete_bytes_at_the_end_are_replaced() -> None:
 def test_flushing_again_returns_nothing() -> None:
     detokenizer = Detokenizer(plain_bytes())
     assert detokenizer.flush() == ""
-    detokenizer.add([0xE2, 0x82])
+    for byte in (0xE2, 0x82):
+        detokenizer.add(byte)
     assert [detokenizer.flush(), detokenizer.flush()] == [R, ""]
 
 
