@@ -177,6 +177,9 @@ class EngineConfig:
     """Whether the state of sequences that decode lives on the device; None for yes on a GPU."""
     fused_model: bool | None = None
     """Whether a model that there are fused kernels for runs on them; None for yes on a GPU."""
+    compile_layers: bool = False
+    """Have torch.compile fuse the layers of models that run on their own modules, which takes
+    some ten seconds at the start."""
     cuda_graph: bool | None = None
     """Whether steps of resident sequences are replayed from CUDA graphs; None for yes on a GPU."""
     run_ahead: int | None = None

@@ -25,6 +25,8 @@ class EnginePath(str, Enum):
     """A sequence that goes on in one more way, sharing what it had stored."""
     FUSED = "engine_fused"
     """A forward pass on fused kernels."""
+    COMPILED = "engine_compiled"
+    """A forward pass on layers that torch.compile has fused."""
     RESIDENT = "engine_resident"
     """A decode step of sequences whose state is on the device."""
     GRAPH = "engine_graph"

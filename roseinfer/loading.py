@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoTokenizer
 
+from roseinfer.compiling import compile_layers
+from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError, UnsupportedModel
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.model import CausalModel, fetch
+from roseinfer.padded_head import pad_head
 from roseinfer.tiny import tiny_gpt2
 
 if TYPE_CHECKING:
@@ -70,8 +73,19 @@ def _causal(network: Any, config: EngineConfig) -> CausalModel:
         from roseinfer.fused.gpt2 import FusedGPT2
 
         if FusedGPT2.fits(network):
+            if config.compile_layers:
+                raise ConfigError(
+                    f"compile_layers: {type(network).__name__} runs on fused kernels, of which "
+                    "nothing is left to compile: leave it off, or have fused_model=False too"
+                )
             return FusedGPT2(network, max_length=config.max_length)
-    return CausalModel(network, max_length=config.max_length)
+    if network.device.type == "cuda":
+        pad_head(network)
+    causal = CausalModel(network, max_length=config.max_length)
+    if config.compile_layers:
+        compile_layers(network)
+        causal.path = EnginePath.COMPILED
+    return causal
 
 
 def resolve_device(name: str | None) -> torch.device:

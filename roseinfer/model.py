@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -13,6 +13,8 @@ from roseinfer.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from typing import Protocol
+
+    from roseinfer.engine_paths import EnginePath
 
     class Attention(Protocol):
         """Where a forward pass keeps keys and values, and what it attends to."""
@@ -28,12 +30,13 @@ if TYPE_CHECKING:
             """``[tokens, heads, head_dim]`` each: store the new, attend to all."""
 
 
-_NAME = "roseinfer_paged"
+ATTENTION = "roseinfer_paged"
+"""Our attention's name in transformers' interface."""
 _CHANGES_ATTENTION = ("softcap", "s_aux", "head_mask")
 """Arguments a model hands to its attention that ours would ignore."""
 
 
-def _attend(
+def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -63,7 +66,7 @@ def _attend(
     return out[None], None
 
 
-AttentionInterface.register(_NAME, _attend)
+AttentionInterface.register(ATTENTION, attend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +84,15 @@ class ModelShape:
 class CausalModel:
     """A transformers model that keeps its keys and values in our cache."""
 
-    fused: ClassVar[bool] = False
-    """Whether it runs on kernels of ours instead of its own modules."""
+    path: EnginePath | None = None
+    """What a forward pass counts as, if it does not run on the model's modules as they are."""
 
     def __init__(self, model: Any, *, max_length: int | None = None) -> None:
         """Take over ``model``: its attention is ours from here on."""
         _refuse_other_attention(model)
         self.shape = _shape(model.config, max_length)
         _refuse_sliding_window(model, self.shape)
-        model.set_attn_implementation(_NAME)
+        model.set_attn_implementation(ATTENTION)
         self._model = model.eval()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype

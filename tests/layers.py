@@ -18,7 +18,7 @@ LAYERS = (
     {"kv"},
     {"attention"},
     {"model"},
-    {"sampling", "fused"},
+    {"sampling", "fused", "padded_head", "compiling"},
     {"session", "prefix_cache", "detokenizer", "byte_level", "stop_strings", "tiny"},
     {"decode"},
     {"request", "request_text", "block_supply", "scheduler", "admission"},

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.bench import append, append_scaling, charts, ladder_bench, reporting
+from roseinfer.bench import (
+    append,
+    append_scaling,
+    charts,
+    ladder_bench,
+    reporting,
+    step_trace_bench,
+)
 from roseinfer.bench.append import AppendConfig
 from roseinfer.bench.command import run_command
 from roseinfer.bench.options import add_outputs, whole
@@ -68,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_append(commands)
     _add_scheduling(commands)
     ladder_bench.add(commands)
+    step_trace_bench.add(commands)
     _add_plot(commands)
     return run_command(parser, argv)
 

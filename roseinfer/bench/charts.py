@@ -139,8 +139,25 @@ def _ladder_bars(document: Document) -> list[_Bar]:
     ]
 
 
+def _draw_trace(figure: Figure, document: Document) -> None:
+    """A panel for each number of sequences: the host's lane over the device's."""
+    rows, spans = document["tables"]["steps"], document["tables"]["spans"]
+    panels = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
+    lanes = {"step": (1, "tab:blue"), "wait": (1, "lightgray"), "device": (0, "tab:green")}
+    for panel, row in zip(panels, rows, strict=True):
+        for span in spans:
+            if span["sequences"] == row["sequences"]:
+                place, color = lanes[span["who"]]
+                where = [(span["begin_us"], span["end_us"] - span["begin_us"])]
+                panel.broken_barh(where, (place - 0.4, 0.8), color=color, edgecolor="white")
+        panel.set_yticks([0, 1], ["device", "host"])
+        panel.set_title(f"{row['sequences']} sequences", fontsize=9, loc="left")
+    panels[-1].set_xlabel("microseconds; gray: the host waits for the device")
+
+
 _CHARTS: dict[str, Callable[[Figure, Document], None]] = {
     "scheduler": _draw_serving,
     "streaming": _draw_serving,
     "ladder": _draw_ladder,
+    "trace": _draw_trace,
 }

@@ -17,6 +17,7 @@ _ENGINE = (
     "block_size",
     "prefix_cache",
     "paged_attention",
+    "compile_layers",
     "cuda_graph",
     "run_ahead",
     "prefill_max_batch_size",
@@ -93,6 +94,12 @@ def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         dest="paged_attention",
         action=switch,
         help="attend with the Triton kernels, or with the reference",
+    )
+    add(
+        "--compile-layers",
+        action="store_const",
+        const=True,
+        help="torch.compile the layers of a model that has no fused kernels",
     )
     add("--cuda-graph", action=switch, help="replay a step as one CUDA graph, or launch it")
     add("--run-ahead", type=whole(0), metavar="N", help="steps the device may be ahead")

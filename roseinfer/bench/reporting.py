@@ -44,6 +44,8 @@ class Table:
     caption: str
     rows: Sequence[Any]
     """Frozen dataclasses, all of one type."""
+    printed: bool = True
+    """Otherwise for programs and charts alone."""
 
     def text(self) -> str:
         headings = [field.name.replace("_", " ") for field in fields(self.rows[0])]
@@ -77,7 +79,10 @@ class Report:
         config = ", ".join(f"{key} {value}" for key, value in self.config.items())
         facts = ", ".join(f"{key.replace('_', ' ')} {_cell(v)}" for key, v in self.facts.items())
         head = f"$ {self.command}\n{self.date}\n{machine}\n{config}\n{facts}"
-        return "\n\n".join([head, *(table.text() for table in self.tables if table.rows)])
+        return "\n\n".join([head, *self._printed()])
+
+    def _printed(self) -> list[str]:
+        return [table.text() for table in self.tables if table.printed and table.rows]
 
     def document(self) -> dict[str, Any]:
         """What is written as JSON, and what charts are drawn from."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.decode.attention import SlotAttention
-from roseinfer.engine_paths import EnginePath
 from roseinfer.sampling import rows_without_a_distribution
 
 if TYPE_CHECKING:
@@ -43,8 +42,8 @@ class DecodeStep:
     def run(self, count: int, *, greedy: bool) -> None:
         """Store the token of each of the first ``count`` slots and choose the next one."""
         slots = self._slots
-        if self._model.fused:
-            self._path_counts[EnginePath.FUSED] += 1
+        if self._model.path:
+            self._path_counts[self._model.path] += 1
         lengths = slots.lengths(count)
         batch = SlotAttention(
             self._kv, slots.tables(count), lengths, self._attend, self._path_counts

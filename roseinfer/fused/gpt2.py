@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import gelu
 from torch.nn.functional import linear as torch_linear
 
+from roseinfer.engine_paths import EnginePath
 from roseinfer.fused.linear_triton import linear, linear_in_parts
 from roseinfer.fused.norm_triton import add_norm, embed_norm
 from roseinfer.model import CausalModel
@@ -22,7 +23,7 @@ MOST_ROWS = 256
 class FusedGPT2(CausalModel):
     """Its forward pass is 7 kernels a layer, attention among them."""
 
-    fused = True
+    path = EnginePath.FUSED
 
     @staticmethod
     def fits(model: Any) -> bool:

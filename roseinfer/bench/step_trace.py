@@ -1,0 +1,194 @@
+"""Where a steady decode step's time goes: what the host does while the device works.
+
+No profiler takes part, which would slow down the host and nobody else: the host's clock is read
+around each step and each wait, and the device notes when it came to a step and when it was done.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer.config import SamplingParams
+from roseinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from roseinfer.engine import Engine
+    from roseinfer.llm import LLM
+    from roseinfer.request import Request
+
+_SETTLE = 8
+"""Steps before the first that is looked at."""
+_DRAWN = 4
+"""Steps of which the spans are kept."""
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeRow:
+    """Medians, of which a step is the host's work and its waiting."""
+
+    sequences: int
+    step_us: float
+    host_works_us: float
+    host_waits_us: float
+    device_works_us: float | None
+    """None where the host is the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRow:
+    """Something that took a while, from the first drawn step's begin on."""
+
+    sequences: int
+    who: str
+    begin_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """In seconds, on one clock, each in order."""
+
+    steps: list[Interval]
+    waits: list[Interval]
+    device: list[Interval]
+    """From when it came to a step until it was done with it; empty where it is the host."""
+
+
+def measure(
+    llm: LLM, sequences: int, context: int, steps: int
+) -> tuple[StepTimeRow, list[SpanRow]]:
+    """So many requests decode, none comes or goes."""
+    engine = llm.engine
+    requests = _fill(engine, sequences, context, steps + _SETTLE + sequences)
+    for _ in range(_SETTLE):
+        engine.step()
+    traced = trace(engine, steps)
+    for request in requests:
+        engine.cancel(request)
+    return row_of(sequences, traced), spans_of(sequences, traced)
+
+
+def trace(engine: Engine, steps: int) -> Traced:
+    clock = time.perf_counter
+    marks = _DeviceMarks() if engine.sessions.kv.device.type == "cuda" else None
+    found: list[Interval] = []
+    with _noted_waits() as waits:
+        for _ in range(steps):
+            begin = clock()
+            if marks:
+                marks.add()
+            engine.step()
+            if marks:
+                marks.add()
+            found.append((begin, clock()))
+    return Traced(found, waits, marks.intervals() if marks else [])
+
+
+class _DeviceMarks:
+    """When the device reached places in its stream, told on the host's clock."""
+
+    def __init__(self) -> None:
+        self._first = _mark()
+        self._first.synchronize()
+        self._zero = time.perf_counter()
+        self._marks: list[torch.cuda.Event] = []
+
+    def add(self) -> None:
+        self._marks.append(_mark())
+
+    def intervals(self) -> list[Interval]:
+        """Between the first and the second mark, the third and the fourth, and so on."""
+        torch.cuda.synchronize()
+        moments = [self._zero + self._first.elapsed_time(mark) / 1e3 for mark in self._marks]
+        return list(zip(moments[::2], moments[1::2], strict=True))
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+@contextmanager
+def _noted_waits() -> Iterator[list[Interval]]:
+    """When the host waited for an event, which is all it waits for in a steady step."""
+    waits: list[Interval] = []
+    real = torch.cuda.Event.synchronize
+
+    def synchronize(event: torch.cuda.Event) -> None:
+        begin = time.perf_counter()
+        real(event)
+        waits.append((begin, time.perf_counter()))
+
+    torch.cuda.Event.synchronize = synchronize  # type: ignore[method-assign, assignment]
+    try:
+        yield waits
+    finally:
+        torch.cuda.Event.synchronize = real  # type: ignore[method-assign]
+
+
+def row_of(sequences: int, traced: Traced) -> StepTimeRow:
+    lengths = [end - begin for begin, end in traced.steps]
+    waited = [covered(traced.waits, step) for step in traced.steps]
+    works = [length - wait for length, wait in zip(lengths, waited, strict=True)]
+    device = _busy(traced.device)
+    return StepTimeRow(
+        sequences,
+        median(lengths) * 1e6,
+        median(works) * 1e6,
+        median(waited) * 1e6,
+        median(end - begin for begin, end in device) * 1e6 if device else None,
+    )
+
+
+def spans_of(sequences: int, traced: Traced) -> list[SpanRow]:
+    """Of a few steps in the middle."""
+    middle = len(traced.steps) // 2
+    drawn = traced.steps[middle : middle + _DRAWN]
+    begin, end = drawn[0][0], drawn[-1][1]
+    lanes = {"step": drawn, "wait": traced.waits, "device": _busy(traced.device)}
+    return [
+        SpanRow(sequences, who, (max(first, begin) - begin) * 1e6, (min(last, end) - begin) * 1e6)
+        for who, spans in lanes.items()
+        for first, last in spans
+        if first < end and last > begin
+    ]
+
+
+def covered(spans: Iterable[Interval], within: Interval) -> float:
+    """How much of an interval lies in any of ``spans``, which do not overlap."""
+    begin, end = within
+    return sum(max(0.0, min(last, end) - max(first, begin)) for first, last in spans)
+
+
+def _busy(device: Sequence[Interval]) -> list[Interval]:
+    """Without the steps in which it was given nothing to do."""
+    return [(begin, end) for begin, end in device if end > begin]
+
+
+def _fill(engine: Engine, sequences: int, context: int, new: int) -> list[Request]:
+    """Sequences of which none shares a block with another."""
+    shape = engine.sessions.model.shape
+    if context + new > shape.max_length:
+        raise ConfigError(
+            f"a context of {context} tokens and up to {new} steps are more than the model's "
+            f"{shape.max_length} positions: ask for less --context, fewer --steps or --sequences"
+        )
+    params = SamplingParams(max_new_tokens=new, ignore_eos=True)
+    prompts = (
+        [(7 * at + place) % shape.vocab_size for place in range(context)] for at in range(sequences)
+    )
+    requests = [engine.submit(prompt, params) for prompt in prompts]
+    while engine.num_waiting:
+        engine.step()
+    return requests

@@ -1,0 +1,78 @@
+"""The trace of a steady step: spans on one clock, and what they add up to."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from roseinfer.bench.__main__ import main as bench
+from roseinfer.bench.step_trace import Traced, covered, row_of, spans_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+US = 1e-6
+TRACED = Traced(
+    steps=[(at * US, (at + 100) * US) for at in (0, 100, 200, 300, 400)],
+    waits=[((at + 60) * US, (at + 90) * US) for at in (0, 100, 200, 300, 400)],
+    device=[((at - 10) * US, (at + 70) * US) for at in (0, 100, 200, 300)] + [(1.0, 1.0)],
+)
+"""The device is 10 us ahead of the host's steps, and takes 80 us for each."""
+
+
+def test_a_step_is_work_and_waiting() -> None:
+    row = row_of(3, TRACED)
+    assert row.sequences == 3
+    assert row.step_us == pytest.approx(100)
+    assert row.host_works_us == pytest.approx(70)
+    assert row.host_waits_us == pytest.approx(30)
+    assert row.device_works_us == pytest.approx(80)
+
+
+def test_where_the_host_is_the_device_there_is_one_lane() -> None:
+    alone = Traced(TRACED.steps, [], [])
+    assert row_of(1, alone).device_works_us is None
+    assert {span.who for span in spans_of(1, alone)} == {"step"}
+
+
+def test_spans_begin_with_the_first_drawn_step_and_end_with_the_last() -> None:
+    found = {
+        (span.who, round(span.begin_us), round(span.end_us)) for span in spans_of(3, TRACED)
+    }  # of the steps from 200 us on
+    assert {("step", 0, 100), ("wait", 60, 90), ("device", 90, 170)} <= found
+    assert ("device", 0, 70) in found, "cut at the begin"
+    assert max(end for _, _, end in found) == 300
+
+
+def test_what_is_covered_lies_within() -> None:
+    assert covered([(0, 2), (3, 4), (8, 12)], (1, 10)) == 1 + 1 + 2
+    assert covered([(0, 1), (10, 12)], (1, 10)) == 0
+
+
+def run(device: str, *words: str) -> int:
+    model = ["--hf-model-id", "tiny", "--device", device]
+    return bench(["trace", *model, "--sequences", "2", "5", "--steps", "8", *words])
+
+
+def test_the_command(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, chart = tmp_path / "trace.json", tmp_path / "trace.png"
+    assert run(device, "--context", "20", "--json", str(saved), "--plot", str(chart)) == 0
+    document: dict[str, Any] = json.loads(saved.read_text())
+    rows, spans = document["tables"]["steps"], document["tables"]["spans"]
+    assert [row["sequences"] for row in rows] == [2, 5]
+    for row in rows:
+        assert 0 < row["host_works_us"] <= row["step_us"]
+        assert (row["device_works_us"] is None) == (device == "cpu")
+    assert sum(span["who"] == "step" for span in spans) == 2 * 4
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "host works us" in printed
+    assert "begin us" not in printed, "spans are for charts"
+
+
+def test_a_context_beyond_the_models_positions(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("cpu", "--context", "5000")
+    assert "ask for less --context" in capsys.readouterr().err

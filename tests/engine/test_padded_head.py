@@ -1,0 +1,71 @@
+"""Heads of odd widths: wider inside, the same outside."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+import transformers
+
+from roseinfer.config import EngineConfig
+from roseinfer.loading import load
+from roseinfer.padded_head import PaddedHead, pad_head
+
+
+def gpt2(vocabulary: int) -> transformers.GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=vocabulary, n_embd=16, n_layer=1, n_head=2, n_positions=32
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+IDS = torch.tensor([[1, 5, 250, 30]])
+
+
+@torch.inference_mode()
+def test_logits_are_those_of_the_model(device: str) -> None:
+    plain = gpt2(257).to(device)
+    padded = deepcopy(plain)
+    pad_head(padded)
+    assert isinstance(padded.get_output_embeddings(), PaddedHead)
+    ids = IDS.to(device)
+    found, want = padded(ids).logits, plain(ids).logits
+    assert found.shape == want.shape == (1, 4, 257)
+    torch.testing.assert_close(found, want)
+
+
+def test_rows_begin_where_matrix_units_like_them() -> None:
+    model = gpt2(257)
+    pad_head(model)
+    assert model(IDS).logits.stride(1) == 320
+
+
+def test_tied_embeddings_stay_the_same_memory() -> None:
+    model = gpt2(257)
+    pad_head(model)
+    head = model.get_output_embeddings()
+    assert model.get_input_embeddings().weight.data_ptr() == head._weight.data_ptr()
+
+
+def test_a_bias_is_padded_too() -> None:
+    torch.manual_seed(1)
+    head = torch.nn.Linear(16, 99)
+    x = torch.randn(3, 16)
+    want = head(x)
+    torch.testing.assert_close(PaddedHead(head)(x), want)
+
+
+@pytest.mark.parametrize("vocabulary", [256, 264])
+def test_others_are_left_alone(vocabulary: int) -> None:
+    model = gpt2(vocabulary)
+    head = model.get_output_embeddings()
+    pad_head(model)
+    assert model.get_output_embeddings() is head
+
+
+def test_a_model_is_padded_where_it_is_loaded_for_a_gpu(device: str) -> None:
+    loaded = load(gpt2(257), EngineConfig(fused_model=False, kv_cache_tokens=64), device=device)
+    head = loaded.model._model.get_output_embeddings()
+    assert isinstance(head, PaddedHead) == (device != "cpu")
