@@ -139,7 +139,9 @@ class SamplingParams:
                 f"above 0 (1 turns it off) and at most {_LARGEST}",
             ),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "stop": (not isinstance(self.stop, str) and all(self.stop), "texts, none empty"),
+            "stop": (_are_texts(self.stop), "texts, none empty"),
+            "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
+            "logprobs": (isinstance(self.logprobs, bool), "True or False"),
         }
         for name, (holds, wanted) in allowed.items():
             if not holds:
@@ -197,6 +199,11 @@ class EngineConfig:
         for name in ("kv_cache_tokens", "max_length"):
             if getattr(self, name) is not None:
                 _require_at_least_1(name, getattr(self, name))
+        for name in ("prefix_cache", "chunked_prefill", "compile_layers", "per_layer_kv"):
+            _require_switch(name, getattr(self, name), "True or False")
+        for name in ("paged_attention", "resident_decode", "fused_model", "cuda_graph"):
+            if getattr(self, name) is not None:
+                _require_switch(name, getattr(self, name), "True, False or None")
         if self.run_ahead is not None and (
             not isinstance(self.run_ahead, int)
             or isinstance(self.run_ahead, bool)
@@ -239,6 +246,17 @@ class EngineConfig:
     def policy_for(self, device: str) -> AppendPolicy:
         """How the cache is written to on that kind of device."""
         return self.append_policy or AppendPolicy(triton=device == "cuda")
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and all(
+        isinstance(each, str) and each for each in value
+    )
+
+
+def _require_switch(name: str, value: object, wanted: str) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be {wanted}, not {value!r}")
 
 
 def _require_at_least_1(name: str, value: object) -> None:

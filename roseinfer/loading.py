@@ -54,10 +54,16 @@ def load(
     """``model`` is ``"tiny"``, a directory, a hub id, or a model that was loaded already."""
     where = resolve_device(device)
     wanted = resolve_dtype(dtype, where)
+    network: Any = model
     if isinstance(model, (str, os.PathLike)):
         network, tokenizer = _network(os.fspath(model), where, wanted, tokenizer)
+    elif isinstance(model, torch.nn.Module) and hasattr(model, "config"):
+        network = network.to(where, wanted if dtype else None)
     else:
-        network = model.to(where, wanted if dtype else None)
+        raise ConfigError(
+            f"{model!r} is no model: it must be 'tiny', a directory, a hub id, or a transformers "
+            "model that is loaded already"
+        )
     causal = _causal(network, config)
     return Loaded(
         causal,
@@ -135,7 +141,7 @@ def _tokenizer(name: str) -> Any:
     """The checkpoint's own, if it has one."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # of any kind, since tokenizers believes what a file says
         if any(Path(name).glob("token*")):
             raise UnsupportedModel(
                 f"the tokenizer of {name!r} cannot be loaded: {error}"

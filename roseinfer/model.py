@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from roseinfer.errors import UnsupportedModel
@@ -48,6 +48,10 @@ def attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every layer: ``[1, heads, tokens, head_dim]`` each."""
+    if getattr(module, "is_causal", True) is False:
+        raise UnsupportedModel(
+            f"{type(module).__name__} attends to what comes later too, which is not supported"
+        )
     asked = [name for name in _CHANGES_ATTENTION if kwargs.get(name) is not None]
     if asked or roseinfer_batch is None or attention_mask is not None:
         raise UnsupportedModel(
@@ -67,6 +71,26 @@ def attend(
 
 
 AttentionInterface.register(ATTENTION, attend)
+
+
+class _Tried:
+    """Attention that notes what it is asked for, and attends to nothing."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def attend_new(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,  # noqa: ARG002
+    ) -> torch.Tensor:
+        if value.shape != key.shape:
+            raise UnsupportedModel(f"values of {list(value.shape)} beside keys {list(key.shape)}")
+        self.seen.append((layer, *key.shape))
+        return torch.zeros_like(query)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +120,27 @@ class CausalModel:
         self._model = model.eval()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
+        self._try_it()
+
+    def _try_it(self) -> None:
+        """Raise for a model whose layers do not each attend once, to keys of one shape: some
+        keep what they remember elsewhere, and would mix up the sequences of a batch."""
+        tried = _Tried()
+        tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
+        name = type(self._model).__name__
+        try:
+            CausalModel.logits(self, tokens, torch.arange(2, device=self.device), None, tried)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UnsupportedModel(f"{name} cannot be run two tokens at a time: {error}") from error
+        shape = self.shape
+        want = [(layer, 2, shape.num_kv_heads, shape.head_dim) for layer in range(shape.num_layers)]
+        if tried.seen != want:
+            raise UnsupportedModel(
+                f"{name} is not supported: {shape.num_layers} layers should attend once each, with "
+                f"{shape.num_kv_heads} KV heads of {shape.head_dim}, and the layers that did are "
+                f"{[layer for layer, *_ in tried.seen]}, with keys of "
+                f"{sorted({tuple(key) for _, *key in tried.seen})}"
+            )
 
     @torch.inference_mode()
     def logits(
@@ -125,6 +170,8 @@ def fetch(path: str, dtype: torch.dtype | str) -> Any:
 
     Safetensors only, never remote code.
     """
+    if _looks_like_a_path(path) and not Path(path).is_dir():
+        raise UnsupportedModel(f"{path!r} cannot be loaded: there is no such directory")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -135,7 +182,7 @@ def fetch(path: str, dtype: torch.dtype | str) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # of any kind, since transformers believes what a config says
         raise UnsupportedModel(f"{path!r} cannot be loaded: {error}") from error
     if missing := sorted(found["missing_keys"]):
         raise UnsupportedModel(
@@ -145,12 +192,22 @@ def fetch(path: str, dtype: torch.dtype | str) -> Any:
     return model
 
 
+def _looks_like_a_path(name: str) -> bool:
+    """No hub id begins so, or has more than two parts."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
 def _shape(config: Any, max_length: int | None) -> ModelShape:
     text = config.get_text_config()
     heads = text.num_attention_heads
     made_for = int(text.max_position_embeddings)
     if max_length is not None and max_length > made_for:
         raise UnsupportedModel(f"max_length={max_length}: the model has {made_for} positions")
+    if min(text.num_hidden_layers, heads, text.vocab_size, made_for) < 1:
+        raise UnsupportedModel(
+            f"a model of {text.num_hidden_layers} layers, {heads} heads, {text.vocab_size} tokens "
+            f"and {made_for} positions: each must be at least 1"
+        )
     return ModelShape(
         num_layers=text.num_hidden_layers,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,

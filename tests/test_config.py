@@ -1,4 +1,4 @@
-"""``AppendPolicy``: its defaults, the environment variables behind it, what it refuses."""
+"""Settings: defaults, the environment variables behind them, what is refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roseinfer import AppendPolicy, ConfigError
+from roseinfer import AppendPolicy, ConfigError, EngineConfig
 
 SWITCH = "ROSELLM_TRITON_KV_APPEND"
 MIN_BATCH = "ROSELLM_TRITON_KV_APPEND_MIN_BATCH"
@@ -108,3 +108,17 @@ def test_the_process_environment_is_read_when_asked_and_only_then(
     monkeypatch.setenv(FULL_BATCH, "nonsense")
     assert policy == AppendPolicy(triton=False, triton_min_batch=5, triton_full_batch_min_batch=7)
     assert AppendPolicy() == AppendPolicy.from_env({})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "wanted"),
+    [
+        ({"prefix_cache": "no"}, "prefix_cache must be True or False, not 'no'"),
+        ({"chunked_prefill": None}, "chunked_prefill must be True or False, not None"),
+        ({"cuda_graph": 1}, "cuda_graph must be True, False or None, not 1"),
+    ],
+    ids=str,
+)
+def test_a_switch_of_the_engine_is_checked_too(wrong: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        EngineConfig(**wrong)

@@ -39,7 +39,14 @@ _REUSED_AT_ONCE = {**_RESIDENT, "prefix_cache": False, "max_batch_size": 8}
 """And what one sequence gives up is the next one's, while others decode beside it."""
 _EASY = (EnginePath.RESIDENT, EnginePath.RUN_AHEAD)
 _SLOW = (EnginePath.FUSED,)
-_IN_ORDER = (*_EASY, *(path for path in EnginePath if path not in _EASY + _SLOW), *_SLOW)
+_OPTED_IN = (EnginePath.COMPILED,)
+"""Compiling takes seconds for every model of every mix, and no switch here asks for it:
+``tests/engine/test_compiling.py`` compares it with its twin."""
+_IN_ORDER = (
+    *_EASY,
+    *(path for path in EnginePath if path not in _EASY + _SLOW + _OPTED_IN),
+    *_SLOW,
+)
 """What takes long under Triton's interpreter is aimed at last."""
 
 

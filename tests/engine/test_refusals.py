@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from roseinfer import BadArgument, OutOfBlocks, UnsupportedModel
+from roseinfer import LLM, BadArgument, ConfigError, OutOfBlocks, UnsupportedModel
 from roseinfer.model import CausalModel, fetch
 from tests.engine.families import CONFIGS, VOCABULARY, tiny
 from tests.engine.test_against_transformers import engine_for, prompts
@@ -47,9 +48,103 @@ def test_a_model_without_the_attention_interface() -> None:
         build(config)
 
 
+def bert() -> Any:
+    return transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        is_decoder=False,
+    )
+
+
+def lfm2() -> Any:
+    """Of its two layers one is a convolution, which remembers the last tokens by itself."""
+    return transformers.Lfm2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        layer_types=["conv", "full_attention"],
+        max_position_embeddings=32,
+    )
+
+
+def diffllama() -> Any:
+    """Its layers attend twice."""
+    return transformers.DiffLlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+
+
+def nemotron() -> Any:
+    """Asks its attention for a mask."""
+    return transformers.NemotronConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=32,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (bert, "attends to what comes later too"),
+        (lfm2, "2 layers should attend once each.* the layers that did are \\[1\\]"),
+        (diffllama, "1 layers should attend once each"),
+        (nemotron, "mask"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_layers_that_do_not_attend_as_ours_do(config: Any, said: str) -> None:
+    with pytest.raises(UnsupportedModel, match=said):
+        build(config())
+
+
 def test_more_positions_than_the_model_has() -> None:
     with pytest.raises(UnsupportedModel, match="the model has 96 positions"):
         build(CONFIGS["gpt2"](), max_length=97)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/place", "a/b/c"])
+def test_a_directory_that_is_not_there(name: str) -> None:
+    with pytest.raises(UnsupportedModel, match="there is no such directory"):
+        fetch(name, torch.float32)
+
+
+@pytest.mark.parametrize("wrong", [{"n_head": 0}, {"n_head": "x"}, {"n_embd": None}])
+def test_a_config_that_makes_no_sense(tmp_path: Any, wrong: dict[str, Any]) -> None:
+    tiny("gpt2", "cpu").save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | wrong))
+    with pytest.raises(UnsupportedModel, match="cannot be loaded"):
+        fetch(str(tmp_path), torch.float32)
+
+
+def test_a_tokenizer_that_makes_no_sense(tmp_path: Any) -> None:
+    tiny("gpt2", "cpu").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("[]")
+    with pytest.raises(UnsupportedModel, match=r"the tokenizer of .* cannot be loaded"):
+        LLM(tmp_path, device="cpu")
+
+
+def test_what_is_no_model() -> None:
+    with pytest.raises(ConfigError, match="None is no model"):
+        LLM(None, device="cpu")
 
 
 def test_a_missing_checkpoint(tmp_path: Any) -> None:
