@@ -54,8 +54,10 @@ class TimingRun:
     def sides(self) -> tuple[Side, Side]:
         """There and here; without a revision to compare with, here twice."""
         if self._sides is None:
-            folder = self._config.rootpath
-            here = this_side(folder, [str(self._config.invocation_params.dir), *sys.path])
+            started_in = self._config.invocation_params.dir
+            # Without an ini file, pytest takes the folder of the other side into account.
+            folder = self._config.rootpath if self._config.inipath else started_in
+            here = this_side(folder, [str(started_in), *sys.path])
             reference = settings.current().timing.against
             there = here
             if reference:
