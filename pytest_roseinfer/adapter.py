@@ -33,7 +33,7 @@ class CacheSpec:
     dtype: str = "float32"
     device: str = "cpu"
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What the adapter's ``spec_options`` drew: switches of the cache under test."""
+    """What was drawn from the adapter's ``option_choices``: switches of the cache under test."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -16,8 +16,14 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.settings import Settings
 
-_PREFIXES = ("ROSEINFER_", "ROSELLM_", "TRITON_", "HYPOTHESIS_", "PYTORCH_")
-_NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "PYTEST_ADDOPTS")
+_PREFIXES = ("ROSEINFER_", "ROSELLM_", "TRITON_", "HYPOTHESIS_", "PYTORCH_", "TORCH_")
+_NAMES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTEST_ADDOPTS",
+)
 _OWN = ("roseinfer", "torch", "triton", "hypothesis", "pytest")
 
 

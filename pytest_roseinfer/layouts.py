@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-LAYOUTS = ("plain", "fused", "transposed", "strided", "apart", "wider")
-"""Names for ``lay_out``. ``apart``, where keys and values differ, is none of one tensor."""
+VIEWS = ("plain", "fused", "transposed", "strided")
+"""Names for ``lay_out`` that change strides alone."""
+LAYOUTS = (*VIEWS, "apart", "wider")
+"""All names. ``apart``, where keys and values differ, is none of one tensor."""
 
 
 def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ LINES = (
 
 
 def check(items: Iterable[pytest.Item]) -> None:
-    """Refuse arguments that a marker does not have."""
+    """Refuse arguments that a marker does not have, and marks that a test cannot have."""
     for item in items:
         for marker in item.iter_markers(_GPU):
             if marker.args or marker.kwargs:
@@ -46,6 +47,7 @@ def check(items: Iterable[pytest.Item]) -> None:
             _check_costs(item, marker)
         for marker in item.iter_markers(_TPOT):
             _check_tpot(item, marker)
+        _check_shipped(item)
 
 
 def skip_without_gpu(items: Iterable[pytest.Item]) -> None:
@@ -81,6 +83,28 @@ def tpot(item: pytest.Item) -> dict[str, Any]:
     for marker in reversed([*item.iter_markers(_TPOT)]):
         said |= marker.kwargs
     return said
+
+
+def _check_shipped(item: pytest.Item) -> None:
+    """A shipped test runs, whatever is marked around it."""
+    if not is_shipped(item):
+        return
+    from pytest_roseinfer.shipped_tests import excuses
+
+    for marker in item.iter_markers():
+        if marker.name in ("skip", "skipif") or (marker.name == "xfail" and not excuses(marker)):
+            raise pytest.UsageError(
+                f"{item.nodeid}: a test of pytest_roseinfer cannot be marked {marker.name} in this "
+                "way. If the target is known to fail it, mark it: @pytest.mark.xfail(reason=...); "
+                "deselect what is not to run: -k, -m, --deselect"
+            )
+
+
+def is_shipped(item: pytest.Item) -> bool:
+    """Whether it is a test of ``conformance()``."""
+    shipped = sys.modules.get("pytest_roseinfer.shipped_tests")
+    owner = getattr(item, "cls", None)
+    return shipped is not None and owner is not None and issubclass(owner, shipped.ShippedTests)
 
 
 def _check_tpot(item: pytest.Item, marker: pytest.Mark) -> None:

@@ -273,6 +273,10 @@ def _gpu_index(config: pytest.Config) -> int | None:
 
     if not torch.cuda.is_available():
         raise pytest.UsageError("--roseinfer-gpu: torch finds no CUDA device on this machine")
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise pytest.UsageError(
+            "--roseinfer-gpu: TRITON_INTERPRET is set, and kernels would not be compiled: unset it"
+        )
     worker = getattr(config, "workerinput", {}).get("workerid", "")
     number = worker.removeprefix("gw")
     return int(number) % torch.cuda.device_count() if number.isdigit() else None

@@ -172,11 +172,9 @@ def pytest_runtest_makereport(
 
 def _adapter(item: pytest.Item) -> type[Adapter] | None:
     """The adapter that a test of ``conformance()`` is about."""
-    shipped = sys.modules.get("pytest_roseinfer.shipped_tests")
-    owner = getattr(item, "cls", None)
-    if shipped is None or owner is None or not issubclass(owner, shipped.ShippedTests):
+    if not markers.is_shipped(item):
         return None
-    adapter: type[Adapter] = owner.adapter
+    adapter: type[Adapter] = item.cls.adapter  # type: ignore[attr-defined]
     return adapter
 
 

@@ -30,11 +30,13 @@ from pytest_roseinfer.history import (
     fits_oracle,
     is_write,
 )
-from pytest_roseinfer.layouts import LAYOUTS
+from pytest_roseinfer.layouts import LAYOUTS, VIEWS, lay_out
 from pytest_roseinfer.model import Oracle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import torch
 
     from pytest_roseinfer.engines.adapter import EngineAdapter
 
@@ -117,6 +119,11 @@ def append_batches(
     return st.one_of(
         st.just(names), st.permutations(names).map(tuple), subsets.map(tuple), subsets.map(tuple)
     )
+
+
+def strided_views(tensor: torch.Tensor) -> st.SearchStrategy[torch.Tensor]:
+    """The same ``[layers, tokens, heads, head_dim]`` values, in one memory layout or another."""
+    return st.sampled_from(VIEWS).map(lambda layout: lay_out(tensor, layout))
 
 
 @st.composite

@@ -38,7 +38,7 @@ any seed misses fails the command.
 - *by example*: whether the usual tests made of examples find it.
 
 """
-_RESULTS, _ALARMS, _KNOWN = "results", "false-alarms", "known-bugs"
+_RESULTS, _ALARMS, _KNOWN, _LEFT_OUT = "results", "false-alarms", "known-bugs", "not-planted"
 _NO_ALARMS = "Not run yet.\n"
 
 
@@ -101,6 +101,8 @@ def write_results(file: Path, results: Sequence[Result], seconds: float, command
         table(results, style="github", words=True) + "\n",
     ]
     _put(file, _RESULTS, "\n".join(body))
+    _put(file, _KNOWN, known_bugs())
+    _put(file, _LEFT_OUT, left_out())
 
 
 def write_alarms(file: Path, said: str, command: str) -> None:
@@ -124,23 +126,26 @@ def _put(file: Path, section: str, body: str) -> None:
     pattern = re.compile(rf"(?<=<!-- {section} -->\n).*?(?=<!-- end -->)", re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"{file} has no section {section}: it is no page of this command")
-    file.write_text(pattern.sub(lambda _: body, text))
+    file.write_text(pattern.sub(lambda _: body, text, count=1))
 
 
 def _new_page() -> str:
-    known = tabulate(
-        [(row, *bug) for row, bug in KNOWN_BUGS.items()],
-        ["row", "where it was", "what was wrong"],
-        tablefmt="github",
-    )
-    left_out = "\n".join(f"- {what}: {why}" for what, why in NOT_PLANTED.items())
     return (
         f"{_PAGE}{_section(_RESULTS, '')}\n"
         f"## No false alarms\n\n{_section(_ALARMS, _NO_ALARMS)}\n"
-        f"## The known bugs they stand for\n\n{_section(_KNOWN, known)}\n\n"
-        f"## Not planted\n\n{left_out}\n"
+        f"## The known bugs they stand for\n\n{_section(_KNOWN, known_bugs())}\n"
+        f"## Not planted\n\n{_section(_LEFT_OUT, left_out())}"
     )
 
 
+def known_bugs() -> str:
+    rows = [(row, *bug) for row, bug in KNOWN_BUGS.items()]
+    return tabulate(rows, ["row", "where it was", "what was wrong"], tablefmt="github") + "\n"
+
+
+def left_out() -> str:
+    return "".join(f"- {what}: {why}\n" for what, why in NOT_PLANTED.items())
+
+
 def _section(name: str, body: str) -> str:
-    return f"<!-- {name} -->\n{body}\n<!-- end -->\n"
+    return f"<!-- {name} -->\n{body}<!-- end -->\n"

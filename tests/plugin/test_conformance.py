@@ -132,6 +132,66 @@ def test_a_shipped_test_cannot_be_replaced(own: object) -> None:
         replaced(test_histories=own)
 
 
+@pytest.mark.xfail(reason="hangs", run=False)
+def excused_from_running(self: object) -> None: ...
+
+
+def test_a_test_that_is_excused_runs() -> None:
+    with pytest.raises(TypeError, match="test_histories is a test of pytest_roseinfer and cannot"):
+        replaced(test_histories=excused_from_running)
+
+
+@pytest.mark.parametrize("part", ["adapter", "_search", "shipped"])
+def test_nor_can_what_the_tests_are_made_of(part: str) -> None:
+    with pytest.raises(TypeError, match=f"TestMine replaces {part}, of which the tests of"):
+        replaced(**{part: ListCache})
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        "pytest.mark.skip(reason='slow')",
+        "pytest.mark.skipif(True, reason='slow')",
+        "pytest.mark.xfail",
+        "pytest.mark.xfail(reason='hangs', run=False)",
+    ],
+)
+@pytest.mark.parametrize("how", ["decorator", "pytestmark"])
+def test_nor_can_all_be_left_out_by_a_mark(project: Project, mark: str, how: str) -> None:
+    before, inside = (f"@{mark}", "pass") if how == "decorator" else ("", f"pytestmark = {mark}")
+    project.copy_caches()
+    project.write(
+        test_mine=f"""
+            import pytest
+            from caches.adversaries import WritesNothing
+            from pytest_roseinfer import conformance
+
+            {before}
+            class TestBroken(conformance(WritesNothing)):
+                {inside}
+        """
+    )
+    result = project.pytest(*FEW)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*TestBroken*cannot be marked*deselect what is not to run*"])
+
+
+def test_all_can_be_excused_with_a_reason(project: Project) -> None:
+    project.copy_caches()
+    project.write(
+        test_mine="""
+            import pytest
+            from caches.adversaries import WritesNothing
+            from pytest_roseinfer import conformance
+
+            @pytest.mark.xfail(reason="writes nothing")
+            class TestBroken(conformance(WritesNothing)):
+                pass
+        """
+    )
+    project.pytest("-k", "histories", *FEW).assert_outcomes(xfailed=1, deselected=TESTS - 1)
+
+
 def test_nor_can_it_be_replaced_by_a_class_beside_it() -> None:
     class Gutted:
         test_one_batch_equals_its_split_in_two = nothing

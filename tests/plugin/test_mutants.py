@@ -75,7 +75,10 @@ def test_the_page_shows_the_catalogue_as_it_is() -> None:
     shown = {row[1].strip(): row[2].strip() for row in rows if len(row) > 8}
     shown.pop("bug")
     assert shown == {mutant.name: mutant.wrong for mutant in CATALOGUE}
-    assert "SURVIVED" not in DOCS.read_text()
+    page = DOCS.read_text()
+    assert "SURVIVED" not in page
+    assert report.known_bugs() in page
+    assert report.left_out() in page
 
 
 # ------------------------------------------------------------------------------ planting

@@ -145,6 +145,18 @@ def test_a_gpu_is_asked_for_where_there_is_none(
         ]
 
 
+def test_a_gpu_is_asked_for_and_kernels_would_be_interpreted(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = project.pretend_gpus(count=1)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    result = project.pytest(*gpus)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --roseinfer-gpu: TRITON_INTERPRET is set*unset it"])
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert project.pytest(*gpus).ret == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
 def test_the_header_says_what_changes_the_run(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
