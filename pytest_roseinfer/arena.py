@@ -8,6 +8,7 @@ import torch
 
 from pytest_roseinfer.history import AppendPadded
 from pytest_roseinfer.payload import as_bits
+from pytest_roseinfer.place import place_of_change
 from pytest_roseinfer.snapshot import owners_of
 
 if TYPE_CHECKING:
@@ -65,14 +66,9 @@ def check_arena(
 def _fail(
     machine: Machine, layer: int, kind: str, expected: torch.Tensor, found: torch.Tensor
 ) -> NoReturn:
-    wrong = (as_bits(expected) != as_bits(found)).any(-1).nonzero()[0].tolist()
-    block, head, position = wrong
-    known = sorted(machine.seen)
-    want, got = (
-        machine.payload.decode(stored[block, head, position], layer, head, known)
-        for stored in (expected, found)
-    )
+    place, contents = place_of_change(machine, layer, kind, expected, found)
     machine.fail(
-        f"layer {layer}, {kind}, block {block}, position {position}, head {head}: expected "
-        f"{want}, found {got}"
+        f"layer {layer}, {kind}, block {place.block}, position {place.slot}, "
+        f"head {contents.head}: {contents.words()}",
+        place=place,
     )

@@ -14,7 +14,7 @@ import torch
 
 from pytest_roseinfer.counts import check_counts_of_attention
 from pytest_roseinfer.layouts import lay_out
-from pytest_roseinfer.payload import same_bits
+from pytest_roseinfer.place import Place, find_change
 from pytest_roseinfer.snapshot import books_of, take_snapshot
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ def _check_nothing_changed(machine: Machine, before: Snapshot) -> None:
         machine.fail("attend changed the books")
     if before.arena is None:
         return
-    pairs = zip(before.arena, machine.adapter.arena(), strict=True)
-    if not all(same_bits(was, now) for was, now in pairs):
-        machine.fail("attend changed what is stored")
+    for kind, was, now in zip("KV", before.arena, machine.adapter.arena(), strict=True):
+        if place := find_change(machine, kind, was, now):
+            machine.fail("attend changed what is stored", place=place)
 
 
 def _query(machine: Machine, rows: int, rng: random.Random) -> torch.Tensor:
@@ -112,7 +112,8 @@ def _compare(
         f"{head // heads_each}, element {element} ({int(wrong.sum())} of {wrong.numel()} wrong): "
         f"expected {expected[head, element].item():.6g}, "
         f"found {found[head, element].item():.6g}"
-        f"{_explained(machine, seq, layer, query, found)}"
+        f"{_explained(machine, seq, layer, query, found)}",
+        place=Place(layer, {seq: None}),
     )
 
 

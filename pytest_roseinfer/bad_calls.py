@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.payload import same_bits
+from pytest_roseinfer.place import find_change
 from pytest_roseinfer.snapshot import books_of
 
 if TYPE_CHECKING:
@@ -43,8 +43,9 @@ def check_bad_calls(machine: Machine) -> None:
     if arena is None:
         return
     for kind, was, now in zip("KV", arena, machine.adapter.arena(), strict=True):
-        if not same_bits(was, now):
-            machine.fail(f"a call that was to be refused changed what is stored in {kind}")
+        if place := find_change(machine, kind, was, now):
+            what = f"a call that was to be refused changed what is stored in {kind}"
+            machine.fail(what, place=place)
 
 
 def _make(machine: Machine, bad: BadCall) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from pytest_roseinfer.history import History, Operation
+    from pytest_roseinfer.place import Place
 
 
 class Machine:
@@ -81,8 +82,10 @@ class Machine:
     def _is_time_to_attend(self) -> bool:
         return len(self.done) % EVERY == 0 or len(self.done) == self.history.size
 
-    def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
-        raise Divergence(self, what) from cause
+    def fail(
+        self, what: str, cause: BaseException | None = None, *, place: Place | None = None
+    ) -> NoReturn:
+        raise Divergence(self, what, place) from cause
 
 
 def run_history(adapter: type[KVCacheAdapter], history: History) -> Counter[str]:

@@ -18,6 +18,7 @@ from pytest_roseinfer.history import (
 from pytest_roseinfer.machine import Machine
 from pytest_roseinfer.model import Oracle
 from pytest_roseinfer.payload import same_bits
+from pytest_roseinfer.place import Place, find_change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -131,15 +132,18 @@ def _compare(one: Machine, other: Machine, difference: str) -> None:
             pairs = zip(one.adapter.peek(seq, layer), other.adapter.peek(seq, layer), strict=True)
             if not all(same_bits(a.contiguous(), b.contiguous()) for a, b in pairs):
                 other.fail(
-                    f"sequence {seq}, layer {layer} differs from the run without {difference}"
+                    f"sequence {seq}, layer {layer} differs from the run without {difference}",
+                    place=Place(layer, {seq: None}),
                 )
 
 
 def _compare_arenas(one: Machine, other: Machine, difference: str) -> None:
     if "arena" not in one.can:
         return
-    scratch = one.adapter.scratch_blocks
-    owned = [at for at in range(one.adapter.arena()[0].shape[1]) if at not in scratch]
-    pairs = zip(one.adapter.arena(), other.adapter.arena(), strict=True)
-    if not all(same_bits(a[:, owned], b[:, owned]) for a, b in pairs):
-        other.fail(f"the whole cache differs from the run without {difference}")
+    scratch = list(one.adapter.scratch_blocks)
+    for kind, was, now in zip("KV", one.adapter.arena(), other.adapter.arena(), strict=True):
+        expected = was.clone()
+        expected[:, scratch] = now[:, scratch]
+        if place := find_change(other, kind, expected, now):
+            what = f"the whole cache differs from the run without {difference}"
+            other.fail(what, place=place)

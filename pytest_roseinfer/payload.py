@@ -49,6 +49,20 @@ def _exponent_bits(dtype: torch.dtype) -> tuple[int, int]:
     return (1 << top) - (1 << min(top, mantissa + 3)), 1 << top
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a row of bits belongs."""
+
+    token: int
+    layer: int
+    head: int
+    kind: str
+    """K or V."""
+
+    def words(self) -> str:
+        return f"{token_words(self.token)}, layer {self.layer}, head {self.head}, {self.kind}"
+
+
 @dataclass(slots=True)
 class Payload:
     """Codes tokens for caches of one spec."""
@@ -106,19 +120,27 @@ class Payload:
 
     def decode(self, row: torch.Tensor, layer: int, head: int, tokens: Sequence[int]) -> str:
         """Say whose bits ``[head_dim]`` these are, looking first where they were found."""
-        wanted = as_bits(row).tolist()
+        return self.words(row, self.source(row, layer, head, tokens))
+
+    def words(self, row: torch.Tensor, source: Source | None) -> str:
+        if source:
+            return source.words()
+        if not any(as_bits(row).tolist()):
+            return "zeros"
+        return "poison" if self.is_poison(row) else f"bits no token has ({row.tolist()[:4]}...)"
+
+    def source(
+        self, row: torch.Tensor, layer: int, head: int, tokens: Sequence[int]
+    ) -> Source | None:
+        """Which of these tokens has these bits, and where, looking first where they were found."""
         layers = [layer, *(other for other in range(self.spec.num_layers) if other != layer)]
         for token in tokens:
             coded = as_bits(self._coded([token], layers))
             hit = (coded == as_bits(row)).all(-1).nonzero().tolist()
             if hit:
                 kind, layer_at, _, head_at = min(hit, key=lambda at: (at[1], at[3] != head))
-                return (
-                    f"{token_words(token)}, layer {layers[layer_at]}, head {head_at}, {'KV'[kind]}"
-                )
-        if not any(wanted):
-            return "zeros"
-        return "poison" if self.is_poison(row) else f"bits no token has ({row.tolist()[:4]}...)"
+                return Source(token, layers[layer_at], head_at, "KV"[kind])
+        return None
 
     def is_poison(self, row: torch.Tensor) -> bool:
         return same_bits(row, torch.full_like(row, float("nan")))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.divergence import describe_mismatch
-from pytest_roseinfer.payload import same_bits
+from pytest_roseinfer.payload import as_bits, same_bits
+from pytest_roseinfer.place import Place, contents_of, place_of_token
 
 if TYPE_CHECKING:
+    from typing import NoReturn
+
     import torch
 
     from pytest_roseinfer.machine import Machine
@@ -37,7 +39,8 @@ def _read(machine: Machine, route: str, seq: int, layer: int) -> tuple[torch.Ten
     try:
         found: tuple[torch.Tensor, torch.Tensor] = getattr(machine.adapter, route)(seq, layer)
     except Exception as error:
-        machine.fail(f"{route}({seq}, {layer}) raised {type(error).__name__}: {error}", error)
+        what = f"{route}({seq}, {layer}) raised {type(error).__name__}: {error}"
+        machine.fail(what, error, place=Place(layer, {seq: None}))
     return found
 
 
@@ -51,6 +54,31 @@ def _compare(
 ) -> None:
     for kind, want, got in zip("KV", expected, found, strict=True):
         if not same_bits(want, got.contiguous()):
-            known = [*machine.oracle.tokens(seq), *machine.seen]
-            what = describe_mismatch(machine.payload, want, got, layer, known)
-            machine.fail(f"{route}: sequence {seq}, layer {layer}, {kind}: {what}")
+            _fail(machine, seq, layer, f"{route}: sequence {seq}, layer {layer}", kind, want, got)
+
+
+def _fail(
+    machine: Machine,
+    seq: int,
+    layer: int,
+    where: str,
+    kind: str,
+    want: torch.Tensor,
+    got: torch.Tensor,
+) -> NoReturn:
+    """Say where two ``[tokens, heads, head_dim]`` first differ, and what each holds there."""
+    where, whole = f"{where}, {kind}", Place(layer, {seq: None})
+    if want.shape != got.shape:
+        shapes = f"expected shape {list(want.shape)}, found {list(got.shape)}"
+        machine.fail(f"{where}: {shapes}", place=whole)
+    if want.dtype != got.dtype:
+        machine.fail(f"{where}: expected {want.dtype}, found {got.dtype}", place=whole)
+    wrong = (as_bits(want) != as_bits(got.contiguous())).any(-1)
+    at, head = wrong.nonzero()[0].tolist()
+    known = [*machine.oracle.tokens(seq), *machine.seen]
+    contents = contents_of(machine, want[at, head], got[at, head], layer, head, kind, known)
+    machine.fail(
+        f"{where}: position {at}, head {head} ({int(wrong.sum())} of {wrong.numel()} wrong): "
+        f"{contents.words()}",
+        place=place_of_token(machine, layer, seq, at, contents),
+    )

@@ -44,7 +44,12 @@ def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
     assert shown[1] == "after step 1 of"
     assert shown[2].startswith("a cache with num_layers=1, num_heads=1, head_dim=4, block_size=")
     assert shown[3] == "1. append one token to sequences 0, 1"
-    assert {"sequence 1: [1.0]", "sequence 1: 1x1"} <= set(shown[4:10])
+    assert shown[4] == (
+        "> < marks what is wrong in layer 0, head 0, K: expected sequence 0, token 0, layer 0, "
+        "head 0, K, found sequence 1, token 0, layer 0, head 0, K"
+    )
+    assert shown[6:8] == ["sequence 0: [>0.0<]", "sequence 1: [1.0]"]
+    assert shown[9:11] == ["sequence 0: >0x1<", "sequence 1: 1x1"]
     assert f"replay with: pytest --roseinfer-replay {project.saved('.json')}" in shown
     # The short summary has the first line of it.
     assert any(

@@ -1,0 +1,155 @@
+"""The picture of a failure marks the wrong place and leaves out who has no part in it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_roseinfer import CacheSpec, Divergence, History, Ledger, run_history
+from pytest_roseinfer.history import Append, Fork, Prefill
+from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+SPEC = CacheSpec(num_layers=2, num_heads=2, block_size=16, num_blocks=12)
+STEPS = (Prefill(0, 18), Prefill(7, 3), Fork(0, 1))
+"""Blocks 1 and 2 are of sequence 0 and its fork 1, block 3 is of sequence 7."""
+
+
+def drawn(adapter: type[GroupedManager]) -> list[str]:
+    """The picture's lines."""
+    with pytest.raises(Divergence) as raised:
+        run_history(adapter, History(SPEC, STEPS))
+    return [line.strip() for line in str(raised.value).split("\n\n")[-1].splitlines()]
+
+
+class ReadsAnotherToken(GroupedManager):
+    def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().peek(seq, layer)
+        if (seq, layer) == (1, 1):
+            values = values.clone()
+            values[6, 1] = values[2, 1]
+        return keys, values
+
+
+def test_a_token_read_wrong_is_marked_in_a_long_page() -> None:
+    assert drawn(ReadsAnotherToken) == [
+        "> < marks what is wrong in layer 1, head 1, V: expected sequence 0, token 6, layer 1, "
+        "head 1, V, found sequence 0, token 2, layer 1, head 1, V",
+        "what should be stored, page by page (sequence.token, x holders where shared):",
+        "sequence 0: [0.0 0.1 0.2 0.3 ... 0.13 0.14 0.15]x2 [0.16 0.17]x2",
+        "sequence 1: [0.0 0.1 0.2 0.3 ... >0.6< ... 0.13 0.14 0.15]x2 [0.16 0.17]x2",
+        "other sequences, not drawn: 1",
+        "tables of layer 1 (block, x its refcount):",
+        "sequence 0: 1x2 2x2",
+        "sequence 1: >1x2< 2x2",
+    ]
+
+
+class WritesElsewhere(GroupedManager):
+    """A fork changes a slot that it has no business with."""
+
+    slot = (0, 0, 0)
+    """Block, head, position."""
+
+    def fork(self, parent: int, child: int) -> None:
+        super().fork(parent, child)
+        keys, _ = self.arena()
+        block, head, position = self.slot
+        keys[0, block, head, position] = keys[0, 3, head, 2]
+
+
+class WritesPastTheEnd(WritesElsewhere):
+    slot = (2, 1, 9)
+
+
+def test_a_write_past_the_end_of_a_block_is_marked_in_all_who_hold_it() -> None:
+    legend, _, *rest = drawn(WritesPastTheEnd)
+    assert legend.startswith("> < marks what is wrong in layer 0, block 2, head 1, K: expected ")
+    assert legend.endswith(", found sequence 7, token 2, layer 0, head 1, K")
+    first = "[0.0 0.1 0.2 0.3 ... 0.13 0.14 0.15]x2"
+    assert rest == [
+        f"sequence 0: {first} [0.16 0.17 >nothing<]x2",
+        "sequence 7: [7.0 7.1 7.2]",
+        f"sequence 1: {first} [0.16 0.17 >nothing<]x2",
+        "tables of layer 0 (block, x its refcount):",
+        "sequence 0: 1x2 >2x2<",
+        "sequence 7: 3x1",
+        "sequence 1: 1x2 >2x2<",
+    ]
+
+
+class WritesToAFreeBlock(WritesElsewhere):
+    slot = (5, 0, 0)
+
+
+def test_a_block_that_nobody_holds_is_marked_beside_whose_token_it_has() -> None:
+    assert drawn(WritesToAFreeBlock) == [
+        "> < marks what is wrong in layer 0, block 5, head 0, K: expected poison, "
+        "found sequence 7, token 2, layer 0, head 0, K",
+        "what should be stored, page by page (sequence.token, x holders where shared):",
+        "sequence 7: [7.0 7.1 7.2]",
+        "other sequences, not drawn: 2",
+        "tables of layer 0 (block, x its refcount):",
+        "sequence 7: 3x1",
+        "of no sequence: >5x?<",
+    ]
+
+
+class CountsAHolderTooMany(GroupedManager):
+    def ledger(self, layer: int) -> Ledger:
+        books = super().ledger(layer)
+        return Ledger({**books.refcounts, 2: 5}, books.free, books.total)
+
+
+def test_a_wrong_refcount_marks_its_block_whole() -> None:
+    """After the first step, when there is but one sequence."""
+    legend, _, pages, _, table = drawn(CountsAHolderTooMany)
+    assert legend == "> < marks what is wrong in layer 0, block 2"
+    assert pages == "sequence 0: [0.0 0.1 0.2 0.3 ... 0.13 0.14 0.15] >[0.16 0.17]<"
+    assert table == "sequence 0: 1x1 >2x5<"
+
+
+class CannotRead(GroupedManager):
+    def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if seq == 7:
+            self.lists[7] = []  # from here on the tables cannot be read either
+            raise KeyError(seq)
+        return super().peek(seq, layer)
+
+    def ledger(self, layer: int) -> Ledger:
+        if not self.lists.get(7, [0]):
+            raise RuntimeError("books are gone")
+        return super().ledger(layer)
+
+
+def test_a_sequence_is_marked_where_no_token_is_known_and_books_cannot_be_read() -> None:
+    _, _, pages, others, _, table = drawn(CannotRead)
+    assert pages == ">sequence 7<: [7.0 7.1 7.2]"
+    assert others == "other sequences, not drawn: 1"
+    assert table == ">sequence 7<: unreadable, IndexError: list index out of range"
+
+
+class Raises(GroupedManager):
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        raise ValueError(f"not today: {list(seqs)}, {key.shape}, {value.shape}")
+
+
+def test_everything_is_drawn_of_a_failure_without_a_place() -> None:
+    with pytest.raises(Divergence) as raised:
+        run_history(Raises, History(SPEC, (*STEPS, Append((7,)))))
+    lines = str(raised.value).split("\n\n")[-1].splitlines()
+    assert [line.split(":")[0].strip() for line in lines if "sequence " in line] == [
+        "sequence 0",
+        "sequence 7",
+        "sequence 1",
+    ] * 3
+    assert [line for line in lines if line.startswith("tables")] == [
+        "tables of layer 0 (block, x its refcount):",
+        "tables of layer 1 (block, x its refcount):",
+    ]
+    assert ">" not in "".join(lines)
