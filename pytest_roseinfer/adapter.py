@@ -87,7 +87,11 @@ class KVCacheAdapter(Adapter):
     paths: ClassVar[Mapping[str, FastPath]] = {}
     """Fast paths the cache declares, by their names in ``path_counts``."""
     conditions: ClassVar[Sequence[str]] = ()
-    """Names in ``path_counts`` that are no paths but must be met all the same."""
+    """Names in ``path_counts`` that are no paths but must be met all the same.
+
+    Two names the harness counts itself, and ``path_counts`` leaves out: "last_position", a row
+    that begins at the last position of its block, and "out_of_room_mid_batch", a write refused
+    of which the first row alone would have found room (which only a ``ledger`` brings about)."""
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Switches to vary: each history draws a value for every name, for ``spec.options``."""
     row_conditions: ClassVar[Mapping[str, str]] = {}

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.history import AppendPadded, Copy, Fork, Reserve, is_write
+from pytest_roseinfer.own_conditions import OWN_CONDITIONS
 from pytest_roseinfer.snapshot import counts_of
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ def _twins(machine: Machine) -> set[str]:
 def _check_declared(machine: Machine, ran: Mapping[str, int]) -> None:
     declared = {*machine.adapter.paths, *_twins(machine), *machine.adapter.conditions}
     for name, times in ran.items():
+        if name in OWN_CONDITIONS and name in machine.adapter.conditions:
+            machine.fail(f"path_counts() counts {name!r}, which the harness counts itself")
         if name not in declared:
             machine.fail(f"path {name!r} ran and is not declared")
         if times < 0:

@@ -13,6 +13,7 @@ from pytest_roseinfer.counts import check_counts, conditions_met
 from pytest_roseinfer.divergence import Divergence
 from pytest_roseinfer.doing import Reservation, do
 from pytest_roseinfer.model import Oracle
+from pytest_roseinfer.own_conditions import own_conditions_met
 from pytest_roseinfer.ownership import check_ownership
 from pytest_roseinfer.payload import Payload
 from pytest_roseinfer.read_back import check_read_back
@@ -64,6 +65,7 @@ class Machine:
     def step(self, step: Operation) -> None:
         before = take_snapshot(self)
         met = conditions_met(self.oracle, step)
+        own_met = own_conditions_met(self.oracle, step)
         self.done.append(step)
         outcome = do(self, step)
         check_read_back(self)
@@ -76,8 +78,13 @@ class Machine:
             check_arena(self, outcome, slots, before)
         if "path_counts" in self.can:
             check_counts(self, outcome, before.counts, met, slots)
+        self._count_declared(own_met)
         if "attend" in self.can and self.attends and self._is_time_to_attend():
             check_attention(self)
+
+    def _count_declared(self, met: Counter[str]) -> None:
+        declared = self.adapter.conditions
+        self.counts.update({name: times for name, times in met.items() if name in declared})
 
     def _is_time_to_attend(self) -> bool:
         return len(self.done) % EVERY == 0 or len(self.done) == self.history.size

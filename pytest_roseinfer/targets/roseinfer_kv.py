@@ -9,6 +9,7 @@ import torch
 
 from pytest_roseinfer.adapter import CacheSpec, KVCacheAdapter, Ledger
 from pytest_roseinfer.fast_path import FastPath
+from pytest_roseinfer.own_conditions import OWN_CONDITIONS
 from pytest_roseinfer.targets.roseinfer_bad_calls import bad_calls
 from roseinfer import (
     AppendPlan,
@@ -83,6 +84,9 @@ PATHS = {
         never_with=[{"triton": False}],
     ),
 }
+_COUNTED_BY_ROW = tuple(
+    condition.value for condition in Condition if condition is not Condition.TRITON_UNAVAILABLE
+)
 
 
 class _ManagerAdapter(KVCacheAdapter):
@@ -91,9 +95,7 @@ class _ManagerAdapter(KVCacheAdapter):
     full_errors = (OutOfBlocks,)
     paths = PATHS
     scratch_blocks = frozenset({0})
-    conditions = tuple(
-        condition.value for condition in Condition if condition is not Condition.TRITON_UNAVAILABLE
-    )
+    conditions = (*_COUNTED_BY_ROW, *OWN_CONDITIONS)
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         "triton": (True, False),
         "identity": (True, False),
@@ -104,7 +106,7 @@ class _ManagerAdapter(KVCacheAdapter):
         "triton_min_batch": (1, 3),
         "triton_full_batch_min_batch": (None, 2),
     }
-    row_conditions: ClassVar[Mapping[str, str]] = {name: name for name in conditions}
+    row_conditions: ClassVar[Mapping[str, str]] = {name: name for name in _COUNTED_BY_ROW}
 
     manager: KVBlockManager
 

@@ -1,0 +1,32 @@
+"""Caches that count nothing, and declare the conditions that the harness counts."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pytest_roseinfer import FastPath, KVCacheAdapter
+
+from .list_cache import ListCache
+from .paged_cache import PagedCache
+
+BOTH = ("last_position", "out_of_room_mid_batch")
+
+
+class UncountedCache(PagedCache):
+    paths: ClassVar[dict[str, FastPath]] = {}
+    conditions = BOTH
+    path_counts = KVCacheAdapter.path_counts  # not offered
+
+
+class EndlessCache(ListCache):
+    """Is never out of room, and declares that it is."""
+
+    conditions = BOTH
+
+
+class CountsItAgain(PagedCache):
+    conditions = ("new_block", "last_position")
+
+    def free(self, seq: int) -> None:
+        super().free(seq)
+        self.counts["last_position"] += 1

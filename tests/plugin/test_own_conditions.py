@@ -1,0 +1,178 @@
+"""Conditions that the harness counts itself: for any cache, where declared, and required then."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, run_history
+from pytest_roseinfer.history import (
+    Append,
+    AppendMany,
+    AppendPadded,
+    Fork,
+    Free,
+    Prefill,
+    Reserve,
+    SetOptions,
+    apply_to_oracle,
+)
+from pytest_roseinfer.own_conditions import OWN_CONDITIONS, own_conditions_met
+from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
+from tests.plugin.caches.paged_cache import PagedCache
+from tests.plugin.caches.uncounted_caches import BOTH, CountsItAgain, UncountedCache
+from tests.plugin.test_reference import names
+
+if TYPE_CHECKING:
+    from pytest_roseinfer import KVCacheAdapter
+    from pytest_roseinfer.history import Operation
+    from tests.plugin.conftest import Project
+
+LAST = {"last_position": 1}
+NO_ROOM = {"out_of_room_mid_batch": 1}
+FEW = ("--roseinfer-examples=25", "--roseinfer-seed=4")
+
+
+def met(*steps: Operation, block_size: int = 3) -> dict[str, int]:
+    """What the last step meets after the others, in three blocks."""
+    oracle = Oracle(block_size, capacity=3)
+    for step in steps[:-1]:
+        assert apply_to_oracle(oracle, step)
+    return dict(own_conditions_met(oracle, steps[-1]))
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([Prefill(0, 2), Append((0,))], LAST),
+        ([Prefill(0, 5), Append((0,))], LAST),
+        ([Prefill(0, 2), AppendMany((0,), (4,))], LAST),
+        ([Prefill(0, 2), Reserve((0,), (2,))], LAST),
+        ([Prefill(0, 2), Fork(0, 1), Append((1, 0))], {"last_position": 2}),
+        ([Prefill(0, 2), Prefill(1, 1), AppendPadded((None, 0, 1))], LAST),
+        # Elsewhere in the block, on the way past its end, and in another step than a write.
+        ([Prefill(0, 1), Append((0,))], {}),
+        ([Prefill(0, 3), Append((0,))], {}),
+        ([Prefill(0, 1), AppendMany((0,), (2,))], {}),
+        ([Prefill(0, 3)], {}),
+        ([Prefill(0, 2), Fork(0, 1)], {}),
+        ([Prefill(0, 2), Free(0)], {}),
+        ([SetOptions({})], {}),
+    ],
+)
+def test_a_row_begins_at_the_last_position(
+    steps: list[Operation], expected: dict[str, int]
+) -> None:
+    assert met(*steps) == expected
+
+
+def test_the_only_position_of_a_block_is_not_its_last() -> None:
+    assert met(Prefill(0, 1), Append((0,)), block_size=1) == {}
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([Prefill(0, 6), Append((1, 2))], NO_ROOM),
+        ([Prefill(0, 8), Append((0, 1))], NO_ROOM),
+        ([Prefill(0, 6), AppendPadded((None, 1, 2))], NO_ROOM),
+        ([Prefill(0, 6), AppendMany((1, 2), (3, 1))], NO_ROOM),
+        ([Prefill(0, 6), Reserve((1, 2), (3, 1))], NO_ROOM),
+        # The first row finds none already, all do, or there is but one.
+        ([Prefill(0, 8), Append((1, 0))], {}),
+        ([Prefill(0, 3), Append((1, 2))], {}),
+        ([Prefill(0, 10)], {}),
+    ],
+)
+def test_room_ends_within_a_batch(steps: list[Operation], expected: dict[str, int]) -> None:
+    found = met(*steps)
+    assert {name: found[name] for name in found if name != "last_position"} == expected
+
+
+STEPS = (Append((0,)), Append((0,)), Append((0,)), Append((0,)), Append((1, 2, 3)))
+SPEC = CacheSpec(num_layers=2, block_size=3, num_blocks=4)
+
+
+def test_any_cache_that_declares_them_has_them_counted() -> None:
+    assert run_history(UncountedCache, History(SPEC, STEPS)) == {**LAST, **NO_ROOM}
+
+
+def test_what_is_not_declared_is_not_counted() -> None:
+    assert not run_history(PagedCache, History(SPEC, STEPS)).keys() & set(OWN_CONDITIONS)
+
+
+@pytest.mark.parametrize("kind", [GroupedManager, PerLayerManager])
+def test_the_managers_declare_them(kind: type[KVCacheAdapter]) -> None:
+    usual = {name: values[0] for name, values in kind.option_choices.items()}
+    counts = run_history(kind, History(replace(SPEC, options=usual), STEPS))
+    assert {name: counts[name] for name in OWN_CONDITIONS} == {**LAST, **NO_ROOM}
+    assert set(OWN_CONDITIONS) <= set(kind.conditions)
+
+
+def test_a_cache_may_not_count_them_as_well() -> None:
+    right = "path_counts() counts 'last_position', which the harness counts itself"
+    with pytest.raises(Divergence, match=re.escape(right)):
+        run_history(CountsItAgain, History(SPEC, (Append((0,)), Free(0))))
+
+
+def test_the_reference_names_them() -> None:
+    assert tuple(names("Conditions the harness counts")) == OWN_CONDITIONS == BOTH
+
+
+def rows(lines: list[str]) -> list[list[str]]:
+    return [line.split()[1:] for line in lines if line.startswith("condition ")]
+
+
+def test_a_search_reports_and_adds_them_up(project: Project) -> None:
+    project.copy_caches()
+    searches = """
+        from caches.uncounted_caches import UncountedCache
+        from pytest_roseinfer import conformance
+
+        TestUncounted = conformance(UncountedCache)
+    """
+    project.write(test_mine=searches, test_same=searches)
+    alone = project.pytest(*FEW, "--roseinfer-report=out.json")
+    together = project.pytest(*FEW, "-n", "2", "--dist=loadfile")
+    assert alone.ret == together.ret == pytest.ExitCode.OK
+    shown = rows(alone.outlines)
+    assert [(name, verdict) for name, _, verdict in shown] == [(name, "met") for name in BOTH]
+    assert rows(together.outlines) == shown
+    (target,) = json.loads((project.path / "out.json").read_text())["targets"]
+    assert [[row["name"], str(row["times"]), row["verdict"]] for row in target["rows"]] == shown
+
+
+@pytest.mark.parametrize(
+    ("cache", "setting", "never"),
+    [
+        ("EndlessCache", "", "out_of_room_mid_batch"),
+        ("UncountedCache", "strategies.BLOCK_SIZES = (1,) * 8", "last_position"),
+        ("UncountedCache", "strategies._POOLS = (100,) * 6", "out_of_room_mid_batch"),
+    ],
+    ids=["target", "generator of one position", "generator of large pools"],
+)
+def test_a_run_that_never_reaches_one_fails_by_its_name(
+    project: Project, cache: str, setting: str, never: str
+) -> None:
+    project.copy_caches()
+    project.write(
+        test_mine=f"""
+            from caches.uncounted_caches import {cache}
+            from pytest_roseinfer import conformance, strategies
+
+            {setting}
+            TestMine = conformance({cache})
+        """
+    )
+    result = project.pytest(*FEW)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert result.parseoutcomes() == {"passed": 3, "skipped": 2}
+    problems = [line for line in result.outlines if line.startswith("FAILED")]
+    assert problems == [
+        f"FAILED: condition {never!r} was never reached and must be 3 times: a check that did not "
+        "run is no pass"
+    ]
