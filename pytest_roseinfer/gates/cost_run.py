@@ -14,6 +14,7 @@ import pytest
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates.cost_file import UPDATE, write_costs
 from pytest_roseinfer.gates.step_work import CannotCompare
+from pytest_roseinfer.github_summary import add_to_github_summary
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -32,6 +33,7 @@ class CostRun:
         self._written: list[str] = []
         self._compared = 0
         self._less: list[str] = []
+        self._more: list[str] = []
         self._measured: list[tuple[str, Where, dict[str, Any]]] = []
 
     @staticmethod
@@ -49,6 +51,10 @@ class CostRun:
         if less:
             self._less.append(less)
 
+    def more(self, said: str) -> None:
+        """A step did more than its baseline, as the failure of its test says."""
+        self._more.append(said)
+
     def measured(self, file: Path, where: Where, entry: dict[str, Any]) -> None:
         """A step's work is to stand in ``file``, written once at the end of the run."""
         self._measured.append((str(file), where, entry))
@@ -57,6 +63,7 @@ class CostRun:
         """What a worker saw. Only the controller writes, so that workers lose nothing."""
         self._compared += output["compared"]
         self._less += output["less"]
+        self._more += output["more"]
         self._measured += [(file, tuple(where), entry) for file, where, entry in output["measured"]]
 
     @pytest.hookimpl(wrapper=True)
@@ -74,6 +81,7 @@ class CostRun:
             output[settings.WORKER_COSTS] = {
                 "compared": self._compared,
                 "less": self._less,
+                "more": self._more,
                 "measured": [[file, list(where), entry] for file, where, entry in self._measured],
             }
             return
@@ -82,6 +90,14 @@ class CostRun:
             self._problem = self._problem or self._nothing_done()
             if self._problem:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self._tell_github()
+
+    def _tell_github(self) -> None:
+        said = [*self._more, *self._less, *filter(None, [self._problem])]
+        if said or self._compared:
+            compared = f"- {self._compared} did no more than their baselines say"
+            blocks = (f"```\n{each}\n```" for each in said)
+            add_to_github_summary(["### roseinfer: work of steps", "", compared, "", *blocks])
 
     def _write(self) -> str:
         """Write what was measured; why not all of it, if so."""

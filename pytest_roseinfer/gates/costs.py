@@ -75,9 +75,7 @@ class Costs:
         verdict = judge(work, was, self._marked["must_not_drop"])
         lines = "\n  ".join(verdict.in_words())
         if verdict.worse:
-            pytest.fail(
-                f"{name} does more work than its baseline in {self._file}:\n  {lines}\n"
-                f"If that is meant, {UPDATE} makes it the baseline.",
-                pytrace=False,
-            )
+            more = f"{name} does more work than its baseline in {self._file}:\n  {lines}"
+            self._run.more(f"{self._test}, {more}")
+            pytest.fail(f"{more}\nIf that is meant, {UPDATE} makes it the baseline.", pytrace=False)
         self._run.compared(f"{self._test}, {name} does less:\n  {lines}" if lines else "")

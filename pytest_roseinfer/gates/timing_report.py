@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.gates.noise_floor import told_apart
 from pytest_roseinfer.gates.verdict import Verdict
+from pytest_roseinfer.github_summary import add_to_github_summary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,11 +139,9 @@ def _microseconds(timings: Timings) -> str:
 
 def add_github_summary(results: Sequence[Timed], lines: Sequence[str]) -> None:
     """Append what the terminal shows to what a step of a GitHub workflow shows."""
-    file = os.environ.get("GITHUB_STEP_SUMMARY")
-    if not (file and results):
+    if not results:
         return
-    there = results[0].there
-    with open(file, "a", encoding="utf-8") as summary:
-        summary.write(f"### roseinfer: decode steps against {there}\n\n")
-        summary.write(table(results, "github") + "\n\n")
-        summary.writelines(f"- {line}\n" for line in lines)
+    head = f"### roseinfer: decode steps against {results[0].there}"
+    add_to_github_summary(
+        [head, "", table(results, "github"), "", *(f"- {line}" for line in lines)]
+    )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.github_summary import add_to_github_summary
 from pytest_roseinfer.report.html import page
 from pytest_roseinfer.report.terminal import searched, table
 
@@ -46,8 +46,7 @@ def add_github_summary(
     seen: Coverage, asked: Settings, problems: Mapping[str, Sequence[str]]
 ) -> None:
     """Append the tables to what a step of a GitHub workflow shows."""
-    file = os.environ.get("GITHUB_STEP_SUMMARY")
-    if not (file and seen.targets):
+    if not seen.targets:
         return
     lines: list[str] = []
     for name, target in seen.targets.items():
@@ -56,5 +55,4 @@ def add_github_summary(
         lines += [f"- **failed**: {problem}" for problem in problems.get(name, ())]
         lines.append("")
     lines += [f"- **failed**: {problem}" for problem in problems.get("", ())]
-    with open(file, "a", encoding="utf-8") as summary:
-        summary.write("\n".join(lines) + "\n")
+    add_to_github_summary(lines)

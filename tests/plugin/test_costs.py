@@ -106,6 +106,20 @@ def test_the_example_of_the_how_to_is_one(project: Project) -> None:
     project.pytest().assert_outcomes(passed=1)
 
 
+def test_a_workflow_shows_what_was_compared(
+    gated: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = gated.path / "summary.md"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    gated.pytest().assert_outcomes(passed=1)
+    said = summary.read_text()
+    assert "### roseinfer: work of steps\n\n- 1 did no more than their baselines say\n" in said
+    assert "does more work" not in said
+    change(gated, "range(4)", "range(5)")
+    gated.pytest().assert_outcomes(failed=1)
+    assert "steady does more work than its baseline" in summary.read_text()[len(said) :]
+
+
 def test_as_much_work_passes_and_says_nothing_of_an_update(gated: Project) -> None:
     result = gated.pytest("--roseinfer-costs", FILE)
     result.assert_outcomes(passed=1)
