@@ -48,10 +48,6 @@ def attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every layer: ``[1, heads, tokens, head_dim]`` each."""
-    if getattr(module, "is_causal", True) is False:
-        raise UnsupportedModel(
-            f"{type(module).__name__} attends to what comes later too, which is not supported"
-        )
     asked = [name for name in _CHANGES_ATTENTION if kwargs.get(name) is not None]
     if asked or roseinfer_batch is None or attention_mask is not None:
         raise UnsupportedModel(
@@ -225,6 +221,9 @@ def _refuse_other_attention(model: Any) -> None:
         raise UnsupportedModel(f"{name} does not use transformers' attention interface")
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model")
+    attentions = (module for module in model.modules() if hasattr(module, "layer_idx"))
+    if any(getattr(module, "is_causal", None) is False for module in attentions):
+        raise UnsupportedModel(f"{name} attends to what comes later too, which is not supported")
     for setting, meaning in (
         ("attn_logit_softcapping", "soft-capped attention"),
         ("attention_chunk_size", "chunked attention"),
