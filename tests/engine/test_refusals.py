@@ -48,71 +48,32 @@ def test_a_model_without_the_attention_interface() -> None:
         build(config)
 
 
-def bert() -> Any:
-    return transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        is_decoder=False,
-    )
-
-
-def lfm2() -> Any:
-    """Of its two layers one is a convolution, which remembers the last tokens by itself."""
-    return transformers.Lfm2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        layer_types=["conv", "full_attention"],
-        max_position_embeddings=32,
-    )
-
-
-def diffllama() -> Any:
-    """Its layers attend twice."""
-    return transformers.DiffLlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-
-
-def nemotron() -> Any:
-    """Asks its attention for a mask."""
-    return transformers.NemotronConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=32,
-    )
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+_CONVOLUTION = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+"""It remembers the last tokens by itself."""
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (bert, "attends to what comes later too"),
-        (lfm2, "2 layers should attend once each.* the layers that did are \\[1\\]"),
-        (diffllama, "1 layers should attend once each"),
-        (nemotron, "mask"),
+        (transformers.BertConfig(**_SMALL, is_decoder=False), "attends to what comes later too"),
+        (transformers.Lfm2Config(**_SMALL | _CONVOLUTION), r"layers that did are \[1\]"),
+        (transformers.DiffLlamaConfig(**_SMALL), r"layers that did are \[0, 0\]"),
+        (transformers.NemotronConfig(**_SMALL, head_dim=8), "mask"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ids=["looks_ahead", "convolution", "attends_twice", "wants_a_mask"],
 )
 def test_layers_that_do_not_attend_as_ours_do(config: Any, said: str) -> None:
     with pytest.raises(UnsupportedModel, match=said):
-        build(config())
+        build(config)
 
 
 def test_more_positions_than_the_model_has() -> None:

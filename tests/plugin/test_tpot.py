@@ -76,6 +76,23 @@ def git(project: Project, *arguments: str) -> None:
     subprocess.run(["git", *who, *arguments], cwd=project.path, check=True, capture_output=True)
 
 
+def test_a_folder_beside_the_one_pytest_is_started_in(project: Project) -> None:
+    """With its name apart from the option, and no ini file, pytest's root is what holds both."""
+    for name, microseconds in (("mine", 1000), ("other", 800)):
+        (project.path / name).mkdir()
+        project.write(**{f"{name}/engine": engine(microseconds), f"{name}/test_speed": marked()})
+    arguments = ["-p", "no:cacheprovider", "--roseinfer-against", "../other"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments, "test_speed.py"],
+        cwd=project.path / "mine",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert re.search(r"test_decode .* 1\.250 .* SLOWER", done.stdout), done.stdout
+
+
 def test_nobody_asked_so_nothing_is_timed(timed: Project) -> None:
     result = timed.pytest("-rs")
     result.assert_outcomes(skipped=1)
