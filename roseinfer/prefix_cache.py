@@ -145,7 +145,8 @@ class PrefixCache:
     ) -> None:
         """Keep what the sequence stored, a partial block too, for others to match."""
         self.insert(held, tokens, block_lists, stored)
-        if held.tip is not None:
+        # A tail it still holds is no block of its own: once taken out, others may hold it too.
+        if held.tip is not None and held.tail is None:
             self._add_tail(held.tip, tokens, block_lists, stored)
         self._end(held)
 

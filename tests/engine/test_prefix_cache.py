@@ -332,7 +332,8 @@ class Naive:
         trail, tail = self.trails[sequence], tuple(sequence.tokens[: sequence.stored])
         left = sequence.stored - len(trail.passed) * self.block_size
         room = self.block_size - left
-        if self._open(trail) and left and room and not planned and tail not in self.known:
+        own = left and room and not planned and trail.tail is None
+        if self._open(trail) and own and tail not in self.known:
             self.known[tail] = Known(tail, set())
             self.order.append(self.known[tail])
         self._end(sequence)
@@ -792,6 +793,19 @@ def test_a_sequence_ends_once(world: World) -> None:
     assert world.hit(1, 2, 3, 4, 5, 6) == 5
     assert world.hit(6, 6, 6) == 0
     world.finish()
+
+
+def test_a_tail_taken_out_is_not_kept_again_while_others_hold_its_block(world: World) -> None:
+    world.keep(1, 2)
+    first, second = world.start([1, 2, 3]), world.start([1, 2, 4])
+    assert first.block_lists == second.block_lists
+    world.cache.clear()
+    world.release(first)  # it has stored nothing of its own
+    world.check()
+    assert world.cache.num_evictable == 0, "evicting it would free nothing"
+    world.release(second)
+    world.check()
+    assert world.free_blocks == world.shape.blocks
 
 
 def test_clear_leaves_sequences_their_blocks(world: World) -> None:
