@@ -1,7 +1,8 @@
 """Where a steady decode step's time goes: what the host does while the device works.
 
 No profiler takes part, which would slow down the host and nobody else: the host's clock is read
-around each step and each wait, and the device notes when it came to a step and when it was done.
+around each step and each wait, and the device notes when it began with a step's graph and when it
+was done.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ from roseinfer.config import SamplingParams
 from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from roseinfer.engine import Engine
     from roseinfer.llm import LLM
@@ -41,7 +43,7 @@ class StepTimeRow:
     host_works_us: float
     host_waits_us: float
     device_works_us: float | None
-    """None where the host is the device."""
+    """On a step's graph; None where none is replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Traced:
     steps: list[Interval]
     waits: list[Interval]
     device: list[Interval]
-    """From when it came to a step until it was done with it; empty where it is the host."""
+    """From when it began with a step's graph until it was done with it."""
 
 
 def measure(
@@ -79,38 +81,59 @@ def measure(
 
 
 def trace(engine: Engine, steps: int) -> Traced:
+    if engine.sessions.kv.device.type != "cuda":
+        return Traced(_timed(engine, steps), [], [])
+    with _noted_waits() as waits, _noted_replays() as replays:
+        found = _timed(engine, steps)
+    return Traced(found, waits, replays.intervals())
+
+
+def _timed(engine: Engine, steps: int) -> list[Interval]:
     clock = time.perf_counter
-    marks = _DeviceMarks() if engine.sessions.kv.device.type == "cuda" else None
     found: list[Interval] = []
-    with _noted_waits() as waits:
-        for _ in range(steps):
-            begin = clock()
-            if marks:
-                marks.add()
-            engine.step()
-            if marks:
-                marks.add()
-            found.append((begin, clock()))
-    return Traced(found, waits, marks.intervals() if marks else [])
+    for _ in range(steps):
+        begin = clock()
+        engine.step()
+        found.append((begin, clock()))
+    return found
 
 
-class _DeviceMarks:
-    """When the device reached places in its stream, told on the host's clock."""
+class _Replays:
+    """When the device began with each graph and was done with it, told on the host's clock."""
 
     def __init__(self) -> None:
         self._first = _mark()
         self._first.synchronize()
         self._zero = time.perf_counter()
-        self._marks: list[torch.cuda.Event] = []
+        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def add(self) -> None:
-        self._marks.append(_mark())
+    def note(self, replay: Callable[[], None]) -> None:
+        begin = _mark()
+        replay()
+        self._marks.append((begin, _mark()))
 
     def intervals(self) -> list[Interval]:
-        """Between the first and the second mark, the third and the fourth, and so on."""
         torch.cuda.synchronize()
-        moments = [self._zero + self._first.elapsed_time(mark) / 1e3 for mark in self._marks]
-        return list(zip(moments[::2], moments[1::2], strict=True))
+        return [(self._moment(begin), self._moment(end)) for begin, end in self._marks]
+
+    def _moment(self, mark: torch.cuda.Event) -> float:
+        milliseconds: float = self._first.elapsed_time(mark)
+        return self._zero + milliseconds / 1e3
+
+
+@contextmanager
+def _noted_replays() -> Iterator[_Replays]:
+    replays = _Replays()
+    real = torch.cuda.CUDAGraph.replay
+
+    def replay(self: torch.cuda.CUDAGraph) -> None:
+        replays.note(partial(real, self))
+
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    try:
+        yield replays
+    finally:
+        torch.cuda.CUDAGraph.replay = real  # type: ignore[method-assign]
 
 
 def _mark() -> torch.cuda.Event:
@@ -141,7 +164,7 @@ def row_of(sequences: int, traced: Traced) -> StepTimeRow:
     lengths = [end - begin for begin, end in traced.steps]
     waited = [covered(traced.waits, step) for step in traced.steps]
     works = [length - wait for length, wait in zip(lengths, waited, strict=True)]
-    device = _busy(traced.device)
+    device = traced.device
     return StepTimeRow(
         sequences,
         median(lengths) * 1e6,
@@ -156,7 +179,7 @@ def spans_of(sequences: int, traced: Traced) -> list[SpanRow]:
     middle = len(traced.steps) // 2
     drawn = traced.steps[middle : middle + _DRAWN]
     begin, end = drawn[0][0], drawn[-1][1]
-    lanes = {"step": drawn, "wait": traced.waits, "device": _busy(traced.device)}
+    lanes = {"step": drawn, "wait": traced.waits, "device": traced.device}
     return [
         SpanRow(sequences, who, (max(first, begin) - begin) * 1e6, (min(last, end) - begin) * 1e6)
         for who, spans in lanes.items()
@@ -169,11 +192,6 @@ def covered(spans: Iterable[Interval], within: Interval) -> float:
     """How much of an interval lies in any of ``spans``, which do not overlap."""
     begin, end = within
     return sum(max(0.0, min(last, end) - max(first, begin)) for first, last in spans)
-
-
-def _busy(device: Sequence[Interval]) -> list[Interval]:
-    """Without the steps in which it was given nothing to do."""
-    return [(begin, end) for begin, end in device if end > begin]
 
 
 def _fill(engine: Engine, sequences: int, context: int, new: int) -> list[Request]:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 _STEPS = """\
 All sequences decode, none comes or goes; medians. A step is what the host works and what it waits
-for the device. device works us: from when the device came to a step until it was done with it."""
+for the device. device works us: from when the device began with a step's graph until it was done
+with it, which is all it does in a step but a few small copies."""
 _SPANS = "Some of those steps: what ran from when to when."
 
 

@@ -17,7 +17,7 @@ US = 1e-6
 TRACED = Traced(
     steps=[(at * US, (at + 100) * US) for at in (0, 100, 200, 300, 400)],
     waits=[((at + 60) * US, (at + 90) * US) for at in (0, 100, 200, 300, 400)],
-    device=[((at - 10) * US, (at + 70) * US) for at in (0, 100, 200, 300)] + [(1.0, 1.0)],
+    device=[((at - 10) * US, (at + 70) * US) for at in (0, 100, 200, 300)],
 )
 """The device is 10 us ahead of the host's steps, and takes 80 us for each."""
 

@@ -37,6 +37,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     return found
 
 
+@pytest.mark.filterwarnings(  # some versions of torch warn of themselves when they compile
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_same_tokens_come(family: str, graphs: list[torch.fx.GraphModule]) -> None:
     plain = LLM(tiny(family, "cpu"), device="cpu", kv_cache_tokens=256)
