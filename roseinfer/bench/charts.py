@@ -112,7 +112,7 @@ def _draw_ladder(figure: Figure, document: Document) -> None:
     axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
     axes.invert_yaxis()
     axes.set_xlabel("a decode step, milliseconds (log)")
-    axes.legend(fontsize=8, loc="lower right")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def _draw_trace(figure: Figure, document: Document) -> None:
                 where = [(span["begin_us"], span["end_us"] - span["begin_us"])]
                 panel.broken_barh(where, (place - 0.4, 0.8), color=color, edgecolor="white")
         panel.set_yticks([0, 1], ["device", "host"])
-        panel.set_title(f"{row['sequences']} sequences", fontsize=9, loc="left")
+        panel.set_title(f"sequences: {row['sequences']}", fontsize=9, loc="left")
     panels[-1].set_xlabel("microseconds; gray: the host waits for the device")
 
 
