@@ -13,9 +13,9 @@ COMPILE = """
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from roseinfer.attention.append_decode_triton import _append_attend_kernel
     from roseinfer.attention.chunk_triton import _chunk_kernel
     from roseinfer.attention.combine_triton import combine_kernel
+    from roseinfer.attention.decode_triton import _decode_kernel
     from roseinfer.fused.likeliest_triton import _advance_kernel, _strip_kernel
     from roseinfer.fused.linear_triton import _parts_kernel, _whole_kernel
     from roseinfer.fused.norm_triton import _add_norm_kernel, _embed_norm_kernel
@@ -53,9 +53,11 @@ COMPILE = """
 
     capability, dtype = int(sys.argv[1]), sys.argv[2]
     attends = dict(GROUP=2, D=80, TILE_D=128, TILE_T=64, LIMIT=0)
+    decodes = dict(Q_HEADS=4, TILE_G=16, ROOM=True, **attends)
     for block in (16, 64):
-        check(_append_attend_kernel, dtype, Q_HEADS=4, BLOCK=block, TILE_G=16, PARTS=4, **attends)
-    check(_append_attend_kernel, dtype, Q_HEADS=4, BLOCK=64, TILE_G=16, PARTS=1, **attends)
+        check(_decode_kernel, dtype, BLOCK=block, PARTS=4, APPENDS=True, **decodes)
+    check(_decode_kernel, dtype, BLOCK=64, PARTS=1, APPENDS=True, **decodes)
+    check(_decode_kernel, dtype, BLOCK=16, PARTS=4, APPENDS=False, **decodes)
     check(_chunk_kernel, dtype, BLOCK=16, TILE_Q=16, TILE_G=2, **attends)
     check(combine_kernel, dtype, Q_HEADS=4, D=80, TILE_P=4, TILE_D=128)
     tile = dict(TILE_R=16, TILE_N=32, TILE_K=64)
@@ -73,4 +75,4 @@ COMPILE = """
 def test_the_kernels_of_decoding_compile(capability: int, dtype: str) -> None:
     """For GPUs that let kernels start early, and for others."""
     code = COMPILE.replace("sys.argv[1]", f"'{capability}'").replace("sys.argv[2]", f"'{dtype}'")
-    assert len(run_python(code).split()) == 11
+    assert len(run_python(code).split()) == 12

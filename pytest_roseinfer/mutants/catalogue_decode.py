@@ -9,7 +9,7 @@ _STEP = "roseinfer.decode.step"
 _RESIDENT = "roseinfer.decode.resident"
 _READBACK = "roseinfer.decode.readback"
 _RUNNER = "roseinfer.runner"
-_APPEND = "roseinfer.attention.append_decode_triton"
+_DECODE = "roseinfer.attention.decode_triton"
 _GPT2 = "roseinfer.fused.gpt2"
 
 
@@ -124,8 +124,8 @@ MUTANTS = (
     ),
     _mutant(
         "new-token-seen-twice",
-        "The context that the append kernel goes through ends behind the new token.",
-        _APPEND,
+        "The context that the decode kernel goes through ends behind the new token.",
+        _DECODE,
         "    end = tl.minimum(begin + share, length)\n",
         "    end = tl.minimum(begin + share, length + 1)\n",
     ),

@@ -188,7 +188,6 @@ class _ManagerAdapter(KVCacheAdapter):
             torch.tensor(padded, device=manager.device),
             torch.tensor(lengths, device=manager.device),
             scale,
-            longest=max(lengths),
         )
 
     def _length(self, seq: int, layer: int) -> int:

@@ -177,7 +177,6 @@ class AttentionBatch:
             self._table(layer // self.kv.layers_per_group),
             self._device_lengths,
             scale,
-            longest=max(self.lengths[: self._singles]),
         )
 
     @cached_property

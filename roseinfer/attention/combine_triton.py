@@ -14,6 +14,7 @@ def combine_kernel(
     partial, weights_max, weights_sum, out,
     parts, o_s, o_h, o_d,
     Q_HEADS: tl.constexpr, D: tl.constexpr, TILE_P: tl.constexpr, TILE_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes one query head of one sequence."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -21,6 +22,9 @@ def combine_kernel(
     row = (sequence * Q_HEADS + head) * parts
     part = tl.arange(0, TILE_P)
     dims = tl.arange(0, TILE_D)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     top = tl.load(weights_max + row + part, part < parts, other=float("-inf"))
     total = tl.load(weights_sum + row + part, part < parts, other=0.0)
     # A part behind the end of the context has no maximum and no weight.

@@ -1,9 +1,15 @@
 """Decode attention: one query token for each sequence, over blocks wherever they lie.
 
-A program takes one sequence, one KV head with all query heads that share it, and one part
-of the context; where there are several parts a second kernel combines them. What lies in a
-block behind the sequence's last token is never used: its scores are masked, and its values
-are replaced by zero before they are weighted, since zero times NaN is NaN.
+A program takes one sequence, one KV head with the query heads that share it, and one part of
+the context; where there are several parts a second kernel combines them. How many there are
+depends on the number of programs alone, never on a length, so that a captured launch stays
+right while sequences grow. What lies in a block behind the sequence's last token is never
+used: its scores are masked, and its values are zero before they are weighted, since zero
+times NaN is NaN.
+
+The same launch may store the token's key and value first. The program of the first part does
+so, and begins with the new token as the only one it has seen: nothing that a launch writes is
+read back in it.
 """
 
 from __future__ import annotations
@@ -14,81 +20,105 @@ import triton.language as tl
 
 from roseinfer.attention.combine_triton import LOG2_E, combine_kernel
 from roseinfer.errors import BadArgument
+from roseinfer.kv.dot_triton import dot
+from roseinfer.kv.early_launch import early
 from roseinfer.kv.triton_launch import on_device
 
-_PART = 256
-"""Tokens of context that one program takes."""
-_TILE = 8192
-"""Most products of query heads, tokens and dimensions that a program holds at a time."""
+_MOST_PARTS = 32
+_PROCESSORS = 132
+"""Of the largest GPUs."""
+_PROGRAMS_WANTED = 3 * _PROCESSORS
+_FEW = 6 * _PROCESSORS
+"""Up to so many programs each may be a large one."""
+_AT_ONCE = 8 * _PROCESSORS
+"""Up to so many programs run together. With more, the kernel behind, let in early, would
+take the place of the last ones."""
 
 
 @triton.jit
-def _partial_kernel(
-    query, k_cache, v_cache, tables, lengths, out, partial, weights_max, weights_sum,
+def _decode_kernel(
+    query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max, weights_sum,
     scale,
-    q_s, q_h, q_d, o_s, o_h, o_d,
-    kc_b, kc_h, kc_t, kc_d,
-    vc_b, vc_h, vc_t, vc_d,
-    table_width, parts,
+    q_s, q_h, k_s, k_h, v_s, v_h, o_s, o_h,
+    kc_b, kc_h, kc_t, table_pitch, length_pitch,
     Q_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    TILE_G: tl.constexpr, TILE_D: tl.constexpr, TILE_T: tl.constexpr, PART: tl.constexpr,
-    WHOLE: tl.constexpr,
+    TILE_G: tl.constexpr, TILE_D: tl.constexpr, TILE_T: tl.constexpr, PARTS: tl.constexpr,
+    LIMIT: tl.constexpr, APPENDS: tl.constexpr, EARLY: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
-    length = tl.load(lengths + sequence)
+    length = tl.load(lengths + sequence * length_pitch).to(tl.int32)
     members = tl.arange(0, TILE_G)
     dims = tl.arange(0, TILE_D)
-    q_heads = kv_head * GROUP + members
-    q_inside = (members[:, None] < GROUP) & (dims[None, :] < D)
-    q = tl.load(
-        query + sequence * q_s + q_heads[:, None] * q_h + dims[None, :] * q_d, q_inside, other=0.0
-    ).to(tl.float32)
+    heads = kv_head * GROUP + members
+    d_inside = dims < D
+    q_inside = (members[:, None] < GROUP) & d_inside[None, :]
+    table = tables + sequence * table_pitch
+    share = tl.cdiv(tl.cdiv(length, PARTS), TILE_T) * TILE_T
+    begin = part * share
+    end = tl.minimum(begin + share, length)
+    if EARLY:
+        if ROOM:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    q = tl.load(query + sequence * q_s + heads[:, None] * q_h + dims[None, :], q_inside, other=0.0)
     top = tl.full((TILE_G,), float("-inf"), tl.float32)
     total = tl.zeros((TILE_G,), tl.float32)
     sums = tl.zeros((TILE_G, TILE_D), tl.float32)
-    begin = part * PART
-    # The bounds are no tensors, which not every version of Triton's interpreter can count to.
-    for at in range(0, PART, TILE_T):
-        tokens = begin + at + tl.arange(0, TILE_T)
-        stored = tokens < tl.minimum(begin + PART, length)
-        blocks = tl.load(tables + sequence * table_width + tokens // BLOCK, stored, other=0).to(
-            tl.int64
-        )
-        slots = (tokens % BLOCK).to(tl.int64)
-        inside = stored[:, None] & (dims[None, :] < D)
-        k = tl.load(
-            k_cache + blocks[:, None] * kc_b + kv_head * kc_h + slots[:, None] * kc_t
-            + dims[None, :] * kc_d, inside, other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        v = tl.load(
-            v_cache + blocks[:, None] * vc_b + kv_head * vc_h + slots[:, None] * vc_t
-            + dims[None, :] * vc_d, inside, other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        scores = tl.sum(q[:, None, :] * k[None, :, :], 2) * scale
+    if APPENDS:
+        own = d_inside & (part + 0 * dims == 0)
+        k_new = tl.load(key + sequence * k_s + kv_head * k_h + dims, own, other=0.0)
+        v_new = tl.load(value + sequence * v_s + kv_head * v_h + dims, own, other=0.0)
+        k_new = k_new.to(k_cache.dtype.element_ty)
+        v_new = v_new.to(v_cache.dtype.element_ty)
+        block = tl.load(table + length // BLOCK).to(tl.int64)
+        slot = block * kc_b + kv_head * kc_h + (length % BLOCK) * kc_t + dims
+        tl.store(k_cache + slot, k_new, own)
+        tl.store(v_cache + slot, v_new, own)
+        own_score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+        top = tl.where(part == 0, own_score, top)
+        total = tl.where(part == 0, 1.0, total)
+        sums += v_new.to(tl.float32)[None, :]
+
+    # Not every version of Triton's interpreter can count to a tensor.
+    stop = LIMIT if LIMIT else end
+    start = 0 if LIMIT else begin
+    for at in tl.range(start, stop, TILE_T, num_stages=3):
+        tokens = at + tl.arange(0, TILE_T)
+        stored = (tokens >= begin) & (tokens < end)
+        if BLOCK % TILE_T == 0:
+            base = tl.load(table + at // BLOCK).to(tl.int64) * kc_b
+            places = base + kv_head * kc_h + (tokens % BLOCK) * kc_t
+        else:
+            blocks = tl.load(table + tokens // BLOCK, stored, other=0).to(tl.int64)
+            places = blocks * kc_b + kv_head * kc_h + (tokens % BLOCK) * kc_t
+        inside = stored[:, None] & d_inside[None, :]
+        k = tl.load(k_cache + places[:, None] + dims[None, :], inside, other=0.0)
+        v = tl.load(v_cache + places[:, None] + dims[None, :], inside, other=0.0)
+        scores = dot(q, tl.trans(k)) * scale
         scores = tl.where(stored[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        # Nothing stored up to here: infinity less infinity is NaN.
+        # Nothing seen up to here: infinity less infinity is NaN.
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         shrink = tl.exp2(top - finite)
         weights = tl.exp2(scores - finite[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        sums = sums * shrink[:, None] + tl.sum(weights[:, :, None] * v[None, :, :], 1)
+        sums = sums * shrink[:, None] + dot(weights.to(v.dtype), v)
         top = higher
-    if WHOLE:
+    if PARTS == 1:
         tl.store(
-            out + sequence * o_s + q_heads[:, None] * o_h + dims[None, :] * o_d,
+            out + sequence * o_s + heads[:, None] * o_h + dims[None, :],
             (sums / total[:, None]).to(out.dtype.element_ty), q_inside,
         )  # fmt: skip
     else:
-        row = (sequence * Q_HEADS + q_heads) * parts + part
+        row = (sequence * Q_HEADS + heads) * PARTS + part
         tl.store(weights_max + row, top, members < GROUP)
         tl.store(weights_sum + row, total, members < GROUP)
         tl.store(partial + row[:, None] * D + dims[None, :], sums, q_inside)
 
 
-_INTERPRETED = not isinstance(_partial_kernel, triton.runtime.JITFunction)
+_INTERPRETED = not isinstance(_decode_kernel, triton.runtime.JITFunction)
 
 
 def paged_attention_decode(
@@ -98,41 +128,103 @@ def paged_attention_decode(
     tables: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
-    *,
-    longest: int,
 ) -> torch.Tensor:
-    """Attention of one token a sequence, ``[sequences, q_heads, head_dim]``.
+    """Attention of one stored token a sequence, ``[sequences, q_heads, head_dim]``.
 
-    ``k_cache`` and ``v_cache`` are one layer, ``[blocks, kv_heads, block_size, head_dim]``;
-    row ``i`` of ``tables`` lists sequence ``i``'s blocks and ``lengths[i]`` counts its
-    tokens, the query's own included. ``longest`` bounds the lengths, so that the number of
-    programs is known without asking the device.
+    The caches are one layer, ``[blocks, kv_heads, block_size, head_dim]``; row ``i`` of
+    ``tables`` lists sequence ``i``'s blocks and ``lengths[i]`` counts its tokens, the query's
+    own included. The caches lie in memory alike, the elements of a head side by side.
     """
+    return _attend(query, None, k_cache, v_cache, tables, lengths, scale)
+
+
+def append_and_attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Store one token for each sequence, ``[sequences, kv_heads, head_dim]``, and attend from it.
+
+    As ``paged_attention_decode``, but that ``lengths[i]`` counts what is stored before, and row
+    ``i`` of ``tables`` has a block for the new token too.
+    """
+    return _attend(query, (key, value), k_cache, v_cache, tables, lengths, scale)
+
+
+def _attend(
+    query: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor] | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    _check(query, k_cache, v_cache)
+    query, key, value = map(_side_by_side, (query, *(new or (query, query))))
     sequences, q_heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_cache.shape
-    if q_heads % kv_heads or k_cache.shape[3] != head_dim:
-        raise BadArgument(
-            f"{q_heads} query heads of {head_dim} do not fit {kv_heads} KV heads of "
-            f"{k_cache.shape[3]}"
-        )
-    parts = max(1, -(-longest // _PART))
+    group = q_heads // kv_heads
+    parts = _num_parts(sequences, kv_heads)
     rows = sequences * q_heads * parts if parts > 1 else 0
     partial = query.new_empty((rows, head_dim), dtype=torch.float32)
     weights_max, weights_sum = query.new_empty((2, rows), dtype=torch.float32)
-    out = torch.empty_like(query)
-    group = q_heads // kv_heads
-    tile_g, tile_d = 1 << (group - 1).bit_length(), max(16, 1 << (head_dim - 1).bit_length())
-    tile_t = _PART if _INTERPRETED else min(_PART, max(16, _TILE // (tile_g * tile_d)))
+    out = query.new_empty(query.shape)
+    tile_g = max(16, 1 << (group - 1).bit_length())
+    tile_d = max(16, 1 << (head_dim - 1).bit_length())
+    programs = sequences * kv_heads * parts
+    tile_t, warps = _tile(programs)
+    limit = max(1, int(lengths.max())) if _INTERPRETED else 0
+    # The lengths of a step in slots were there before it began; others may have just been copied.
+    quick = new is not None and early(query)
     with on_device(query.device):
-        _partial_kernel[(sequences, kv_heads, parts)](
-            query, k_cache, v_cache, tables, lengths, out, partial, weights_max, weights_sum,
-            scale * LOG2_E, *query.stride(), *out.stride(), *k_cache.stride(), *v_cache.stride(),
-            tables.stride(0), parts,
-            q_heads, group, head_dim, block_size, tile_g, tile_d, tile_t, _PART, parts == 1,
+        _decode_kernel[(sequences, kv_heads, parts)](
+            query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max,
+            weights_sum, scale * LOG2_E,
+            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2],
+            *k_cache.stride()[:3], tables.stride(0), lengths.stride(0),
+            q_heads, group, head_dim, block_size, tile_g, tile_d, tile_t, parts, limit,
+            new is not None, quick, programs <= _AT_ONCE, num_warps=warps, launch_pdl=quick,
         )  # fmt: skip
         if parts > 1:
             combine_kernel[(sequences, q_heads)](
                 partial, weights_max, weights_sum, out, parts, *out.stride(),
-                q_heads, head_dim, 1 << (parts - 1).bit_length(), tile_d,
+                q_heads, head_dim, 1 << (parts - 1).bit_length(), tile_d, quick, launch_pdl=quick,
             )  # fmt: skip
     return out
+
+
+def _check(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    _, q_heads, head_dim = query.shape
+    if q_heads % k_cache.shape[1] or k_cache.shape[3] != head_dim or k_cache.shape != v_cache.shape:
+        raise BadArgument(
+            f"{q_heads} query heads of {head_dim} do not fit caches of {tuple(k_cache.shape)} and "
+            f"{tuple(v_cache.shape)}"
+        )
+    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
+        raise BadArgument(
+            "caches must have the same strides, the last of them 1; they have "
+            f"{k_cache.stride()} and {v_cache.stride()}"
+        )
+
+
+def _side_by_side(heads: torch.Tensor) -> torch.Tensor:
+    """With the elements of a head next to each other in memory."""
+    return heads if heads.stride(2) == 1 else heads.contiguous()
+
+
+def _tile(programs: int) -> tuple[int, int]:
+    """Tokens that a program looks at together, and its warps: the fastest on an H200."""
+    return (64, 4) if programs <= _FEW else (32, 1)
+
+
+def _num_parts(sequences: int, kv_heads: int) -> int:
+    if _INTERPRETED:  # where a program costs the same whatever it does
+        return 1 if sequences > 2 else 2
+    wanted = max(1, _PROGRAMS_WANTED // (sequences * kv_heads))
+    return min(_MOST_PARTS, 1 << (wanted.bit_length() - 1))

@@ -13,6 +13,7 @@ import torch
 from roseinfer.bench import (
     append,
     append_scaling,
+    attention_bench,
     charts,
     ladder_bench,
     reporting,
@@ -73,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m roseinfer.bench", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="NAME")
     _add_append(commands)
+    attention_bench.add(commands)
     _add_scheduling(commands)
     ladder_bench.add(commands)
     step_trace_bench.add(commands)

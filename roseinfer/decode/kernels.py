@@ -23,7 +23,7 @@ def load_decode_kernels(device: torch.device) -> DecodeKernels | None:
     """None where they cannot run. Imports Triton, so this is asked once, at the start."""
     if not load_kernels(device)[0]:
         return None
-    from roseinfer.attention.append_decode_triton import append_and_attend
+    from roseinfer.attention.decode_triton import append_and_attend
     from roseinfer.fused.likeliest_triton import advance_to_likeliest
 
     return DecodeKernels(append_and_attend, advance_to_likeliest)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from roseinfer import BadArgument
-from roseinfer.attention import append_decode_triton
-from roseinfer.attention.append_decode_triton import append_and_attend
+from roseinfer.attention import decode_triton
+from roseinfer.attention.decode_triton import append_and_attend
 from roseinfer.decode.attention import append_and_attend_reference
 from tests.kv.harness import assert_same_bits
 
@@ -143,7 +143,7 @@ def test_contexts_in_parts(
     device: str, block_size: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts at, before and behind the end of a context; some have nothing to look at."""
-    monkeypatch.setattr(append_decode_triton, "_num_parts", lambda *_: parts)
+    monkeypatch.setattr(decode_triton, "_num_parts", lambda *_: parts)
     check(Case(device, [0, 63, 64, 65, 130], block_size=block_size))
 
 
@@ -157,7 +157,7 @@ def test_a_part_of_large_scores_outweighs_the_others(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts are put together by their largest scores, wherever these are."""
-    monkeypatch.setattr(append_decode_triton, "_num_parts", lambda *_: 3)
+    monkeypatch.setattr(decode_triton, "_num_parts", lambda *_: 3)
     for loud in (10, 100, 180):
         case = Case(device, [190], block_size=16)
         case.slot(case.caches[0], 0, loud)[:] *= 20

@@ -45,7 +45,6 @@ class Case:
         rows = [block_ids + [0] * (width - len(block_ids)) for block_ids in self.lists]
         self.tables = torch.tensor(rows, device=device)
         self.scale = head_dim**-0.5
-        self.longest = max(lengths)
 
     def decode(self) -> torch.Tensor:
         return paged_attention_decode(
@@ -55,7 +54,6 @@ class Case:
             self.tables,
             self.lengths,
             self.scale,
-            longest=self.longest,
         )
 
     def reference(self) -> torch.Tensor:
@@ -80,7 +78,7 @@ def test_every_grouping_of_query_heads(device: str, q_heads: int, kv_heads: int)
     assert_close(Case(device, [7, 2], q_heads=q_heads, kv_heads=kv_heads))
 
 
-@pytest.mark.parametrize("length", [255, 256, 257, 512, 513, 700])
+@pytest.mark.parametrize("length", [31, 32, 33, 63, 64, 65, 700])
 def test_contexts_that_are_split(device: str, length: int) -> None:
     """At, before and behind the end of a part, beside a sequence of one token."""
     assert_close(Case(device, [length, 1], block_size=16))
@@ -117,5 +115,5 @@ def test_the_context_matters(device: str) -> None:
 def test_heads_that_do_not_fit_are_refused(device: str) -> None:
     case = Case(device, [3])
     case.query = case.query[:, :3]
-    with pytest.raises(BadArgument, match="3 query heads of 8 do not fit 2 KV heads of 8"):
+    with pytest.raises(BadArgument, match="3 query heads of 8 do not fit caches of"):
         case.decode()

@@ -113,9 +113,9 @@ def test_a_wrong_kernel_of_theirs_is_seen(
 ) -> None:
     right: Callable[..., torch.Tensor] = decode.paged_attention_decode
 
-    def short(*given: Any, longest: int) -> torch.Tensor:
+    def short(*given: Any) -> torch.Tensor:
         *before, lengths, scale = given
-        return right(*before, lengths - 1, scale, longest=longest)
+        return right(*before, lengths - 1, scale)
 
     monkeypatch.setattr(decode, "paged_attention_decode", short)
     said = said_of(kind, on_manager(SHARED, device, triton=True))

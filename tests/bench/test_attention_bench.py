@@ -1,0 +1,65 @@
+"""The benchmark of attention measures the shapes it was asked for."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from roseinfer.bench.__main__ import main
+from roseinfer.bench.attention import Rig, Shape
+from roseinfer.decode.attention import append_and_attend_reference
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_its_rows_are_those_asked_for(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "attention.json"
+    shapes = ["2x70:4/2x16", "3x64:2/2x8"]
+    asked = ["--shapes", *shapes, "--device", device, "--rounds", "1", "--json", str(file)]
+    assert main(["attention", *asked]) == 0
+    document = json.loads(file.read_text())
+    bandwidth = document["facts"]["copy_bandwidth_gb_per_s"]
+    rows = document["tables"]["attention"]
+    paths = ["attention_append_and_attend", "attention_decode_triton"]
+    paths = paths if device == "cuda" else ["attention_slots_reference"]
+    found = [(row["shape"], row["path_that_ran"]) for row in rows]
+    assert found == [(shape, path) for shape in shapes for path in paths]
+    size = {"cuda": 2, "cpu": 4}[device]
+    assert rows[0]["floor_us"] == pytest.approx(2 * 2 * 70 * 2 * 16 * size / bandwidth / 1e3)
+    assert all(row["times_floor"] == row["us"] / row["floor_us"] for row in rows)
+    assert ("Triton" in capsys.readouterr().out) == (device == "cpu"), "why kernels are not timed"
+
+
+def test_what_it_times_attends_to_the_whole_context() -> None:
+    shape = Shape.read("2x70:4/2x16")
+    rig = Rig.of(shape, 64, torch.device("cpu"), torch.float32)
+    keys, values = rig.layers[0]
+
+    def out() -> torch.Tensor:
+        return append_and_attend_reference(
+            rig.query, rig.key, rig.value, keys, values, rig.tables, rig.stored, 0.25
+        )
+
+    before = out()
+    for position in range(69):  # the last is where the new token goes
+        block = rig.tables[1, position // 64]
+        values[block, :, position % 64] += 100
+        changed = out()
+        assert not torch.equal(changed[1], before[1])
+        assert torch.equal(changed[0], before[0])
+        before = changed
+    values[rig.tables[1, 1], :, 70 - 64 :] += 100
+    assert torch.equal(out(), before), "nothing is stored there"
+
+
+@pytest.mark.parametrize("text", ["64x1024", "0x4:2/2x8", "4x4:3/2x8", "4x4:2/2x8,"])
+def test_a_shape_that_is_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["attention", "--shapes", text])
+    assert f"{text} is no shape such as 64x1024:32/8x128" in capsys.readouterr().err
