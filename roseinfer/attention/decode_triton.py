@@ -179,7 +179,7 @@ def _attend(
     tile_d = max(16, 1 << (head_dim - 1).bit_length())
     programs = sequences * kv_heads * parts
     tile_t, warps = _tile(programs)
-    limit = max(1, int(lengths.max())) if _INTERPRETED else 0
+    limit = tables.shape[1] * block_size if _INTERPRETED else 0
     # The lengths of a step in slots were there before it began; others may have just been copied.
     quick = new is not None and early(query)
     with on_device(query.device):
