@@ -46,6 +46,8 @@ COMPILE = """
         if "EARLY" in names:
             constants["EARLY"] = capability >= 90
         types = {n: "constexpr" if n in constants else kind(kernel, n, dtype) for n in names}
+        if constants.get("PARTS") == 1:  # nothing to combine
+            types |= {name: "*" + dtype for name in SINGLE if name in names}
         given = {(names.index(name),): value for name, value in constants.items()}
         source = ASTSource(fn=kernel, signature=types, constexprs=given)
         assert compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]

@@ -2,10 +2,10 @@
 
 A program takes one sequence, one KV head with the query heads that share it, and one part of
 the context; where there are several parts a second kernel combines them. How many there are
-depends on the number of programs alone, never on a length, so that a captured launch stays
-right while sequences grow. What lies in a block behind the sequence's last token is never
-used: its scores are masked, and its values are zero before they are weighted, since zero
-times NaN is NaN.
+depends on the number of programs and the width of the tables, never on a length, so that a
+captured launch stays right while sequences grow. What lies in a block behind the sequence's
+last token is never used: its scores are masked, and its values are zero before they are
+weighted, since zero times NaN is NaN.
 
 The same launch may store the token's key and value first. The program of the first part does
 so, and begins with the new token as the only one it has seen: nothing that a launch writes is
@@ -28,8 +28,9 @@ _MOST_PARTS = 32
 _PROCESSORS = 132
 """Of the largest GPUs."""
 _PROGRAMS_WANTED = 3 * _PROCESSORS
+_LARGE = 64
+"""Tokens that a program looks at together where there are no more than few of them."""
 _FEW = 6 * _PROCESSORS
-"""Up to so many programs each may be a large one."""
 _AT_ONCE = 8 * _PROCESSORS
 """Up to so many programs run together. With more, the kernel behind, let in early, would
 take the place of the last ones."""
@@ -166,20 +167,24 @@ def _attend(
     scale: float,
 ) -> torch.Tensor:
     _check(query, k_cache, v_cache)
-    query, key, value = map(_side_by_side, (query, *(new or (query, query))))
+    query = _side_by_side(query)
+    key, value = map(_side_by_side, new) if new else (query, query)
     sequences, q_heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_cache.shape
     group = q_heads // kv_heads
-    parts = _num_parts(sequences, kv_heads)
-    rows = sequences * q_heads * parts if parts > 1 else 0
-    partial = query.new_empty((rows, head_dim), dtype=torch.float32)
-    weights_max, weights_sum = query.new_empty((2, rows), dtype=torch.float32)
+    most_tokens = tables.shape[1] * block_size
+    parts = _num_parts(sequences * kv_heads, most_tokens)
     out = query.new_empty(query.shape)
+    partial = weights_max = weights_sum = out
+    if parts > 1:
+        rows = sequences * q_heads * parts
+        partial = query.new_empty((rows, head_dim), dtype=torch.float32)
+        weights_max, weights_sum = query.new_empty((2, rows), dtype=torch.float32)
     tile_g = max(16, 1 << (group - 1).bit_length())
     tile_d = max(16, 1 << (head_dim - 1).bit_length())
     programs = sequences * kv_heads * parts
     tile_t, warps = _tile(programs)
-    limit = tables.shape[1] * block_size if _INTERPRETED else 0
+    limit = most_tokens if _INTERPRETED else 0
     # The lengths of a step in slots were there before it began; others may have just been copied.
     quick = new is not None and early(query)
     with on_device(query.device):
@@ -220,11 +225,12 @@ def _side_by_side(heads: torch.Tensor) -> torch.Tensor:
 
 def _tile(programs: int) -> tuple[int, int]:
     """Tokens that a program looks at together, and its warps: the fastest on an H200."""
-    return (64, 4) if programs <= _FEW else (32, 1)
+    return (_LARGE, 4) if programs <= _FEW else (32, 1)
 
 
-def _num_parts(sequences: int, kv_heads: int) -> int:
+def _num_parts(heads: int, most_tokens: int) -> int:
+    """Of a context, for so many KV heads of all sequences; none without a tile of its own."""
     if _INTERPRETED:  # where a program costs the same whatever it does
-        return 1 if sequences > 2 else 2
-    wanted = max(1, _PROGRAMS_WANTED // (sequences * kv_heads))
-    return min(_MOST_PARTS, 1 << (wanted.bit_length() - 1))
+        return 1 if heads > 4 else 2
+    wanted = max(1, _PROGRAMS_WANTED // heads)
+    return min(_MOST_PARTS, -(-most_tokens // _LARGE), 1 << (wanted.bit_length() - 1))
