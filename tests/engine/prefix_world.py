@@ -1,0 +1,267 @@
+"""A prefix cache in use, and all that must hold of it at any time.
+
+What is written for a token is a number that stands for the token and all before it, so a
+block that belongs behind another prefix shows whichever way it was reached.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer import prefix_cache
+from roseinfer.config import AppendPolicy
+from roseinfer.kv.manager import KVBlockManager
+from roseinfer.prefix_cache import Entry, Held, PrefixCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LAYERS = 2
+REAL_HASH = prefix_cache.chain_hash
+HASHES: dict[str, Callable[[int, int | tuple[int, ...]], int]] = {
+    "chained": REAL_HASH,
+    "three values": lambda before, link: REAL_HASH(before, link) % 3,
+    "constant": lambda before, link: 0,  # noqa: ARG005
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    block_size: int = 4
+    groups: int = 1
+    blocks: int = 20
+
+    @property
+    def layers_per_group(self) -> int:
+        return LAYERS // self.groups
+
+
+@dataclass(eq=False)
+class Sequence:
+    tokens: list[int]
+    block_lists: list[list[int]]
+    stored: int
+    held: Held
+
+
+class World:
+    """A cache of blocks, a prefix cache on it, and the sequences that use both."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.kv = KVBlockManager(
+            LAYERS,
+            1,
+            1,
+            shape.block_size,
+            shape.blocks + 1,
+            "cpu",
+            torch.float32,
+            AppendPolicy(triton=False),
+            layers_per_group=shape.layers_per_group,
+        )
+        self.cache = PrefixCache(self.kv)
+        self.sequences: list[Sequence] = []
+        self._numbers: dict[tuple[int, ...], int] = {}
+
+    # ------------------------------------------------------------------------------- steps
+
+    def start(self, tokens: list[int]) -> Sequence:
+        match = self.cache.match(tokens)
+        sequence = Sequence(list(tokens), match.block_lists, match.num_tokens, match.held)
+        self.sequences.append(sequence)
+        return sequence
+
+    def plan(self, sequence: Sequence, num_tokens: int, *, write: bool = True) -> None:
+        """Room for tokens, and their keys and values, but nothing that counts them as stored."""
+        start, size = sequence.stored, self.shape.layers_per_group
+        new = self.coded(sequence.tokens[: start + num_tokens])[start:]
+        for group, block_ids in enumerate(sequence.block_lists):
+            plan = self.kv.plan_append(group * size, [block_ids], [num_tokens])
+            for layer in range(group * size, (group + 1) * size):
+                if write:
+                    self.kv.write(plan, layer, new[:, None, None] + layer, -new[:, None, None])
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+        """One forward pass, and blocks that become full are registered."""
+        self.plan(sequence, num_tokens)
+        sequence.stored += num_tokens
+        self.insert(sequence)
+
+    def insert(self, sequence: Sequence) -> None:
+        self.cache.insert(sequence.held, sequence.tokens, sequence.block_lists, sequence.stored)
+
+    def run(self, tokens: list[int]) -> Sequence:
+        """A sequence that has stored all its tokens."""
+        sequence = self.start(tokens)
+        self.grow(sequence, len(tokens) - sequence.stored)
+        return sequence
+
+    def release(self, sequence: Sequence) -> None:
+        self.cache.release(sequence.held, sequence.tokens, sequence.block_lists, sequence.stored)
+        self.free(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        self.cache.forget(sequence.held)
+        self.free(sequence)
+
+    def free(self, sequence: Sequence) -> None:
+        for group, block_ids in enumerate(sequence.block_lists):
+            self.kv.free_blocks(group * self.shape.layers_per_group, block_ids)
+        self.sequences.remove(sequence)
+        self.poison()
+
+    def evict(self, blocks: int) -> int:
+        evictable, free = self.cache.num_evictable, self.free_blocks
+        freed = self.cache.evict(blocks)
+        assert self.free_blocks == free + freed
+        assert freed == min(blocks, evictable)
+        self.poison()
+        return freed
+
+    def keep(self, *tokens: int) -> None:
+        """Store these, and release them."""
+        self.release(self.run(list(tokens)))
+
+    # -------------------------------------------------------------------------- looking on
+
+    @property
+    def free_blocks(self) -> int:
+        (free,) = {self.kv.num_free_blocks(layer) for layer in range(LAYERS)}
+        return free
+
+    @property
+    def entries(self) -> list[Entry]:
+        return list(self.cache._entries.values())
+
+    def hit(self, *tokens: int) -> int:
+        """How many tokens a prompt would find. The sequence never runs."""
+        sequence = self.start(list(tokens))
+        self.check()
+        self.release(sequence)
+        return sequence.stored
+
+    def coded(self, tokens: list[int] | tuple[int, ...]) -> torch.Tensor:
+        prefixes = [tuple(tokens[: end + 1]) for end in range(len(tokens))]
+        numbers = [self._numbers.setdefault(each, 10 + len(self._numbers)) for each in prefixes]
+        return torch.tensor(numbers, dtype=torch.float32)
+
+    def poison(self) -> None:
+        """Nobody may read what lies in free blocks."""
+        for group in range(self.shape.groups):
+            layers = slice(
+                group * self.shape.layers_per_group, (group + 1) * self.shape.layers_per_group
+            )
+            free = [index for index, holders in self.refcounts(group).items() if not holders]
+            self.kv.keys[layers, free] = self.kv.values[layers, free] = float("nan")
+
+    def refcounts(self, group: int) -> dict[int, int]:
+        first = group * (self.shape.blocks + 1)
+        return {at: self.kv.refcount(first + at) for at in range(1, self.shape.blocks + 1)}
+
+    # ------------------------------------------------------------------------- invariants
+
+    def check(self) -> None:
+        self._check_contents()
+        self._check_counts()
+        self._check_order()
+        self._check_structure()
+
+    def _check_contents(self) -> None:
+        for sequence in self.sequences:
+            self._check_stored(sequence.block_lists, sequence.tokens[: sequence.stored])
+        for entry in self.entries:
+            chain = list(up_from(entry))[::-1]
+            lists = [
+                [each.block_ids[group] for each in chain] for group in range(self.shape.groups)
+            ]
+            self._check_stored(lists, [token for each in chain for token in each.tokens])
+
+    def _check_stored(self, block_lists: list[list[int]], tokens: list[int]) -> None:
+        want = self.coded(tokens)
+        for layer in range(LAYERS):
+            block_ids = block_lists[layer // self.shape.layers_per_group]
+            key, value = self.kv.gather_sequence(layer, block_ids)
+            assert torch.equal(key.flatten(), want + layer)
+            assert torch.equal(value.flatten(), -want)
+
+    def _check_counts(self) -> None:
+        """Every reference is somebody's: a sequence's list's or the cache's."""
+        holders = Counter(
+            block_id
+            for sequence in self.sequences
+            for block_ids in sequence.block_lists
+            for block_id in block_ids
+        )
+        holders.update(block_id for entry in self.entries for block_id in entry.block_ids)
+        for group in range(self.shape.groups):
+            first = group * (self.shape.blocks + 1)
+            counts = self.refcounts(group)
+            assert counts == {at: holders[first + at] for at in counts}
+            assert self.free_blocks == sum(not holders for holders in counts.values())
+        users = Counter(
+            entry
+            for sequence in self.sequences
+            for entry in (
+                *sequence.held.matched,
+                *sequence.held.inserted,
+                *([sequence.held.tail] if sequence.held.tail else []),
+            )
+        )
+        for entry in self.entries:
+            assert entry.users == users[entry]
+            for block_id in entry.block_ids:
+                assert self.kv.refcount(block_id) == entry.users + 1
+                assert self.kv.block_info(block_id).length == len(entry.tokens)
+        unused = [entry for entry in self.entries if not entry.users]
+        assert set(self.cache._unused) == set(unused)
+        assert self.cache.num_evictable == len(unused)
+
+    def _check_order(self) -> None:
+        """Nothing goes before what is unused below it."""
+        order = list(self.cache._unused)
+        for at, entry in enumerate(order):
+            assert not set(order[:at]) & set(up_from(entry))
+
+    def _check_structure(self) -> None:
+        entries = self.entries
+        below: list[Entry] = [self.cache._root]
+        for entry in below:
+            below += entry.children
+        assert set(below[1:]) == set(entries)
+        assert len(below) - 1 == len(entries) <= self.shape.blocks
+        for key, entry in self.cache._entries.items():
+            assert entry.cached
+            assert entry.key == key
+            assert entry.parent is not None
+            assert entry.end == entry.parent.end + len(entry.tokens)
+            assert not entry.parent.end % self.shape.block_size
+            assert 0 < len(entry.tokens) <= self.shape.block_size
+
+    def finish(self) -> None:
+        """All sequences end, and nothing of them is left."""
+        for sequence in list(self.sequences):
+            self.release(sequence)
+            self.check()
+        assert self.cache.num_evictable == len(self.entries)
+        self.cache.clear()
+        self.check()
+        assert self.cache.num_evictable == 0
+        assert not self.entries
+        assert not self.cache._root.children
+        assert self.free_blocks == self.shape.blocks
+
+
+def up_from(entry: Entry) -> Iterator[Entry]:
+    at: Entry | None = entry
+    while at is not None and at.parent is not None:
+        yield at
+        at = at.parent
+
+
+def prefix_of(entry: Entry) -> tuple[int, ...]:
+    return tuple(token for each in list(up_from(entry))[::-1] for token in each.tokens)
