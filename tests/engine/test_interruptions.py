@@ -1,0 +1,100 @@
+"""Calls that are interrupted leave nothing behind, and streams survive them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from roseinfer.attention.batch import AttentionBatch
+from tests.engine.continuations import TEXTS, by_transformers, greedy, small_llm
+from tests.engine.test_random_mixes import assert_no_block_is_lost
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roseinfer import LLM
+
+
+class Interrupter:
+    """Raises at the n-th call of something, once."""
+
+    def __init__(self, error: BaseException, at: int) -> None:
+        self.error, self.left = error, at
+
+    def count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+
+def interrupt(
+    monkeypatch: pytest.MonkeyPatch, llm: LLM, where: str, error: BaseException, step: int = 3
+) -> None:
+    """Have a step break off: before anything, between two layers, or with everything stored."""
+    interrupter = Interrupter(error, step)
+    if where == "between layers":
+        attend = AttentionBatch.attend
+
+        def broken_attend(self: AttentionBatch, layer: int, *args: Any) -> Any:
+            if layer == 1:
+                interrupter.count()
+            return attend(self, layer, *args)
+
+        monkeypatch.setattr(AttentionBatch, "attend", broken_attend)
+        return
+    sessions = llm.engine.sessions
+    extend = sessions.extend
+
+    def broken_extend(each: Sequence[Any], counts: Any = None) -> Any:
+        if where == "before":
+            interrupter.count()
+        logits = extend(each, counts)
+        if where == "after":
+            interrupter.count()
+        return logits
+
+    monkeypatch.setattr(sessions, "extend", broken_extend)
+
+
+PLACES = ["before", "between layers", "after"]
+
+
+@pytest.mark.parametrize("per_layer_kv", [False, True])
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken")], ids=repr)
+def test_a_call_that_is_interrupted_leaves_nothing_behind(
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    per_layer_kv: bool,
+    error: BaseException,
+) -> None:
+    llm = small_llm(device, per_layer_kv=per_layer_kv, max_batch_size=3, resident_decode=False)
+    for step in (1, 3):  # in a prompt's step, and in one of decoding
+        interrupt(monkeypatch, llm, where, error, step)
+        with pytest.raises(type(error)):
+            llm.generate(TEXTS, greedy(), progress=False)
+        monkeypatch.undo()
+        assert not llm.engine.has_work
+        for text, output in zip(TEXTS, llm.generate(TEXTS, greedy(), progress=False), strict=True):
+            assert output.token_ids == by_transformers(device, text, 16)
+        assert not llm.engine.has_work
+    assert_no_block_is_lost(llm)
+
+
+@pytest.mark.parametrize("per_layer_kv", [False, True])
+@pytest.mark.parametrize("where", PLACES)
+def test_a_stream_survives_a_call_that_is_interrupted(
+    device: str, monkeypatch: pytest.MonkeyPatch, where: str, per_layer_kv: bool
+) -> None:
+    llm = small_llm(device, per_layer_kv=per_layer_kv, resident_decode=False)
+    stream = llm.stream(TEXTS[0], greedy())
+    tokens = [next(stream).token_id]
+    interrupt(monkeypatch, llm, where, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(TEXTS[1], greedy(), progress=False)
+    monkeypatch.undo()
+    tokens += [update.token_id for update in stream]
+    assert tokens == by_transformers(device, TEXTS[0], 16)
+    assert_no_block_is_lost(llm)

@@ -1,0 +1,90 @@
+"""``LLM.stream``: the same as ``generate``, in pieces."""
+
+from __future__ import annotations
+
+import pytest
+
+from roseinfer import EnginePath
+from tests.engine.continuations import TEXTS, by_transformers, greedy, one, small_llm
+from tests.engine.test_random_mixes import assert_no_block_is_lost
+
+
+def test_a_stream_is_generate_in_pieces(device: str) -> None:
+    llm = small_llm(device)
+    for text in TEXTS:
+        updates = list(llm.stream(text, greedy(ignore_eos=True)))
+        assert [update.token_id for update in updates] == by_transformers(device, text, 16)
+        joined = "".join(update.text for update in updates)
+        assert joined == one(llm, text, greedy(ignore_eos=True)).text
+        assert updates[-1].request.finish_reason == "length"
+
+
+@pytest.mark.parametrize("taken", [1, 2, 5])
+def test_leaving_a_stream_early_frees_what_it_held(device: str, taken: int) -> None:
+    llm = small_llm(device)
+    for at, update in enumerate(llm.stream(TEXTS[0], greedy()), 1):
+        request = update.request
+        if at == taken:
+            break
+    assert request.finish_reason == "cancelled"
+    assert request.num_generated == taken
+    assert not llm.engine.has_work
+    assert_no_block_is_lost(llm)
+
+
+def test_a_stream_nobody_reads_asks_for_nothing(device: str) -> None:
+    llm = small_llm(device)
+    stream = llm.stream(TEXTS[0], greedy())
+    assert not llm.engine.has_work
+    stream.close()
+    assert not llm.engine.has_work
+
+
+def test_streams_in_turns(device: str) -> None:
+    llm = small_llm(device)
+    streams = [llm.stream(text, greedy()) for text in TEXTS[:3]]
+    got: list[list[int | None]] = [[] for _ in streams]
+    for _ in range(16):
+        for tokens, stream in zip(got, streams, strict=True):
+            tokens.append(next(stream).token_id)
+    assert [next(stream, None) for stream in streams] == [None] * 3
+    assert got == [by_transformers(device, text, 16) for text in TEXTS[:3]]
+    assert llm.engine.path_counts[EnginePath.BATCHED] > 10
+    assert_no_block_is_lost(llm)
+
+
+def test_a_stream_that_waits_misses_nothing(device: str) -> None:
+    """The other runs to its end first, which takes this one along."""
+    llm = small_llm(device)
+    waits, runs = llm.stream(TEXTS[0], greedy(6)), llm.stream(TEXTS[1], greedy(12))
+    tokens = [next(waits).token_id]
+    assert [update.token_id for update in runs] == by_transformers(device, TEXTS[1], 12)
+    tokens += [update.token_id for update in waits]
+    assert tokens == by_transformers(device, TEXTS[0], 6)
+
+
+def test_generate_within_the_loop_of_a_stream(device: str) -> None:
+    llm = small_llm(device)
+    tokens = []
+    for update in llm.stream(TEXTS[0], greedy()):
+        tokens.append(update.token_id)
+        if len(tokens) in (1, 4):
+            (output,) = llm.generate(TEXTS[1], greedy(6), progress=False)
+            assert output.token_ids == by_transformers(device, TEXTS[1], 6)
+    assert tokens == by_transformers(device, TEXTS[0], 16)
+    assert_no_block_is_lost(llm)
+
+
+def test_cancelled_once_is_cancelled_for_good(device: str) -> None:
+    llm = small_llm(device)
+    first, second = (llm.engine.submit(text, greedy()) for text in TEXTS[:2])
+    llm.engine.step()
+    for _ in range(2):
+        llm.engine.cancel(first)
+    while llm.engine.has_work:
+        llm.engine.step()
+    llm.engine.cancel(second)
+    assert (first.finish_reason, second.finish_reason) == ("cancelled", "length")
+    assert second.token_ids == by_transformers(device, TEXTS[1], 16)
+    assert llm.engine.path_counts[EnginePath.CANCELLED] == 1
+    assert_no_block_is_lost(llm)
