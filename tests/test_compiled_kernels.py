@@ -15,7 +15,7 @@ COMPILE = """
     from triton.compiler import ASTSource
     from roseinfer.attention.chunk_triton import _chunk_kernel
     from roseinfer.attention.combine_triton import combine_kernel
-    from roseinfer.attention.decode_triton import _decode_kernel
+    from roseinfer.attention.decode_triton import _decode_kernel, _tile
     from roseinfer.fused.likeliest_triton import _advance_kernel, _strip_kernel
     from roseinfer.fused.linear_triton import _parts_kernel, _whole_kernel
     from roseinfer.fused.norm_triton import _add_norm_kernel, _embed_norm_kernel
@@ -41,7 +41,7 @@ COMPILE = """
             return "*" + dtype
         return "fp32" if name in ("scale", "epsilon") else "i32"
 
-    def check(kernel, dtype, **constants):
+    def check(kernel, dtype, warps=4, **constants):
         names = kernel.arg_names
         if "EARLY" in names:
             constants["EARLY"] = capability >= 90
@@ -50,16 +50,24 @@ COMPILE = """
             types |= {name: "*" + dtype for name in SINGLE if name in names}
         given = {(names.index(name),): value for name, value in constants.items()}
         source = ASTSource(fn=kernel, signature=types, constexprs=given)
-        assert compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+        target = GPUTarget("cuda", capability, 32)
+        made = compile(source, target=target, options=dict(num_warps=warps))
+        assert made.asm["cubin"]
+        assert made.metadata.shared <= 64 << 10
         print(kernel.__name__)
 
     capability, dtype = int(sys.argv[1]), sys.argv[2]
     attends = dict(GROUP=2, D=80, TILE_D=128, TILE_T=64, LIMIT=0)
-    decodes = dict(Q_HEADS=4, TILE_G=16, ROOM=True, **attends)
+    decodes = dict(Q_HEADS=4, TILE_G=16, **attends)
     for block in (16, 64):
-        check(_decode_kernel, dtype, BLOCK=block, PARTS=4, APPENDS=True, **decodes)
-    check(_decode_kernel, dtype, BLOCK=64, PARTS=1, APPENDS=True, **decodes)
-    check(_decode_kernel, dtype, BLOCK=16, PARTS=4, APPENDS=False, **decodes)
+        check(_decode_kernel, dtype, BLOCK=block, PARTS=4, APPENDS=True, ROOM=True, **decodes)
+    check(_decode_kernel, dtype, BLOCK=64, PARTS=1, APPENDS=True, ROOM=True, **decodes)
+    check(_decode_kernel, dtype, BLOCK=16, PARTS=4, APPENDS=False, ROOM=False, **decodes)
+    for head_dim, kind_of, size in ((64, "fp32", 4), (128, dtype, 2), (256, "fp32", 4)):
+        for programs in (1, 1 << 20):
+            tile_t, warps = _tile(programs, head_dim * size)
+            decodes |= dict(D=head_dim, TILE_D=head_dim, TILE_T=tile_t, ROOM=programs == 1)
+            check(_decode_kernel, kind_of, warps, BLOCK=64, PARTS=1, APPENDS=True, **decodes)
     check(_chunk_kernel, dtype, BLOCK=16, TILE_Q=16, TILE_G=2, **attends)
     check(combine_kernel, dtype, Q_HEADS=4, D=80, TILE_P=4, TILE_D=128)
     tile = dict(TILE_R=16, TILE_N=32, TILE_K=64)
@@ -77,4 +85,4 @@ COMPILE = """
 def test_the_kernels_of_decoding_compile(capability: int, dtype: str) -> None:
     """For GPUs that let kernels start early, and for others."""
     code = COMPILE.replace("sys.argv[1]", f"'{capability}'").replace("sys.argv[2]", f"'{dtype}'")
-    assert len(run_python(code).split()) == 12
+    assert len(run_python(code).split()) == 18

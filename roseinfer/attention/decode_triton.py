@@ -28,12 +28,16 @@ _MOST_PARTS = 32
 _PROCESSORS = 132
 """Of the largest GPUs."""
 _PROGRAMS_WANTED = 3 * _PROCESSORS
-_LARGE = 64
-"""Tokens that a program looks at together where there are no more than few of them."""
-_FEW = 6 * _PROCESSORS
+_MOST_LARGE_PROGRAMS = 6 * _PROCESSORS
+"""With more, programs with a small tile and a single warp are faster."""
+_LARGE_TILE = 64
+"""Tokens that a program looks at together."""
+_TILE_BYTES = 1 << 14
+"""Of a tile's keys, at most. A program takes two to three times that of shared memory, of which
+some GPUs have 64 KiB."""
 _AT_ONCE = 8 * _PROCESSORS
-"""Up to so many programs run together. With more, the kernel behind, let in early, would
-take the place of the last ones."""
+"""Up to so many programs, the kernel behind is let in before all have ended. With more, it would
+take the place of those that have not begun."""
 
 
 @triton.jit
@@ -152,7 +156,8 @@ def append_and_attend(
     """Store one token for each sequence, ``[sequences, kv_heads, head_dim]``, and attend from it.
 
     As ``paged_attention_decode``, but that ``lengths[i]`` counts what is stored before, and row
-    ``i`` of ``tables`` has a block for the new token too.
+    ``i`` of ``tables`` has a block for the new token too. On a GPU ``lengths`` may be read before
+    the kernel in front has ended: it must not be what writes them.
     """
     return _attend(query, (key, value), k_cache, v_cache, tables, lengths, scale)
 
@@ -183,9 +188,8 @@ def _attend(
     tile_g = max(16, 1 << (group - 1).bit_length())
     tile_d = max(16, 1 << (head_dim - 1).bit_length())
     programs = sequences * kv_heads * parts
-    tile_t, warps = _tile(programs)
-    limit = most_tokens if _INTERPRETED else 0
-    # The lengths of a step in slots were there before it began; others may have just been copied.
+    tile_t, warps = _tile(programs, tile_d * k_cache.element_size())
+    limit = _limit(most_tokens, lengths, tight=new is None) if _INTERPRETED else 0
     quick = new is not None and early(query)
     with on_device(query.device):
         _decode_kernel[(sequences, kv_heads, parts)](
@@ -216,6 +220,15 @@ def _check(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) ->
             "caches must have the same strides, the last of them 1; they have "
             f"{k_cache.stride()} and {v_cache.stride()}"
         )
+    if not query.dtype == k_cache.dtype == v_cache.dtype:
+        raise BadArgument(
+            f"queries of {query.dtype} do not fit caches of {k_cache.dtype} and {v_cache.dtype}"
+        )
+
+
+def _limit(most_tokens: int, lengths: torch.Tensor, *, tight: bool) -> int:
+    """How far the interpreter counts: the tables of slots are wider than any sequence needs."""
+    return most_tokens if tight else max(1, int(lengths.max()))
 
 
 def _side_by_side(heads: torch.Tensor) -> torch.Tensor:
@@ -223,14 +236,18 @@ def _side_by_side(heads: torch.Tensor) -> torch.Tensor:
     return heads if heads.stride(2) == 1 else heads.contiguous()
 
 
-def _tile(programs: int) -> tuple[int, int]:
+def _tile(programs: int, head_bytes: int) -> tuple[int, int]:
     """Tokens that a program looks at together, and its warps: the fastest on an H200."""
-    return (_LARGE, 4) if programs <= _FEW else (32, 1)
+    if programs <= _MOST_LARGE_PROGRAMS and _LARGE_TILE * head_bytes <= _TILE_BYTES:
+        return _LARGE_TILE, 4
+    return min(32, max(16, _TILE_BYTES // head_bytes)), 1
 
 
-def _num_parts(heads: int, most_tokens: int) -> int:
-    """Of a context, for so many KV heads of all sequences; none without a tile of its own."""
+def _num_parts(rows: int, most_tokens: int) -> int:
+    """Of the context of so many sequences' KV heads: a power of two, so that kernels are few, and
+    no more than it takes for the longest that a table has room for."""
     if _INTERPRETED:  # where a program costs the same whatever it does
-        return 1 if heads > 4 else 2
-    wanted = max(1, _PROGRAMS_WANTED // heads)
-    return min(_MOST_PARTS, -(-most_tokens // _LARGE), 1 << (wanted.bit_length() - 1))
+        return 1 if rows > 4 else 2
+    wanted = max(1, _PROGRAMS_WANTED // rows)
+    tiles = -(-most_tokens // _LARGE_TILE)
+    return min(_MOST_PARTS, 1 << (wanted.bit_length() - 1), 1 << (tiles - 1).bit_length())

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _SPREAD_BYTES = 1 << 30
 """Caches of that many bytes take turns, so that none is still in a GPU's L2 cache."""
 _FEWEST_CALLS = 12
+_MOST_LAYERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Shape:
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
     shape: str
-    path_that_ran: str
+    path: str
     us: float
     """Per call: on a GPU of many in a CUDA graph, else until it is done."""
     floor_us: float
@@ -79,7 +80,7 @@ class Rig:
         each = -(-shape.context // block_size)
         blocks = shape.sequences * each
         count = -(-_SPREAD_BYTES // shape.cache_bytes(dtype)) if device.type == "cuda" else 1
-        size = (2, max(2, min(_FEWEST_CALLS * 8, count)), blocks, shape.kv_heads, block_size)
+        size = (2, max(2, min(_MOST_LAYERS, count)), blocks, shape.kv_heads, block_size)
         caches = torch.empty((*size, shape.head_dim), device=device, dtype=dtype).uniform_(-1, 1)
         made = {"device": device, "dtype": dtype}
         new = torch.rand((2, shape.sequences, shape.kv_heads, shape.head_dim), **made)  # type: ignore[call-overload]

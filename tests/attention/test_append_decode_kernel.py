@@ -147,6 +147,18 @@ def test_contexts_in_parts(
     check(Case(device, [0, 63, 64, 65, 130], block_size=block_size))
 
 
+@pytest.mark.parametrize("tile", [(64, 4), (32, 1), (16, 1)])
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_every_tile(
+    device: str, block_size: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that are chosen for more programs, or larger heads, than a test has."""
+    monkeypatch.setattr(decode_triton, "_tile", lambda *_: tile)
+    monkeypatch.setattr(decode_triton, "_AT_ONCE", 0)
+    lengths = [None, 15, 16, 31, 33, 64, 100]
+    check(Case(device, lengths, block_size=block_size, head_dim=64, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("sequences", [1, 2, 3])
 def test_as_many_parts_as_it_takes_by_itself(device: str, sequences: int) -> None:
     lengths: list[int | None] = [200, 3, 129]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, BadArgument, KVBlockManager
+from roseinfer.attention import decode_triton
 from roseinfer.attention.decode_triton import paged_attention_decode
 from roseinfer.attention.reference import paged_attention_reference
 
@@ -78,9 +79,10 @@ def test_every_grouping_of_query_heads(device: str, q_heads: int, kv_heads: int)
     assert_close(Case(device, [7, 2], q_heads=q_heads, kv_heads=kv_heads))
 
 
-@pytest.mark.parametrize("length", [31, 32, 33, 63, 64, 65, 700])
-def test_contexts_that_are_split(device: str, length: int) -> None:
+@pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 700])
+def test_contexts_that_are_split(device: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At, before and behind the end of a part, beside a sequence of one token."""
+    monkeypatch.setattr(decode_triton, "_num_parts", lambda *_: 2)
     assert_close(Case(device, [length, 1], block_size=16))
 
 
@@ -116,4 +118,11 @@ def test_heads_that_do_not_fit_are_refused(device: str) -> None:
     case = Case(device, [3])
     case.query = case.query[:, :3]
     with pytest.raises(BadArgument, match="3 query heads of 8 do not fit caches of"):
+        case.decode()
+
+
+def test_queries_of_another_dtype_are_refused(device: str) -> None:
+    case = Case(device, [3])
+    case.query = case.query.to(torch.bfloat16)
+    with pytest.raises(BadArgument, match=r"queries of torch\.bfloat16 do not fit caches of"):
         case.decode()

@@ -28,7 +28,7 @@ def test_its_rows_are_those_asked_for(
     rows = document["tables"]["attention"]
     paths = ["attention_append_and_attend", "attention_decode_triton"]
     paths = paths if device == "cuda" else ["attention_slots_reference"]
-    found = [(row["shape"], row["path_that_ran"]) for row in rows]
+    found = [(row["shape"], row["path"]) for row in rows]
     assert found == [(shape, path) for shape in shapes for path in paths]
     size = {"cuda": 2, "cpu": 4}[device]
     assert rows[0]["floor_us"] == pytest.approx(2 * 2 * 70 * 2 * 16 * size / bandwidth / 1e3)

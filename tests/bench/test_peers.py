@@ -9,11 +9,12 @@ import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from roseinfer import LLM, ConfigError, SamplingParams
+from roseinfer import LLM, ConfigError, SamplingParams, tiny_gpt2
 from roseinfer.bench import peer_process, peers, scheduler_bench
 from roseinfer.bench.peers import PEERS, PeerJob, PeerRow
 from tests.bench.test_serving_bench import ONCE, SMALL
@@ -37,6 +38,43 @@ def test_a_peer_does_the_work() -> None:
     assert row.total_s is not None
     assert row.completion_tok_per_s == pytest.approx(3 * 4 / row.total_s)
     assert row.not_available is None
+
+
+class StubVllm(ModuleType):
+    """What is used of vLLM, with the engine of this project behind it."""
+
+    class SamplingParams:
+        def __init__(self, **how: Any) -> None:
+            assert how == {
+                "temperature": 0.0,
+                "ignore_eos": True,
+                "max_tokens": 4,
+                "detokenize": False,
+            }
+
+    class LLM:
+        def __init__(self, **how: Any) -> None:
+            assert how["max_num_seqs"] == JOB.max_batch_size
+            assert how["max_model_len"] == 4 + 4
+            dtype = None if how["dtype"] == "auto" else how["dtype"]
+            self._llm = LLM(how["model"], device="cpu", dtype=dtype)
+
+        def generate(self, prompts: Any, params: object, use_tqdm: bool) -> list[Any]:
+            assert isinstance(params, StubVllm.SamplingParams)
+            assert not use_tqdm
+            ids = [prompt["prompt_token_ids"] for prompt in prompts]
+            greedy = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
+            return [SimpleNamespace(outputs=[each]) for each in self._llm.generate(ids, greedy)]
+
+
+@pytest.mark.parametrize("random_weights", [False, True])
+def test_vllm_is_given_the_work(random_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not installed where tests run: this is what is asked of it."""
+    monkeypatch.setitem(sys.modules, "vllm", StubVllm("vllm"))
+    source = {**TINY, "random_weights": random_weights}
+    if random_weights:
+        monkeypatch.setattr(peer_process, "_network", lambda _job: tiny_gpt2().model)
+    assert peer_process.vllm(replace(JOB, source=source))(4) == 3 * 4
 
 
 def test_a_peers_prompts_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+from roseinfer.bench import step_trace
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.step_trace import Traced, covered, row_of, spans_of
+from roseinfer.bench.step_trace import (
+    Traced,
+    _noted_replays,
+    _noted_waits,
+    covered,
+    row_of,
+    spans_of,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
 US = 1e-6
@@ -49,6 +61,62 @@ def test_spans_begin_with_the_first_drawn_step_and_end_with_the_last() -> None:
 def test_what_is_covered_lies_within() -> None:
     assert covered([(0, 2), (3, 4), (8, 12)], (1, 10)) == 1 + 1 + 2
     assert covered([(0, 1), (10, 12)], (1, 10)) == 0
+
+
+class Mark:
+    """An event of a device whose time passes only when its graph is replayed."""
+
+    milliseconds = 0.0
+
+    def __init__(self) -> None:
+        self.at = Mark.milliseconds
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Mark) -> float:
+        return other.at - self.at
+
+
+class Graph(torch.cuda.CUDAGraph):
+    """Stands in, on a CPU, for work that a device was taught."""
+
+    def __new__(cls, _: float) -> Graph:
+        return object.__new__(cls)
+
+    def __init__(self, milliseconds: float) -> None:
+        self.milliseconds = milliseconds
+
+
+def test_graphs_are_marked_where_they_begin_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replay(graph: Graph) -> None:
+        Mark.milliseconds += graph.milliseconds
+
+    monkeypatch.setattr(step_trace, "_mark", Mark)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay)
+    before = time.perf_counter()
+    with _noted_replays() as replays:
+        begun = time.perf_counter()
+        Graph(3.0).replay()
+        Mark.milliseconds += 10.0
+        Graph(5.0).replay()
+    (first, second) = replays.intervals()
+    assert before <= first[0] <= begun, "on the host's clock"
+    assert first[1] - first[0] == pytest.approx(3e-3)
+    assert second[0] - first[1] == pytest.approx(10e-3)
+    assert second[1] - second[0] == pytest.approx(5e-3)
+
+
+@pytest.mark.parametrize("noted", [_noted_waits, _noted_replays])
+def test_all_is_itself_again_whatever_happens(
+    noted: Callable[[], AbstractContextManager[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_trace, "_mark", Mark)
+    real = torch.cuda.Event.synchronize, torch.cuda.CUDAGraph.replay
+    with pytest.raises(KeyError), noted():
+        raise KeyError
+    assert (torch.cuda.Event.synchronize, torch.cuda.CUDAGraph.replay) == real
 
 
 def run(device: str, *words: str) -> int:

@@ -57,7 +57,7 @@ class Decoding:
         slots: int = 6,
         graphs: bool = False,
     ) -> None:
-        self.sessions = engine_on(device, family)
+        self.sessions = engine_on(device, family, blocks=40 + 3 * slots)
         if kernels is None:
             kernels = device == "cuda"  # the interpreter is slow
         loaded = load_decode_kernels(torch.device(device)) if kernels else None

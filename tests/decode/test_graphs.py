@@ -7,7 +7,7 @@ import torch
 
 from roseinfer import EnginePath, SamplingParams
 from roseinfer.decode.graphs import StepGraphs
-from tests.decode.residents import PROMPTS, Decoding, alone
+from tests.decode.residents import GREEDY, PROMPTS, Decoding, alone
 from tests.kv.harness import assert_same_bits, bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -33,6 +33,23 @@ def test_every_number_of_sequences(device: str, size: int) -> None:
         decoding.step()
     assert decoding.texts() == [alone(device, prompt, 7) for prompt in prompts]
     assert decoding.sessions.path_counts[EnginePath.GRAPH] == 6
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("size", [15, 33, 100, 199, 265, 300])
+def test_sizes_of_other_kernels(device: str, size: int, params: SamplingParams) -> None:
+    """Attention takes other tiles from 199 sequences of four heads on, and lets the next kernel in
+    later from 265 on."""
+    texts = []
+    for fast in (True, False):
+        decoding = Decoding(device, slots=300, graphs=fast, kernels=fast)
+        for at in range(size):
+            decoding.begin([at % 90 + 1, at // 90 + 2], params, seed=at)
+        for _ in range(6):
+            decoding.step()
+        texts.append(decoding.texts())
+        assert decoding.sessions.path_counts[EnginePath.GRAPH] == 6 * fast
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("greedy", [True, False])

@@ -241,6 +241,7 @@ def test_whoever_gives_way_goes_on_where_it_was(device: str, lag: int, prefix_ca
     run(llm)
     assert [each.token_ids for each in requests] == [expected(device, at) for at in range(4)]
     assert sum(each.preempted for each in requests) > 0
+    assert (llm.engine.path_counts[EnginePath.GRAPH] > 0) == (device == "cuda")
     assert_no_block_is_lost(llm)
 
 
