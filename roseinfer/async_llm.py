@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from roseinfer.config import SamplingParams
-from roseinfer.errors import EngineStopped
+from roseinfer.errors import BadArgument, ConfigError, EngineStopped
+from roseinfer.llm import LLM
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from roseinfer.engine import Update
-    from roseinfer.llm import LLM
     from roseinfer.request import Request
 
 
@@ -40,12 +40,16 @@ class AsyncLLM:
     """
 
     def __init__(self, llm: LLM) -> None:
+        if not isinstance(llm, LLM):
+            raise ConfigError(f"AsyncLLM serves an LLM that was built before, not {llm!r}")
+        self._llm = llm
         self._engine = llm.engine
         self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[int, _Listener] = {}
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._closed = False
+        self._why: Exception = EngineStopped("the engine was closed")
         self._ended = False
         """The thread will not look at what there is to do again."""
 
@@ -102,6 +106,14 @@ class AsyncLLM:
                 self._do_all()
 
     def _run(self) -> None:
+        try:
+            with self._llm.in_use():
+                self._serve()
+        except BadArgument as error:
+            self._closed, self._why = True, error
+            self._end(error)
+
+    def _serve(self) -> None:
         while not self._closed:
             self._do_all(wait=not self._engine.has_work)
             try:
@@ -115,7 +127,7 @@ class AsyncLLM:
                 listener = self._listeners.get(update.request.id)
                 if listener is not None:
                     listener.tell(update)
-        self._end(EngineStopped("the engine was closed"))
+        self._end(self._why)
 
     def _do_all(self, *, wait: bool = False) -> None:
         try:
@@ -129,7 +141,7 @@ class AsyncLLM:
         self, listener: _Listener, prompt: str | Sequence[int], params: SamplingParams
     ) -> None:
         if self._closed:
-            listener.tell(EngineStopped("the engine was closed"))
+            listener.tell(self._why)
             return
         try:
             listener.request = self._engine.submit(prompt, params)

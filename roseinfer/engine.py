@@ -9,6 +9,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.block_supply import BlockSupply
+from roseinfer.config import SamplingParams
 from roseinfer.decode.kernels import load_decode_kernels
 from roseinfer.decode.resident import ResidentDecode
 from roseinfer.engine_paths import EnginePath
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Sequence
 
-    from roseinfer.config import EngineConfig, SamplingParams
+    from roseinfer.config import EngineConfig
     from roseinfer.kv.manager import KVBlockManager
     from roseinfer.model import CausalModel
     from roseinfer.runner import Flight
@@ -103,6 +104,8 @@ class Engine:
 
     def submit(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
         """Queue a prompt; raises for one that could never be served."""
+        if not isinstance(params, SamplingParams):
+            raise BadArgument(f"how to choose tokens is said by SamplingParams, not by {params!r}")
         token_ids = self._token_ids(prompt)
         self.sessions.check_tokens(token_ids)
         if params.stop and self._tokenizer is None:
@@ -150,7 +153,7 @@ class Engine:
         if prompt_length >= positions:
             raise RequestTooLarge(
                 f"a prompt of {prompt_length} tokens leaves no room for a new one: the model "
-                f"has {positions} positions"
+                f"has {positions} positions{', by max_length' if self.config.max_length else ''}"
             )
         most = min(params.max_new_tokens, positions - prompt_length)
         size = self._block_size

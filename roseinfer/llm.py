@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,6 +70,10 @@ class LLM:
             end_tokens=loaded.end_tokens,
         )
         self._mail: dict[int, deque[Update]] = {}
+        self._uses = 0
+        """Calls and streams that are open, all of one thread."""
+        self._user = 0
+        self._counting = threading.Lock()
 
     def generate(
         self,
@@ -86,7 +91,7 @@ class LLM:
         each = _for_each(params, len(asked))
         outputs: list[RequestOutput | None] = [None] * len(asked)
         waiting: dict[int, int] = {}
-        with _bar(len(asked), progress) as bar, self._undisturbed() as requests:
+        with self.in_use(), _bar(len(asked), progress) as bar, self._undisturbed() as requests:
             for at, (prompt, own) in enumerate(zip(asked, each, strict=True)):
                 outputs[at] = self._submit(prompt, own, requests)
                 if outputs[at] is None:
@@ -119,19 +124,38 @@ class LLM:
 
         Leaving the loop early cancels the request.
         """
-        request = self.engine.submit(prompt, params or SamplingParams())
-        arrived = self._mail[request.id] = deque()
-        try:
-            while request.finish_reason is None or arrived:
-                while arrived:
-                    yield arrived.popleft()
-                if request.finish_reason is None:
-                    self._step()
-        finally:
-            del self._mail[request.id]
-            self.engine.cancel(request)
+        with self.in_use():
+            request = self.engine.submit(prompt, params or SamplingParams())
+            arrived = self._mail[request.id] = deque()
+            try:
+                while request.finish_reason is None or arrived:
+                    while arrived:
+                        yield arrived.popleft()
+                    if request.finish_reason is None:
+                        self._step()
+            finally:
+                del self._mail[request.id]
+                self.engine.cancel(request)
         if request.error is not None:
             raise request.error
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """One thread at a time: two would take each other's tokens."""
+        me = threading.get_ident()
+        with self._counting:
+            if self._uses and self._user != me:
+                raise BadArgument(
+                    "this LLM is in use by another thread, or by an AsyncLLM that is not closed: "
+                    "give all prompts to one generate, or serve all threads with one AsyncLLM"
+                )
+            self._user = me
+            self._uses += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._uses -= 1
 
     def _step(self) -> list[Update]:
         """A step for everybody: streams that wait meanwhile find what it brought them."""
@@ -168,7 +192,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One text is one prompt; so are token ids that stand alone."""
     if isinstance(prompts, str):
         return [prompts]
-    found: list[Any] = list(prompts)
+    try:
+        found: list[Any] = list(prompts)
+    except TypeError:
+        raise BadArgument(
+            f"prompts are a text, token ids, or several of these, not {prompts!r}"
+        ) from None
     alone = bool(found) and all(isinstance(each, int) for each in found)
     return [found] if alone else found
 

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from roseinfer.compiling import compile_layers
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError, UnsupportedModel
+from roseinfer.kv.kernels import load_kernels
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.model import CausalModel, fetch
 from roseinfer.padded_head import pad_head
@@ -54,6 +55,7 @@ def load(
     """``model`` is ``"tiny"``, a directory, a hub id, or a model that was loaded already."""
     where = resolve_device(device)
     wanted = resolve_dtype(dtype, where)
+    _check_what_is_asked_of(where, config)
     network: Any = model
     if isinstance(model, (str, os.PathLike)):
         network, tokenizer = _network(os.fspath(model), where, wanted, tokenizer)
@@ -71,6 +73,17 @@ def load(
         tokenizer,
         _end_tokens(network, tokenizer),
     )
+
+
+def _check_what_is_asked_of(device: torch.device, config: EngineConfig) -> None:
+    """Raise where a switch is on for what cannot run there."""
+    for name in ("paged_attention", "fused_model"):
+        if getattr(config, name):
+            kernels, reason = load_kernels(device)
+            if not kernels:
+                raise ConfigError(f"{name}=True: {reason}")
+    if config.cuda_graph and device.type != "cuda":
+        raise ConfigError(f"cuda_graph=True: there are no CUDA graphs on {device.type}")
 
 
 def _causal(network: Any, config: EngineConfig) -> CausalModel:

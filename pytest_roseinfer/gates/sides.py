@@ -65,7 +65,8 @@ def _git(folder: Path, *arguments: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", "") or "no path, no NAME==VERSION, and no revision of git"
-        raise CannotMeasure(f"{OPTION}: {arguments[-1]}: {said.strip()}") from error
+        asked = arguments[-1].removesuffix("^{commit}")
+        raise CannotMeasure(f"{OPTION}: {asked}: {said.strip()}") from error
     return done.stdout.strip()
 
 

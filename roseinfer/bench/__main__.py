@@ -151,8 +151,8 @@ def _append_config(args: argparse.Namespace) -> AppendConfig:
 def _add_scheduling(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("scheduling", help="what deciding on a step costs the host")
     add = parser.add_argument
-    add("--running", type=int, nargs="+", default=[16, 64, 256, 1024], metavar="N")
-    add("--waiting", type=int, nargs="+", default=[0, 10_000], metavar="N")
+    add("--running", type=whole(1), nargs="+", default=[16, 64, 256, 1024], metavar="N")
+    add("--waiting", type=whole(0), nargs="+", default=[0, 10_000], metavar="N")
     add("--quick", action="store_true", help="few rounds: does it run?")
     add_outputs(parser, plot=False)
     parser.set_defaults(run=_scheduling)

@@ -38,8 +38,10 @@ class Shape:
         """``64x1024:32/8x128``: sequences, context, query heads, KV heads, head size."""
         found = cls._WRITTEN.fullmatch(text)
         numbers = [int(number) for number in found.groups()] if found else [0]
-        if min(numbers) < 1 or numbers[2] % numbers[3]:
+        if min(numbers) < 1:
             raise ValueError(f"{text} is no shape such as 64x1024:32/8x128")
+        if numbers[2] % numbers[3]:
+            raise ValueError(f"{text}: {numbers[3]} KV heads are no part of {numbers[2]} heads")
         return cls(*numbers)
 
     def __str__(self) -> str:

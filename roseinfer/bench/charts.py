@@ -41,11 +41,16 @@ def redraw(saved: Path, path: Path) -> None:
     try:
         document = json.loads(saved.read_text(encoding="utf-8"))
         benchmark = document["benchmark"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{saved} is no report of a benchmark: {error!r}") from error
+    except OSError as error:
+        raise ConfigError(f"{saved} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(f"{saved} is no report of a benchmark, as --json writes it") from None
     if benchmark not in _CHARTS:
         raise ConfigError(f"{saved} is a report of {benchmark!r}, which has no chart")
-    draw(document, path)
+    try:
+        draw(document, path)
+    except (TypeError, KeyError) as error:
+        raise ConfigError(f"{saved} lacks what its chart is drawn from: {error}") from None
 
 
 def draw(document: Document, path: Path) -> None:
@@ -144,13 +149,14 @@ def _draw_trace(figure: Figure, document: Document) -> None:
     rows, spans = document["tables"]["steps"], document["tables"]["spans"]
     panels = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
     lanes = {"step": (1, "tab:blue"), "wait": (1, "lightgray"), "device": (0, "tab:green")}
+    on_device = any(span["who"] == "device" for span in spans)
     for panel, row in zip(panels, rows, strict=True):
         for span in spans:
             if span["sequences"] == row["sequences"]:
                 place, color = lanes[span["who"]]
                 where = [(span["begin_us"], span["end_us"] - span["begin_us"])]
                 panel.broken_barh(where, (place - 0.4, 0.8), color=color, edgecolor="white")
-        panel.set_yticks([0, 1], ["device", "host"])
+        panel.set_yticks(*(([0, 1], ["device", "host"]) if on_device else ([1], ["host"])))
         panel.set_title(f"sequences: {row['sequences']}", fontsize=9, loc="left")
     panels[-1].set_xlabel("microseconds; gray: the host waits for the device")
 

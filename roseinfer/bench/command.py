@@ -21,9 +21,12 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     args = parser.parse_args(words)
     kept: Path | None = getattr(args, "json", None)
     drawn: Path | None = getattr(args, "plot", None)
-    for option, path in (("--json", kept), ("--plot", drawn)):
+    chart: Path | None = getattr(args, "chart", None)
+    for option, path in (("--json", kept), ("--plot", drawn), ("chart", chart)):
         if path and not path.parent.is_dir():
             parser.error(f"{option} {path}: make the directory {path.parent} first")
+        if path and path.is_dir():
+            parser.error(f"{option} {path}: this is a directory, and a file is to be written")
     try:
         if drawn:
             charts.check(drawn)  # before an hour of measuring, not after it

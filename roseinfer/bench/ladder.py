@@ -123,6 +123,12 @@ class Ladder:
 
     def _ground(self, llm: LLM) -> Ground:
         config, model = self._config, llm.engine.sessions.model
+        positions = model.shape.max_length
+        if config.prompt_tokens + config.max_new_tokens > positions:
+            raise ConfigError(
+                f"{config.prompt_tokens} + {config.max_new_tokens} tokens are more than the "
+                f"model's {positions} positions"
+            )
         prompts = random_prompts(config.batch, config.prompt_tokens, model.shape.vocab_size)
         greedy = SamplingParams(
             temperature=0.0, max_new_tokens=config.max_new_tokens, ignore_eos=True

@@ -38,7 +38,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     group.add_argument("--max-new-tokens", type=whole(2), default=256, help="%(default)s")
     group.add_argument("--block-size", type=whole(1), default=64, help="%(default)s")
     group.add_argument(
-        "--run-ahead", type=whole(1), default=4, help="steps, on the last rung (%(default)s)"
+        "--run-ahead", type=whole(1), default=4, help="steps, on the last two rungs (%(default)s)"
     )
     options.add_runs(parser)
     options.add_outputs(parser, plot=True)

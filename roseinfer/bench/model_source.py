@@ -55,7 +55,8 @@ class ModelSource:
             return random_model(self.name, self.device, self.dtype)
         device = resolve_device(self.device)
         if self.name == "tiny":
-            return tiny_gpt2(str(device)).model
+            dtype = resolve_dtype(self.dtype, device)
+            return tiny_gpt2(str(device)).model.to(torch.float32 if dtype == "auto" else dtype)
         return fetch(self.name, resolve_dtype(self.dtype, device)).to(device)
 
     def skeleton(self) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from roseinfer.config import ADMISSION_POLICIES, SamplingParams
 from roseinfer.errors import ConfigError
@@ -28,9 +28,12 @@ _ENGINE = (
 _CHOOSING = ("temperature", "top_k", "top_p")
 
 
+Number = TypeVar("Number", int, float)
+
+
 def whole(least: int) -> Callable[[str], int]:
     def whole_number(text: str) -> int:
-        number = int(text)
+        number = _read(int, text, "whole number")
         if number < least:
             raise argparse.ArgumentTypeError(f"must be at least {least}, not {number}")
         return number
@@ -39,10 +42,17 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def milliseconds(text: str) -> float:
-    number = float(text)
+    number = _read(float, text, "number")
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
     return number
+
+
+def _read(kind: Callable[[str], Number], text: str, what: str) -> Number:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}") from None
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -52,7 +62,12 @@ def counts(text: str) -> tuple[int, ...]:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
-    add("--hf-model-id", default="gpt2", metavar="NAME", help="a directory or a hub id")
+    add(
+        "--hf-model-id",
+        default="gpt2",
+        metavar="NAME",
+        help="a directory, a hub id, or tiny (default: gpt2)",
+    )
     add(
         "--random-weights",
         action="store_true",
@@ -148,6 +163,8 @@ def sampling(args: argparse.Namespace) -> SamplingParams:
     if chosen and not args.do_sample:
         names = ", ".join("--" + name.replace("_", "-") for name in chosen)
         raise ConfigError(f"{names}: no effect on the likeliest token; add --do-sample")
+    if args.do_sample and args.temperature == 0:
+        raise ConfigError("--temperature 0 is the likeliest token: drop --do-sample, or raise it")
     return SamplingParams(
         max_new_tokens=args.max_new_tokens,
         ignore_eos=args.no_stop_on_eos,

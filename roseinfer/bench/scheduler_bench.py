@@ -9,6 +9,7 @@ from roseinfer.bench import options
 from roseinfer.bench.command import run_command
 from roseinfer.bench.driving import WAYS
 from roseinfer.bench.serving import Serving
+from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,5 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(args: argparse.Namespace, command: str) -> Report:
+    if args.peers is not None and args.mode not in ("offline", "all"):
+        raise ConfigError(f"--peers are given all requests at once: drop --mode {args.mode}")
     ways = WAYS if args.mode == "all" else {args.mode: WAYS[args.mode]}
     return Serving(args, repeats=(1,)).report("scheduler", command, ways)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tqdm import tqdm
+
 from roseinfer.bench import options, reporting, step_trace
 from roseinfer.bench.model_source import ModelSource
 from roseinfer.bench.reporting import Report, Table
@@ -39,7 +41,7 @@ def _measure(args: argparse.Namespace, command: str) -> Report:
     llm = source.llm({"max_batch_size": max(args.sequences)})
     rows: list[StepTimeRow] = []
     spans: list[SpanRow] = []
-    for sequences in args.sequences:
+    for sequences in tqdm(args.sequences, desc="trace", unit="size", disable=None):
         row, some = step_trace.measure(llm, sequences, args.context, args.steps)
         rows.append(row)
         spans += some

@@ -269,7 +269,7 @@ def test_targets_are_judged_only_where_they_apply() -> None:
     [
         (["--block-size", "1"], "at least 2"),
         (["--batch", "0"], "at least 1"),
-        (["--layers", "many"], "invalid"),
+        (["--layers", "many"], "'many' is no whole number"),
         (["--json", "nowhere/append.json"], "make the directory nowhere first"),
     ],
 )

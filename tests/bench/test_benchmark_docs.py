@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer.bench import (
+    attention_bench,
     charts,
     ladder_bench,
     scheduler_bench,
@@ -40,7 +41,8 @@ def test_the_commands_are_understood(
     """Up to the measuring and the drawing, which are left out."""
     reached: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    for module in (scheduler_bench, streaming_bench, ladder_bench, step_trace_bench):
+    benches = (scheduler_bench, streaming_bench, ladder_bench, step_trace_bench, attention_bench)
+    for module in benches:
         monkeypatch.setattr(module, "_measure", lambda *args: reached.append(args))
     monkeypatch.setattr(charts, "redraw", lambda *args: reached.append(args))
     python, dash_m, module_name, *words = shlex.split(line)
@@ -56,8 +58,9 @@ def test_the_commands_are_understood(
         (streaming_bench.main, []),
         (bench, ["ladder"]),
         (bench, ["trace"]),
+        (bench, ["attention"]),
     ],
-    ids=["scheduler", "streaming", "ladder", "trace"],
+    ids=["scheduler", "streaming", "ladder", "trace", "attention"],
 )
 def test_every_option_stands_there(
     main: Callable[[list[str]], int], words: list[str], capsys: pytest.CaptureFixture[str]
@@ -65,7 +68,7 @@ def test_every_option_stands_there(
     with pytest.raises(SystemExit):
         main([*words, "--help"])
     options = set(re.findall(r"--[a-z][a-z-]+[a-z]", capsys.readouterr().out)) - {"--help"}
-    assert len(options) >= 9
+    assert len(options) >= 5
     assert {option for option in options if not re.search(rf"{option}\b", PAGE)} == set()
 
 

@@ -177,7 +177,7 @@ def test_other_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_measured_is_no_report(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*SMALL, *ONCE, "--prompt-tokens", "1024"])
-    assert "no rung could be measured: a prompt of 1024 tokens" in capsys.readouterr().err
+    assert "no rung could be measured: 1024 + " in capsys.readouterr().err
 
 
 def test_gaps_at_boundaries_are_before_the_tokens_that_open_a_block() -> None:

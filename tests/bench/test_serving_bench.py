@@ -10,10 +10,12 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from roseinfer.bench import model_source, scheduler_bench, streaming_bench
 from roseinfer.bench.__main__ import main as bench
 from roseinfer.bench.figures import LatencyRow, ThroughputRow
+from roseinfer.bench.model_source import ModelSource
 from roseinfer.bench.options import engine_settings
 from roseinfer.errors import ConfigError
 
@@ -240,3 +242,56 @@ def test_the_modules_run_as_commands(name: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert f"python -m roseinfer.{name}: error: argument --num-requests" in done.stderr
+
+
+@pytest.mark.parametrize("mode", ["naive", "online"])
+def test_peers_are_compared_with_what_they_do(
+    mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        scheduler_bench.main([*SMALL, "--no-stop-on-eos", "--mode", mode, "--peers"])
+    assert f"drop --mode {mode}" in capsys.readouterr().err
+
+
+def test_sampling_that_chooses_the_likeliest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        scheduler_bench.main([*SMALL, "--do-sample", "--temperature", "0"])
+    assert "drop --do-sample" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_is_a_directory(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        scheduler_bench.main([*SMALL, option, str(tmp_path)])
+    assert "this is a directory" in capsys.readouterr().err
+
+
+def test_a_named_dtype_is_the_peers_too() -> None:
+    network = ModelSource("tiny", random_weights=False, device="cpu", dtype="bfloat16").network()
+    assert network.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"\x89PNG\xff", "is no report of a benchmark, as --json writes it"),
+        (b"[]", "is no report of a benchmark"),
+        (b'{"benchmark": "append"}', "which has no chart"),
+        (b'{"benchmark": "ladder"}', "lacks what its chart is drawn from: 'facts'"),
+    ],
+)
+def test_what_no_chart_is_drawn_from(
+    content: bytes | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.json"
+    if content is not None:
+        report.write_bytes(content)
+    with pytest.raises(SystemExit):
+        bench(["plot", str(report), str(tmp_path / "chart.png")])
+    assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench(["plot", str(report), str(tmp_path / "none" / "chart.png")])
+    assert "make the directory" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from roseinfer import (
     RequestTooLarge,
     SamplingParams,
     UnsupportedModel,
+    loading,
     tiny_gpt2,
 )
 from tests.engine.continuations import (
@@ -294,6 +295,7 @@ def test_a_stream_ends_in_what_went_wrong(device: str) -> None:
         ({"prefill_max_tokens": 0}, "prefill_max_tokens"),
         ({"prefill_max_batch_size": 0}, "prefill_max_batch_size"),
         ({"prefill_admission_policy": "lifo"}, "it must be fifo or pack"),
+        ({"cuda_graph": True, "device": "cpu"}, "cuda_graph=True: there are no CUDA graphs on cpu"),
     ],
     ids=str,
 )
@@ -302,6 +304,32 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str, loa
     model = tiny_gpt2().model if loaded else "tiny"
     with pytest.raises(ConfigError, match=re.escape(message)):
         LLM(model, **{"device": "cpu", "dtype": "float32"} | settings)
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "fused_model"])
+def test_kernels_that_are_asked_for_where_they_cannot_run(
+    device: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load_kernels", lambda _: ({}, "there is no Triton"))
+    with pytest.raises(ConfigError, match=f"{name}=True: there is no Triton"):
+        small_llm(device, **{name: True})
+    small_llm(device, **{name: False})
+
+
+@pytest.mark.parametrize("prompts", [None, 3])
+def test_what_is_no_prompt_at_all(device: str, prompts: Any) -> None:
+    with pytest.raises(BadArgument, match=f"not {prompts}"):
+        small_llm(device).generate(prompts)
+
+
+def test_parameters_that_are_none(device: str) -> None:
+    llm = small_llm(device)
+    wrong: Any = {"temperature": 1}
+    (output,) = llm.generate("a", wrong)
+    assert output.error is not None
+    assert "is said by SamplingParams, not by 'temperature'" in output.error
+    with pytest.raises(BadArgument, match="SamplingParams"):
+        next(llm.stream("a", wrong))
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
