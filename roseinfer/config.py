@@ -139,7 +139,7 @@ class SamplingParams:
                 f"above 0 (1 turns it off) and at most {_LARGEST}",
             ),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "stop": (_are_texts(self.stop), "a list of texts, none of them empty"),
+            "stop": (_are_texts(self.stop), "texts in a list, none of them empty"),
             "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
             "logprobs": (isinstance(self.logprobs, bool), "True or False"),
         }
