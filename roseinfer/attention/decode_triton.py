@@ -247,7 +247,7 @@ def _num_parts(rows: int, most_tokens: int) -> int:
     """Of the context of so many sequences' KV heads: a power of two, so that kernels are few, and
     no more than it takes for the longest that a table has room for."""
     if _INTERPRETED:  # where a program costs the same whatever it does
-        return 1 if rows > 4 else 2
+        return 1
     wanted = max(1, _PROGRAMS_WANTED // rows)
     tiles = -(-most_tokens // _LARGE_TILE)
     return min(_MOST_PARTS, 1 << (wanted.bit_length() - 1), 1 << (tiles - 1).bit_length())
