@@ -57,9 +57,9 @@ def test_the_same_tokens_come(family: str, graphs: list[torch.fx.GraphModule]) -
     assert made == made[:1] * 4, "compiled again for other numbers of tokens"
 
 
-def test_a_model_on_fused_kernels_has_nothing_to_compile() -> None:
+def test_a_model_on_fused_kernels_has_nothing_to_compile(roseinfer_device: str) -> None:
     with pytest.raises(ConfigError, match="fused_model=False"):
-        LLM("tiny", device="cpu", fused_model=True, compile_layers=True)
+        LLM("tiny", device=roseinfer_device, fused_model=True, compile_layers=True)
 
 
 def test_a_model_whose_layers_are_not_known() -> None:
