@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -24,9 +23,6 @@ from pytest_roseinfer.gates.worker_process import (
     cpus_for,
     cpus_here,
 )
-
-if TYPE_CHECKING:
-    from pytest_roseinfer.gates.paired import Timings
 
 _NOTHING_ASKED = (
     "nothing to compare with: --roseinfer-against REF, --roseinfer-noise-floor or "
@@ -65,17 +61,17 @@ class Tpot:
         if hasattr(self._request.config, "workerinput"):
             pytest.skip(NEXT_TO_OTHERS)
         try:
-            timings = self._compare(factory) if asked.paired else None
+            if asked.paired:
+                self._compare(factory)
             if asked.tpot:
-                self._hold_to_baseline(factory, Path(asked.tpot), timings)
+                self._hold_to_baseline(factory, Path(asked.tpot))
         except CannotMeasure as error:
             said = str(error)
         else:
             return
         pytest.fail(said, pytrace=False)  # outside, or the reason would be shown twice
 
-    def _compare(self, factory: str) -> Timings:
-        """How long the step takes here, after it was no slower than there."""
+    def _compare(self, factory: str) -> None:
         asked = self._asked.timing
         there, here = self._run.sides()
         plan = whole(self._plan) if asked.noise_floor else self._plan
@@ -98,19 +94,17 @@ class Tpot:
                 f"({comparison.interval}), and {1 + plan.margin:.3f} are tolerated",
                 pytrace=False,
             )
-        return comparison.here
 
-    def _hold_to_baseline(self, factory: str, file: Path, timings: Timings | None) -> None:
+    def _hold_to_baseline(self, factory: str, file: Path) -> None:
+        """Timed anew, after a comparison too: as the file's times were, or they say nothing."""
         if not self._asked.gpu:
             raise CannotMeasure(f"{absolute.OPTION} is about GPUs: run with --roseinfer-gpu")
-        test, doubt = self._request.node.nodeid, ""
-        if timings is None:
-            clock = self._clock()
-            _, here = self._run.sides()
-            timings = absolute.measure_alone(
-                self._plan, lambda series: self._worker(here, factory, series)
-            )
-            doubt = clock.doubt()
+        test, clock = self._request.node.nodeid, self._clock()
+        _, here = self._run.sides()
+        timings = absolute.measure_alone(
+            self._plan, lambda series: self._worker(here, factory, series)
+        )
+        doubt = clock.doubt()
         if self._asked.timing.update_tpot:
             absolute.update(file, test, timings)
             self._run.held_to_baseline(f"written: {file}")

@@ -16,8 +16,11 @@ from roseinfer import LLM, AppendPolicy, SamplingParams, tiny_gpt2
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_TOKENS = 500
-"""Of a request. When all have theirs they are submitted anew, which is one step in so many."""
+_PROMPT, _TOKENS = 224, 64
+"""Of a request. When all have their tokens they are submitted anew, which is one step in so many.
+
+Contexts stay about 256 tokens long: a step costs the same however many were measured before it.
+"""
 
 
 def decode() -> dict[str, Any]:
@@ -47,7 +50,7 @@ def _on_gpu() -> dict[str, Any]:
     if importlib.util.find_spec("roseinfer.bench.memory_floor"):
         from roseinfer.bench.memory_floor import memory_floor
 
-        stored = 64 * (5 + _TOKENS // 2)
+        stored = 64 * (_PROMPT + _TOKENS // 2)
         target["floor_seconds"] = memory_floor(source.skeleton(), llm).seconds(1, stored)
     return target
 
@@ -59,7 +62,7 @@ def _target(llm: LLM, requests: int) -> dict[str, Any]:
     def step() -> None:
         if not engine.has_work:
             for first in range(requests):
-                engine.submit([first + 1, 2, 3, 4, 5], params)
+                engine.submit([1 + (first + at) % 90 for at in range(_PROMPT)], params)
         engine.step()
 
     def path_counts() -> Mapping[str, int]:
