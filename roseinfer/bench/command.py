@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from roseinfer.bench import charts
 from roseinfer.errors import BadArgument, ConfigError, UnsupportedModel
@@ -24,15 +24,15 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     chart: Path | None = getattr(args, "chart", None)
     for option, path in (("--json", kept), ("--plot", drawn), ("chart", chart)):
         if path and not path.parent.is_dir():
-            parser.error(f"{option} {path}: make the directory {path.parent} first")
+            _refuse(parser, f"{option} {path}: make the directory {path.parent} first")
         if path and path.is_dir():
-            parser.error(f"{option} {path}: this is a directory, and a file is to be written")
+            _refuse(parser, f"{option} {path}: this is a directory, and a file is to be written")
     try:
         if drawn:
             charts.check(drawn)  # before an hour of measuring, not after it
         report = args.run(args, f"{parser.prog} {shlex.join(words)}")
     except (ConfigError, UnsupportedModel, BadArgument) as error:
-        parser.error(str(error))
+        _refuse(parser, str(error))
     if report is None:
         return 0
     print(report.text())
@@ -41,3 +41,8 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     if drawn:
         charts.draw(report.document(), drawn)
     return 0
+
+
+def _refuse(parser: argparse.ArgumentParser, why: str) -> NoReturn:
+    """As argparse does, less all the options: what was wrong is no matter of spelling."""
+    parser.exit(2, f"{parser.prog}: error: {why}\n")

@@ -54,10 +54,21 @@ class Serving:
         self.llm: LLM = self.source.llm(engine_settings(args))
         self._start_up_s = time.perf_counter() - begin
         texts = repeated(args.prompt, repeats, args.num_requests)
-        if (args.pretok or args.tokenize_workers) and self.llm.tokenizer is None:
+        if self.llm.tokenizer is None:
             raise ConfigError(f"{args.hf_model_id} has no tokenizer, and prompts are text")
+        self._check_length(max(texts, key=len))
         prompts = tokenized(texts, self.llm.tokenizer) if args.pretok else texts
         self.work = Work(prompts, self.params)
+
+    def _check_length(self, longest: str) -> None:
+        """A request that ends early brings fewer tokens than were asked for."""
+        most = self.llm.engine.sessions.model.shape.max_length
+        prompt = len(self.llm.tokenizer.encode(longest))
+        if prompt + self.params.max_new_tokens > most:
+            raise ConfigError(
+                f"a prompt of {prompt} tokens and {self.params.max_new_tokens} new ones are more "
+                f"than the model's {most} positions: lower --max-new-tokens, or shorten prompts"
+            )
 
     def measure(
         self, name: str, drive: Callable[[Run], None], floor: MemoryFloor

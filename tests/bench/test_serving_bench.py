@@ -174,7 +174,7 @@ REFUSED = {
     "an_unknown_architecture": (["--random-weights"], "knows the architectures gpt2, llama-1b"),
     "no_requests": (["--num-requests", "0"], "at least 1"),
     "a_setting_that_makes_no_sense": (["--block-size", "0"], "at least 1"),
-    "too_long": (["--prompt", "x" * 1024], "leaves no room"),
+    "too_long": (["--prompt", "x" * 1024], "shorten prompts"),
     "nowhere_to_write": (["--json", "nowhere/at/all.json"], "make the directory"),
     "no_picture": (["--plot", "chart.jpeg"], "must end in .png"),
     "an_unknown_device": (["--device", "tpu"], "tpu"),
@@ -242,6 +242,17 @@ def test_the_modules_run_as_commands(name: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert f"python -m roseinfer.{name}: error: argument --num-requests" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--max-new-tokens", "5000"], ["--prompt-repeats", "1,900"]])
+def test_requests_that_the_model_would_cut_short(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        streaming_bench.main([*SMALL, *words])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error: a prompt of" in line
+    assert line.endswith("lower --max-new-tokens, or shorten prompts")
 
 
 @pytest.mark.parametrize("mode", ["naive", "online"])
