@@ -73,8 +73,12 @@ def _title(document: Document) -> str:
 def _draw_serving(figure: Figure, document: Document) -> None:
     speed, waits = figure.subplots(1, 2)
     rows = document["tables"]["throughput"]
+    # The first of them is one of our own rows; nobody else says what decoding alone took.
+    peers = document["tables"]["peers"][1:]
+    names = [row["run"] for row in rows] + [row["system"].replace("-", "-\n") for row in peers]
     kinds = {"completion": "completion_tok_per_s", "decode": "decode_tok_per_s"}
-    _grouped(speed, [row["run"] for row in rows], kinds, rows)
+    _grouped(speed, names, kinds, rows + [{"decode_tok_per_s": None, **row} for row in peers])
+    speed.tick_params("x", labelsize=7)
     speed.set_ylabel("tokens per second")
     # The modes' latencies differ by their queues: one mode's can be read together.
     last = rows[-1]["run"]

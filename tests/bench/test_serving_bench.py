@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from roseinfer.bench import model_source, scheduler_bench, streaming_bench
+from roseinfer.bench import charts, model_source, scheduler_bench, streaming_bench
 from roseinfer.bench.__main__ import main as bench
 from roseinfer.bench.figures import LatencyRow, ThroughputRow
 from roseinfer.bench.model_source import ModelSource
@@ -101,6 +101,27 @@ def test_a_chart_is_drawn_later_from_the_json(tmp_path: Path) -> None:
     chart = tmp_path / "later.png"
     assert bench(["plot", str(tmp_path / "streaming.json"), str(chart)]) == 0
     assert is_chart(chart)
+
+
+def test_the_chart_shows_the_peers(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    found = document(scheduler_bench.main, ["--mode", "offline"], tmp_path / "offline.json")
+    ours, other, missing = (
+        {"system": name, "completion_tok_per_s": speed}
+        for name, speed in (("ours", 1.0), ("other", 250.0), ("missing", None))
+    )
+    found["tables"]["peers"] = [ours, other, missing]
+    figure = Figure()
+    charts._draw_serving(figure, found)
+    speed = figure.axes[0]
+    assert [name.get_text() for name in speed.get_xticklabels()] == ["offline", "other", "missing"]
+    (row,) = found["tables"]["throughput"]
+    heights = [bar.get_height() for bar in speed.patches]  # type: ignore[attr-defined]
+    assert heights == [
+        *(row["completion_tok_per_s"], 250.0, 0.0),
+        *(row["decode_tok_per_s"], 0.0, 0.0),
+    ]
 
 
 def test_medians_are_over_the_repeats_alone(
