@@ -8,50 +8,15 @@ import subprocess
 import sys
 import zipfile
 from textwrap import dedent
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.plugin.timed_project import FEW_PROCESSES, against, benchmarks, engine, marked, there
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import Project
-
-ENGINE = """
-    MICROSECONDS = {microseconds}
-
-
-    def decode():
-        taken = []
-
-        def step():
-            taken.append(MICROSECONDS * (1 + len(taken) % 3 / 1000))
-
-        return {{
-            "step": step,
-            "tokens": {tokens},
-            "clock": lambda: sum(taken) / 1e6,
-            "floor_seconds": 250e-6,
-            "path_counts": lambda: {{"fast": len(taken)}},
-        }}
-"""
-TEST = """
-    import pytest
-
-    @pytest.mark.roseinfer_tpot({marker})
-    def test_decode(roseinfer_tpot):
-        roseinfer_tpot.check("engine:decode")
-"""
-FEW_PROCESSES = "series_per_process=10"
-"""Noise is none of these tests' business, and starting processes takes most of their time."""
-
-
-def marked(marker: str = FEW_PROCESSES) -> str:
-    return TEST.format(marker=marker)
-
-
-def engine(microseconds: float, tokens: int = 4) -> str:
-    return ENGINE.format(microseconds=microseconds, tokens=tokens)
 
 
 @pytest.fixture
@@ -60,15 +25,6 @@ def timed(project: Project) -> Project:
     project.write(engine=engine(1000), test_speed=marked())
     there(project, 1000)
     return project
-
-
-def there(project: Project, microseconds: float, tokens: int = 4) -> None:
-    (project.path / "before").mkdir(exist_ok=True)
-    project.write(**{"before/engine": engine(microseconds, tokens)})
-
-
-def against(project: Project, *arguments: str, reference: str = "before") -> pytest.RunResult:
-    return project.pytest(f"--roseinfer-against={reference}", *arguments)
 
 
 def git(project: Project, *arguments: str) -> None:
@@ -328,14 +284,6 @@ def test_results_are_kept_with_a_plot_and_a_summary(
     assert "FASTER" in summary
 
 
-def benchmarks(project: Project, *arguments: str) -> list[dict[str, Any]]:
-    against(project, f"--benchmark-json={project.path / 'saved.json'}", *arguments)
-    found: list[dict[str, Any]] = json.loads((project.path / "saved.json").read_text())[
-        "benchmarks"
-    ]
-    return found
-
-
 def test_both_sides_are_benchmarks(timed: Project) -> None:
     there(timed, 1100)
     before, here = benchmarks(timed)
@@ -414,102 +362,3 @@ def test_options_that_make_no_sense_are_usage_errors(
     result = timed.pytest(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --roseinfer-*"])
-
-
-def test_the_tripwire_is_about_gpus(timed: Project) -> None:
-    result = timed.pytest("--roseinfer-tpot=tpot.json")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*--roseinfer-tpot is about GPUs: run with --roseinfer-gpu*"])
-
-
-TORCH = """
-    # A GPU that takes as long as a step says; waiting for it in every step would show.
-    waits = 0
-
-
-    class cuda:
-        now = 0.0
-        is_available = is_initialized = staticmethod(lambda: True)
-        device_count = staticmethod(lambda: 1)
-        get_device_name = staticmethod(lambda index=0: "Imaginary GPU")
-
-        @staticmethod
-        def synchronize():
-            global waits
-            waits += 1
-
-        class Event:
-            def __init__(self, enable_timing):
-                assert enable_timing
-
-            def record(self):
-                self.at = cuda.now
-
-            def elapsed_time(self, later):
-                return 1000 * (later.at - self.at)
-"""
-GPU_ENGINE = """
-    import torch
-
-    MICROSECONDS = {microseconds}
-
-
-    def decode():
-        counts = {{"steps": 0}}
-
-        def step():
-            counts["steps"] += 1
-            torch.cuda.now += MICROSECONDS / 1e6
-
-        return {{
-            "step": step,
-            "tokens": 4,
-            "path_counts": lambda: {{**counts, "waits": torch.waits}},
-        }}
-"""
-
-
-@pytest.fixture
-def on_a_gpu(timed: Project) -> Project:
-    timed.write(torch=TORCH, engine=GPU_ENGINE.format(microseconds=1000))
-    timed.pytest("--roseinfer-gpu", *BASELINE, "--roseinfer-update-tpot").assert_outcomes(passed=1)
-    return timed
-
-
-BASELINE = ("--roseinfer-tpot=tpot.json",)
-
-
-def test_the_tripwire_holds_a_step_to_the_time_of_its_gpu(on_a_gpu: Project) -> None:
-    steps = json.loads((on_a_gpu.path / "tpot.json").read_text())["steps"]
-    assert steps == {"test_speed.py::test_decode": {"Imaginary GPU": {"tpot_us": 1000.0}}}
-    result = on_a_gpu.pytest("--roseinfer-gpu", *BASELINE)
-    result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["test_speed.py::test_decode: within its baseline in *tpot.json"])
-    on_a_gpu.write(engine=GPU_ENGINE.format(microseconds=1200))
-    result = on_a_gpu.pytest("--roseinfer-gpu", *BASELINE)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*TPOT on Imaginary GPU: 1200.0 us, baseline 1000.0 us in *"])
-
-
-def test_it_says_nothing_about_another_gpu(on_a_gpu: Project) -> None:
-    on_a_gpu.write(torch=TORCH.replace("Imaginary GPU", "Better GPU"))
-    result = on_a_gpu.pytest("--roseinfer-gpu", *BASELINE)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*no time of this step on Better GPU, it names Imaginary GPU*"])
-
-
-def test_the_tripwire_that_held_nothing_fails_the_run(on_a_gpu: Project) -> None:
-    on_a_gpu.write(test_speed="def test_other(): pass")
-    result = on_a_gpu.pytest("--roseinfer-gpu", *BASELINE)
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["FAILED: --roseinfer-tpot: no test of this run compared *"])
-
-
-def test_a_gpu_is_timed_by_events_and_waited_for_once_in_a_turn(on_a_gpu: Project) -> None:
-    there(on_a_gpu, 1)
-    on_a_gpu.write(**{"before/engine": GPU_ENGINE.format(microseconds=500)})
-    _, here = benchmarks(on_a_gpu, "--roseinfer-gpu", *BASELINE)
-    assert here["extra_info"]["ratio"] == pytest.approx(2)
-    assert here["extra_info"]["device"] == "Imaginary GPU"
-    counts = here["extra_info"]["path_counts"]
-    assert counts["waits"] < counts["steps"] / 3
