@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 
-class EnginePath(str, Enum):
+class EnginePath(StrEnum):
     """Counted once for every step or request that took it. The twin of all is one request
     after the other, each with its whole prompt in one step and nothing shared."""
 
@@ -35,5 +35,3 @@ class EnginePath(str, Enum):
     """A step launched before the tokens of the one before it were read."""
     CANCELLED = "engine_cancelled"
     """A request that ended before its time, beside others or not."""
-
-    __str__ = str.__str__

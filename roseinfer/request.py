@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from roseinfer.session import InferenceSession
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a request has no more tokens to come."""
 
     STOP = "stop"

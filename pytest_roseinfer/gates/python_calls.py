@@ -78,7 +78,7 @@ def _module(frame: FrameType) -> str:
 
 def _python_name(frame: FrameType) -> str:
     code = frame.f_code
-    name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 knows the last part alone
+    name = code.co_qualname
     if code.co_filename == "<string>" and code.co_argcount:
         name = f"{_owner(frame, code)}.{code.co_name}"
     return f"{_module(frame)}.{name}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,7 @@ def judged(timed: Timed) -> dict[str, Any]:
 def document(results: Sequence[Timed]) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "results": [
             {
                 "test": timed.test,

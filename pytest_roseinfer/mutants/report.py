@@ -113,7 +113,7 @@ def write_alarms(file: Path, said: str, command: str) -> None:
 def _how(command: str) -> str:
     packages = ("roseinfer", "torch", "triton", "hypothesis")
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
-    today = datetime.datetime.now(tz=datetime.timezone.utc).date()
+    today = datetime.datetime.now(tz=datetime.UTC).date()
     return (
         f"`{command}` on {today}, Python {platform.python_version()}, {versions}, "
         f"{platform.machine()}, Triton's interpreter.\n"

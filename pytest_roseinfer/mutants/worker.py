@@ -47,7 +47,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             _do(Job.from_line(line), Path(tempfile.mkdtemp(dir=folder)), answers, runner)
-        except Exception:  # noqa: PERF203  (one bad job must not end the worker)
+        except Exception:
             answers.write(json.dumps({"error": traceback.format_exc()}) + "\n")
         else:
             answers.write(DONE + "\n")

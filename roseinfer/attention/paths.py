@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 
-class AttentionPath(str, Enum):
+class AttentionPath(StrEnum):
     """Who computed the attention of some rows."""
 
     DECODE_TRITON = "attention_decode_triton"
@@ -15,7 +15,3 @@ class AttentionPath(str, Enum):
     SLOTS_REFERENCE = "attention_slots_reference"
     """The same by torch operations."""
     REFERENCE = "attention_reference"
-
-    def __str__(self) -> str:
-        value: str = self.value
-        return value

@@ -7,22 +7,14 @@ the whole cache, is ``Path.PER_TOKEN``: one ``append_token`` call per row.
 from __future__ import annotations
 
 from collections import Counter
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from roseinfer.config import AppendPolicy
 
 
-class _Name(str, Enum):
-    """Members are the strings they stand for, so ``path_counts["per_token"]`` works."""
-
-    def __str__(self) -> str:
-        value: str = self.value
-        return value
-
-
-class Path(_Name):
+class Path(StrEnum):
     """Who moved the data."""
 
     TRITON_FULL_BATCH = "triton_full_batch"
@@ -57,7 +49,7 @@ _SCALAR_POSITION = frozenset({Path.TRITON_FULL_BATCH, Path.TORCH_SCALAR})
 _GATHER = frozenset({Path.TRITON_GATHER, Path.TORCH_GATHER})
 
 
-class Condition(_Name):
+class Condition(StrEnum):
     """What a row found at the end of its block list, and what the machine lacked."""
 
     FRESH = "fresh"

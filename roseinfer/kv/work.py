@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 
-class Work(str, Enum):
+class Work(StrEnum):
     """Keys of ``KVBlockManager.work_counts``."""
 
     KV_PLANS = "kv_plans"

@@ -82,9 +82,7 @@ def test_the_file_says_what_a_step_does(gated: Project) -> None:
                         PYTHON: {
                             "python_calls": {
                                 "Tensor.add_": 1,
-                                "my_engine.Engine.step"
-                                if sys.version_info >= (3, 11)
-                                else "my_engine.step": 1,
+                                "my_engine.Engine.step": 1,
                                 "my_engine.look_up": 4,
                             }
                         },
