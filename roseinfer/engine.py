@@ -184,6 +184,7 @@ class Engine:
             # way is computed again.
             self._air.clear()
             self._scheduler.start_over()
+            self._runner.start_over()
             raise
         if not self._scheduler.running:
             self._air.clear()  # tokens that follow an end
@@ -205,9 +206,8 @@ class Engine:
     def _launch(self, step: Step) -> None:
         self._supply.ensure(step.blocks)
         self._count(step)
-        flights = self._runner.launch(step)
-        if flights:
-            self._air.append(flights)
+        # One without tokens counts too: those behind it are to land as late as any, not later.
+        self._air.append(self._runner.launch(step))
         for request, _ in step.chunks:
             if request.pending:
                 self._supply.note_stored(request)
@@ -256,7 +256,7 @@ class Engine:
     def _count(self, step: Step) -> None:
         """Note which paths a step is about to take."""
         counts = self.path_counts
-        if self._air:
+        if self._air and self._air[-1]:
             counts[EnginePath.RUN_AHEAD] += 1
         if step.overtaken:
             counts[EnginePath.OVERTAKEN] += step.overtaken

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from roseinfer.config import EngineConfig, SamplingParams
 from roseinfer.engine import Engine
 from roseinfer.errors import BadArgument, RoseinferError
+from roseinfer.interrupts import uninterrupted
 from roseinfer.loading import load
 from roseinfer.request import FinishReason
 
@@ -112,7 +113,8 @@ class LLM:
     ) -> RequestOutput | None:
         """Queue one more of the requests, or return why it cannot be served."""
         try:
-            requests.append(self.engine.submit(prompt, params))
+            with uninterrupted():
+                requests.append(self.engine.submit(prompt, params))
         except RoseinferError as error:
             return RequestOutput(prompt, [], None, str(FinishReason.ERROR), error=str(error))
         return None
@@ -134,8 +136,9 @@ class LLM:
                     if request.finish_reason is None:
                         self._step()
             finally:
-                del self._mail[request.id]
-                self.engine.cancel(request)
+                with uninterrupted():
+                    del self._mail[request.id]
+                    self.engine.cancel(request)
         if request.error is not None:
             raise request.error
 
@@ -159,10 +162,11 @@ class LLM:
 
     def _step(self) -> list[Update]:
         """A step for everybody: streams that wait meanwhile find what it brought them."""
-        updates = self.engine.step()
-        for update in updates:
-            if update.request.id in self._mail:
-                self._mail[update.request.id].append(update)
+        with uninterrupted():
+            updates = self.engine.step()
+            for update in updates:
+                if update.request.id in self._mail:
+                    self._mail[update.request.id].append(update)
         return updates
 
     @contextmanager
@@ -172,8 +176,9 @@ class LLM:
         try:
             yield requests
         finally:
-            for request in requests:
-                self.engine.cancel(request)  # nothing to one that has ended
+            with uninterrupted():
+                for request in requests:
+                    self.engine.cancel(request)  # nothing to one that has ended
 
 
 def output_of(request: Request, prompt: Prompt) -> RequestOutput:

@@ -75,6 +75,12 @@ class StepRunner:
         """The requests that the last step was for are not those of the next."""
         self._sampling = None
 
+    def start_over(self) -> None:
+        """Nobody has a slot, however far a step came that broke off."""
+        self.forget()
+        if self._resident is not None:
+            self._resident.clear()
+
     def _launch_residents(self, requests: list[Request], spare: int) -> Flight:
         assert self._resident is not None
         residents = [request.resident for request in requests if request.resident]

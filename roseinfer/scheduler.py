@@ -74,10 +74,11 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is, and take back what it holds."""
-        if self.running.pop(request.id, None) is None:
-            self.waiting.remove(request)
-        else:
+        if request.id in self.running:
             self._supply.give_back(request)
+            del self.running[request.id]
+        else:
+            self.waiting.remove(request)
 
     @property
     def in_flight(self) -> bool:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 LAYERS = (
-    {"errors", "engine_paths"},
+    {"errors", "engine_paths", "interrupts"},
     {"config"},
     {"kv"},
     {"attention"},

@@ -92,6 +92,11 @@ class ResidentDecode:
         self.slots.give_back(resident.slot)
         self._num_sampled -= not resident.greedy
 
+    def clear(self) -> None:
+        """Take all slots back, also those that nobody came to know of."""
+        self.slots.clear()
+        self._num_sampled = 0
+
     def launch(self, residents: Sequence[Resident], spare: int) -> Arrival:
         """A step for all that have a slot; what arrives is indexed by slot.
 

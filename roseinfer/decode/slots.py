@@ -90,6 +90,14 @@ class DecodeSlots:
         self._changed[slot] = None
         heappush(self._free, slot)
 
+    def clear(self) -> None:
+        """Take all back, whatever became of them; what the device knows of each is in doubt."""
+        slots = range(len(self._occupants))
+        self._occupants = [None] * len(slots)
+        self._free = list(slots)
+        self._changed = dict.fromkeys(slots)
+        self._grown.clear()
+
     def touch(self, slot: int) -> None:
         """Note that a row's session has got blocks, or a copy of its last one."""
         self._grown[slot] = None

@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams, tiny_gpt2
-from roseinfer.decode.readback import Arrival
+from roseinfer.decode.readback import Arrival, Readback
+from roseinfer.decode.resident import ResidentDecode
+from roseinfer.decode.slots import DecodeSlots
+from roseinfer.kv.manager import KVBlockManager
+from roseinfer.kv.staging import IndexStaging
 from tests.engine.families import VOCABULARY, tiny
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 
@@ -28,6 +32,10 @@ ROOM = {"block_size": 4, "kv_cache_tokens": 200}
 
 def greedy(count: int = 12, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_new_tokens=count, **more)
+
+
+def drawn(seed: int, count: int = 12) -> SamplingParams:
+    return SamplingParams(temperature=1, max_new_tokens=count, seed=seed)
 
 
 def ahead(device: str, lag: int, model: Any = None, **config: Any) -> LLM:
@@ -90,6 +98,22 @@ def test_a_stream_lags_by_no_more_than_asked(device: str, lag: int) -> None:
     assert bool(llm.engine.path_counts[EnginePath.RUN_AHEAD]) == (lag > 0)
     run(llm)
     assert request.token_ids == expected(device, 0)
+
+
+@every_lag
+def test_a_stream_lags_by_no_more_while_a_long_prompt_is_stored(device: str, lag: int) -> None:
+    """Steps that bring nobody a token are steps all the same."""
+    llm = ahead(device, lag, prefill_max_tokens=4, prefix_cache=False)
+    request = llm.engine.submit(PROMPTS[1], greedy(6))
+    while len(request.session.token_ids) + request.in_flight < request.full_length:
+        llm.engine.step()
+        if request.num_generated + request.in_flight == 3:
+            llm.engine.submit(list(range(60)), greedy(1))
+    for _ in range(lag):
+        llm.engine.step()
+    assert request.token_ids == expected(device, 1)[:6]
+    assert llm.engine.num_running == 1, "the long prompt is being stored still"
+    run(llm)
 
 
 @every_lag
@@ -263,18 +287,35 @@ def test_nobody_is_let_in_while_those_who_run_lack_a_block(device: str) -> None:
 # --------------------------------------------------------------------------------- mishaps
 
 
+SLOT_WORK = [
+    (DecodeSlots, "take"),
+    (DecodeSlots, "put_tokens"),
+    (DecodeSlots, "upload"),
+    (DecodeSlots, "give_back"),
+    (ResidentDecode, "enter"),
+    (ResidentDecode, "leave"),
+    (KVBlockManager, "reserve"),
+    (Readback, "start"),
+    (IndexStaging, "stage"),
+]
+
+
 class Mishap(Exception):
     """Something that goes wrong once."""
 
 
-def going_wrong_at(call: int, real: Any) -> Any:
-    """``real``, but that one of its calls raises."""
+def going_wrong_at(call: int, real: Any, when: str = "before") -> Any:
+    """``real``, but that one of its calls raises, ``before`` or ``after`` it is carried out."""
     calls = iter(range(1000))
 
     def sometimes(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == call:
+        at = next(calls)
+        if at == call and when == "before":
             raise Mishap
-        return real(*args, **kwargs)
+        result = real(*args, **kwargs)
+        if at == call:
+            raise Mishap
+        return result
 
     return sometimes
 
@@ -314,6 +355,29 @@ def test_a_step_that_raises_is_done_again(
         expected(device, at)[: own.max_new_tokens] for at, own in enumerate(params)
     ]
     assert_no_block_is_lost(llm)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("owner", "name"), SLOT_WORK, ids=[name for _, name in SLOT_WORK])
+def test_no_slot_is_lost_by_a_step_that_raises(
+    device: str, lag: int, when: str, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor had by two: later requests, who take all slots there are, get what is theirs."""
+    params = [greedy(), drawn(1), greedy(), drawn(3)]
+    want = tokens_of(in_step(device), PROMPTS, params)
+    real = getattr(owner, name)
+    for call in (0, 1, 3):
+        llm = ahead(device, lag, max_batch_size=len(PROMPTS), prefill_max_batch_size=1)
+        requests = [llm.engine.submit(*each) for each in zip(PROMPTS, params, strict=True)]
+        monkeypatch.setattr(owner, name, going_wrong_at(call, real, when))
+        raised = run_through(llm)
+        monkeypatch.undo()
+        assert raised == 1, "that call is never made"
+        assert [each.token_ids for each in requests] == want
+        for _ in range(2):
+            assert tokens_of(llm, PROMPTS, params) == want
+        assert_no_block_is_lost(llm)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
