@@ -71,12 +71,16 @@ def measure(
 ) -> tuple[StepTimeRow, list[SpanRow]]:
     """So many requests decode, none comes or goes."""
     engine = llm.engine
-    requests = _fill(engine, sequences, context, steps + _SETTLE + sequences)
-    for _ in range(_SETTLE):
-        engine.step()
-    traced = trace(engine, steps)
-    for request in requests:
-        engine.cancel(request)
+    requests = _submit(engine, sequences, context, steps)
+    try:
+        _fill(engine, requests)
+        for _ in range(_SETTLE):
+            engine.step()
+        traced = trace(engine, steps)
+        assert not any(each.preempted or each.finish_reason for each in requests)
+    finally:
+        for request in requests:
+            engine.cancel(request)
     return row_of(sequences, traced), spans_of(sequences, traced)
 
 
@@ -194,19 +198,45 @@ def covered(spans: Iterable[Interval], within: Interval) -> float:
     return sum(max(0.0, min(last, end) - max(first, begin)) for first, last in spans)
 
 
-def _fill(engine: Engine, sequences: int, context: int, new: int) -> list[Request]:
-    """Sequences of which none shares a block with another."""
-    shape = engine.sessions.model.shape
-    if context + new > shape.max_length:
+def check(engine: Engine, sequences: int, context: int, steps: int) -> None:
+    """Raise where so many cannot decode side by side for so long."""
+    positions, new = engine.sessions.model.shape.max_length, _new(engine, sequences, context, steps)
+    if context + new > positions:
         raise ConfigError(
             f"a context of {context} tokens and up to {new} steps are more than the model's "
-            f"{shape.max_length} positions: ask for less --context, fewer --steps or --sequences"
+            f"{positions} positions: ask for less --context, fewer --steps or --sequences"
         )
+    kv = engine.sessions.kv
+    blocks = sequences * -(-(context + new) // kv.block_size)
+    if blocks >= kv.max_blocks_per_layer:
+        raise ConfigError(
+            f"the KV cache has no room for {sequences} sequences of up to {context + new} tokens, "
+            f"which take {blocks} blocks of {kv.max_blocks_per_layer - 1}: ask for fewer "
+            "--sequences, less --context or fewer --steps"
+        )
+
+
+def _new(engine: Engine, sequences: int, context: int, steps: int) -> int:
+    """Tokens for each, so that none ends before the last step.
+
+    The first goes on while the others' prompts are stored; a step ends one or takes its fill.
+    """
+    filling = sequences + sequences * context // engine.config.prefill_max_tokens
+    return filling + _SETTLE + steps
+
+
+def _submit(engine: Engine, sequences: int, context: int, steps: int) -> list[Request]:
+    """Sequences of which none shares a block with another."""
+    check(engine, sequences, context, steps)
+    vocabulary = engine.sessions.model.shape.vocab_size
+    new = _new(engine, sequences, context, steps)
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     prompts = (
-        [(7 * at + place) % shape.vocab_size for place in range(context)] for at in range(sequences)
+        [(7 * at + place) % vocabulary for place in range(context)] for at in range(sequences)
     )
-    requests = [engine.submit(prompt, params) for prompt in prompts]
-    while engine.num_waiting:
+    return [engine.submit(prompt, params) for prompt in prompts]
+
+
+def _fill(engine: Engine, requests: list[Request]) -> None:
+    while not all(request.num_generated for request in requests):
         engine.step()
-    return requests

@@ -39,6 +39,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _measure(args: argparse.Namespace, command: str) -> Report:
     source = ModelSource.of(args)
     llm = source.llm({"max_batch_size": max(args.sequences)})
+    for sequences in args.sequences:
+        step_trace.check(llm.engine, sequences, args.context, args.steps)
     rows: list[StepTimeRow] = []
     spans: list[SpanRow] = []
     for sequences in tqdm(args.sequences, desc="trace", unit="size", disable=None):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from roseinfer import LLM
 from roseinfer.bench import step_trace
 from roseinfer.bench.__main__ import main as bench
 from roseinfer.bench.step_trace import (
@@ -19,11 +20,14 @@ from roseinfer.bench.step_trace import (
     row_of,
     spans_of,
 )
+from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
     from pathlib import Path
+
+    from roseinfer.engine import Update
 
 US = 1e-6
 TRACED = Traced(
@@ -141,3 +145,30 @@ def test_a_context_beyond_the_models_positions(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         run("cpu", "--context", "5000")
     assert "ask for less --context" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("each_step", [2048, 32])
+def test_all_sequences_decode_in_every_step_timed(
+    each_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many steps their prompts take before."""
+    llm = LLM("tiny", device="cpu", max_batch_size=16, block_size=16, prefill_max_tokens=each_step)
+    brought: list[int] = []
+    step = llm.engine.step
+
+    def counted() -> list[Update]:
+        updates = step()
+        brought.append(len(updates))
+        return updates
+
+    monkeypatch.setattr(llm.engine, "step", counted)
+    step_trace.measure(llm, 16, 100, 20)
+    assert brought[-20:] == [16] * 20
+    assert not llm.engine.has_work
+
+
+def test_sequences_that_the_cache_cannot_hold() -> None:
+    llm = LLM("tiny", device="cpu", max_batch_size=8, block_size=16, kv_cache_tokens=8 * 128)
+    with pytest.raises(ConfigError, match=r"no room for 8 sequences .* fewer --sequences"):
+        step_trace.measure(llm, 8, 100, 60)
+    assert not llm.engine.has_work
