@@ -40,7 +40,7 @@ def redraw(saved: Path, path: Path) -> None:
     check(path)
     try:
         document = json.loads(saved.read_text(encoding="utf-8"))
-        benchmark = document["benchmark"]
+        benchmark = str(document["benchmark"])
     except OSError as error:
         raise ConfigError(f"{saved} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError):
@@ -49,7 +49,7 @@ def redraw(saved: Path, path: Path) -> None:
         raise ConfigError(f"{saved} is a report of {benchmark!r}, which has no chart")
     try:
         draw(document, path)
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, IndexError) as error:
         raise ConfigError(f"{saved} lacks what its chart is drawn from: {error}") from None
 
 

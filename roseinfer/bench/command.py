@@ -27,6 +27,8 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
             _refuse(parser, f"{option} {path}: make the directory {path.parent} first")
         if path and path.is_dir():
             _refuse(parser, f"{option} {path}: this is a directory, and a file is to be written")
+        if path and (why := _unwritable(path)):
+            _refuse(parser, f"{option} {path} cannot be written: {why}")
     try:
         if drawn:
             charts.check(drawn)  # before an hour of measuring, not after it
@@ -41,6 +43,18 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     if drawn:
         charts.draw(report.document(), drawn)
     return 0
+
+
+def _unwritable(path: Path) -> str:
+    """Why a file cannot be written, in words; empty if it can. What is there stays."""
+    there = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        return error.strerror or str(error)
+    if not there:
+        path.unlink()
+    return ""
 
 
 def _refuse(parser: argparse.ArgumentParser, why: str) -> NoReturn:

@@ -10,6 +10,7 @@ from roseinfer.bench.ladder import Ladder, LadderConfig
 from roseinfer.bench.model_source import ModelSource
 from roseinfer.bench.reporting import Report, Table
 from roseinfer.bench.rungs import rungs
+from roseinfer.config import EngineConfig
 from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def _measure(args: argparse.Namespace, command: str) -> Report:
         args.warmup_runs,
         args.repeat_runs,
     )
+    EngineConfig(run_ahead=args.run_ahead)  # refused now, not at the last two rungs
     others = peers.named(args.peers)
     ladder = Ladder(config)
     rows = ladder.climb(rungs(args.run_ahead))

@@ -180,6 +180,12 @@ def test_nothing_measured_is_no_report(capsys: pytest.CaptureFixture[str]) -> No
     assert "no rung could be measured: 1024 + " in capsys.readouterr().err
 
 
+def test_a_lag_that_makes_no_sense_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--run-ahead", "99"])
+    assert "run_ahead must be 0 to 16" in capsys.readouterr().err
+
+
 def test_gaps_at_boundaries_are_before_the_tokens_that_open_a_block() -> None:
     """Prompts of 5 and blocks of 4: token 4 stores position 8, and token 8 position 12."""
     times = tuple(float(number * number) for number in range(10))

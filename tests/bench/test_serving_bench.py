@@ -300,6 +300,23 @@ def test_a_file_that_is_a_directory(
     assert "this is a directory" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen before anything is measured, and nothing that is there is lost."""
+    nowhere = tmp_path / "gone.png"
+    nowhere.symlink_to(tmp_path / "no" / "folder.png")
+    with pytest.raises(SystemExit):
+        scheduler_bench.main([*SMALL, option, str(nowhere)])
+    assert f"{option} {nowhere} cannot be written: No such file" in capsys.readouterr().err
+    kept = tmp_path / "kept.png"
+    kept.write_bytes(b"kept")
+    with pytest.raises(SystemExit):
+        scheduler_bench.main([*SMALL, option, str(kept), "--top-k", "-1", "--do-sample"])
+    assert kept.read_bytes() == b"kept"
+
+
 def test_a_named_dtype_is_the_peers_too() -> None:
     network = ModelSource("tiny", random_weights=False, device="cpu", dtype="bfloat16").network()
     assert network.dtype == torch.bfloat16
@@ -312,7 +329,12 @@ def test_a_named_dtype_is_the_peers_too() -> None:
         (b"\x89PNG\xff", "is no report of a benchmark, as --json writes it"),
         (b"[]", "is no report of a benchmark"),
         (b'{"benchmark": "append"}', "which has no chart"),
+        (b'{"benchmark": []}', "which has no chart"),
         (b'{"benchmark": "ladder"}', "lacks what its chart is drawn from: 'facts'"),
+        (
+            b'{"benchmark": "streaming", "tables": {"throughput": [], "peers": []}}',
+            "lacks what its chart is drawn from",
+        ),
     ],
 )
 def test_what_no_chart_is_drawn_from(
