@@ -144,8 +144,8 @@ MUTANTS = (
         "ended-with-its-blocks",
         "A request that ends or is cancelled gives nothing back.",
         _SCHEDULER,
-        "        else:\n            self._supply.give_back(request)\n",
-        "",
+        "            self._supply.give_back(request)\n            del self.running[request.id]\n",
+        "            del self.running[request.id]\n",
         (12, 20),
     ),
     _mutant(
