@@ -126,19 +126,16 @@ class LLM:
 
         Leaving the loop early cancels the request.
         """
-        with self.in_use():
-            request = self.engine.submit(prompt, params or SamplingParams())
-            arrived = self._mail[request.id] = deque()
-            try:
-                while request.finish_reason is None or arrived:
-                    while arrived:
-                        yield arrived.popleft()
-                    if request.finish_reason is None:
-                        self._step()
-            finally:
-                with uninterrupted():
-                    del self._mail[request.id]
-                    self.engine.cancel(request)
+        with self.in_use(), self._undisturbed() as requests:
+            with uninterrupted():
+                request = self.engine.submit(prompt, params or SamplingParams())
+                requests.append(request)
+                arrived = self._mail[request.id] = deque()
+            while request.finish_reason is None or arrived:
+                while arrived:
+                    yield arrived.popleft()
+                if request.finish_reason is None:
+                    self._step()
         if request.error is not None:
             raise request.error
 
@@ -178,6 +175,7 @@ class LLM:
         finally:
             with uninterrupted():
                 for request in requests:
+                    self._mail.pop(request.id, None)
                     self.engine.cancel(request)  # nothing to one that has ended
 
 

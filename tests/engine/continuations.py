@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ import torch
 from roseinfer import LLM, SamplingParams, tiny_gpt2
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from roseinfer import RequestOutput
 
 TEXTS = ["Once upon a time", "a", "The answer: 42", "Once upon a dime", "zü\n"]
@@ -45,6 +48,16 @@ def by_transformers(device: str, prompt: str | list[int], count: int, **how: Any
     tokens = model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=count, **how)
     continuation: list[int] = tokens[0, len(ids) :].tolist()
     return continuation
+
+
+@contextmanager
+def beside_a_stream(device: str, llm: LLM) -> Iterator[None]:
+    """The stream has begun before the block, and goes on behind it as if there had been none."""
+    stream = llm.stream(TEXTS[0], greedy())
+    tokens = [next(stream).token_id]
+    yield
+    tokens += [update.token_id for update in stream]
+    assert tokens == by_transformers(device, TEXTS[0], 16)
 
 
 def text_of(device: str, tokens: list[int]) -> str:

@@ -14,7 +14,7 @@ from roseinfer.engine import Engine
 from roseinfer.interrupts import uninterrupted
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.scheduler import Scheduler
-from tests.engine.continuations import TEXTS, by_transformers, greedy, small_llm
+from tests.engine.continuations import TEXTS, beside_a_stream, by_transformers, greedy, small_llm
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 
 if TYPE_CHECKING:
@@ -68,14 +68,24 @@ def test_a_stream_outlives_it(
 ) -> None:
     """It ends the call that is being carried out, and not the stream beside it."""
     llm = small_llm(device, resident_decode=True, run_ahead=2)
-    stream = llm.stream(TEXTS[0], greedy())
-    tokens = [next(stream).token_id]
-    monkeypatch.setattr(owner, name, with_ctrl_c(getattr(owner, name), 0))
+    with beside_a_stream(device, llm):
+        monkeypatch.setattr(owner, name, with_ctrl_c(getattr(owner, name), 0))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(TEXTS[1], greedy(), progress=False)
+        monkeypatch.undo()
+    assert_no_block_is_lost(llm)
+
+
+@pytest.mark.parametrize("name", ["submit", "step"])
+def test_a_stream_that_ends_by_it_is_forgotten(
+    device: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = small_llm(device, resident_decode=True, run_ahead=2)
+    monkeypatch.setattr(Engine, name, with_ctrl_c(getattr(Engine, name), 0))
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(TEXTS[1], greedy(), progress=False)
-    monkeypatch.undo()
-    tokens += [update.token_id for update in stream]
-    assert tokens == by_transformers(device, TEXTS[0], 16)
+        next(llm.stream(TEXTS[0], greedy()))
+    assert not llm.engine.has_work
+    assert not llm._mail
     assert_no_block_is_lost(llm)
 
 

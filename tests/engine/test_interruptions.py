@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer.attention.batch import AttentionBatch
-from tests.engine.continuations import TEXTS, by_transformers, greedy, small_llm
+from tests.engine.continuations import TEXTS, beside_a_stream, by_transformers, greedy, small_llm
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 
 if TYPE_CHECKING:
@@ -89,12 +89,9 @@ def test_a_stream_survives_a_call_that_is_interrupted(
     device: str, monkeypatch: pytest.MonkeyPatch, where: str, per_layer_kv: bool
 ) -> None:
     llm = small_llm(device, per_layer_kv=per_layer_kv, resident_decode=False)
-    stream = llm.stream(TEXTS[0], greedy())
-    tokens = [next(stream).token_id]
-    interrupt(monkeypatch, llm, where, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(TEXTS[1], greedy(), progress=False)
-    monkeypatch.undo()
-    tokens += [update.token_id for update in stream]
-    assert tokens == by_transformers(device, TEXTS[0], 16)
+    with beside_a_stream(device, llm):
+        interrupt(monkeypatch, llm, where, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(TEXTS[1], greedy(), progress=False)
+        monkeypatch.undo()
     assert_no_block_is_lost(llm)
