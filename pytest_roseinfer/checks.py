@@ -7,6 +7,8 @@ neither pytest nor Hypothesis. So both come in when a test runs, not before.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, overload
 
 from pytest_roseinfer import coverage, settings
@@ -16,7 +18,7 @@ from pytest_roseinfer.machine import Machine
 from pytest_roseinfer.mistakes import refuse_missing, refuse_mistakes, refuse_wrong_paths
 from pytest_roseinfer.reproduce import CHECKS
 from pytest_roseinfer.shipped_tests import ShippedTests
-from pytest_roseinfer.turns import in_turns
+from pytest_roseinfer.turns import in_turns, turns_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +46,9 @@ class ConformanceTests(ShippedTests):
             target.histories += 1
 
         examples = settings.current().examples
-        paths = self.adapter.paths_on(settings.current().device)
-        for aim, turn, due in in_turns(paths, examples, _EXAMPLES_OF_A_TURN):
+        missing = partial(target.still_missing, since=Counter(target.counts))
+        turns = in_turns(target.paths, examples, _EXAMPLES_OF_A_TURN)
+        for aim, turn, due in chain(turns, turns_again(missing, _EXAMPLES_OF_A_TURN)):
             self._search(check, "run_history", due, aim, turn)
 
     def test_permuting_a_batch_permutes_the_result(self) -> None:
@@ -75,7 +78,7 @@ class ConformanceTests(ShippedTests):
         replayed_by: str,
         examples: int,
         aim: str | None = None,
-        turn: int = 0,
+        turn: str = "0",
     ) -> None:
         from pytest_roseinfer.search import search
         from pytest_roseinfer.strategies import histories

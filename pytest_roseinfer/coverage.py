@@ -63,6 +63,17 @@ class TargetCoverage:
         paths = [self._row("path", name, twin) for name, twin in self.paths.items()]
         return paths + [self._row("condition", name, "") for name in self.conditions]
 
+    def still_missing(self, since: Mapping[str, int]) -> list[str | None]:
+        """What a search is to aim at again, given what was counted before it: paths by name,
+        and None where conditions are met too rarely."""
+        if not settings.current().require_paths:
+            return []
+        missing: list[str | None] = [name for name in self.paths if self._short(name, since)]
+        return missing + [None] * any(self._short(name, since) for name in self.conditions)
+
+    def _short(self, name: str, since: Mapping[str, int]) -> bool:
+        return self.counts[name] - since.get(name, 0) < REQUIRED_TIMES
+
     def _row(self, kind: str, name: str, twin: str) -> Reached:
         times = self.counts[name]
         if self.failed:

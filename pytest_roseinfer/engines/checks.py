@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer import coverage, settings
 from pytest_roseinfer.engines.run import run_forks, run_mix
 from pytest_roseinfer.shipped_tests import ShippedTests
-from pytest_roseinfer.turns import in_turns
+from pytest_roseinfer.turns import in_turns, turns_again
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Callable
 
     from pytest_roseinfer.engines.adapter import EngineAdapter
@@ -20,6 +21,7 @@ _SHARE = 0.8
 """Of a profile's examples: one is a whole engine, and many requests."""
 _FORK_SHARE = 0.15
 _EXAMPLES_OF_A_TURN = 4
+_FORKS_AGAIN = 2
 
 
 class EngineTests(ShippedTests):
@@ -29,11 +31,16 @@ class EngineTests(ShippedTests):
 
     def test_requests_get_what_they_get_alone(self) -> None:
         """Whatever comes before, beside and after, and however little room there is."""
-        coverage.current().of(self.adapter).searched = True
-        paths = self.adapter.paths_on(settings.current().device)
+        target = coverage.current().of(self.adapter)
+        target.searched = True
         examples = round(settings.current().examples * _SHARE)
-        for aim, turn, due in in_turns(paths, examples, _EXAMPLES_OF_A_TURN):
+        missing = partial(target.still_missing, since=Counter(target.counts))
+        for aim, turn, due in in_turns(target.paths, examples, _EXAMPLES_OF_A_TURN):
             self._search(run_mix, due, aim, turn)
+        for aim, turn, due in turns_again(missing, _EXAMPLES_OF_A_TURN):
+            self._search(run_mix, due, aim, turn)
+            if self.adapter.defines("forked"):  # which may be all that takes this path
+                self._search(run_forks, _FORKS_AGAIN, aim, turn)
 
     def test_forks_get_what_requests_of_their_own_get(self) -> None:
         if not self.adapter.defines("forked"):
@@ -47,7 +54,7 @@ class EngineTests(ShippedTests):
         check: Callable[[type[EngineAdapter], RequestMix], Counter[str]],
         examples: int,
         aim: str | None = None,
-        turn: int = 0,
+        turn: str = "0",
     ) -> None:
         from pytest_roseinfer.engines.strategies import request_mixes
         from pytest_roseinfer.search import search

@@ -1,0 +1,116 @@
+"""A search goes on, for a while, where what was declared was reached too rarely."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_roseinfer.coverage import REQUIRED_TIMES, TargetCoverage
+from pytest_roseinfer.turns import turns_again
+from tests.python_process import ROOT
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import Project
+
+LATE_CACHE = """
+    from caches.adversaries import NeverTakesItsFastPath
+    from caches.paged_cache import PagedCache
+    from pytest_roseinfer import conformance
+
+    class FastFromThe{first}th(NeverTakesItsFastPath):
+        made = 0
+
+        def make(self, spec):
+            super().make(spec)
+            type(self).made += 1
+
+        def write(self, *rows):
+            late = type(self).made >= {first}
+            (PagedCache if late else NeverTakesItsFastPath).write(self, *rows)
+
+    TestLate = conformance(FastFromThe{first}th)
+"""
+LATE_ENGINE = """
+    from collections import Counter
+
+    from pytest_roseinfer import FastPath, conformance
+    from tests.plugin.engines.toy_engine import ToyForks
+
+    class Late(ToyForks):
+        paths = {**ToyForks.paths, "late": FastPath(equals="by itself")}
+        conditions = (*ToyForks.conditions, "forked")
+        made = 0
+
+        def make(self, mix):
+            super().make(mix)
+            type(self).made += 1
+
+        def forked(self, prompt, samplings):
+            self.engine.counts["forked"] += 1
+            return super().forked(prompt, samplings)
+
+        def path_counts(self):
+            return self.engine.counts + Counter(late=int(self.made >= 30))
+
+    TestLate = conformance(Late)
+"""
+EXAMPLES = 12
+SEARCH = (f"--roseinfer-examples={EXAMPLES}", "--roseinfer-seed=1")
+
+
+def late_cache(project: Project, *, first: int, options: tuple[str, ...] = ()) -> pytest.RunResult:
+    """A cache that takes its fast path from one of its histories on, and not before."""
+    project.copy_caches()
+    project.write(test_late=LATE_CACHE.format(first=first))
+    return project.pytest("-k", "histories", *SEARCH, *options)
+
+
+def test_what_comes_after_the_share_of_examples_is_still_reached(project: Project) -> None:
+    result = late_cache(project, first=30)
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["path * all_rows * row_by_row * equal"])
+
+
+def test_no_more_is_searched_than_it_takes(project: Project) -> None:
+    result = late_cache(project, first=0)
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines([f"{EXAMPLES} histories of up to *"])
+
+
+def test_what_so_many_more_do_not_reach_is_a_failure(project: Project) -> None:
+    result = late_cache(project, first=EXAMPLES + 100)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["FAILED: path 'all_rows' was never reached and must be 3 times*"])
+
+
+def test_no_more_is_searched_where_nothing_is_required(project: Project) -> None:
+    result = late_cache(project, first=30, options=("--roseinfer-required-paths=off",))
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines([f"{EXAMPLES} histories of up to *", "*NOT REACHED"])
+
+
+def test_mixes_and_forks_of_an_engine_go_on_as_well(project: Project) -> None:
+    """Forks too, since requests alone may be unable to take a path."""
+    project.monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    project.write(test_late=LATE_ENGINE)
+    result = project.pytest("-k", "requests_get", *SEARCH)
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["path * late * by itself * equal", "condition * forked * met"])
+
+
+def test_only_what_is_missing_has_more_turns() -> None:
+    target = TargetCoverage({"fast": "slow", "rare": "slow"}, ["met"])
+    before = Counter(fast=10, rare=10, met=10)
+    target.note(before + Counter(fast=REQUIRED_TIMES, rare=REQUIRED_TIMES - 1, met=1))
+    aims = []
+    for aim, _, _ in turns_again(lambda: target.still_missing(before), 4):
+        aims.append(aim)
+        target.note({aim or "met": 1})
+    assert aims == ["rare", None, None]
+
+
+def test_no_two_turns_draw_the_same() -> None:
+    names = [(aim, turn) for aim, turn, _ in turns_again(lambda: ["never", None], 4)]
+    assert len(names) == len(set(names)) > 2
