@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from dataclasses import replace
-from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import Phase, find, given, settings
-from hypothesis import strategies as st
 
-from pytest_roseinfer import (
-    Asked,
-    EngineAdapter,
-    FastPath,
-    MixDivergence,
-    RequestMix,
-    Sampling,
-    conformance,
-    run_forks,
-    run_mix,
-)
-from pytest_roseinfer.engines.strategies import (
-    BLOCK_SIZES,
-    common_text,
-    prompts,
-    request_mixes,
-    samplings,
-)
+from pytest_roseinfer import EngineAdapter, RequestMix, conformance
 from tests.plugin.engines.broken_engines import (
     ANeighboursTokenLeaksIn,
     CountsAnUndeclaredPath,
@@ -43,20 +21,16 @@ from tests.plugin.engines.broken_engines import (
     KeepsALease,
     LetsSomebodyWaitForever,
     LosesTheLastToken,
-    Misrounds,
     NeverGuesses,
     RaisesInAStep,
     RefusesWhatFits,
     TakesAnothersPrefix,
 )
-from tests.plugin.engines.toy_engine import ToyAdapter, ToyEngine, ToyForks
+from tests.plugin.engines.toy_engine import ToyAdapter, ToyForks
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from tests.plugin.conftest import Project
-    from tests.plugin.engines.toy_engine import ToyRequest
 
 FEW = ("--roseinfer-examples=60", "--roseinfer-seed=1")
 WRONG_TOKEN = r"request \d, token \d: \d+; alone it gets \d+"
@@ -75,8 +49,6 @@ REASONS = {
     ForksShareTheirDraws: r"fork [1-9] of request 0's prompt got \[.*\]; alone it gets \[.*\]",
     ForksKeepALease: "every fork was released, and left are 1 leases",
 }
-USUAL = {"batch_size": 2, "prefixes": False}
-GREEDY = Sampling(max_new_tokens=4, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
@@ -107,21 +79,6 @@ def failures(project: Project) -> dict[str, str]:
         for case in cases
         for failure in case.iter("failure")
     }
-
-
-def mix(*requests: Asked, room: int = 64, **options: Any) -> RequestMix:
-    return RequestMix(requests, cache_tokens=room, options={**USUAL, **options})
-
-
-def asked(*prompt: int, sampling: Sampling = GREEDY, **fields: int) -> Asked:
-    return Asked(prompt, sampling, **fields)
-
-
-def reason(adapter: type[EngineAdapter], requests: RequestMix) -> str:
-    """The first line of what is said against it."""
-    with pytest.raises(MixDivergence) as caught:
-        run_mix(adapter, requests)
-    return str(caught.value).partition("\n")[0]
 
 
 def test_an_engine_that_is_right_passes_on_all_its_paths(engines: Project) -> None:
@@ -207,65 +164,6 @@ def test_it_says_what_an_adapter_lacks() -> None:
         conformance(Lacking)
 
 
-def test_a_mix_that_goes_well_returns_the_paths_it_took() -> None:
-    requests = mix(asked(1, 2), asked(1, 2, 3, arrives=9), asked(7, arrives=9), prefixes=True)
-    assert run_mix(ToyAdapter, requests) == {
-        "from the start": 2,
-        "from a prefix": 1,
-        "by itself": 4,
-        "together": 4,
-    }
-
-
-def test_an_engine_is_stepped_before_and_between_its_requests() -> None:
-    steps: list[int] = []
-
-    class Watched(ToyAdapter):
-        def step(self) -> None:
-            super().step()
-            steps.append(self.engine.counts["by itself"])
-
-    run_mix(Watched, mix(asked(1, arrives=2), asked(1, arrives=8)))
-    assert steps == [0, 0, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8]
-
-
-def test_what_a_cancelled_request_got_before_must_be_right() -> None:
-    leaving = asked(1, cancelled_after=1), asked(2, cancelled_after=3)
-    assert run_mix(ToyAdapter, mix(*leaving))
-    assert reason(Misrounds, mix(*leaving)).startswith("request 1, token 1: ")
-
-
-def test_a_step_that_raised_is_to_blame() -> None:
-    with pytest.raises(MixDivergence) as caught:
-        run_mix(RaisesInAStep, mix(*[asked(1)] * 3, batch_size=3))
-    assert isinstance(caught.value.__cause__, IndexError)
-
-
-SHOWN = mix(
-    asked(1, 2, sampling=Sampling(3, temperature=1.0, seed=2, repetition_penalty=1.5)),
-    asked(3, sampling=GREEDY, arrives=1, cancelled_after=2),
-    room=30,
-)
-
-
-def test_a_failure_tells_its_mix_in_words() -> None:
-    with pytest.raises(MixDivergence) as caught:
-        run_mix(LosesTheLastToken, SHOWN)
-    assert str(caught.value).splitlines()[1:] == [
-        "",
-        "a cache of 30 tokens in blocks of 4, batch_size=2, prefixes=False",
-        "  0. at step 0: 2 tokens [1, 2], up to 3 new, drawn at temperature 1.0 from seed 2, "
-        "repetition penalty 1.5",
-        "  1. at step 1: 1 tokens [3], up to 4 new, past the end of the text, cancelled 2 steps "
-        "later",
-    ]
-    assert caught.value.mix is SHOWN
-
-
-def test_a_mix_survives_being_saved() -> None:
-    assert RequestMix.from_json(json.loads(json.dumps(SHOWN.to_json()))) == SHOWN
-
-
 @pytest.mark.parametrize(
     ("adapter", "said"),
     [(LosesTheLastToken, "request "), (ForksShareTheirDraws, "fork ")],  # run_mix and run_forks
@@ -295,263 +193,7 @@ def test_a_failing_mix_is_said_once_and_runs_again_until_it_is_mended(
     assert (mended.stdout, mended.stderr) == ("it ran through: nothing differed\n", "")
 
 
-def test_forks_get_a_cache_that_has_room_for_all() -> None:
-    rooms: list[int] = []
-
-    class Watched(ToyForks):
-        def make(self, mix: RequestMix) -> None:
-            rooms.append(mix.cache_tokens)
-            super().make(mix)
-
-    first, second = asked(1, 2, 3), asked(9, sampling=replace(GREEDY, max_new_tokens=7))
-    assert run_forks(Watched, mix(first, second, room=5)) == {"from the start": 1}
-    assert rooms == [2 * (3 + 7 + 4)]
-
-
-Question = tuple[tuple[int, ...], Sampling]
-
-
-class Undecided(Misrounds):
-    """Rounding excuses whatever begins like the first request."""
-
-    questions: ClassVar[list[Question]]
-
-    def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
-        assert mix.size
-        self.questions.append((tuple(tokens), sampling))
-        return tokens[0] == 1
-
-
-@pytest.fixture
-def questions() -> list[Question]:
-    Undecided.questions = []
-    return Undecided.questions
-
-
-def first_tokens(*prompt: int) -> tuple[int, ...]:
-    """A prompt, and what is right to follow."""
-    (token,) = ToyAdapter().alone(prompt, Sampling(1), mix())
-    return (*prompt, token)
-
-
-@pytest.mark.parametrize("check", [run_mix, run_forks])
-def test_undecided_is_asked_once_where_tokens_differ(
-    check: Callable[[type[EngineAdapter], RequestMix], object], questions: list[Question]
-) -> None:
-    """By then the first token was found right, and the third and fourth have not been."""
-    check(Undecided, mix(asked(1, 2)))
-    assert questions == [(first_tokens(1, 2), GREEDY)]
-
-
-@pytest.mark.parametrize("check", [run_mix, run_forks])
-def test_undecided_is_not_asked_where_nothing_differs(
-    check: Callable[[type[EngineAdapter], RequestMix], object], questions: list[Question]
-) -> None:
-    class Right(Undecided):
-        engine_type = ToyEngine
-
-    assert check(Right, mix(asked(1, 2), asked(4, 2)))
-    assert questions == []
-
-
-def test_undecided_excuses_nobody_else(questions: list[Question]) -> None:
-    said = reason(Undecided, mix(asked(1, 2), asked(4, 2)))
-    assert said.startswith("request 1, token 1: ")
-    assert [tokens[0] for tokens, _ in questions] == [1, 4]
-
-
-def test_undecided_excuses_only_what_follows(questions: list[Question]) -> None:
-    """Not the token before, nor what is held at the end."""
-
-    class WrongFromTheStart(ToyEngine):
-        def choose(self, batch: Sequence[ToyRequest]) -> list[int]:
-            return [token ^ 1 for token in super().choose(batch)]
-
-    class FromTheSecondOn(Undecided):
-        engine_type = WrongFromTheStart
-
-        def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
-            return super().undecided(tokens, sampling, mix) and len(tokens) > 2
-
-    assert reason(FromTheSecondOn, mix(asked(1, 2))).startswith("request 0, token 0: ")
-    assert questions == [((1, 2), GREEDY)]
-
-    class Leftover(Undecided):
-        def leftovers(self) -> str:
-            return "a block"
-
-    said = reason(Leftover, mix(asked(1, 2)))
-    assert said == "every request has ended, and the engine still holds a block"
-
-
-def test_a_request_that_is_over_at_once_is_compared_too() -> None:
-    class Closed(ToyAdapter):
-        def submit(self, prompt: Sequence[int], sampling: Sampling) -> ToyRequest:
-            request = super().submit(prompt, sampling)
-            self.engine.cancel(request)
-            return request
-
-    assert reason(Closed, mix(asked(1))) == "request 0 ended after 0 tokens; alone it gets 4"
-
-
-def test_requests_that_end_with_a_cancelled_one_are_compared_too() -> None:
-    both = mix(asked(1, cancelled_after=2), asked(2))
-    said = reason(EndsOthersWithTheCancelled, both)
-    assert said == "request 1 ended after 2 tokens; alone it gets 4"
-
-
-def test_a_token_that_was_right_must_stay_so() -> None:
-    class Rewriting(ToyEngine):
-        def take(self, request: ToyRequest, token: int) -> None:
-            super().take(request, token)
-            if len(request.tokens) == 3:
-                request.tokens[0] ^= 1
-
-    class Rewrites(ToyAdapter):
-        engine_type = Rewriting
-
-    assert reason(Rewrites, mix(asked(1))).startswith("request 0, token 0: ")
-
-
-def test_a_request_that_was_cancelled_gets_nothing_more() -> None:
-    class Deaf(ToyAdapter):
-        """Says that it has ended what it goes on with."""
-
-        def make(self, mix: RequestMix) -> None:
-            super().make(mix)
-            self.left: set[ToyRequest] = set()
-
-        def cancel(self, request: ToyRequest) -> None:
-            self.left.add(request)
-
-        def ended(self, request: ToyRequest) -> bool:
-            return request.over or request in self.left
-
-    assert "request 0" in reason(Deaf, mix(asked(1, cancelled_after=1), asked(2)))
-
-
-def test_a_path_that_its_switches_rule_out_must_not_be_counted() -> None:
-    class Contradicting(ToyAdapter):
-        paths: ClassVar[Mapping[str, FastPath]] = {
-            **ToyAdapter.paths,
-            "together": FastPath(equals="by itself", never_with=[{"batch_size": 2}]),
-        }
-
-    assert "'together'" in reason(Contradicting, mix(asked(1), asked(2)))
-
-
 def test_it_says_what_a_path_lacks() -> None:
     mine = type("Mine", (ToyAdapter,), {"paths": {"fast": "slow"}})
     with pytest.raises(TypeError, match=re.escape("Mine.paths['fast'] is 'slow'")):
         conformance(mine)
-
-
-def test_forks_take_declared_paths_only() -> None:
-    class Undeclared(ToyForks):
-        paths: ClassVar[Mapping[str, FastPath]] = {}
-
-    with pytest.raises(MixDivergence, match="path 'from the start' ran and is not declared"):
-        run_forks(Undeclared, mix(asked(1)))
-
-
-def test_the_last_step_counts() -> None:
-    class Late(ToyAdapter):
-        def make(self, mix: RequestMix) -> None:
-            super().make(mix)
-            self.steps = 0
-
-        def step(self) -> None:
-            self.steps += 1
-            if self.steps == 22:  # one for each of two tokens, and twenty
-                super().step()
-
-    assert run_mix(Late, mix(asked(1, sampling=Sampling(1)))) == {
-        "from the start": 1,
-        "by itself": 1,
-    }
-
-
-class SmallAdapter(ToyAdapter):
-    vocabulary = 3
-    most_tokens = 7
-
-
-@pytest.mark.parametrize("adapter", [ToyAdapter, SmallAdapter])
-@pytest.mark.parametrize("most_steps", [1, 12])
-def test_mixes_are_what_adapters_are_promised(
-    adapter: type[EngineAdapter], most_steps: int
-) -> None:
-    @settings(max_examples=60, deadline=None, database=None)
-    @given(request_mixes(adapter, most_steps=most_steps, device="cuda:1"))
-    def check(drawn: RequestMix) -> None:
-        assert drawn.device == "cuda:1"
-        assert drawn.block_size in BLOCK_SIZES
-        assert drawn.options.keys() == adapter.option_choices.keys()
-        for name, value in drawn.options.items():
-            assert value in adapter.option_choices[name]
-        arrivals = [each.arrives for each in drawn.requests]
-        assert arrivals == sorted(arrivals)
-        assert 0 < len(arrivals) == drawn.size <= 6
-        for each in drawn.requests:
-            assert each.prompt
-            assert all(0 <= token < adapter.vocabulary for token in each.prompt)
-            most = len(each.prompt) + each.sampling.max_new_tokens
-            assert most <= min(adapter.most_tokens, drawn.cache_tokens)
-            assert 1 <= each.sampling.max_new_tokens <= most_steps
-            assert each.cancelled_after is None or each.cancelled_after >= 0
-
-    check()
-
-
-@given(request_mixes(ToyAdapter, aim="from a prefix"))
-@settings(max_examples=30, deadline=None, database=None)
-def test_an_aim_sets_the_switches_its_path_needs(drawn: RequestMix) -> None:
-    assert drawn.options["prefixes"] is True
-
-
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        lambda drawn: drawn.cache_tokens == max(sizes(drawn)) < sum(sizes(drawn)) / 3,
-        lambda drawn: drawn.cache_tokens >= sum(sizes(drawn)) and drawn.size > 2,
-        lambda drawn: any(
-            len(a.prompt) > 8 and a.prompt[:8] == b.prompt[:8] and a.prompt != b.prompt
-            for a in drawn.requests
-            for b in drawn.requests
-        ),
-        lambda drawn: any(each.cancelled_after == 0 for each in drawn.requests),
-        lambda drawn: drawn.requests[-1].arrives > 5,
-        lambda drawn: all(each.sampling.temperature for each in drawn.requests),
-    ],
-    ids=["crowded", "roomy", "sharing a prefix", "cancelled at once", "late", "drawn"],
-)
-def test_mixes_are_of_every_kind(wanted: Callable[[RequestMix], bool]) -> None:
-    """Else ``find`` raises."""
-    find(
-        request_mixes(ToyAdapter),
-        wanted,
-        settings=settings(max_examples=500, database=None, phases=[Phase.generate]),
-        random=Random(1),
-    )
-
-
-def sizes(drawn: RequestMix) -> list[int]:
-    return [len(each.prompt) + each.sampling.max_new_tokens for each in drawn.requests]
-
-
-@given(prompts(vocabulary=7, longest=9), samplings(most=4), st.integers(0, 20))
-@settings(max_examples=60, deadline=None, database=None)
-def test_prompts_and_samplings_are_useful_alone(
-    prompt: tuple[int, ...], sampling: Sampling, length: int
-) -> None:
-    assert 1 <= len(prompt) <= 9
-    assert set(prompt) <= set(range(7))
-    # The first token may be another one.
-    agreeing = [at for at in range(1, len(prompt)) if prompt[1:at] == text(7, 9)[1:at]]
-    assert len(prompt) - max(agreeing, default=1) <= 2
-    assert 1 <= sampling.max_new_tokens <= 4
-    assert text(7, length) == text(7, 20)[:length]
-
-
-def text(vocabulary: int, length: int) -> tuple[int, ...]:
-    return common_text(length, vocabulary)

@@ -1,0 +1,48 @@
+"""Running ``roseinfer generate``, and what it should print."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from roseinfer import LLM, SamplingParams
+
+if TYPE_CHECKING:
+    import pytest
+
+FEW = ("--max-new-tokens", "12")
+GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
+TOO_LONG = "x" * 1024
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def objects(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+class Run(Protocol):
+    def __call__(self, *arguments: str) -> Outcome: ...
+
+
+def continued(llm: LLM, prompt: str, params: SamplingParams = GREEDY) -> str:
+    (output,) = llm.generate(prompt, params)
+    assert output.text
+    return output.text
+
+
+def give_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True

@@ -1,0 +1,61 @@
+"""A small model behind ``AsyncLLM``, and what its streams should bring."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from roseinfer import LLM, AsyncLLM, SamplingParams
+from tests.engine.test_random_mixes import assert_no_block_is_lost
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator
+
+    from roseinfer.engine import Update
+
+TEXTS = [f"The {word} fox" for word in ("quick", "brown", "lazy", "red", "old", "grey", "third")]
+PATIENCE = 20
+"""Seconds after which something that hangs is given up."""
+
+
+def greedy(count: int = 12, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_new_tokens=count, **more)
+
+
+def small_llm(device: str, **config: Any) -> LLM:
+    return LLM("tiny", device=device, dtype="float32", **{"kv_cache_tokens": 1024} | config)
+
+
+@contextmanager
+def serving(llm: LLM) -> Iterator[AsyncLLM]:
+    """Closed in the end; then nothing may be left in the engine."""
+    served = AsyncLLM(llm)
+    try:
+        yield served
+    finally:
+        served.close()
+    assert not llm.engine.has_work
+    assert_no_block_is_lost(llm)
+
+
+def run(what: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(what, PATIENCE))
+
+
+@cache
+def expected(device: str, text: str, count: int = 12) -> list[int]:
+    """Generated alone, and compared with transformers elsewhere."""
+    (output,) = small_llm(device, prefix_cache=False).generate(text, greedy(count), progress=False)
+    return output.token_ids
+
+
+async def collect(
+    served: AsyncLLM, prompt: Any, params: SamplingParams | None = None
+) -> list[Update]:
+    return [update async for update in served.stream(prompt, params or greedy())]
+
+
+def tokens_of(updates: list[Update]) -> list[int | None]:
+    return [update.token_id for update in updates]

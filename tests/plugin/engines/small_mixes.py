@@ -1,0 +1,27 @@
+"""Short mixes of requests for the toy engine, and what is said against one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_roseinfer import Asked, EngineAdapter, MixDivergence, RequestMix, Sampling, run_mix
+
+USUAL = {"batch_size": 2, "prefixes": False}
+GREEDY = Sampling(max_new_tokens=4, ignore_eos=True)
+
+
+def mix(*requests: Asked, room: int = 64, **options: Any) -> RequestMix:
+    return RequestMix(requests, cache_tokens=room, options={**USUAL, **options})
+
+
+def asked(*prompt: int, sampling: Sampling = GREEDY, **fields: int) -> Asked:
+    return Asked(prompt, sampling, **fields)
+
+
+def reason(adapter: type[EngineAdapter], requests: RequestMix) -> str:
+    """The first line of what is said against it."""
+    with pytest.raises(MixDivergence) as caught:
+        run_mix(adapter, requests)
+    return str(caught.value).partition("\n")[0]
