@@ -179,6 +179,9 @@ class EngineConfig:
     """Whether the state of sequences that decode lives on the device; None for yes on a GPU."""
     fused_model: bool | None = None
     """Whether a model that there are fused kernels for runs on them; None for yes on a GPU."""
+    pad_head: bool | None = None
+    """Whether the head of a model on its own modules is made wider where its vocabulary is of an
+    odd size; None for yes on a GPU."""
     compile_layers: bool = False
     """Have torch.compile fuse the layers of models that run on their own modules, which takes
     some ten seconds at the start."""
@@ -201,7 +204,7 @@ class EngineConfig:
                 _require_at_least_1(name, getattr(self, name))
         for name in ("prefix_cache", "chunked_prefill", "compile_layers", "per_layer_kv"):
             _require_switch(name, getattr(self, name), "True or False")
-        for name in ("paged_attention", "resident_decode", "fused_model", "cuda_graph"):
+        for name in ("paged_attention", "resident_decode", "fused_model", "pad_head", "cuda_graph"):
             if getattr(self, name) is not None:
                 _require_switch(name, getattr(self, name), "True, False or None")
         if self.run_ahead is not None and (
@@ -232,6 +235,10 @@ class EngineConfig:
     def fuses(self, device: str) -> bool:
         """Whether models run on fused kernels on that kind of device."""
         return device == "cuda" if self.fused_model is None else self.fused_model
+
+    def pads_head(self, device: str) -> bool:
+        """Whether heads over odd vocabularies are padded on that kind of device."""
+        return device == "cuda" if self.pad_head is None else self.pad_head
 
     def replays_graphs(self, device: str) -> bool:
         """Whether their steps are replayed from graphs there."""

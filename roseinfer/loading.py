@@ -16,7 +16,7 @@ from roseinfer.errors import ConfigError, UnsupportedModel
 from roseinfer.kv.kernels import load_kernels
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.model import CausalModel, fetch
-from roseinfer.padded_head import pad_head
+from roseinfer.padded_head import PaddedHead, pad_head
 from roseinfer.tiny import tiny_gpt2
 
 if TYPE_CHECKING:
@@ -98,12 +98,14 @@ def _causal(network: Any, config: EngineConfig) -> CausalModel:
                     "nothing is left to compile: leave it off, or have fused_model=False too"
                 )
             return FusedGPT2(network, max_length=config.max_length)
-    if network.device.type == "cuda":
+    if config.pads_head(network.device.type):
         pad_head(network)
     causal = CausalModel(network, max_length=config.max_length)
+    if isinstance(network.get_output_embeddings(), PaddedHead):
+        causal.paths += (EnginePath.PADDED_HEAD,)
     if config.compile_layers:
         compile_layers(network)
-        causal.path = EnginePath.COMPILED
+        causal.paths += (EnginePath.COMPILED,)
     return causal
 
 

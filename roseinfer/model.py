@@ -104,8 +104,8 @@ class ModelShape:
 class CausalModel:
     """A transformers model that keeps its keys and values in our cache."""
 
-    path: EnginePath | None = None
-    """What a forward pass counts as, if it does not run on the model's modules as they are."""
+    paths: tuple[EnginePath, ...] = ()
+    """What a forward pass counts as, where it does not run on the model's modules as they are."""
 
     def __init__(self, model: Any, *, max_length: int | None = None) -> None:
         """Take over ``model``: its attention is ours from here on."""

@@ -166,8 +166,8 @@ class InferenceEngine:
             self._kernels,
             self.staging,
         )
-        if self.model.path:
-            self.path_counts[self.model.path] += 1
+        for path in self.model.paths:
+            self.path_counts[path] += 1
         stage = self.staging.stage
         token_ids, at = stage([tokens, positions]).columns
         rows = None if batch.is_decode else stage([last_rows]).columns[0]

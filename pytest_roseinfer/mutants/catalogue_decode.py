@@ -11,6 +11,8 @@ _READBACK = "roseinfer.decode.readback"
 _RUNNER = "roseinfer.runner"
 _DECODE = "roseinfer.attention.decode_triton"
 _GPT2 = "roseinfer.fused.gpt2"
+_LIKELIEST = "roseinfer.fused.likeliest_triton"
+_HEAD = "roseinfer.padded_head"
 
 
 def _mutant(
@@ -148,5 +150,33 @@ MUTANTS = (
         rows=(30,),
         targets=(),
         directed="capture_beside_the_living",
+    ),
+    _mutant(
+        "likeliest-stays-where-it-is",
+        "The kernel that ends a greedy step chooses a token and goes on from the same position.",
+        _LIKELIEST,
+        "length + tl.load(active + row * a_r))",
+        "length)",
+    ),
+    _mutant(
+        "likeliest-not-handed-on",
+        "The kernel that ends a greedy step hands on the token before the one that it chose.",
+        _LIKELIEST,
+        "    tl.store(tokens + row, tl.where(usable, token, 0))\n",
+        "    tl.store(tokens + row, tl.where(usable, tl.maximum(token - 1, 0), 0))\n",
+    ),
+    _mutant(
+        "padding-of-the-head-chosen",
+        "A padded head returns the logits of its padding too, as if they were tokens.",
+        _HEAD,
+        "[..., : self._outputs]",
+        "",
+    ),
+    _mutant(
+        "head-padded-in-front",
+        "A head's padding stands before its weights, and every logit is another token's.",
+        _HEAD,
+        "pad(head.weight.detach(), (0, 0, 0, more))",
+        "pad(head.weight.detach(), (0, 0, more, 0))",
     ),
 )

@@ -1,4 +1,4 @@
-"""This distribution's own engine, serving two small models."""
+"""This distribution's own engine, serving small models."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _VOCABULARY = 32
 _END = 5
 _POSITIONS = 48
+_ODD = "odd llama"
+"""A model with one token more, whose head is therefore padded."""
 _ALONE = "transformers"
 """Which has the model's own attention, no cache, no batches, and none of our code."""
 _ROUNDING = 3e-5
@@ -37,8 +39,9 @@ _RESIDENT = {"resident_decode": True, "per_layer_kv": False}
 """Settings with which the state of what decodes is on the device."""
 _REUSED_AT_ONCE = {**_RESIDENT, "prefix_cache": False, "max_batch_size": 8}
 """And what one sequence gives up is the next one's, while others decode beside it."""
+_ON_KERNELS = {**_RESIDENT, "paged_attention": True}
 _EASY = (EnginePath.RESIDENT, EnginePath.RUN_AHEAD)
-_SLOW = (EnginePath.FUSED,)
+_SLOW = (EnginePath.FUSED, EnginePath.LIKELIEST)
 _OPTED_IN = (EnginePath.COMPILED,)
 """Compiling takes seconds for every model of every mix, and no switch here asks for it:
 ``tests/engine/test_compiling.py`` compares it with its twin."""
@@ -64,10 +67,7 @@ class RoseinferEngine(EngineAdapter):
         ),
         AttentionPath.APPEND_AND_ATTEND.value: FastPath(
             equals=AttentionPath.SLOTS_REFERENCE.value,
-            runs_with=[
-                {**_RESIDENT, "paged_attention": True},
-                {**_RESIDENT, "paged_attention": True, "model": "llama"},
-            ],
+            runs_with=[_ON_KERNELS, {**_ON_KERNELS, "model": "llama"}],
         ),
         AttentionPath.CHUNK_TRITON.value: FastPath(
             equals=AttentionPath.REFERENCE.value, runs_with=[{"paged_attention": True}]
@@ -75,6 +75,10 @@ class RoseinferEngine(EngineAdapter):
         EnginePath.FUSED.value: FastPath(
             equals=_ALONE, runs_with=[{"fused_model": True, "model": "gpt2"}]
         ),
+        EnginePath.PADDED_HEAD.value: FastPath(
+            equals=_ALONE, runs_with=[{"pad_head": True, "model": _ODD}]
+        ),
+        EnginePath.LIKELIEST.value: FastPath(equals=_ALONE, runs_with=[_ON_KERNELS]),
         EnginePath.RESIDENT.value: FastPath(
             equals=_ALONE,
             runs_with=[_RESIDENT, _REUSED_AT_ONCE, {**_RESIDENT, "max_batch_size": 2}],
@@ -86,7 +90,10 @@ class RoseinferEngine(EngineAdapter):
         EnginePath.GRAPH.value: FastPath(
             equals=_ALONE,
             device="cuda",
-            runs_with=[{**_RESIDENT, "cuda_graph": True, "run_ahead": lag} for lag in (0, 2)],
+            runs_with=[
+                *({**_RESIDENT, "cuda_graph": True, "run_ahead": lag} for lag in (0, 2)),
+                {**_ON_KERNELS, "cuda_graph": True, "run_ahead": 2, "fused_model": True},
+            ],
         ),
         EnginePath.CHUNKED.value: FastPath(
             equals=_ALONE, runs_with=[{"chunked_prefill": True, "prefill_max_tokens": 3}]
@@ -114,6 +121,7 @@ class RoseinferEngine(EngineAdapter):
         # Under Triton's interpreter a step takes a hundred times as long, so only where aimed at.
         "paged_attention": (False,),
         "fused_model": (False,),
+        "pad_head": (False,),
         # Capturing takes seconds, so only where aimed at.
         "cuda_graph": (False,),
     }
@@ -215,7 +223,7 @@ def _original(name: str, device: str) -> Any:
 def _network(name: str, device: str) -> Any:
     """The same weights every time, large enough that the likeliest token is no tie."""
     shape: dict[str, Any] = {
-        "vocab_size": _VOCABULARY,
+        "vocab_size": _VOCABULARY + (name == _ODD),
         "bos_token_id": _END,
         "eos_token_id": _END,
     }

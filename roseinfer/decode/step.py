@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.decode.attention import SlotAttention
+from roseinfer.engine_paths import EnginePath
 from roseinfer.sampling import rows_without_a_distribution
 
 if TYPE_CHECKING:
@@ -42,14 +43,15 @@ class DecodeStep:
     def run(self, count: int, *, greedy: bool) -> None:
         """Store the token of each of the first ``count`` slots and choose the next one."""
         slots = self._slots
-        if self._model.path:
-            self._path_counts[self._model.path] += 1
+        for path in self._model.paths:
+            self._path_counts[path] += 1
         lengths = slots.lengths(count)
         batch = SlotAttention(
             self._kv, slots.tables(count), lengths, self._attend, self._path_counts
         )
         logits = self._model.logits(slots.tokens[:count], lengths, None, batch)
         if greedy and self._advance is not None:
+            self._path_counts[EnginePath.LIKELIEST] += 1
             chosen, tokens = self.chosen[:count], slots.tokens[:count]
             self._advance(logits, chosen, tokens, lengths, slots.active(count))
             return

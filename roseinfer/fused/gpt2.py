@@ -23,7 +23,7 @@ MOST_ROWS = 256
 class FusedGPT2(CausalModel):
     """Its forward pass is 7 kernels a layer, attention among them."""
 
-    path = EnginePath.FUSED
+    paths = (EnginePath.FUSED,)
 
     @staticmethod
     def fits(model: Any) -> bool:

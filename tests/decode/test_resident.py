@@ -42,6 +42,7 @@ def test_each_gets_what_it_gets_alone(device: str, family: str, kernels: bool) -
     assert counts[EnginePath.RESIDENT] == 8
     attended = AttentionPath.APPEND_AND_ATTEND if kernels else AttentionPath.SLOTS_REFERENCE
     assert counts[attended] == 16, "of two layers each"
+    assert counts[EnginePath.LIKELIEST] == 8 * kernels
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from roseinfer import LLM, EnginePath, SamplingParams
 from roseinfer.config import EngineConfig
 from roseinfer.loading import load
 from roseinfer.padded_head import PaddedHead, pad_head
@@ -65,7 +66,27 @@ def test_others_are_left_alone(vocabulary: int) -> None:
     assert model.get_output_embeddings() is head
 
 
-def test_a_model_is_padded_where_it_is_loaded_for_a_gpu(device: str) -> None:
-    loaded = load(gpt2(257), EngineConfig(fused_model=False, kv_cache_tokens=64), device=device)
-    head = loaded.model._model.get_output_embeddings()
-    assert isinstance(head, PaddedHead) == (device != "cpu")
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_a_model_is_padded_where_it_is_asked_or_loaded_for_a_gpu(
+    device: str, asked: bool | None
+) -> None:
+    config = EngineConfig(fused_model=False, pad_head=asked, kv_cache_tokens=64)
+    model = load(gpt2(257), config, device=device).model
+    padded = isinstance(model._model.get_output_embeddings(), PaddedHead)
+    assert padded == (device != "cpu" if asked is None else asked)
+    assert (EnginePath.PADDED_HEAD in model.paths) == padded
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_every_forward_pass_on_one_is_counted(device: str, resident: bool) -> None:
+    llm = LLM(
+        gpt2(257),
+        device=device,
+        kv_cache_tokens=64,
+        fused_model=False,
+        pad_head=True,
+        resident_decode=resident,
+        cuda_graph=False if device == "cuda" else None,
+    )
+    llm.generate([[1, 2]], SamplingParams(max_new_tokens=4, ignore_eos=True), progress=False)
+    assert llm.engine.path_counts[EnginePath.PADDED_HEAD] == 4
