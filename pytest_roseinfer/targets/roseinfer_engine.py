@@ -39,6 +39,8 @@ _RESIDENT = {"resident_decode": True, "per_layer_kv": False}
 """Settings with which the state of what decodes is on the device."""
 _REUSED_AT_ONCE = {**_RESIDENT, "prefix_cache": False, "max_batch_size": 8}
 """And what one sequence gives up is the next one's, while others decode beside it."""
+_ONE_BY_ONE = {**_RESIDENT, "prefill_max_batch_size": 1, "max_batch_size": 8}
+"""And they come to decode there one after another, with nobody ending in between."""
 _ON_KERNELS = {**_RESIDENT, "paged_attention": True}
 _EASY = (EnginePath.RESIDENT, EnginePath.RUN_AHEAD)
 _SLOW = (EnginePath.FUSED, EnginePath.LIKELIEST)
@@ -81,7 +83,12 @@ class RoseinferEngine(EngineAdapter):
         EnginePath.LIKELIEST.value: FastPath(equals=_ALONE, runs_with=[_ON_KERNELS]),
         EnginePath.RESIDENT.value: FastPath(
             equals=_ALONE,
-            runs_with=[_RESIDENT, _REUSED_AT_ONCE, {**_RESIDENT, "max_batch_size": 2}],
+            runs_with=[
+                _RESIDENT,
+                _REUSED_AT_ONCE,
+                _ONE_BY_ONE,
+                {**_RESIDENT, "max_batch_size": 2},
+            ],
         ),
         EnginePath.RUN_AHEAD.value: FastPath(
             equals=_ALONE,
