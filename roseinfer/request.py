@@ -25,8 +25,6 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     ERROR = "error"
 
-    __str__ = str.__str__
-
 
 @dataclass(slots=True, eq=False)
 class Request:

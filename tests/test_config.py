@@ -116,6 +116,7 @@ def test_the_process_environment_is_read_when_asked_and_only_then(
         ({"prefix_cache": "no"}, "prefix_cache must be True or False, not 'no'"),
         ({"chunked_prefill": None}, "chunked_prefill must be True or False, not None"),
         ({"cuda_graph": 1}, "cuda_graph must be True, False or None, not 1"),
+        ({"pad_head": "on"}, "pad_head must be True, False or None, not 'on'"),
     ],
     ids=str,
 )

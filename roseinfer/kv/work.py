@@ -14,5 +14,3 @@ class Work(StrEnum):
     """Numbers brought to the device: positions, blocks, lengths, tokens."""
     TABLE_ROWS = "table_rows"
     """Rows of block tables brought to the device, one of each sequence and layer group."""
-
-    __str__ = str.__str__
