@@ -26,6 +26,7 @@ _APPEND_SWITCHES = (
 MOST_AHEAD = 16
 _LARGEST = 3.4e38
 """Of the numbers that a device, with its 32-bit floats, can be told."""
+_LEAST_PENALTY = 1e-38
 ADMISSION_POLICIES = ("fifo", "pack")
 
 _ON = frozenset({"1", "on", "true", "yes"})
@@ -135,8 +136,8 @@ class SamplingParams:
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (1 turns it off)"),
             "min_p": (0 <= self.min_p <= 1, "between 0 (which turns it off) and 1"),
             "repetition_penalty": (
-                0 < self.repetition_penalty <= _LARGEST,
-                f"above 0 (1 turns it off) and at most {_LARGEST}",
+                _LEAST_PENALTY <= self.repetition_penalty <= _LARGEST,
+                f"at least {_LEAST_PENALTY} (1 turns it off) and at most {_LARGEST}",
             ),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "stop": (_are_texts(self.stop), "texts in a list, none of them empty"),

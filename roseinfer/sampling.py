@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from roseinfer.config import SamplingParams
 
 _NEVER = float("-inf")
+_SMALLEST = torch.finfo(torch.float32).tiny
+"""A device may take a smaller temperature for 0, and none below this lets another token be drawn."""
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ class SamplingBatch:
             column([each.top_k for each in params], torch.int64),
             column([each.top_p for each in params], torch.float32),
             column([each.min_p for each in params], torch.float32),
-            column([each.repetition_penalty for each in params], torch.float32),
+            column([each.repetition_penalty for each in params], torch.float64),
             column([signed64(seed) for seed in seeds], torch.int64),
             all(each.temperature == 0 for each in params),
             any(each.repetition_penalty != 1 for each in params),
@@ -76,21 +78,26 @@ class SamplingBatch:
         """What ``choose`` draws from; exactly zero for a token that cannot be drawn."""
         logits = self._penalise(logits.float(), seen)
         kept, order = self._sorted_log_probabilities(logits)
-        drawn = torch.zeros_like(logits).scatter(-1, order, kept.softmax(-1))
-        certain = torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+        drawn = torch.zeros_like(kept).scatter(-1, order, kept.softmax(-1))
+        certain = torch.zeros_like(kept).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
         return torch.where(self.temperature == 0, certain, drawn)
 
     def _penalise(self, logits: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+        """In float64, where no penalty that may be asked for makes a logit infinite."""
         if not self.penalised or seen is None:
             return logits
+        logits = logits.double()
         penalty = self.repetition_penalty
         lower = torch.where(logits > 0, logits / penalty, logits * penalty)
         return torch.where(seen, lower, logits)
 
     def _sorted_log_probabilities(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities from the most likely down, minus infinity where ruled out."""
-        temperature = torch.where(self.temperature == 0, 1.0, self.temperature)
-        scaled, order = (logits / temperature).sort(dim=-1, descending=True, stable=True)
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        # Differences to the largest are divided: they can overflow to minus infinity alone.
+        largest = ordered[:, :1]
+        below = torch.where(ordered == largest, 0.0, ordered - largest).float()
+        scaled = below / self.temperature.clamp(min=_SMALLEST)
         rank = torch.arange(scaled.shape[-1], device=scaled.device)
         beyond_k = (rank >= self.top_k) & (self.top_k > 0)
         scaled = scaled.masked_fill(beyond_k, _NEVER)

@@ -135,6 +135,48 @@ def test_temperature_zero_takes_the_most_likely(device: str) -> None:
     assert mixed.probabilities(logits)[0].max() == 1
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 2e-38, 1e-30, 1e-6])
+@pytest.mark.parametrize("penalty", [1.0, 1.3, 1e-38, 3.4e38])
+def test_next_to_no_temperature_is_greedy(device: str, temperature: float, penalty: float) -> None:
+    """No division by it overflows, and none by the smallest penalty."""
+    logits = some_logits(device, rows=8)
+    seen = torch.arange(VOCABULARY, device=device).expand(8, -1) % 3 == 0
+    cold, greedy = (
+        batch(device, *[SamplingParams(each, repetition_penalty=penalty)] * 8)
+        for each in (temperature, 0)
+    )
+    positions = at(device, *range(8))
+    chosen = cold.choose(logits, positions, seen)
+    assert torch.equal(chosen, greedy.choose(logits, positions, seen))
+    assert torch.equal(cold.probabilities(logits, seen).argmax(-1), chosen)
+
+
+def test_any_temperature_keeps_the_order(device: str) -> None:
+    """However flat a distribution, ``top_k`` keeps the likeliest."""
+    logits = some_logits(device)
+    hot = batch(device, SamplingParams(3.4e38, top_k=5)).probabilities(logits)
+    assert set(hot[0].nonzero()[:, 0].tolist()) == set(logits[0].topk(5).indices.tolist())
+
+
+def test_a_logit_without_bound_is_drawn(device: str) -> None:
+    logits = some_logits(device, rows=2)
+    logits[:, 7] = float("inf")
+    assert batch(device, *[SamplingParams(1.0)] * 2).choose(logits, at(device, 0, 1)).tolist() == [
+        7,
+        7,
+    ]
+
+
+def test_a_neighbours_penalty_changes_no_choice(device: str) -> None:
+    params = [SamplingParams(1.1, top_p=0.9), SamplingParams(0.7, repetition_penalty=1.4)]
+    seen = torch.zeros(2, VOCABULARY, dtype=torch.bool, device=device)
+    seen[1, ::2] = True
+    for seed in range(30):
+        logits = some_logits(device, rows=2, seed=seed)
+        beside = batch(device, *params).probabilities(logits, seen)[0]
+        assert torch.equal(batch(device, params[0]).probabilities(logits[:1])[0], beside)
+
+
 def test_a_penalty_reaches_greedy_choices_too(device: str) -> None:
     logits = torch.tensor([[2.0, 1.5, -1.0]], device=device)
     seen = torch.tensor([[True, False, False]], device=device)
@@ -172,7 +214,8 @@ def test_log_probabilities_are_the_models_own(device: str) -> None:
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"min_p": 2.0}, "min_p"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be at least 1e-38"),
+        ({"repetition_penalty": 1e-39}, "repetition_penalty"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ({"stop": "END"}, "stop is 'END'; it must be texts"),
         ({"stop": ("END", 1)}, "stop is .*; it must be texts"),
