@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _NEVER = float("-inf")
 _SMALLEST = torch.finfo(torch.float32).tiny
-"""A device may take a smaller temperature for 0, and none below this lets another token be drawn."""
+"""A device may take a smaller temperature for 0; even this one lets no other token be drawn."""
 
 
 @dataclass(slots=True)

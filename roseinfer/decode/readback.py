@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from roseinfer.kv.lasting import lasting
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -55,7 +57,7 @@ class Readback:
         return Arrival(buffer, count, self._buffers.append)
 
     def _new_buffer(self) -> _Buffer:
-        return _Buffer(
-            torch.empty(self._most, dtype=self._dtype, pin_memory=self._on_gpu),
-            torch.cuda.Event() if self._on_gpu else None,  # type: ignore[no-untyped-call]
-        )
+        with lasting():
+            host = torch.empty(self._most, dtype=self._dtype, pin_memory=self._on_gpu)
+        done = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
+        return _Buffer(host, done)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from roseinfer.kv.lasting import lasting
 from roseinfer.kv.pool import SCRATCH
 from roseinfer.kv.work import Work
 from roseinfer.sampling import SamplingBatch, signed64
@@ -58,10 +59,11 @@ class DecodeSlots:
         self._work_counts = work_counts
         self._width = width
         self._staging = staging
-        self._rows = torch.zeros((num_slots, _FIELDS + width), dtype=torch.int64, device=device)
+        with lasting():
+            self._rows = torch.zeros((num_slots, _FIELDS + width), dtype=torch.int64, device=device)
+            self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+            """The token of each that is not stored yet."""
         self._flat = self._rows.view(-1)
-        self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        """The token of each that is not stored yet."""
         self._occupants: list[_Occupant | None] = [None] * num_slots
         self._free = list(range(num_slots))
         self._changed: dict[int, None] = {}

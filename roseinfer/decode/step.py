@@ -8,6 +8,7 @@ import torch
 
 from roseinfer.decode.attention import SlotAttention
 from roseinfer.engine_paths import EnginePath
+from roseinfer.kv.lasting import lasting
 from roseinfer.sampling import rows_without_a_distribution
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ class DecodeStep:
         self._attend = kernels.append_and_attend if kernels else None
         self._advance = kernels.advance_to_likeliest if kernels else None
         self._path_counts = path_counts
-        self.chosen = torch.zeros_like(slots.tokens)
-        """What the last step chose for each slot, -1 where there was nothing to choose."""
+        with lasting():
+            self.chosen = torch.zeros_like(slots.tokens)
+            """What the last step chose for each slot, -1 where there was nothing to choose."""
 
     @torch.inference_mode()
     def run(self, count: int, *, greedy: bool) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.errors import BadArgument, StalePlan
+from roseinfer.kv.lasting import lasting
 from roseinfer.kv.work import Work
 
 if TYPE_CHECKING:
@@ -76,8 +77,9 @@ class IndexStaging:
     def _allocate(self, capacity: int) -> None:
         # Plans already staged keep the old buffers alive through their columns.
         self._capacity = capacity
-        host = torch.empty((_SLOTS, capacity), dtype=torch.int64, pin_memory=self._on_gpu)
-        device = torch.empty_like(host, device=self._device) if self._on_gpu else host
+        with lasting():
+            host = torch.empty((_SLOTS, capacity), dtype=torch.int64, pin_memory=self._on_gpu)
+            device = torch.empty_like(host, device=self._device) if self._on_gpu else host
         self._hosts, self._devices = host.unbind(0), device.unbind(0)
         self._memory = memoryview(host.numpy().data).cast("B").cast("q")
         self._views: list[dict[tuple[int, int], _Views]] = [{} for _ in range(_SLOTS)]

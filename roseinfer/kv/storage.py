@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from roseinfer.errors import BadArgument
+from roseinfer.kv.lasting import lasting
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -20,8 +21,9 @@ class KVStorage:
     ):
         if dtype not in DTYPES:
             raise BadArgument(f"a cache of {dtype} is not supported; choose one of {DTYPES}")
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        with lasting():
+            self.keys = torch.zeros(shape, device=device, dtype=dtype)
+            self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.device = self.keys.device
         self.dtype = dtype
         self.key_layers = list(self.keys.unbind(0))
