@@ -43,6 +43,11 @@ class EngineAdapter(Adapter):
     conditions: ClassVar[Sequence[str]] = ()
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Switches to vary; the first value of each is the usual one."""
+    sizes: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    """What changes the sizes of all that the engine allocates, to vary on a GPU: a second search
+    there puts requests of up to ``longest`` tokens, and up to a hundred of them, to an engine with
+    these switches. Without any there is no such search."""
+    longest: ClassVar[int] = 1000
 
     def make(self, mix: RequestMix) -> None:
         """Build an engine with the mix's cache, device and options."""

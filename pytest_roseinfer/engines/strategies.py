@@ -103,6 +103,44 @@ def request_mixes(
     return RequestMix(tuple(asked), block_size, room, device, draw(switches(adapter, aim)))
 
 
+_LARGE_BLOCKS = (1, 3, 16, 64, 2, 256)
+_LENGTHS = (1, 5, 40, 64, 65, 255, 257, 600, 1200)
+_CROWDS = (1, 2, 5, 20, 100)
+_MOST_PROMPTED = 20_000
+"""Tokens of all prompts of a mix."""
+_MOST_GENERATED = 120
+"""Tokens that all requests of a mix get; alone, each of them takes a forward pass."""
+
+
+@st.composite
+def large_mixes(
+    draw: st.DrawFn, adapter: type[EngineAdapter], *, device: str = "cpu"
+) -> RequestMix:
+    """Engines and requests of any size: blocks of one token to 256, prompts of one to 1,200, one
+    request to a hundred, a pool that hardly takes the largest of them or all at once.
+
+    Sizes lie around those that buffers begin with, grow to and are given up at.
+    """
+    crowd = draw(st.sampled_from(_CROWDS))
+    new = min(8, max(1, _MOST_GENERATED // crowd))
+    longest = min(adapter.longest - new, _MOST_PROMPTED // crowd)
+    lengths = st.sampled_from([length for length in _LENGTHS if length <= longest])
+    asked = tuple(
+        Asked(
+            common_text(draw(lengths), adapter.vocabulary, draw(st.sampled_from((0, 0, at)))),
+            draw(samplings(most=new)),
+            arrives=draw(st.sampled_from((0, 0, 0, 1, 4))),
+        )
+        for at in range(crowd)
+    )
+    options = {name: values[0] for name, values in adapter.option_choices.items()}
+    options |= {name: draw(st.sampled_from(values)) for name, values in adapter.sizes.items()}
+    needed = [len(each.prompt) + each.sampling.max_new_tokens for each in asked]
+    block_size = draw(st.sampled_from(_LARGE_BLOCKS))
+    room = max(needed) + draw(st.sampled_from((0, 1, sum(needed) // 2, sum(needed))))
+    return RequestMix(asked, block_size, room, device, options)
+
+
 @st.composite
 def _relay(
     draw: st.DrawFn,

@@ -6,10 +6,18 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from pytest_roseinfer.engines.adapter import EngineAdapter
 from pytest_roseinfer.fast_path import FastPath
+from pytest_roseinfer.targets.engine_models import (
+    END,
+    LONG_POSITIONS,
+    ODD,
+    OF_MANY_SHAPES,
+    POSITIONS,
+    VOCABULARY,
+    network,
+)
 from roseinfer import (
     LLM,
     AttentionPath,
@@ -23,11 +31,6 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.engines.mix import RequestMix, Sampling
 
-_VOCABULARY = 32
-_END = 5
-_POSITIONS = 48
-_ODD = "odd llama"
-"""A model with one token more, whose head is therefore padded."""
 _ALONE = "transformers"
 """Which has the model's own attention, no cache, no batches, and none of our code."""
 _ROUNDING = 3e-5
@@ -58,8 +61,8 @@ _IN_ORDER = (
 class RoseinferEngine(EngineAdapter):
     """``LLM``, driven step by step on a cache full of NaN."""
 
-    vocabulary = _VOCABULARY
-    most_tokens = _POSITIONS
+    vocabulary = VOCABULARY
+    most_tokens = POSITIONS
     lag = max(_RUN_AHEAD)
     paths: ClassVar[Mapping[str, FastPath]] = {
         **{path.value: FastPath(equals=_ALONE) for path in _IN_ORDER},
@@ -78,7 +81,7 @@ class RoseinferEngine(EngineAdapter):
             equals=_ALONE, runs_with=[{"fused_model": True, "model": "gpt2"}]
         ),
         EnginePath.PADDED_HEAD.value: FastPath(
-            equals=_ALONE, runs_with=[{"pad_head": True, "model": _ODD}]
+            equals=_ALONE, runs_with=[{"pad_head": True, "model": ODD}]
         ),
         EnginePath.LIKELIEST.value: FastPath(equals=_ALONE, runs_with=[_ON_KERNELS]),
         EnginePath.RESIDENT.value: FastPath(
@@ -131,6 +134,22 @@ class RoseinferEngine(EngineAdapter):
         "pad_head": (False,),
         # Capturing takes seconds, so only where aimed at.
         "cuda_graph": (False,),
+    }
+
+    longest = LONG_POSITIONS
+    sizes: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "model": OF_MANY_SHAPES,
+        "max_batch_size": (8, 1, 3, 17, 64, 128),
+        "prefill_max_tokens": (2048, 16, 100, 333),
+        "prefill_max_batch_size": (16, 1, 128),
+        "run_ahead": _RUN_AHEAD,
+        "resident_decode": (True, True, False),
+        "cuda_graph": (False, True),
+        "paged_attention": (True, True, False),
+        "fused_model": (True, False),
+        "pad_head": (True, False),
+        "prefix_cache": (True, False),
+        "chunked_prefill": (True, False),
     }
 
     def make(self, mix: RequestMix) -> None:
@@ -198,7 +217,7 @@ class RoseinferEngine(EngineAdapter):
                 at
                 for at, token in zip(going, chosen, strict=True)
                 if len(forks[at].token_ids) - len(prompt) < samplings[at].max_new_tokens
-                and (token != _END or samplings[at].ignore_eos)
+                and (token != END or samplings[at].ignore_eos)
             ]
             if going:
                 logits = sessions.extend([forks[at] for at in going])
@@ -216,58 +235,25 @@ class RoseinferEngine(EngineAdapter):
         return len(set(_choose(nearly, [sampling] * rows, [tokens] * rows))) > 1
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def _served(name: str, device: str) -> Any:
     """The network that the engine makes its own."""
-    return _network(name, device)
+    return network(name, device)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def _original(name: str, device: str) -> Any:
-    return _network(name, device)
-
-
-def _network(name: str, device: str) -> Any:
-    """The same weights every time, large enough that the likeliest token is no tie."""
-    shape: dict[str, Any] = {
-        "vocab_size": _VOCABULARY + (name == _ODD),
-        "bos_token_id": _END,
-        "eos_token_id": _END,
-    }
-    config: Any = (
-        GPT2Config(n_positions=_POSITIONS, n_embd=24, n_layer=2, n_head=2, **shape)
-        if name == "gpt2"
-        else LlamaConfig(
-            hidden_size=24,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=6,
-            max_position_embeddings=_POSITIONS,
-            **shape,
-        )
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for weight in model.parameters():
-                if weight.dim() > 1:
-                    weight.normal_(std=0.4)
-            for weight in model.parameters():
-                if weight.dim() == 1:  # they begin as biases of 0 and gains of 1
-                    weight.add_(0.2 * torch.randn(weight.shape))
-    return model.eval().requires_grad_(False).to(device)
+    return network(name, device)
 
 
 @lru_cache(maxsize=4096)
 def _alone(name: str, device: str, prompt: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
     tokens = list(prompt)
-    for _ in range(min(sampling.max_new_tokens, _POSITIONS - len(prompt))):
+    positions = _original(name, device).config.max_position_embeddings
+    for _ in range(min(sampling.max_new_tokens, positions - len(prompt))):
         (chosen,) = _choose(_logits(name, device, tokens), [sampling], [tokens])
         tokens.append(chosen)
-        if chosen == _END and not sampling.ignore_eos:
+        if chosen == END and not sampling.ignore_eos:
             break
     return tuple(tokens[len(prompt) :])
 
