@@ -46,7 +46,7 @@ class EngineAdapter(Adapter):
     sizes: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """What changes the sizes of all that the engine allocates, to vary on a GPU: a second search
     there puts requests of up to ``longest`` tokens, and up to a hundred of them, to an engine with
-    these switches. Without any there is no such search."""
+    these switches, the first three values of each. Without any there is no such search."""
     longest: ClassVar[int] = 1000
 
     def make(self, mix: RequestMix) -> None:

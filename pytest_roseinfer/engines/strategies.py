@@ -114,12 +114,13 @@ _MOST_GENERATED = 120
 
 @st.composite
 def large_mixes(
-    draw: st.DrawFn, adapter: type[EngineAdapter], *, device: str = "cpu"
+    draw: st.DrawFn, adapter: type[EngineAdapter], *, device: str = "cpu", few: int | None = None
 ) -> RequestMix:
     """Engines and requests of any size: blocks of one token to 256, prompts of one to 1,200, one
     request to a hundred, a pool that hardly takes the largest of them or all at once.
 
-    Sizes lie around those that buffers begin with, grow to and are given up at.
+    Sizes lie around those that buffers begin with, grow to and are given up at. With ``few``,
+    only so many of each of the engine's switches are drawn, so that few kernels are compiled.
     """
     crowd = draw(st.sampled_from(_CROWDS))
     new = min(8, max(1, _MOST_GENERATED // crowd))
@@ -134,9 +135,10 @@ def large_mixes(
         for at in range(crowd)
     )
     options = {name: values[0] for name, values in adapter.option_choices.items()}
-    options |= {name: draw(st.sampled_from(values)) for name, values in adapter.sizes.items()}
+    for name, values in adapter.sizes.items():
+        options[name] = draw(st.sampled_from(values[:few]))
     needed = [len(each.prompt) + each.sampling.max_new_tokens for each in asked]
-    block_size = draw(st.sampled_from(_LARGE_BLOCKS))
+    block_size = draw(st.sampled_from(_LARGE_BLOCKS[:few]))
     room = max(needed) + draw(st.sampled_from((0, 1, sum(needed) // 2, sum(needed))))
     return RequestMix(asked, block_size, room, device, options)
 

@@ -30,20 +30,21 @@ _SHAPES = {
     "llama": _Heads("llama", 4, 2, 6, POSITIONS),
     ODD: _Heads("llama", 4, 2, 6, POSITIONS),
     "gpt2 1x16": _Heads("gpt2", 1, 1, 16),
+    "llama 32:2x16": _Heads("llama", 32, 2, 16),
+    "qwen3 4:4x16": _Heads("qwen3", 4, 4, 16),
     "gpt2 3x80": _Heads("gpt2", 3, 3, 80),
     "gpt2 12x64": _Heads("gpt2", 12, 12, 64),
     "llama 1:1x32": _Heads("llama", 1, 1, 32),
     "llama 8:1x64": _Heads("llama", 8, 1, 64),
     "llama 10:2x64": _Heads("llama", 10, 2, 64),
-    "llama 32:2x16": _Heads("llama", 32, 2, 16),
     "llama 4:2x256": _Heads("llama", 4, 2, 256),
     "llama 6:3x80": _Heads("llama", 6, 3, 80),
     "qwen3 16:8x128": _Heads("qwen3", 16, 8, 128),
     "qwen3 16:1x64": _Heads("qwen3", 16, 1, 64),
-    "qwen3 4:4x16": _Heads("qwen3", 4, 4, 16),
 }
 OF_MANY_SHAPES = tuple(name for name, heads in _SHAPES.items() if heads.positions > POSITIONS)
-"""From one query head to 16 for each KV head, and heads of 16 to 256: what kernels depend on."""
+"""From one query head to 16 for each KV head, and heads of 16 to 256: what kernels depend on. Those
+whose kernels are compiled soonest come first."""
 
 
 def network(name: str, device: str) -> Any:

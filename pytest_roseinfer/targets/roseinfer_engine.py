@@ -139,7 +139,7 @@ class RoseinferEngine(EngineAdapter):
     longest = LONG_POSITIONS
     sizes: ClassVar[Mapping[str, Sequence[Any]]] = {
         "model": OF_MANY_SHAPES,
-        "max_batch_size": (8, 1, 3, 17, 64, 128),
+        "max_batch_size": (8, 1, 17, 3, 64, 128),
         "prefill_max_tokens": (2048, 16, 100, 333),
         "prefill_max_batch_size": (16, 1, 128),
         "run_ahead": _RUN_AHEAD,

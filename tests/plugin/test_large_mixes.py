@@ -1,0 +1,112 @@
+"""Mixes of requests of any size: what is drawn, and what a search with them finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+
+from pytest_roseinfer import MixDivergence, conformance, settings
+from pytest_roseinfer.coverage import Coverage, current, set_current
+from pytest_roseinfer.engines import checks
+from pytest_roseinfer.engines.run import run_mix
+from pytest_roseinfer.engines.strategies import large_mixes
+from pytest_roseinfer.targets.roseinfer_engine import RoseinferEngine
+from tests.plugin.engines.toy_engine import ToyAdapter, ToyEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from pytest_roseinfer import RequestMix
+    from tests.plugin.engines.toy_engine import ToyRequest
+
+
+class Sized(ToyAdapter):
+    sizes: ClassVar[Mapping[str, Sequence[Any]]] = {"batch_size": (1, 8, 64, 100)}
+
+
+class ShortBuffer(ToyEngine):
+    """It keeps no more than the first 256 tokens of a prompt."""
+
+    def read_prompt(self, request: ToyRequest) -> None:
+        request.prompt = request.prompt[:256]
+        super().read_prompt(request)
+
+
+class ForgetsLongPrompts(Sized):
+    engine_type = ShortBuffer
+
+
+@pytest.fixture
+def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before, seen = settings.current(), current()
+    settings.set_current(replace(before, gpu=True, seed=1, failures_dir=None))
+    set_current(Coverage())
+    monkeypatch.setattr(checks, "_SECONDS_OF_LARGE_MIXES", 2.0)
+    yield
+    settings.set_current(before)
+    set_current(seen)
+
+
+def search(adapter: type[ToyAdapter]) -> None:
+    made: Any = conformance(adapter)()
+    made.test_requests_of_any_size_get_what_they_get_alone()
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_an_engine_that_is_right_passes() -> None:
+    search(Sized)
+    assert current().of(Sized).histories > 10
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_a_buffer_that_is_too_short_is_found_and_shown_small() -> None:
+    with pytest.raises(MixDivergence) as caught:
+        search(ForgetsLongPrompts)
+    lengths = [len(each.prompt) for each in caught.value.mix.requests]
+    assert sorted(lengths)[-1] in (257, 600)
+    assert len(lengths) <= 2
+
+
+def test_an_engine_without_sizes_is_left_alone() -> None:
+    with pytest.raises(pytest.skip.Exception, match="no sizes to vary"):
+        search(ToyAdapter)
+
+
+@pytest.mark.parametrize("few", [None, 2])
+def test_what_is_drawn(few: int | None) -> None:
+    seen: list[RequestMix] = []
+
+    @hypothesis_settings(max_examples=150, deadline=None, database=None)
+    @given(large_mixes(Sized, few=few))
+    def draw(drawn: RequestMix) -> None:
+        seen.append(drawn)
+        lengths = [len(each.prompt) + each.sampling.max_new_tokens for each in drawn.requests]
+        assert max(lengths) <= min(Sized.longest, drawn.cache_tokens)
+
+    draw()
+    assert {drawn.options["batch_size"] for drawn in seen} == set(Sized.sizes["batch_size"][:few])
+    assert len({drawn.block_size for drawn in seen}) == (few or 6)
+    longest = {max(len(each.prompt) for each in drawn.requests) for drawn in seen}
+    assert {1, 257, 600} <= longest
+    assert {1, 100} <= {len(drawn.requests) for drawn in seen}
+    # Beyond the first index buffer, and beyond what goes through the ring of them at all.
+    pages = [
+        sum(-(-len(each.prompt) // drawn.block_size) for each in drawn.requests) for drawn in seen
+    ]
+    assert min(pages) < 256 < max(pages)
+
+
+def test_our_engine_serves_some(device: str) -> None:
+    """With its kernels on a GPU, and as torch does it elsewhere."""
+    slow = {} if device == "cuda" else {"paged_attention": False, "fused_model": False}
+
+    @hypothesis_settings(max_examples=6, deadline=None, database=None, derandomize=True)
+    @given(large_mixes(RoseinferEngine, device=device, few=1))
+    def serve(drawn: RequestMix) -> None:
+        run_mix(RoseinferEngine, replace(drawn, options={**drawn.options, **slow}))
+
+    serve()
