@@ -13,23 +13,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 LAYERS = (
-    {"errors", "engine_paths", "interrupts"},
-    {"config"},
-    {"kv"},
+    {"errors", "engine_paths"},
+    {"config", "text"},
+    {"kernels"},
+    {"kv", "kernels.runtime"},
     {"attention"},
-    {"model"},
-    {"sampling", "fused", "padded_head", "compiling"},
-    {"session", "prefix_cache", "detokenizer", "byte_level", "stop_strings", "tiny"},
+    {"models", "sampling"},
+    {"engine.sequences"},
     {"decode"},
-    {"request", "request_text", "block_supply", "scheduler", "admission"},
-    {"runner"},
     {"engine"},
-    {"loading"},
     {"llm"},
     {"async_llm"},
-    {"cli", "generate", "bench", "benchmark_scheduler", "benchmark_streaming", "__main__"},
+    {"cli", "bench", "benchmark_scheduler", "benchmark_streaming", "__main__"},
 )
-"""The top-level modules of roseinfer; each imports from its own layer and those before it."""
+"""The rooms of roseinfer; each imports from its own layer and those before it."""
 RANKS = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 TOP = len(LAYERS) - 1
 FRONT_DOOR = "roseinfer/__init__.py"
@@ -90,10 +87,10 @@ def _against_the_layers(module: str, target: str) -> str | None:
         return f"{module} imports the plugin, which stands above it"
     if root != "roseinfer":
         return None
-    if not rest or rest[0] not in RANKS:
+    if not rest or _room(rest) not in RANKS:
         return None if RANKS[module] == TOP else f"{module} imports roseinfer's front door"
-    if RANKS[rest[0]] > RANKS[module]:
-        return f"{module} imports {rest[0]}, which stands above it"
+    if RANKS[_room(rest)] > RANKS[module]:
+        return f"{module} imports {_room(rest)}, which stands above it"
     return None
 
 
@@ -117,8 +114,14 @@ def _environment_reasons(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def module_of(path: str) -> str:
-    """``roseinfer/kv/pool.py`` -> ``kv``; ``roseinfer/cli.py`` -> ``cli``."""
-    return path.split("/")[1].removesuffix(".py")
+    """``roseinfer/kv/pool.py`` -> ``kv``; ``roseinfer/llm.py`` -> ``llm``."""
+    return _room(path.removesuffix(".py").split("/")[1:])
+
+
+def _room(parts: list[str]) -> str:
+    """A file that has a layer of its own is its own room."""
+    file = ".".join(parts[:2])
+    return file if file in RANKS else parts[0]
 
 
 def imports(path: str, tree: ast.Module) -> Iterator[Import]:

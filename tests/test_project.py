@@ -61,13 +61,13 @@ def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch.Size([4, 21, 64])" in capsys.readouterr().out
 
 
-def test_the_layout_names_every_module_of_the_plugin() -> None:
+@pytest.mark.parametrize("package", ["roseinfer", "pytest_roseinfer"])
+def test_the_layout_names_every_room(package: str) -> None:
     layout = (ROOT / "docs" / "architecture.md").read_text()
-    missing = [
-        file.name
-        for file in (ROOT / "pytest_roseinfer").glob("*.py")
-        if not re.search(rf"^ .*\b{file.name}\b", layout, re.M)
-    ]
+    rooms = [f"{each.parent.name}/" for each in (ROOT / package).glob("*/__init__.py")]
+    files = [file.name for file in (ROOT / package).glob("*.py") if "__" not in file.name]
+    assert rooms
+    missing = [name for name in rooms + files if not re.search(rf"^ .*\b{name}", layout, re.M)]
     assert not missing
 
 

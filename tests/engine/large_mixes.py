@@ -19,7 +19,7 @@ import torch
 from pytest_roseinfer import settings
 from pytest_roseinfer.engines.run import run_mix
 from pytest_roseinfer.engines.strategies import large_mixes
-from pytest_roseinfer.search import try_examples
+from pytest_roseinfer.search.search import try_examples
 from pytest_roseinfer.targets.roseinfer_engine import RoseinferEngine
 
 if TYPE_CHECKING:

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 HEAVY = {"torch", "triton", "transformers", "numpy", "hypothesis", "tabulate", "tokenizers"}
 ALLOWED = {
     "pytest_roseinfer",
-    "pytest_roseinfer.fixtures",
-    "pytest_roseinfer.markers",
-    "pytest_roseinfer.options",
     "pytest_roseinfer.plugin",
+    "pytest_roseinfer.plugin.fixtures",
+    "pytest_roseinfer.plugin.markers",
+    "pytest_roseinfer.plugin.options",
+    "pytest_roseinfer.plugin.hooks",
     "pytest_roseinfer.settings",
 }
 # Hypothesis's own plugin imports Hypothesis at the end of every run; ours must not.

@@ -1,0 +1,116 @@
+"""The tests every engine gets."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import partial
+from itertools import count
+from time import monotonic
+from typing import TYPE_CHECKING, ClassVar, NoReturn
+
+from pytest_roseinfer import settings
+from pytest_roseinfer.engines.run import run_forks, run_mix
+from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.shipped_tests import ShippedTests
+from pytest_roseinfer.search.budget import in_turns, turns_again
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hypothesis.strategies import SearchStrategy
+
+    from pytest_roseinfer.adapters.engine import EngineAdapter
+    from pytest_roseinfer.engines.mix import RequestMix
+
+_SHARE = 0.8
+"""Of a profile's examples: one is a whole engine, and many requests."""
+_FORK_SHARE = 0.15
+_EXAMPLES_OF_A_TURN = 4
+_FORKS_AGAIN = 2
+_SECONDS_OF_LARGE_MIXES = 6.0
+"""No mix begins later; where its kernels are compiled first, the last takes some seconds more."""
+_FEW = 3
+
+
+class EngineTests(ShippedTests):
+    """What ``conformance(Adapter)`` returns a subclass of, for an engine."""
+
+    adapter: ClassVar[type[EngineAdapter]]
+
+    def test_requests_get_what_they_get_alone(self) -> None:
+        """Whatever comes before, beside and after, and however little room there is."""
+        target = coverage.current().of(self.adapter)
+        target.searched = True
+        examples = round(settings.current().examples * _SHARE)
+        missing = partial(target.still_missing, since=Counter(target.counts))
+        for aim, turn, due in in_turns(target.paths, examples, _EXAMPLES_OF_A_TURN):
+            self._search(run_mix, due, aim, turn)
+        for aim, turn, due in turns_again(missing, _EXAMPLES_OF_A_TURN):
+            self._search(run_mix, due, aim, turn)
+            if self.adapter.defines("forked"):  # which may be all that takes this path
+                self._search(run_forks, _FORKS_AGAIN, aim, turn)
+
+    def test_requests_of_any_size_get_what_they_get_alone(self) -> None:
+        """However large blocks, prompts, batches and the cache are: for some seconds, on a GPU."""
+        from pytest_roseinfer.engines.strategies import large_mixes
+
+        device = settings.current().device
+        if not self.adapter.sizes or device == "cpu":
+            _skip(f"{self.adapter.__name__} has no sizes to vary, or there is no GPU")
+        drawn = large_mixes(self.adapter, device=device, few=_FEW)
+        ends = monotonic() + _SECONDS_OF_LARGE_MIXES
+        for turn in count():
+            if monotonic() > ends:
+                break
+            self._search(run_mix, _EXAMPLES_OF_A_TURN, turn=f"sizes {turn}", drawn=drawn, ends=ends)
+
+    def test_forks_get_what_requests_of_their_own_get(self) -> None:
+        if not self.adapter.defines("forked"):
+            _skip(f"{self.adapter.__name__} does not offer forked()")
+        self._search(run_forks, round(settings.current().examples * _FORK_SHARE))
+
+    def _search(
+        self,
+        check: Callable[[type[EngineAdapter], RequestMix], Counter[str]],
+        examples: int,
+        aim: str | None = None,
+        turn: str = "0",
+        *,
+        drawn: SearchStrategy[RequestMix] | None = None,
+        ends: float = math.inf,
+    ) -> None:
+        """Without mixes ``drawn`` otherwise, small ones; none begins after ``ends``."""
+        from pytest_roseinfer.engines.strategies import request_mixes
+        from pytest_roseinfer.search.search import search
+
+        target = coverage.current().of(self.adapter)
+        asked = settings.current()
+
+        failing = False
+
+        def attempt(mix: RequestMix) -> None:
+            nonlocal failing
+            if monotonic() > ends and not failing:  # what fails is made smaller all the same
+                return
+            failing = True
+            target.note(check(self.adapter, mix))
+            target.histories += 1
+            failing = False
+
+        search(
+            self.adapter,
+            attempt,
+            drawn
+            if drawn is not None
+            else request_mixes(self.adapter, most_steps=asked.steps, device=asked.device, aim=aim),
+            examples=max(1, examples),
+            replayed_by=check.__name__,
+            salt=f"{aim} {turn}",
+        )
+
+
+def _skip(reason: str) -> NoReturn:
+    import pytest
+
+    pytest.skip(reason)
