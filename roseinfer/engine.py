@@ -13,7 +13,7 @@ from roseinfer.config import SamplingParams
 from roseinfer.decode.kernels import load_decode_kernels
 from roseinfer.decode.resident import ResidentDecode
 from roseinfer.engine_paths import EnginePath
-from roseinfer.errors import BadArgument, NoDistribution, RequestTooLarge
+from roseinfer.errors import BadArgument, NoDistribution, RequestTooLarge, in_words
 from roseinfer.prefix_cache import PrefixCache
 from roseinfer.request import FinishReason, Request
 from roseinfer.request_text import RequestText, detokenizers
@@ -132,20 +132,19 @@ class Engine:
             self._end(request, FinishReason.CANCELLED)
 
     def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            try:
-                return [index(token) for token in prompt]
-            except TypeError as error:
-                raise BadArgument(f"a prompt is a text or token ids: {error}") from None
-        if self._tokenizer is None:
+        if isinstance(prompt, str) and self._tokenizer is None:
             raise BadArgument(
                 "a text prompt needs a tokenizer, and this model came without one: give token ids"
             )
         try:
-            token_ids: list[int] = self._tokenizer.encode(prompt)
-        except (TypeError, ValueError) as error:
-            raise BadArgument(f"the tokenizer cannot read the prompt: {error}") from error
-        return token_ids
+            token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            return [index(token) for token in token_ids]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a tokenizer in Rust is no Exception
+            raise BadArgument(
+                f"a prompt is a text that the tokenizer can read, or token ids: {in_words(error)}"
+            ) from error
 
     def _most_tokens(self, prompt_length: int, params: SamplingParams) -> int:
         """How many tokens a request may generate; raises where not even one has room."""

@@ -60,3 +60,7 @@ class NoDistribution(RoseinferError, RuntimeError):
 
 class EngineStopped(RoseinferError, RuntimeError):
     """A stream of an engine that no longer runs."""
+
+
+def in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
