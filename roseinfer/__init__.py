@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from roseinfer.errors import ConfigError as ConfigError
     from roseinfer.errors import EngineStopped as EngineStopped
     from roseinfer.errors import NoDistribution as NoDistribution
+    from roseinfer.errors import NoText as NoText
     from roseinfer.errors import OutOfBlocks as OutOfBlocks
     from roseinfer.errors import RequestTooLarge as RequestTooLarge
     from roseinfer.errors import RoseinferError as RoseinferError
@@ -70,6 +71,7 @@ _HOMES = {
     "KVBlockManager": "roseinfer.kv.manager",
     "LLM": "roseinfer.llm",
     "NoDistribution": "roseinfer.errors",
+    "NoText": "roseinfer.errors",
     "OutOfBlocks": "roseinfer.errors",
     "Path": "roseinfer.kv.paths",
     "RequestOutput": "roseinfer.llm",

@@ -13,7 +13,7 @@ from roseinfer.config import SamplingParams
 from roseinfer.decode.kernels import load_decode_kernels
 from roseinfer.decode.resident import ResidentDecode
 from roseinfer.engine_paths import EnginePath
-from roseinfer.errors import BadArgument, NoDistribution, RequestTooLarge, in_words
+from roseinfer.errors import BadArgument, NoDistribution, NoText, RequestTooLarge, in_words
 from roseinfer.prefix_cache import PrefixCache
 from roseinfer.request import FinishReason, Request
 from roseinfer.request_text import RequestText, detokenizers
@@ -141,7 +141,7 @@ class Engine:
             return [index(token) for token in token_ids]
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of a tokenizer in Rust is no Exception
+        except BaseException as error:  # a panic of Rust is no Exception
             raise BadArgument(
                 f"a prompt is a text that the tokenizer can read, or token ids: {in_words(error)}"
             ) from error
@@ -229,7 +229,13 @@ class Engine:
             request.logprobs.append(logprob)
         if token in self._end_tokens and not request.params.ignore_eos:
             return self._last(request, token, "", FinishReason.STOP)
-        text, stopped = request.text.add(token) if request.text else ("", False)
+        try:
+            text, stopped = request.text.add(token) if request.text else ("", False)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            request.error = NoText(error)
+            return self._last(request, token, "", FinishReason.ERROR)
         if stopped:
             return self._last(request, token, text, FinishReason.STOP)
         if length == request.full_length:
@@ -241,7 +247,8 @@ class Engine:
         return (length - request.id) % self._block_size == 0
 
     def _last(self, request: Request, token: int | None, text: str, reason: FinishReason) -> Update:
-        return Update(request, token, text + self._end(request, reason), reason)
+        text += self._end(request, reason)
+        return Update(request, token, text, request.finish_reason)
 
     def _end(self, request: Request, reason: FinishReason) -> str:
         """Let go of all that a request holds; return the last of its text."""
@@ -250,7 +257,14 @@ class Engine:
         self._scheduler.remove(request)
         self._runner.forget()
         request.finish_reason = reason
-        return request.text.finish() if request.text else ""
+        try:
+            return request.text.finish() if request.text else ""
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            request.finish_reason = FinishReason.ERROR
+            request.error = request.error or NoText(error)
+            return ""
 
     def _count(self, step: Step) -> None:
         """Note which paths a step is about to take."""

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roseinfer import LLM, BadArgument, tiny_gpt2
+from roseinfer import LLM, BadArgument, NoText, tiny_gpt2
+from roseinfer.detokenizer import Detokenizer
 from tests.engine.served_streams import collect, greedy, run, serving, tokens_of
 from tests.engine.test_random_mixes import assert_no_block_is_lost
-from tests.engine.tokenizers import panics_at_encoding, words
+from tests.engine.test_run_ahead import run as updates_of
+from tests.engine.tokenizers import panics_at_decoding, panics_at_encoding, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from roseinfer.engine import Update
 
 KNOWN = [f"w{at}" for at in range(257)]
 TEXTS = ["w1 w2 w3", "w50 w60"]
@@ -79,3 +83,103 @@ def test_whoever_wants_to_leave_may(device: str, error: type[BaseException]) -> 
         llm.generate(prompts, greedy(), progress=False)
     assert not llm.engine.has_work
     assert_no_block_is_lost(llm)
+
+
+# ------------------------------------------------------------------------------------ texts
+
+
+class Panic(BaseException):
+    """As a failure of Rust comes to Python: as no ``Exception``."""
+
+
+def unwritable(device: str) -> tuple[LLM, list[int]]:
+    """An engine whose tokenizer panics at one token of the first text, and the tokens up to it."""
+    first, second = expected(device)
+    at = next(at for at, token in enumerate(first) if at > 3 and token not in first[:at] + second)
+    known = [" " if number == first[at] else word for number, word in enumerate(KNOWN)]
+    return tiny_with(device, panics_at_decoding(known)), first[: at + 1]
+
+
+def test_a_text_that_cannot_be_written_ends_alone(device: str) -> None:
+    llm, tokens = unwritable(device)
+    broken, second = llm.generate(TEXTS, greedy(), progress=False)
+    assert broken.finish_reason == "error"
+    assert broken.error is not None
+    assert broken.error.startswith("the tokenizer cannot turn these tokens into text: Panic")
+    assert broken.token_ids == tokens
+    assert broken.text == "".join(KNOWN[token] for token in tokens[:-1])
+    assert second.token_ids == expected(device)[1]
+    assert second.error is None
+    assert_no_block_is_lost(llm)
+
+
+def test_its_stream_brings_what_could_be_written_and_then_says_why(device: str) -> None:
+    llm, tokens = unwritable(device)
+    with serving(llm) as served:
+        came: list[Update] = []
+
+        async def read() -> None:
+            async for update in served.stream(TEXTS[0], greedy()):
+                came.append(update)
+
+        async def beside_another() -> Any:
+            both = (read(), collect(served, TEXTS[1]))
+            return await asyncio.gather(*both, return_exceptions=True)
+
+        error, other = run(beside_another())
+    assert isinstance(error, NoText)
+    assert tokens_of(came) == tokens
+    assert came[-1].finish_reason == "error"
+    assert tokens_of(other) == expected(device)[1]
+
+
+@pytest.mark.parametrize("error", [Panic("flush"), ValueError("flush")], ids=repr)
+def test_a_rest_that_cannot_be_written_is_an_error_of_that_text(
+    device: str, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    llm = tiny_with(device, words(KNOWN))
+    whole = llm.generate(TEXTS, greedy(), progress=False)
+    flush = Detokenizer.flush
+    calls = iter(range(9))
+
+    def once(self: Detokenizer) -> str:
+        if next(calls) == 0:
+            raise error
+        return flush(self)
+
+    monkeypatch.setattr(Detokenizer, "flush", once)
+    requests = [llm.engine.submit(text, greedy()) for text in TEXTS]
+    lasts = [update for update in updates_of(llm) if update.finish_reason]
+    assert [last.request for last in lasts] == requests
+    assert [last.finish_reason for last in lasts] == ["error", whole[1].finish_reason]
+    assert [request.token_ids for request in requests] == [each.token_ids for each in whole]
+    assert isinstance(requests[0].error, NoText)
+    assert f"{type(error).__name__}: flush" in str(requests[0].error)
+    assert requests[1].error is None
+    assert_no_block_is_lost(llm)
+
+
+def test_of_two_failures_the_first_is_told(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any) -> str:
+        raise Panic("add" if arguments[1:] else "flush")
+
+    llm = tiny_with(device, words(KNOWN))
+    for method in ("add", "flush"):
+        monkeypatch.setattr(Detokenizer, method, fails)
+    (output,) = llm.generate(TEXTS[0], greedy(), progress=False)
+    assert "Panic: add" in str(output.error)
+    assert_no_block_is_lost(llm)
+
+
+def test_ctrl_c_in_a_tokenizer_is_no_failure_of_a_text(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(*_: Any) -> str:
+        raise KeyboardInterrupt
+
+    for method in ("add", "flush"):
+        llm = tiny_with(device, words(KNOWN))
+        monkeypatch.setattr(Detokenizer, method, pressed)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(TEXTS, greedy(), progress=False)
+        monkeypatch.undo()
