@@ -61,12 +61,13 @@ class NoDistribution(RoseinferError, RuntimeError):
 
 
 class _Caused(RoseinferError, RuntimeError):
-    """An error that is kept, with the exception that caused it."""
+    """An error that is kept, with the exception that caused it, if one did."""
 
-    def __init__(self, what: str, cause: BaseException) -> None:
-        super().__init__(f"{what}: {in_words(cause)}")
-        self.__cause__ = cause
-        _drop_variables(cause)
+    def __init__(self, what: str, cause: BaseException | None = None) -> None:
+        super().__init__(what if cause is None else f"{what}: {in_words(cause)}")
+        if cause is not None:
+            self.__cause__ = cause
+            _drop_variables(cause)
 
 
 class NoText(_Caused):
@@ -76,7 +77,7 @@ class NoText(_Caused):
         super().__init__("the tokenizer cannot turn these tokens into text", cause)
 
 
-class EngineStopped(RoseinferError, RuntimeError):
+class EngineStopped(_Caused):
     """A stream of an engine that no longer runs."""
 
 
