@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from roseinfer.errors import RequestTooLarge as RequestTooLarge
     from roseinfer.errors import RoseinferError as RoseinferError
     from roseinfer.errors import StalePlan as StalePlan
+    from roseinfer.errors import StepFailed as StepFailed
     from roseinfer.errors import TritonUnavailable as TritonUnavailable
     from roseinfer.errors import UnsupportedModel as UnsupportedModel
     from roseinfer.kv.manager import KVBlockManager as KVBlockManager
@@ -80,6 +81,7 @@ _HOMES = {
     "SamplingBatch": "roseinfer.sampling",
     "SamplingParams": "roseinfer.config",
     "StalePlan": "roseinfer.errors",
+    "StepFailed": "roseinfer.errors",
     "TinyGPT2": "roseinfer.tiny",
     "TritonUnavailable": "roseinfer.errors",
     "UnsupportedModel": "roseinfer.errors",

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from roseinfer.request import Request
 
 
+_MOST_FAILURES = 3
+"""Steps that may fail one after the other: then it is not the requests that are to blame."""
+
+
 @dataclass(slots=True, eq=False)
 class _Listener:
     """One stream: where its updates go, and in which event loop."""
@@ -125,14 +129,20 @@ class AsyncLLM:
             self._end()
 
     def _serve(self) -> None:
+        failures = 0
         while not self._closed:
             self._do_all(wait=not self._engine.has_work)
+            idle = not self._engine.has_work
             try:
                 updates = self._engine.step()
+                failures = failures if idle else 0
             except Exception as error:
-                # Nobody knows what the model did: no stream can go on.
-                self._why = partial(EngineStopped, "a step failed", error)
-                return
+                failures += 1
+                updates = self._engine.fail_step(error)
+                if failures == _MOST_FAILURES:
+                    what = f"the engine stopped, since {failures} steps in a row failed"
+                    self._why = partial(EngineStopped, what, error)
+                    self._closed = True
             self._hand_out(updates)
 
     def _hand_out(self, updates: Sequence[Update]) -> None:

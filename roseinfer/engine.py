@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from dataclasses import dataclass
+from itertools import starmap
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,14 @@ from roseinfer.config import SamplingParams
 from roseinfer.decode.kernels import load_decode_kernels
 from roseinfer.decode.resident import ResidentDecode
 from roseinfer.engine_paths import EnginePath
-from roseinfer.errors import BadArgument, NoDistribution, NoText, RequestTooLarge, in_words
+from roseinfer.errors import (
+    BadArgument,
+    NoDistribution,
+    NoText,
+    RequestTooLarge,
+    StepFailed,
+    in_words,
+)
 from roseinfer.prefix_cache import PrefixCache
 from roseinfer.request import FinishReason, Request
 from roseinfer.request_text import RequestText, detokenizers
@@ -71,6 +79,10 @@ class Engine:
         self._run_ahead = config.lag(kv.device.type) if resident else 0
         self._air: deque[list[Flight]] = deque()
         """What was launched and has not landed, step by step."""
+        self._updates: list[Update] = []
+        """What has landed and nobody was told yet: a step that breaks off tells nothing."""
+        self._broken: list[Request] = []
+        """Those of the step that broke off last."""
         self._tokenizer = tokenizer
         self._new_detokenizer = detokenizers(tokenizer) if tokenizer else None
         self._end_tokens = frozenset(end_tokens)
@@ -170,32 +182,51 @@ class Engine:
     def step(self) -> list[Update]:
         """Launch what is due; what has arrived for each request that got a token or ended.
 
-        Up to ``run_ahead`` steps stay on their way while the host goes on.
+        Up to ``run_ahead`` steps stay on their way while the host goes on. A step that raises is
+        done again by the next one, unless its requests are cancelled or ended by ``fail_step``.
         """
         step = self._scheduler.next_step()
         try:
             if step:
                 self._launch(step)
             # Of those in the air one lands where none is launched.
-            updates = self._land(self._run_ahead if step else len(self._air) - 1)
+            self._land(self._run_ahead if step else len(self._air) - 1)
         except BaseException:
-            # Nobody knows how far it came: what is stored is stored anew, and what is on its
-            # way is computed again.
-            self._air.clear()
-            self._scheduler.start_over()
-            self._runner.start_over()
+            self._break_off(step)
             raise
         if not self._scheduler.running:
             self._air.clear()  # tokens that follow an end
+        updates, self._updates = self._updates, []
         return updates
 
-    def _land(self, most: int) -> list[Update]:
+    def fail_step(self, error: Exception) -> list[Update]:
+        """End the requests of the step that has just raised ``error``; what there is to tell."""
+        for request in self._broken:
+            if request.finish_reason is None:
+                request.error = StepFailed(error)
+                self._updates.append(self._last(request, None, "", FinishReason.ERROR))
+        self._broken = []
+        updates, self._updates = self._updates, []
+        return updates
+
+    def _break_off(self, step: Step) -> None:
+        """Nobody knows how far it came: what is stored is stored anew, and what is on its way
+        is computed again. What its own requests have stored is shared with nobody."""
+        in_step = [*step.decoding, *(request for request, _ in step.chunks)]
+        # A step of nobody's waits for tokens of those that run.
+        self._broken = in_step or list(self._scheduler.running.values())
+        for request in self._broken:
+            self._supply.spoil(request)
+        self._air.clear()
+        self._scheduler.start_over()
+        self._runner.start_over()
+
+    def _land(self, most: int) -> None:
         """Read the tokens of all steps but the last ``most``, and of those waited for."""
-        updates: list[Update] = []
         while self._must_land(most):
             for flight in self._air.popleft():
-                updates += [self._take(*landed) for landed in flight.land()]
-        return updates
+                # One by one: where one raises, those before it are kept.
+                self._updates += starmap(self._take, flight.land())
 
     def _must_land(self, most: int) -> bool:
         """Whether more steps are on their way than may be, or one that somebody waits for."""

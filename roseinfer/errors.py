@@ -70,6 +70,13 @@ class _Caused(RoseinferError, RuntimeError):
             _drop_variables(cause)
 
 
+class StepFailed(_Caused):
+    """A step of the engine that broke off, told to each request that took part in it."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__("the step that this request took part in failed", cause)
+
+
 class NoText(_Caused):
     """Tokens that the tokenizer cannot turn into text."""
 

@@ -1,4 +1,4 @@
-"""An engine's thread that breaks down, and loops that close: nobody waits for ever."""
+"""Steps that fail, a thread that breaks down, loops that close: nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
-from roseinfer import EngineStopped
+from roseinfer import EngineStopped, StepFailed
 from tests.engine.served_streams import (
     PATIENCE,
     TEXTS,
@@ -48,11 +49,83 @@ async def ends_of_all(served: AsyncLLM, count: int = 50) -> list[Any]:
     return await asyncio.gather(*streams, return_exceptions=True)
 
 
+async def end_of(served: AsyncLLM, text: str) -> Any:
+    return (await asyncio.gather(collect(served, text), return_exceptions=True))[0]
+
+
+def assert_failed_by(error: BaseException, ends: list[Any]) -> None:
+    assert [type(end) for end in ends] == [StepFailed] * len(ends)
+    assert all(end.__cause__ is error for end in ends)
+
+
 def assert_stopped_by(error: BaseException, ends: list[Any]) -> None:
     assert [type(end) for end in ends] == [EngineStopped] * len(ends)
     assert all(end.__cause__ is error for end in ends)
     assert all(f"{type(error).__name__}: {error}" in str(end) for end in ends)
     assert len(set(ends)) == len(ends), "raised twice, an exception remembers both"
+
+
+# ------------------------------------------------------------------------ steps that fail
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_out_of_memory_once_ends_the_streams_of_that_step_only(
+    device: str, monkeypatch: pytest.MonkeyPatch, resident: bool
+) -> None:
+    """Two take part in it, and the others wait behind them."""
+    llm = small_llm(device, resident_decode=resident, max_batch_size=2, cuda_graph=False)
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    model = llm.engine.sessions.model
+    monkeypatch.setattr(model, "logits", breaking_at(6, model.logits, error))
+    with serving(llm) as served:
+        ends = run(ends_of_all(served, 12))
+        assert_failed_by(error, [ends.pop(0), ends.pop(0)])
+        wanted = [expected(device, text) for text in TEXTS]
+        assert [tokens_of(end) for end in ends] == wanted[2:]
+        assert [tokens_of(end) for end in run(ends_of_all(served, 12))] == wanted
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_three_failures_in_a_row_stop_the_engine(
+    device: str, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    """Of streams that wait behind each other, and of streams that come one after the other."""
+    llm = small_llm(device, max_batch_size=1)
+    error = RuntimeError("the GPU fell off")
+
+    def broken(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(llm.engine._runner, "launch", broken)
+    with serving(llm) as served:
+        if together:
+            ends = run(ends_of_all(served))
+        else:
+            ends = [run(end_of(served, text)) for text in TEXTS]
+    assert_failed_by(error, ends[:3])
+    assert_stopped_by(error, ends[3:])
+    assert str(ends[3]).startswith("the engine stopped, since 3 steps in a row failed: ")
+
+
+def test_failures_with_a_step_between_stop_nothing(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = small_llm(device, resident_decode=False, max_batch_size=1)
+    error = RuntimeError("the GPU stumbled")
+    calls = iter(range(1000))
+    launch = llm.engine._runner.launch
+
+    def two_of_three_broken(step: Any) -> Any:
+        if next(calls) % 3:
+            raise error
+        return launch(step)
+
+    with serving(llm) as served:
+        monkeypatch.setattr(llm.engine._runner, "launch", two_of_three_broken)
+        ends = run(ends_of_all(served))
+        assert_failed_by(error, ends)
+        monkeypatch.undo()
+        assert tokens_of(run(collect(served, TEXTS[0]))) == expected(device, TEXTS[0])
 
 
 # ----------------------------------------------------------------------------- the thread
