@@ -16,9 +16,9 @@ from roseinfer.llm import LLM
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
-    from roseinfer.engine import Update
+    from roseinfer.engine.engine import Update
+    from roseinfer.engine.request import Request
     from roseinfer.errors import RoseinferError
-    from roseinfer.request import Request
 
 
 _MOST_FAILURES = 3

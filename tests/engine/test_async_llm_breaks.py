@@ -24,7 +24,7 @@ from tests.engine.served_streams import (
 
 if TYPE_CHECKING:
     from roseinfer import AsyncLLM
-    from roseinfer.engine import Update
+    from roseinfer.engine.engine import Update
 
 
 class Panic(BaseException):

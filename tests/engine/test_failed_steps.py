@@ -15,8 +15,8 @@ from tests.engine.test_random_mixes import assert_no_block_is_lost
 from tests.engine.test_run_ahead import PROMPTS, ahead, expected, greedy, in_step, run, tokens_of
 
 if TYPE_CHECKING:
-    from roseinfer.engine import Update
-    from roseinfer.request import Request
+    from roseinfer.engine.engine import Update
+    from roseinfer.engine.request import Request
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer import LLM, BadArgument, NoText, tiny_gpt2
-from roseinfer.detokenizer import Detokenizer
+from roseinfer.text.detokenizer import Detokenizer
 from tests.engine.served_streams import collect, greedy, run, serving, tokens_of
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 from tests.engine.test_run_ahead import run as updates_of
@@ -17,7 +17,7 @@ from tests.engine.tokenizers import panics_at_decoding, panics_at_encoding, word
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from roseinfer.engine import Update
+    from roseinfer.engine.engine import Update
 
 KNOWN = [f"w{at}" for at in range(257)]
 TEXTS = ["w1 w2 w3", "w50 w60"]
