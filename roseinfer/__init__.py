@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from roseinfer.errors import ConfigError as ConfigError
     from roseinfer.errors import EngineStopped as EngineStopped
     from roseinfer.errors import NoDistribution as NoDistribution
+    from roseinfer.errors import NoText as NoText
     from roseinfer.errors import OutOfBlocks as OutOfBlocks
     from roseinfer.errors import RequestTooLarge as RequestTooLarge
     from roseinfer.errors import RoseinferError as RoseinferError
     from roseinfer.errors import StalePlan as StalePlan
+    from roseinfer.errors import StepFailed as StepFailed
     from roseinfer.errors import TritonUnavailable as TritonUnavailable
     from roseinfer.errors import UnsupportedModel as UnsupportedModel
     from roseinfer.kv.manager import KVBlockManager as KVBlockManager
@@ -70,6 +72,7 @@ _HOMES = {
     "KVBlockManager": "roseinfer.kv.manager",
     "LLM": "roseinfer.llm",
     "NoDistribution": "roseinfer.errors",
+    "NoText": "roseinfer.errors",
     "OutOfBlocks": "roseinfer.errors",
     "Path": "roseinfer.kv.paths",
     "RequestOutput": "roseinfer.llm",
@@ -78,6 +81,7 @@ _HOMES = {
     "SamplingBatch": "roseinfer.sampling",
     "SamplingParams": "roseinfer.config",
     "StalePlan": "roseinfer.errors",
+    "StepFailed": "roseinfer.errors",
     "TinyGPT2": "roseinfer.models.tiny",
     "TritonUnavailable": "roseinfer.errors",
     "UnsupportedModel": "roseinfer.errors",

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from roseinfer.config import SamplingParams
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 
     from roseinfer.engine.engine import Update
     from roseinfer.engine.request import Request
+    from roseinfer.errors import RoseinferError
+
+
+_MOST_FAILURES = 3
+"""Steps that may fail one after the other: then it is not the requests that are to blame."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,13 +30,16 @@ class _Listener:
     """One stream: where its updates go, and in which event loop."""
 
     loop: asyncio.AbstractEventLoop
-    arrived: asyncio.Queue[Update | Exception]
+    arrived: asyncio.Queue[Update | BaseException]
     request: Request | None = None
 
-    def tell(self, what: Update | Exception) -> None:
-        # A loop that has closed meanwhile has nobody to tell.
-        if not self.loop.is_closed():
+    def tell(self, what: Update | BaseException) -> bool:
+        """Hand something over. False where the loop has closed: nobody will ask again."""
+        try:
             self.loop.call_soon_threadsafe(self.arrived.put_nowait, what)
+        except RuntimeError:  # asking first would not do: it may close at any moment
+            return False
+        return True
 
 
 class AsyncLLM:
@@ -45,11 +54,12 @@ class AsyncLLM:
         self._llm = llm
         self._engine = llm.engine
         self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._listeners: dict[int, _Listener] = {}
+        self._listeners: dict[Request, _Listener] = {}
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._closed = False
-        self._why: Exception = EngineStopped("the engine was closed")
+        self._why: Callable[[], RoseinferError] = partial(EngineStopped, "the engine was closed")
+        """Makes what streams raise when it no longer runs, for each its own."""
         self._ended = False
         """The thread will not look at what there is to do again."""
 
@@ -67,7 +77,7 @@ class AsyncLLM:
         try:
             while True:
                 what = await listener.arrived.get()
-                if isinstance(what, Exception):
+                if isinstance(what, BaseException):
                     raise what
                 yield what
                 if what.finish_reason is not None:
@@ -99,8 +109,9 @@ class AsyncLLM:
         """Have the engine's thread do something between two steps."""
         with self._starting:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="roseinfer", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="roseinfer", daemon=True)
+                thread.start()
+                self._thread = thread
             self._todo.put(what)
             if self._ended or self._thread is None:
                 self._do_all()
@@ -108,26 +119,41 @@ class AsyncLLM:
     def _run(self) -> None:
         try:
             with self._llm.in_use():
-                self._serve()
+                try:
+                    self._serve()
+                except BaseException as error:  # no stream may wait for ever, whatever it is
+                    self._why = partial(EngineStopped, "the engine's thread broke down", error)
+                self._end()
         except BadArgument as error:
-            self._closed, self._why = True, error
-            self._end(error)
+            self._why = partial(BadArgument, str(error))
+            self._end()
 
     def _serve(self) -> None:
+        failures = 0
         while not self._closed:
             self._do_all(wait=not self._engine.has_work)
+            idle = not self._engine.has_work
             try:
                 updates = self._engine.step()
+                failures = failures if idle else 0
             except Exception as error:
-                # Nobody knows what the model did: no stream can go on.
-                self._closed = True
-                self._end(error)
-                return
-            for update in updates:
-                listener = self._listeners.get(update.request.id)
-                if listener is not None:
-                    listener.tell(update)
-        self._end(self._why)
+                failures += 1
+                updates = self._engine.fail_step(error)
+                if failures == _MOST_FAILURES:
+                    what = f"the engine stopped, since {failures} steps in a row failed"
+                    self._why = partial(EngineStopped, what, error)
+                    self._closed = True
+            self._hand_out(updates)
+
+    def _hand_out(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            listener = self._listeners.get(update.request)
+            if listener is None:
+                continue
+            if update.finish_reason is not None:
+                self._leave(listener)
+            if not listener.tell(update):
+                self._leave(listener)
 
     def _do_all(self, *, wait: bool = False) -> None:
         try:
@@ -141,24 +167,30 @@ class AsyncLLM:
         self, listener: _Listener, prompt: str | Sequence[int], params: SamplingParams
     ) -> None:
         if self._closed:
-            listener.tell(self._why)
+            listener.tell(self._why())
             return
         try:
             listener.request = self._engine.submit(prompt, params)
-        except Exception as error:  # whatever it is, it is this stream's and not the others'
+        except BaseException as error:  # whatever it is, it is this stream's and not the others'
             listener.tell(error)
         else:
-            self._listeners[listener.request.id] = listener
+            self._listeners[listener.request] = listener
 
     def _leave(self, listener: _Listener) -> None:
-        if listener.request is not None:
-            self._listeners.pop(listener.request.id, None)
+        if listener.request in self._listeners:
             self._engine.cancel(listener.request)
+            del self._listeners[listener.request]
 
-    def _end(self, why: Exception) -> None:
-        for listener in list(self._listeners.values()):
-            self._leave(listener)
-            listener.tell(why)
-        with self._starting:
-            self._ended = True
-            self._do_all()
+    def _end(self) -> None:
+        """Tell everybody why, before anything else: an engine that broke down may do so again."""
+        self._closed = True
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener.tell(self._why())
+        try:
+            for request in listeners:
+                self._engine.cancel(request)
+        finally:
+            with self._starting:
+                self._ended = True
+                self._do_all()

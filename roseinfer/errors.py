@@ -5,6 +5,8 @@ Whoever catches one may go on: an operation that raised has changed nothing.
 
 from __future__ import annotations
 
+from traceback import clear_frames
+
 
 class RoseinferError(Exception):
     """Root of every error raised on purpose by this package."""
@@ -58,5 +60,42 @@ class NoDistribution(RoseinferError, RuntimeError):
     """Logits from which no next token can be chosen."""
 
 
-class EngineStopped(RoseinferError, RuntimeError):
+class _Caused(RoseinferError, RuntimeError):
+    """An error that is kept, with the exception that caused it, if one did."""
+
+    def __init__(self, what: str, cause: BaseException | None = None) -> None:
+        super().__init__(what if cause is None else f"{what}: {in_words(cause)}")
+        if cause is not None:
+            self.__cause__ = cause
+            _drop_variables(cause)
+
+
+class StepFailed(_Caused):
+    """A step of the engine that broke off, told to each request that took part in it."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__("the step that this request took part in failed", cause)
+
+
+class NoText(_Caused):
+    """Tokens that the tokenizer cannot turn into text."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__("the tokenizer cannot turn these tokens into text", cause)
+
+
+class EngineStopped(_Caused):
     """A stream of an engine that no longer runs."""
+
+
+def in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _drop_variables(error: BaseException) -> None:
+    """Empty the frames that an exception remembers: what they hold may be large tensors."""
+    chain: list[BaseException | None] = [error]
+    for each in chain:  # grows as it goes
+        if each is not None:
+            clear_frames(each.__traceback__)
+            chain += {each.__cause__, each.__context__}.difference(chain)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from dataclasses import dataclass
+from itertools import starmap
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,14 @@ from roseinfer.engine.runner import StepRunner
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.sequences import InferenceEngine
 from roseinfer.engine_paths import EnginePath
-from roseinfer.errors import BadArgument, NoDistribution, RequestTooLarge
+from roseinfer.errors import (
+    BadArgument,
+    NoDistribution,
+    NoText,
+    RequestTooLarge,
+    StepFailed,
+    in_words,
+)
 from roseinfer.text.request_text import RequestText, detokenizers
 
 if TYPE_CHECKING:
@@ -71,6 +79,10 @@ class Engine:
         self._run_ahead = config.lag(kv.device.type) if resident else 0
         self._air: deque[list[Flight]] = deque()
         """What was launched and has not landed, step by step."""
+        self._updates: list[Update] = []
+        """What has landed and nobody was told yet: a step that breaks off tells nothing."""
+        self._broken: list[Request] = []
+        """Those of the step that broke off last."""
         self._tokenizer = tokenizer
         self._new_detokenizer = detokenizers(tokenizer) if tokenizer else None
         self._end_tokens = frozenset(end_tokens)
@@ -132,20 +144,19 @@ class Engine:
             self._end(request, FinishReason.CANCELLED)
 
     def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            try:
-                return [index(token) for token in prompt]
-            except TypeError as error:
-                raise BadArgument(f"a prompt is a text or token ids: {error}") from None
-        if self._tokenizer is None:
+        if isinstance(prompt, str) and self._tokenizer is None:
             raise BadArgument(
                 "a text prompt needs a tokenizer, and this model came without one: give token ids"
             )
         try:
-            token_ids: list[int] = self._tokenizer.encode(prompt)
-        except (TypeError, ValueError) as error:
-            raise BadArgument(f"the tokenizer cannot read the prompt: {error}") from error
-        return token_ids
+            token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            return [index(token) for token in token_ids]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            raise BadArgument(
+                f"a prompt is a text that the tokenizer can read, or token ids: {in_words(error)}"
+            ) from error
 
     def _most_tokens(self, prompt_length: int, params: SamplingParams) -> int:
         """How many tokens a request may generate; raises where not even one has room."""
@@ -171,32 +182,51 @@ class Engine:
     def step(self) -> list[Update]:
         """Launch what is due; what has arrived for each request that got a token or ended.
 
-        Up to ``run_ahead`` steps stay on their way while the host goes on.
+        Up to ``run_ahead`` steps stay on their way while the host goes on. A step that raises is
+        done again by the next one, unless its requests are cancelled or ended by ``fail_step``.
         """
         step = self._scheduler.next_step()
         try:
             if step:
                 self._launch(step)
             # Of those in the air one lands where none is launched.
-            updates = self._land(self._run_ahead if step else len(self._air) - 1)
+            self._land(self._run_ahead if step else len(self._air) - 1)
         except BaseException:
-            # Nobody knows how far it came: what is stored is stored anew, and what is on its
-            # way is computed again.
-            self._air.clear()
-            self._scheduler.start_over()
-            self._runner.start_over()
+            self._break_off(step)
             raise
         if not self._scheduler.running:
             self._air.clear()  # tokens that follow an end
+        updates, self._updates = self._updates, []
         return updates
 
-    def _land(self, most: int) -> list[Update]:
+    def fail_step(self, error: Exception) -> list[Update]:
+        """End the requests of the step that has just raised ``error``; what there is to tell."""
+        for request in self._broken:
+            if request.finish_reason is None:
+                request.error = StepFailed(error)
+                self._updates.append(self._last(request, None, "", FinishReason.ERROR))
+        self._broken = []
+        updates, self._updates = self._updates, []
+        return updates
+
+    def _break_off(self, step: Step) -> None:
+        """Nobody knows how far it came: what is stored is stored anew, and what is on its way
+        is computed again. What its own requests have stored is shared with nobody."""
+        in_step = [*step.decoding, *(request for request, _ in step.chunks)]
+        # A step of nobody's waits for tokens of those that run.
+        self._broken = in_step or list(self._scheduler.running.values())
+        for request in self._broken:
+            self._supply.spoil(request)
+        self._air.clear()
+        self._scheduler.start_over()
+        self._runner.start_over()
+
+    def _land(self, most: int) -> None:
         """Read the tokens of all steps but the last ``most``, and of those waited for."""
-        updates: list[Update] = []
         while self._must_land(most):
             for flight in self._air.popleft():
-                updates += [self._take(*landed) for landed in flight.land()]
-        return updates
+                # One by one: where one raises, those before it are kept.
+                self._updates += starmap(self._take, flight.land())
 
     def _must_land(self, most: int) -> bool:
         """Whether more steps are on their way than may be, or one that somebody waits for."""
@@ -230,7 +260,13 @@ class Engine:
             request.logprobs.append(logprob)
         if token in self._end_tokens and not request.params.ignore_eos:
             return self._last(request, token, "", FinishReason.STOP)
-        text, stopped = request.text.add(token) if request.text else ("", False)
+        try:
+            text, stopped = request.text.add(token) if request.text else ("", False)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            request.error = NoText(error)
+            return self._last(request, token, "", FinishReason.ERROR)
         if stopped:
             return self._last(request, token, text, FinishReason.STOP)
         if length == request.full_length:
@@ -242,7 +278,8 @@ class Engine:
         return (length - request.id) % self._block_size == 0
 
     def _last(self, request: Request, token: int | None, text: str, reason: FinishReason) -> Update:
-        return Update(request, token, text + self._end(request, reason), reason)
+        text += self._end(request, reason)
+        return Update(request, token, text, request.finish_reason)
 
     def _end(self, request: Request, reason: FinishReason) -> str:
         """Let go of all that a request holds; return the last of its text."""
@@ -251,7 +288,14 @@ class Engine:
         self._scheduler.remove(request)
         self._runner.forget()
         request.finish_reason = reason
-        return request.text.finish() if request.text else ""
+        try:
+            return request.text.finish() if request.text else ""
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            request.finish_reason = FinishReason.ERROR
+            request.error = request.error or NoText(error)
+            return ""
 
     def _count(self, step: Step) -> None:
         """Note which paths a step is about to take."""

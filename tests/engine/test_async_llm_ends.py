@@ -171,35 +171,6 @@ def test_logits_that_are_not_numbers_end_their_stream_only(device: str) -> None:
     assert tokens_of(first) == expected(device, TEXTS[0])
 
 
-def test_an_exception_in_a_step_reaches_every_stream(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = small_llm(device, resident_decode=False)
-    extend = llm.engine.sessions.extend
-    calls = 0
-
-    def broken(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise RuntimeError("the GPU fell off")
-        return extend(*arguments)
-
-    monkeypatch.setattr(llm.engine.sessions, "extend", broken)
-    with serving(llm) as served:
-
-        async def all_at_once() -> list[Any]:
-            return await asyncio.gather(
-                *(collect(served, text, greedy(50, ignore_eos=True)) for text in TEXTS),
-                return_exceptions=True,
-            )
-
-        ends = run(all_at_once())
-        assert [repr(end) for end in ends] == [repr(RuntimeError("the GPU fell off"))] * len(TEXTS)
-        with pytest.raises(EngineStopped):
-            run(collect(served, TEXTS[0]))
-
-
 # -------------------------------------------------------------------------------- closing
 
 

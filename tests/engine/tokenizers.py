@@ -6,7 +6,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
-from tokenizers import decoders
+from tokenizers import Regex, decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
@@ -52,6 +52,31 @@ def word_pieces(pieces: Sequence[str]) -> PreTrainedTokenizerBase:
 def byte_level(pieces: Sequence[bytes]) -> PreTrainedTokenizerBase:
     """Tokens of several bytes each, wherever characters begin."""
     return _tokenizer(["<s>", *map(_written, pieces)], decoders.ByteLevel())
+
+
+def words(known: Sequence[str]) -> PreTrainedTokenizerBase:
+    """Knows these, with spaces between, and raises an ``Exception`` for any other."""
+    return _of_words(known, pre_tokenizers.WhitespaceSplit())
+
+
+def panics_at_encoding(known: Sequence[str], run: str = "x") -> PreTrainedTokenizerBase:
+    """Its regular expression gives up on a long run of one letter, and Rust panics."""
+    hopeless = pre_tokenizers.Split(Regex(f"({run}+{run}+)+!| "), "removed")
+    return _of_words(known, hopeless)
+
+
+def panics_at_decoding(known: Sequence[str]) -> PreTrainedTokenizerBase:
+    """Its decoder strips more spaces than a token of a single one has, and Rust panics."""
+    tokenizer = words(known)
+    tokenizer.backend_tokenizer.decoder = decoders.Strip(" ", 0, 2)
+    return tokenizer
+
+
+def _of_words(known: Sequence[str], cut: Any) -> PreTrainedTokenizerBase:
+    numbered = {word: at for at, word in enumerate(known)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbered))
+    backend.pre_tokenizer = cut
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def all_cuts(longest: int = 3) -> list[bytes]:
