@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoTokenizer
 
+from roseinfer.checkpoint import fetch
 from roseinfer.compiling import compile_layers
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError, UnsupportedModel
 from roseinfer.kv.kernels import load_kernels
 from roseinfer.kv.manager import KVBlockManager
-from roseinfer.model import CausalModel, fetch
+from roseinfer.model import CausalModel
 from roseinfer.padded_head import PaddedHead, pad_head
 from roseinfer.tiny import tiny_gpt2
 

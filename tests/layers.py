@@ -17,7 +17,7 @@ LAYERS = (
     {"config"},
     {"kv"},
     {"attention"},
-    {"model"},
+    {"interface", "trial", "model", "checkpoint"},
     {"sampling", "fused", "padded_head", "compiling"},
     {"session", "prefix_cache", "detokenizer", "byte_level", "stop_strings", "tiny"},
     {"decode"},

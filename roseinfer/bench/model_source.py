@@ -10,11 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from roseinfer.bench.random_models import architecture, random_model
+from roseinfer.checkpoint import fetch
 from roseinfer.config import EngineConfig
 from roseinfer.errors import ConfigError
 from roseinfer.llm import LLM
 from roseinfer.loading import resolve_device, resolve_dtype
-from roseinfer.model import fetch
 from roseinfer.tiny import byte_tokenizer, tiny_gpt2
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from roseinfer.fused.norm_triton import add_norm, embed_norm
 from roseinfer.model import CausalModel
 
 if TYPE_CHECKING:
-    from roseinfer.model import Attention
+    from roseinfer.interface import Attention
 
 MOST_ROWS = 256
 """Above this the tensor cores are busy, and torch's own matrix products are better."""

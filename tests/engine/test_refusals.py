@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from roseinfer import LLM, BadArgument, ConfigError, OutOfBlocks, UnsupportedModel
-from roseinfer.model import CausalModel, fetch
+from roseinfer.checkpoint import fetch
+from roseinfer.model import CausalModel
 from tests.engine.families import CONFIGS, VOCABULARY, tiny
 from tests.engine.test_against_transformers import engine_for, prompts
 
