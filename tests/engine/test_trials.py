@@ -38,6 +38,7 @@ def longrope(long: list[float]) -> dict[str, Any]:
 
 
 def build(config: Any) -> Any:
+    torch.manual_seed(1)
     return scaled_up(transformers.AutoModelForCausalLM.from_config(config))
 
 
@@ -210,6 +211,13 @@ def test_an_argument_is_refused_by_name(asked: dict[str, Any]) -> None:
         attend_now(**asked)
 
 
+def test_a_mask_is_refused() -> None:
+    module: Any = SimpleNamespace(layer_idx=0)
+    tensor = torch.ones(1, 2, 3, 4)
+    with pytest.raises(UnsupportedModel, match="asks its attention for a mask"):
+        attend(module, tensor, tensor, tensor, torch.ones(1), roseinfer_batch=_Zeros())
+
+
 def llama4(**more: Any) -> Any:
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
     return transformers.Llama4TextConfig(
@@ -273,6 +281,13 @@ def test_masks_of_other_kinds(monkeypatch: pytest.MonkeyPatch, hides: Any, messa
     monkeypatch.setattr(masking_utils, "causal_mask_function", hides)
     with pytest.raises(UnsupportedModel, match=message):
         CausalModel(build(transformers.LlamaConfig(**_SHAPE)))
+
+
+def test_keys_of_another_shape_than_the_config_says() -> None:
+    model = build(transformers.LlamaConfig(**_SHAPE, num_key_value_heads=2))
+    model.config.num_key_value_heads = 4
+    with pytest.raises(UnsupportedModel, match=r"with 4 KV heads of 8, .* keys of \[\(2, 8\)\]"):
+        CausalModel(model)
 
 
 def test_a_config_without_a_shape() -> None:
