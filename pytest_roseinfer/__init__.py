@@ -31,43 +31,43 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.adapter import CacheFull as CacheFull
-    from pytest_roseinfer.adapter import CacheSpec as CacheSpec
-    from pytest_roseinfer.adapter import KVCacheAdapter as KVCacheAdapter
-    from pytest_roseinfer.adapter import Ledger as Ledger
-    from pytest_roseinfer.bad_calls import BadCall as BadCall
-    from pytest_roseinfer.checks import conformance as conformance
-    from pytest_roseinfer.divergence import Divergence as Divergence
-    from pytest_roseinfer.engines.adapter import EngineAdapter as EngineAdapter
+    from pytest_roseinfer.adapters.cache import CacheFull as CacheFull
+    from pytest_roseinfer.adapters.cache import CacheSpec as CacheSpec
+    from pytest_roseinfer.adapters.cache import KVCacheAdapter as KVCacheAdapter
+    from pytest_roseinfer.adapters.cache import Ledger as Ledger
+    from pytest_roseinfer.adapters.engine import EngineAdapter as EngineAdapter
+    from pytest_roseinfer.adapters.fast_path import FastPath as FastPath
+    from pytest_roseinfer.cases.history import History as History
     from pytest_roseinfer.engines.mix import Asked as Asked
     from pytest_roseinfer.engines.mix import RequestMix as RequestMix
     from pytest_roseinfer.engines.mix import Sampling as Sampling
     from pytest_roseinfer.engines.run import MixDivergence as MixDivergence
     from pytest_roseinfer.engines.run import run_forks as run_forks
     from pytest_roseinfer.engines.run import run_mix as run_mix
-    from pytest_roseinfer.fast_path import FastPath as FastPath
-    from pytest_roseinfer.history import History as History
-    from pytest_roseinfer.machine import run_history as run_history
-    from pytest_roseinfer.model import Oracle as Oracle
+    from pytest_roseinfer.findings.divergence import Divergence as Divergence
+    from pytest_roseinfer.invariants.bad_calls import BadCall as BadCall
+    from pytest_roseinfer.oracle import Oracle as Oracle
+    from pytest_roseinfer.running.conformance import conformance as conformance
+    from pytest_roseinfer.running.machine import run_history as run_history
 
 _HOMES = {
     "Asked": "pytest_roseinfer.engines.mix",
-    "BadCall": "pytest_roseinfer.bad_calls",
-    "CacheFull": "pytest_roseinfer.adapter",
-    "CacheSpec": "pytest_roseinfer.adapter",
-    "Divergence": "pytest_roseinfer.divergence",
-    "EngineAdapter": "pytest_roseinfer.engines.adapter",
-    "FastPath": "pytest_roseinfer.fast_path",
-    "History": "pytest_roseinfer.history",
-    "KVCacheAdapter": "pytest_roseinfer.adapter",
-    "Ledger": "pytest_roseinfer.adapter",
+    "BadCall": "pytest_roseinfer.invariants.bad_calls",
+    "CacheFull": "pytest_roseinfer.adapters.cache",
+    "CacheSpec": "pytest_roseinfer.adapters.cache",
+    "Divergence": "pytest_roseinfer.findings.divergence",
+    "EngineAdapter": "pytest_roseinfer.adapters.engine",
+    "FastPath": "pytest_roseinfer.adapters.fast_path",
+    "History": "pytest_roseinfer.cases.history",
+    "KVCacheAdapter": "pytest_roseinfer.adapters.cache",
+    "Ledger": "pytest_roseinfer.adapters.cache",
     "MixDivergence": "pytest_roseinfer.engines.run",
-    "Oracle": "pytest_roseinfer.model",
+    "Oracle": "pytest_roseinfer.oracle",
     "RequestMix": "pytest_roseinfer.engines.mix",
     "Sampling": "pytest_roseinfer.engines.mix",
-    "conformance": "pytest_roseinfer.checks",
+    "conformance": "pytest_roseinfer.running.conformance",
     "run_forks": "pytest_roseinfer.engines.run",
-    "run_history": "pytest_roseinfer.machine",
+    "run_history": "pytest_roseinfer.running.machine",
     "run_mix": "pytest_roseinfer.engines.run",
 }
 __all__ = sorted(_HOMES)

@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from roseinfer.kv.pool import KVBlockInfo as KVBlockInfo
     from roseinfer.llm import LLM as LLM
     from roseinfer.llm import RequestOutput as RequestOutput
+    from roseinfer.models.tiny import TinyGPT2 as TinyGPT2
+    from roseinfer.models.tiny import byte_tokenizer as byte_tokenizer
+    from roseinfer.models.tiny import tiny_gpt2 as tiny_gpt2
     from roseinfer.sampling import SamplingBatch as SamplingBatch
-    from roseinfer.tiny import TinyGPT2 as TinyGPT2
-    from roseinfer.tiny import byte_tokenizer as byte_tokenizer
-    from roseinfer.tiny import tiny_gpt2 as tiny_gpt2
 
 _HOMES = {
     "AppendPlan": "roseinfer.kv.plan",
@@ -78,13 +78,13 @@ _HOMES = {
     "SamplingBatch": "roseinfer.sampling",
     "SamplingParams": "roseinfer.config",
     "StalePlan": "roseinfer.errors",
-    "TinyGPT2": "roseinfer.tiny",
+    "TinyGPT2": "roseinfer.models.tiny",
     "TritonUnavailable": "roseinfer.errors",
     "UnsupportedModel": "roseinfer.errors",
-    "byte_tokenizer": "roseinfer.tiny",
+    "byte_tokenizer": "roseinfer.models.tiny",
     "load_attention_kernels": "roseinfer.attention.batch",
     "paged_attention_reference": "roseinfer.attention.reference",
-    "tiny_gpt2": "roseinfer.tiny",
+    "tiny_gpt2": "roseinfer.models.tiny",
 }
 
 __version__ = "0.1.0"

@@ -15,8 +15,8 @@ from roseinfer.llm import LLM
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
-    from roseinfer.engine import Update
-    from roseinfer.request import Request
+    from roseinfer.engine.engine import Update
+    from roseinfer.engine.request import Request
 
 
 @dataclass(slots=True, eq=False)

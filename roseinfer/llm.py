@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from roseinfer.config import EngineConfig, SamplingParams
-from roseinfer.engine import Engine
+from roseinfer.engine.engine import Engine
+from roseinfer.engine.interrupts import uninterrupted
+from roseinfer.engine.request import FinishReason
 from roseinfer.errors import BadArgument, RoseinferError
-from roseinfer.interrupts import uninterrupted
-from roseinfer.loading import load
-from roseinfer.request import FinishReason
+from roseinfer.models.loading import load
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Generator, Iterator, Sequence
 
-    from roseinfer.engine import Update
-    from roseinfer.request import Request
+    from roseinfer.engine.engine import Update
+    from roseinfer.engine.request import Request
 
     Prompt = str | Sequence[int]
 

@@ -13,12 +13,12 @@ COMPILE = """
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from roseinfer.attention.chunk_triton import _chunk_kernel
-    from roseinfer.attention.combine_triton import combine_kernel
-    from roseinfer.attention.decode_triton import _decode_kernel, _tile
-    from roseinfer.fused.likeliest_triton import _advance_kernel, _strip_kernel
-    from roseinfer.fused.linear_triton import _parts_kernel, _whole_kernel
-    from roseinfer.fused.norm_triton import _add_norm_kernel, _embed_norm_kernel
+    from roseinfer.kernels.attend_chunks import _chunk_kernel
+    from roseinfer.kernels.combine_parts import combine_kernel
+    from roseinfer.kernels.attend_decode import _decode_kernel, _tile
+    from roseinfer.kernels.likeliest import _advance_kernel, _strip_kernel
+    from roseinfer.kernels.linear import _parts_kernel, _whole_kernel
+    from roseinfer.kernels.norm import _add_norm_kernel, _embed_norm_kernel
 
     INDEX = set("tables lengths sequences rows counts positions chosen tokens active".split())
     SINGLE = set("partial weights_max weights_sum added best".split())

@@ -40,7 +40,7 @@ WRONG = {
     ),
     "kv_imports_engine_inside_a_function": (
         "roseinfer/kv/manager.py",
-        "def f():\n    import roseinfer.engine\n",
+        "def f():\n    import roseinfer.engine.engine\n",
         "kv imports engine, which stands above it",
     ),
     "kv_imports_bench_by_relative_import": (
@@ -50,7 +50,7 @@ WRONG = {
     ),
     "kv_imports_model_by_name": (
         "roseinfer/kv/manager.py",
-        "import importlib\nimportlib.import_module('roseinfer.model')",
+        "import importlib\nimportlib.import_module('roseinfer.models.causal')",
         "kv imports model, which stands above it",
     ),
     "types_count_too": (
@@ -65,16 +65,16 @@ WRONG = {
     ),
     "decode_imports_scheduler": (
         "roseinfer/decode.py",
-        "from roseinfer.scheduler import Scheduler",
+        "from roseinfer.engine.scheduler import Scheduler",
         "decode imports scheduler, which stands above it",
     ),
     "scheduler_imports_engine": (
-        "roseinfer/scheduler.py",
+        "roseinfer/engine/scheduler.py",
         "from . import engine",
         "scheduler imports engine, which stands above it",
     ),
     "engine_imports_cli": (
-        "roseinfer/engine.py",
+        "roseinfer/engine/engine.py",
         "from roseinfer import cli",
         "engine imports cli, which stands above it",
     ),
@@ -84,7 +84,7 @@ WRONG = {
         "kv imports roseinfer's front door",
     ),
     "engine_imports_the_plugin": (
-        "roseinfer/engine.py",
+        "roseinfer/engine/engine.py",
         "import pytest_roseinfer",
         "engine imports the plugin, which stands above it",
     ),
@@ -104,38 +104,44 @@ WRONG = {
         "imports triton at run time",
     ),
     "plugin_imports_a_submodule": (
-        "pytest_roseinfer/machine.py",
+        "pytest_roseinfer/running/machine.py",
         "from roseinfer.kv.pool import KVBlockInfo",
         "imports roseinfer.kv.pool.KVBlockInfo, which is no public name",
     ),
     "plugin_imports_a_module_whole": (
-        "pytest_roseinfer/machine.py",
+        "pytest_roseinfer/running/machine.py",
         "import roseinfer.kv",
         "imports roseinfer.kv, which is no public name",
     ),
     "plugin_imports_a_subpackage_by_name": (
-        "pytest_roseinfer/machine.py",
+        "pytest_roseinfer/running/machine.py",
         "from roseinfer import kv",
         "imports roseinfer.kv, which is no public name",
     ),
     "environment": (
-        "roseinfer/kv/kernels.py",
+        "roseinfer/kernels/runtime.py",
         "import os\nos.environ.get('X')",
         "uses os.environ; only roseinfer/config.py may",
     ),
     "getenv": (
-        "roseinfer/bench/append.py",
+        "roseinfer/bench/kernels/append.py",
         "from os import getenv\n",
         "uses os.getenv; only roseinfer/config.py may",
     ),
 }
 RIGHT = {
-    "downwards": ("roseinfer/scheduler.py", "from roseinfer.kv.manager import KVBlockManager"),
-    "own_layer": ("roseinfer/kv/mover.py", "from roseinfer.kv.kernels import load_kernels"),
+    "downwards": (
+        "roseinfer/engine/scheduler.py",
+        "from roseinfer.kv.manager import KVBlockManager",
+    ),
+    "own_layer": ("roseinfer/kv/mover.py", "from roseinfer.kernels.runtime import load_kernels"),
     "types_of_torch": ("roseinfer/kv/plan.py", "if TYPE_CHECKING:\n    import torch"),
     "environment_in_config": ("roseinfer/config.py", "import os\nos.environ"),
-    "public_name": ("pytest_roseinfer/machine.py", "from roseinfer import KVBlockManager"),
-    "plugin_itself": ("pytest_roseinfer/machine.py", "from pytest_roseinfer.model import Model"),
+    "public_name": ("pytest_roseinfer/running/machine.py", "from roseinfer import KVBlockManager"),
+    "plugin_itself": (
+        "pytest_roseinfer/running/machine.py",
+        "from pytest_roseinfer.oracle import Model",
+    ),
     "top_uses_the_front_door": ("roseinfer/cli.py", "from roseinfer import KVBlockManager"),
 }
 
@@ -172,7 +178,7 @@ def test_importing_the_planning_loads_nothing_heavy() -> None:
 
 def test_importing_the_cache_loads_torch_and_no_transformers() -> None:
     statement = "from roseinfer import KVBlockManager, AppendPolicy"
-    assert loaded_by(statement, "torch", "transformers", "roseinfer.kv.append_triton") == ["torch"]
+    assert loaded_by(statement, "torch", "transformers", "roseinfer.kernels.append") == ["torch"]
 
 
 IMPORT_KERNELS = """
@@ -183,7 +189,8 @@ IMPORT_KERNELS = """
         raise SystemExit("a kernel was compiled by importing it")
 
     triton.compile = triton.compiler.compile = triton.compiler.compiler.compile = compile
-    from roseinfer.kv import append_triton, clone_triton
+    from roseinfer.kernels import append as append_triton
+    from roseinfer.kernels import clone as clone_triton
 
     assert not append_triton.is_interpreted()
     for kernel in (append_triton._gather_kernel, append_triton._full_batch_kernel,

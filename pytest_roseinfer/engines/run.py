@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pytest_roseinfer.difference import Difference
+from pytest_roseinfer.findings.difference import Difference
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.engines.adapter import EngineAdapter
+    from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.engines.mix import Asked, RequestMix
 
 _SLACK = 20

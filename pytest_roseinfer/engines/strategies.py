@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
+from pytest_roseinfer.cases.strategies import switches
 from pytest_roseinfer.engines.mix import Asked, RequestMix, Sampling
-from pytest_roseinfer.strategies import switches
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.engines.adapter import EngineAdapter
+    from pytest_roseinfer.adapters.engine import EngineAdapter
 
 BLOCK_SIZES = (4, 1, 2, 3, 8)
 _MOST_REQUESTS = 6

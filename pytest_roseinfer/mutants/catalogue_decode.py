@@ -8,11 +8,11 @@ _SLOTS = "roseinfer.decode.slots"
 _STEP = "roseinfer.decode.step"
 _RESIDENT = "roseinfer.decode.resident"
 _READBACK = "roseinfer.decode.readback"
-_RUNNER = "roseinfer.runner"
-_DECODE = "roseinfer.attention.decode_triton"
-_GPT2 = "roseinfer.fused.gpt2"
-_LIKELIEST = "roseinfer.fused.likeliest_triton"
-_HEAD = "roseinfer.padded_head"
+_RUNNER = "roseinfer.engine.runner"
+_DECODE = "roseinfer.kernels.attend_decode"
+_GPT2 = "roseinfer.models.families.gpt2"
+_LIKELIEST = "roseinfer.kernels.likeliest"
+_HEAD = "roseinfer.models.padded_head"
 
 
 def _mutant(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pytest_roseinfer.mutants.mutant import ENGINE, Mutant
 
-_PREFIXES = "roseinfer.prefix_cache"
-_SUPPLY = "roseinfer.block_supply"
-_SCHEDULER = "roseinfer.scheduler"
-_ADMISSION = "roseinfer.admission"
-_ENGINE = "roseinfer.engine"
-_RUNNER = "roseinfer.runner"
-_SESSION = "roseinfer.session"
+_PREFIXES = "roseinfer.engine.prefix_cache"
+_SUPPLY = "roseinfer.engine.blocks"
+_SCHEDULER = "roseinfer.engine.scheduler"
+_ADMISSION = "roseinfer.engine.admission"
+_ENGINE = "roseinfer.engine.engine"
+_RUNNER = "roseinfer.engine.runner"
+_SESSION = "roseinfer.engine.sequences"
 _BATCH = "roseinfer.attention.batch"
-_CHUNK = "roseinfer.attention.chunk_triton"
-_DECODE = "roseinfer.attention.decode_triton"
+_CHUNK = "roseinfer.kernels.attend_chunks"
+_DECODE = "roseinfer.kernels.attend_decode"
 
 
 def _mutant(

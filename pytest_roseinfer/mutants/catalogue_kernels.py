@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pytest_roseinfer.mutants.mutant import COMPACTED, KERNELS, PER_LAYER, Mutant
 
-_APPEND = "roseinfer.kv.append_triton"
-_CLONE = "roseinfer.kv.clone_triton"
+_APPEND = "roseinfer.kernels.append"
+_CLONE = "roseinfer.kernels.clone"
 
 MUTANTS = (
     Mutant(

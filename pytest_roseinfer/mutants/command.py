@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from pytest_roseinfer.loading import TargetError, load_target
+from pytest_roseinfer.adapters.finding import TargetError, load_target
 from pytest_roseinfer.mutants import report
 from pytest_roseinfer.mutants.catalogue import CATALOGUE, find
 from pytest_roseinfer.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Task

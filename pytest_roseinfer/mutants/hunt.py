@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from pytest_roseinfer import coverage, search, settings
-from pytest_roseinfer.checks import conformance
+from pytest_roseinfer import settings
+from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.conformance import conformance
+from pytest_roseinfer.search import search
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pytest_roseinfer.adapters.base import Adapter
     from pytest_roseinfer.mutants.tally import Tally
-    from pytest_roseinfer.offers import Adapter
     from pytest_roseinfer.settings import Settings
 
 _HANGS_AFTER = 60

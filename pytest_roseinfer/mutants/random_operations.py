@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.adapter import CacheSpec, abilities
-from pytest_roseinfer.history import (
+from pytest_roseinfer.adapters.cache import CacheSpec, abilities
+from pytest_roseinfer.cases.history import (
     Append,
     AppendMany,
     AppendPadded,
@@ -26,16 +26,16 @@ from pytest_roseinfer.history import (
     apply_to_oracle,
     fits_oracle,
 )
-from pytest_roseinfer.layouts import LAYOUTS
-from pytest_roseinfer.machine import run_history
-from pytest_roseinfer.model import Oracle
+from pytest_roseinfer.cases.layouts import LAYOUTS
 from pytest_roseinfer.mutants.random_search import search_at_random
+from pytest_roseinfer.oracle import Oracle
+from pytest_roseinfer.running.machine import run_history
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
-    from pytest_roseinfer.adapter import KVCacheAdapter
+    from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.mutants.hunt import Found
     from pytest_roseinfer.mutants.tally import Tally
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
 
-    from pytest_roseinfer.engines.adapter import EngineAdapter
+    from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.mutants.hunt import Found
     from pytest_roseinfer.mutants.tally import Tally
 

@@ -15,8 +15,8 @@ import triton.experimental.gluon
 import triton.language as tl
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapter import CacheSpec, KVCacheAdapter
-from pytest_roseinfer.checks import conformance
+from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
+from pytest_roseinfer.running.conformance import conformance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -61,7 +61,7 @@ def _do(job: Job, folder: Path, answers: TextIO, runner: int) -> None:
 def _try_all(job: Job, folder: Path, answers: TextIO, runner: int) -> str:
     sys.dont_write_bytecode = True
     import_from(folder)
-    from pytest_roseinfer.loading import load_target
+    from pytest_roseinfer.adapters.finding import load_target
 
     targets = [load_target(name) for name in job.targets]
     bench = _Bench(job, targets, runner)
@@ -106,7 +106,7 @@ class _Bench:
         return replace(outcome, killed=True, check=found.check, what=found.what[:500])
 
     def _found(self, task: Task, tally: Tally) -> Found | None:
-        from pytest_roseinfer.engines.adapter import EngineAdapter
+        from pytest_roseinfer.adapters.engine import EngineAdapter
         from pytest_roseinfer.mutants import directed, hunt
 
         job = self.job

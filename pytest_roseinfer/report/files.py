@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.github_summary import add_to_github_summary
+from pytest_roseinfer.report.github_summary import add_to_github_summary
 from pytest_roseinfer.report.html import page
 from pytest_roseinfer.report.terminal import searched, table
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from pytest_roseinfer.coverage import Coverage
     from pytest_roseinfer.report.verdict import Verdict
+    from pytest_roseinfer.running.coverage import Coverage
     from pytest_roseinfer.settings import Settings
 
 

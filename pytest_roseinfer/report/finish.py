@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer import coverage
-from pytest_roseinfer.loading import load_target
+from pytest_roseinfer.adapters.finding import load_target
 from pytest_roseinfer.report import files
 from pytest_roseinfer.report.verdict import verdict
+from pytest_roseinfer.running import coverage
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.coverage import Coverage
+    from pytest_roseinfer.running.coverage import Coverage
     from pytest_roseinfer.settings import Settings
 
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from pytest_roseinfer.environment import describe_device, described
+from pytest_roseinfer.plugin.environment import describe_device, described
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import pytest
 
-    from pytest_roseinfer.coverage import Coverage, Reached, TargetCoverage
+    from pytest_roseinfer.running.coverage import Coverage, Reached, TargetCoverage
     from pytest_roseinfer.settings import Settings
 
 

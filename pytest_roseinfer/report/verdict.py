@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypedDict
 
-from pytest_roseinfer.environment import describe_device, distribution_of, variables, versions
+from pytest_roseinfer.plugin.environment import (
+    describe_device,
+    distribution_of,
+    variables,
+    versions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_roseinfer.coverage import Coverage, TargetCoverage
+    from pytest_roseinfer.running.coverage import Coverage, TargetCoverage
     from pytest_roseinfer.settings import Settings
 
 FORMAT = 1

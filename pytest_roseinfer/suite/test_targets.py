@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.checks import conformance
-from pytest_roseinfer.loading import load_target
+from pytest_roseinfer.adapters.finding import load_target
+from pytest_roseinfer.running.conformance import conformance
 
 settings.choose_kernel_runtime()
 for _name in settings.current().targets:

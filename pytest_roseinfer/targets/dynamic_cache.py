@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from transformers import DynamicCache, GPT2Config
 
-from pytest_roseinfer.adapter import CacheSpec, KVCacheAdapter
+from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -26,7 +26,7 @@ from transformers import ContinuousBatchingConfig, GPT2Config
 from transformers.generation.continuous_batching import PagedAttentionCache, RequestState
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 
-from pytest_roseinfer.adapter import CacheFull, CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer.adapters.cache import CacheFull, CacheSpec, KVCacheAdapter, Ledger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

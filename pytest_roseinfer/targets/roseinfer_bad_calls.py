@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_roseinfer.bad_calls import BadCall
+from pytest_roseinfer.invariants.bad_calls import BadCall
 from roseinfer import BadArgument, BadBlock, BadRefcount, OutOfBlocks, StalePlan
 
 if TYPE_CHECKING:

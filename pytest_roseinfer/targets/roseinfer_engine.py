@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from pytest_roseinfer.engines.adapter import EngineAdapter
-from pytest_roseinfer.fast_path import FastPath
+from pytest_roseinfer.adapters.engine import EngineAdapter
+from pytest_roseinfer.adapters.fast_path import FastPath
 from roseinfer import (
     LLM,
     AttentionPath,

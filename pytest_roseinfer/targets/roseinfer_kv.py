@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from pytest_roseinfer.adapter import CacheSpec, KVCacheAdapter, Ledger
-from pytest_roseinfer.fast_path import FastPath
-from pytest_roseinfer.own_conditions import OWN_CONDITIONS
+from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS
 from pytest_roseinfer.targets.roseinfer_bad_calls import bad_calls
 from roseinfer import (
     AppendPlan,
@@ -26,7 +26,7 @@ from roseinfer import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from pytest_roseinfer.bad_calls import BadCall
+    from pytest_roseinfer.invariants.bad_calls import BadCall
 
 
 _PER_TOKEN = Path.PER_TOKEN.value

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from pytest_roseinfer.adapter import CacheSpec, KVCacheAdapter
+from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
 from pytest_roseinfer.targets.paged_attention_cache import ForkedPagedAttentionCacheAdapter
 
 if TYPE_CHECKING:

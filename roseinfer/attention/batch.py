@@ -10,7 +10,7 @@ import torch
 
 from roseinfer.attention.paths import AttentionPath
 from roseinfer.attention.reference import attend
-from roseinfer.kv.kernels import load_kernels
+from roseinfer.kernels.runtime import load_kernels
 from roseinfer.kv.pool import SCRATCH
 from roseinfer.kv.work import Work
 
@@ -43,8 +43,8 @@ def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
     """None where they cannot run. Imports Triton, so this is never asked on the hot path."""
     if not load_kernels(device)[0]:
         return None
-    from roseinfer.attention.chunk_triton import paged_attention_chunks
-    from roseinfer.attention.decode_triton import paged_attention_decode
+    from roseinfer.kernels.attend_chunks import paged_attention_chunks
+    from roseinfer.kernels.attend_decode import paged_attention_decode
 
     return AttentionKernels(paged_attention_decode, paged_attention_chunks)
 

@@ -10,21 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.bench import (
-    append,
-    append_scaling,
-    attention_bench,
-    charts,
-    ladder_bench,
-    reporting,
-    step_trace_bench,
-)
-from roseinfer.bench.append import AppendConfig
+from roseinfer.bench import charts, reporting
 from roseinfer.bench.command import run_command
+from roseinfer.bench.kernels import append, append_scaling, attention_bench
+from roseinfer.bench.kernels.append import AppendConfig
+from roseinfer.bench.kernels.triton_speed import why_triton_cannot_be_timed
 from roseinfer.bench.options import add_outputs, whole
 from roseinfer.bench.reporting import Report, Table, UnavailableRow, judge
+from roseinfer.bench.steps import ladder_bench, step_trace_bench
 from roseinfer.bench.timing import copy_bandwidth, one_thread
-from roseinfer.bench.triton_speed import why_triton_cannot_be_timed
 from roseinfer.errors import ConfigError
 from roseinfer.kv.paths import Path as KVPath
 
@@ -159,7 +153,7 @@ def _add_scheduling(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def _scheduling(args: argparse.Namespace, command: str) -> Report:
-    from roseinfer.bench import scheduling
+    from roseinfer.bench.serving import scheduling
 
     rounds = 3 if args.quick else 30
     rows = [

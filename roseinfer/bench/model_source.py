@@ -10,12 +10,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from roseinfer.bench.random_models import architecture, random_model
-from roseinfer.checkpoint import fetch
 from roseinfer.config import EngineConfig
 from roseinfer.errors import ConfigError
 from roseinfer.llm import LLM
-from roseinfer.loading import resolve_device, resolve_dtype
-from roseinfer.tiny import byte_tokenizer, tiny_gpt2
+from roseinfer.models.checkpoint import fetch
+from roseinfer.models.loading import resolve_device, resolve_dtype
+from roseinfer.models.tiny import byte_tokenizer, tiny_gpt2
 
 if TYPE_CHECKING:
     import argparse

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from roseinfer.errors import ConfigError
-from roseinfer.loading import resolve_device, resolve_dtype
-from roseinfer.tiny import END, draw_weights
+from roseinfer.models.loading import resolve_device, resolve_dtype
+from roseinfer.models.tiny import END, draw_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

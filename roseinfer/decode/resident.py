@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from roseinfer.config import SamplingParams
     from roseinfer.decode.kernels import DecodeKernels
     from roseinfer.decode.readback import Arrival
-    from roseinfer.session import InferenceEngine, InferenceSession
+    from roseinfer.engine.sequences import InferenceEngine, InferenceSession
 
 
 _SOON = 16

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from roseinfer.config import SamplingParams
+    from roseinfer.engine.sequences import InferenceSession
     from roseinfer.kv.staging import IndexStaging
-    from roseinfer.session import InferenceSession
 
 _LENGTH, _ACTIVE, _SEED, _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = range(7)
 _FIELDS = 7

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from roseinfer.decode.kernels import DecodeKernels
     from roseinfer.decode.slots import DecodeSlots
     from roseinfer.kv.manager import KVBlockManager
-    from roseinfer.model import CausalModel
+    from roseinfer.models.causal import CausalModel
 
 
 class DecodeStep:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from roseinfer.kv.kernels import load_kernels, warn_unavailable_once
+from roseinfer.kernels.runtime import load_kernels, warn_unavailable_once
 from roseinfer.kv.paths import Condition, Path, choose_write_path
 from roseinfer.kv.staging import IndexStaging
 

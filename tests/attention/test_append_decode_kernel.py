@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from roseinfer import BadArgument
-from roseinfer.attention import decode_triton
-from roseinfer.attention.decode_triton import append_and_attend
 from roseinfer.decode.attention import append_and_attend_reference
+from roseinfer.kernels import attend_decode as decode_triton
+from roseinfer.kernels.attend_decode import append_and_attend
 from tests.kv.harness import assert_same_bits
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

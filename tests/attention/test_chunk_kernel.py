@@ -9,8 +9,8 @@ import torch
 
 from roseinfer import AppendPolicy, AttentionPath, BadArgument, KVBlockManager
 from roseinfer.attention.batch import AttentionBatch, load_attention_kernels
-from roseinfer.attention.chunk_triton import paged_attention_chunks
 from roseinfer.attention.reference import paged_attention_reference
+from roseinfer.kernels.attend_chunks import paged_attention_chunks
 from roseinfer.kv.staging import IndexStaging
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from roseinfer.attention import decode_triton
-from roseinfer.attention.decode_triton import _num_parts, _tile
+from roseinfer.kernels import attend_decode as decode_triton
+from roseinfer.kernels.attend_decode import _num_parts, _tile
 
 
 @pytest.fixture(autouse=True)

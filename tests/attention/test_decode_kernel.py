@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, BadArgument, KVBlockManager
-from roseinfer.attention import decode_triton
-from roseinfer.attention.decode_triton import paged_attention_decode
 from roseinfer.attention.reference import paged_attention_reference
+from roseinfer.kernels import attend_decode as decode_triton
+from roseinfer.kernels.attend_decode import paged_attention_decode
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Rounding to the dtype once, after arithmetic in fp32 that adds in another order."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roseinfer.bench import driving
+from roseinfer.bench.serving import driving
 
 if TYPE_CHECKING:
     import pytest
 
     from roseinfer import LLM
-    from roseinfer.engine import Update
+    from roseinfer.engine.engine import Update
 
 
 class Clock:

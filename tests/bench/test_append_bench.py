@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, Path
-from roseinfer.bench import append
 from roseinfer.bench.__main__ import append_targets, main
-from roseinfer.bench.append import AppendConfig, Rig
+from roseinfer.bench.kernels import append
+from roseinfer.bench.kernels.append import AppendConfig, Rig
 from roseinfer.bench.reporting import (
     PoolRow,
     ScalingRow,

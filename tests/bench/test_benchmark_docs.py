@@ -8,17 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roseinfer.bench import (
-    attention_bench,
-    charts,
-    ladder_bench,
-    scheduler_bench,
-    step_trace_bench,
-    streaming_bench,
-)
+from roseinfer.bench import charts
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.peers import PEERS
-from roseinfer.bench.rungs import rungs
+from roseinfer.bench.kernels import attention_bench
+from roseinfer.bench.serving import scheduler_bench, streaming_bench
+from roseinfer.bench.serving.peers import PEERS
+from roseinfer.bench.steps import ladder_bench, step_trace_bench
+from roseinfer.bench.steps.rungs import rungs
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:

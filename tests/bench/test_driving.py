@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams
-from roseinfer.bench.driving import (
+from roseinfer.bench.serving.driving import (
     RequestFailed,
     RunRecord,
     StepRecord,
@@ -19,7 +19,7 @@ from roseinfer.bench.driving import (
     paced,
     perform,
 )
-from roseinfer.bench.figures import (
+from roseinfer.bench.serving.figures import (
     LatencyRow,
     ThroughputRow,
     decode_floor_s,
@@ -28,16 +28,16 @@ from roseinfer.bench.figures import (
     median_row,
     step_ms,
 )
-from roseinfer.bench.memory_floor import MemoryFloor
-from roseinfer.bench.prompt_feed import PromptFeed, tokenized
-from roseinfer.bench.timeline import Timeline
+from roseinfer.bench.serving.prompt_feed import PromptFeed, tokenized
+from roseinfer.bench.serving.timeline import Timeline
+from roseinfer.bench.steps.memory_floor import MemoryFloor
 from tests.bench.clock import every_step_takes_a_second
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from roseinfer.bench.driving import Run
-    from roseinfer.engine import Update
+    from roseinfer.bench.serving.driving import Run
+    from roseinfer.engine.engine import Update
 
 FOUR = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
 FLOOR = MemoryFloor(weight_bytes=1000, token_bytes=10, bandwidth=1e3)
@@ -180,7 +180,7 @@ def test_a_token_that_is_not_handed_over_is_missed(
 
 def test_a_request_that_fails_is_no_result(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "roseinfer.runner.rows_without_a_distribution",
+        "roseinfer.engine.runner.rows_without_a_distribution",
         lambda logits: torch.ones(len(logits), dtype=torch.bool),
     )
     with pytest.raises(RequestFailed, match=r"request 0 failed: .* NaN"):

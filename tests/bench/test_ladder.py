@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, EngineConfig, Path
-from roseinfer.bench import charts, ladder, model_source, rungs
+from roseinfer.bench import charts, model_source
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.driving import RunRecord
-from roseinfer.bench.ladder import LadderConfig, RungRow, boundary_gaps
 from roseinfer.bench.model_source import ModelSource
-from roseinfer.bench.rungs import Rung
-from roseinfer.bench.timeline import Timeline
+from roseinfer.bench.serving.driving import RunRecord
+from roseinfer.bench.serving.timeline import Timeline
+from roseinfer.bench.steps import ladder, rungs
+from roseinfer.bench.steps.ladder import LadderConfig, RungRow, boundary_gaps
+from roseinfer.bench.steps.rungs import Rung
 from tests.bench.test_serving_bench import is_chart
 
 SMALL = ["ladder", "--hf-model-id", "tiny", "--device", "cpu", "--batch", "3", "--block-size", "4"]

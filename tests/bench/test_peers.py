@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from roseinfer import LLM, ConfigError, SamplingParams, tiny_gpt2
-from roseinfer.bench import peer_process, peers, scheduler_bench
-from roseinfer.bench.peers import PEERS, PeerJob, PeerRow
+from roseinfer.bench.serving import peer_process, peers, scheduler_bench
+from roseinfer.bench.serving.peers import PEERS, PeerJob, PeerRow
 from tests.bench.test_serving_bench import ONCE, SMALL
 
 TINY = {"name": "tiny", "random_weights": False, "device": "cpu", "dtype": None}

@@ -9,9 +9,9 @@ import torch
 
 from roseinfer import LLM, ConfigError, SamplingParams
 from roseinfer.bench import random_models
-from roseinfer.bench.memory_floor import MemoryFloor, memory_floor, values_read
 from roseinfer.bench.model_source import ModelSource
 from roseinfer.bench.random_models import architecture, random_model
+from roseinfer.bench.steps.memory_floor import MemoryFloor, memory_floor, values_read
 
 
 def small(name: str) -> Any:

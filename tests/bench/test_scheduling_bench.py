@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from roseinfer.bench import scheduling
 from roseinfer.bench.__main__ import main
+from roseinfer.bench.serving import scheduling
 
 if TYPE_CHECKING:
     from pathlib import Path

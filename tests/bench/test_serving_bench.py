@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from roseinfer.bench import charts, model_source, scheduler_bench, streaming_bench
+from roseinfer.bench import charts, model_source
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.figures import LatencyRow, ThroughputRow
 from roseinfer.bench.model_source import ModelSource
 from roseinfer.bench.options import engine_settings
+from roseinfer.bench.serving import scheduler_bench, streaming_bench
+from roseinfer.bench.serving.figures import LatencyRow, ThroughputRow
 from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:

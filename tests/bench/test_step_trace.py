@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from roseinfer import LLM
-from roseinfer.bench import step_trace
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.step_trace import (
+from roseinfer.bench.steps import step_trace
+from roseinfer.bench.steps.step_trace import (
     Traced,
     _noted_replays,
     _noted_waits,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from roseinfer.engine import Update
+    from roseinfer.engine.engine import Update
 
 US = 1e-6
 TRACED = Traced(

@@ -10,12 +10,12 @@ import torch
 from roseinfer import AppendPolicy, KVBlockManager, SamplingParams
 from roseinfer.decode.kernels import load_decode_kernels
 from roseinfer.decode.resident import Resident, ResidentDecode
-from roseinfer.model import CausalModel
-from roseinfer.session import InferenceEngine
+from roseinfer.engine.sequences import InferenceEngine
+from roseinfer.models.causal import CausalModel
 from tests.engine.families import tiny
 
 if TYPE_CHECKING:
-    from roseinfer.session import InferenceSession
+    from roseinfer.engine.sequences import InferenceSession
 
 GREEDY = SamplingParams(temperature=0)
 PROMPTS = [[7, 3, 90], [1], [4, 4, 8, 20], [50, 51, 52, 53, 54]]

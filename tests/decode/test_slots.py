@@ -9,9 +9,9 @@ import torch
 
 from roseinfer import SamplingBatch, SamplingParams
 from roseinfer.decode.slots import DecodeSlots
+from roseinfer.engine.sequences import InferenceSession
 from roseinfer.kv.staging import IndexStaging
 from roseinfer.kv.work import Work
-from roseinfer.session import InferenceSession
 
 SLOTS, WIDTH = 5, 3
 GREEDY = SamplingParams(temperature=0)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer import prefix_cache
 from roseinfer.config import AppendPolicy
+from roseinfer.engine import prefix_cache
+from roseinfer.engine.prefix_cache import Entry, Held, PrefixCache
 from roseinfer.kv.manager import KVBlockManager
-from roseinfer.prefix_cache import Entry, Held, PrefixCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

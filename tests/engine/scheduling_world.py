@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from roseinfer import EngineConfig, SamplingParams
-from roseinfer.request import FinishReason, Request
-from roseinfer.scheduler import Scheduler
-from roseinfer.session import InferenceSession
+from roseinfer.engine.request import FinishReason, Request
+from roseinfer.engine.scheduler import Scheduler
+from roseinfer.engine.sequences import InferenceSession
 
 if TYPE_CHECKING:
-    from roseinfer.scheduler import Step
+    from roseinfer.engine.scheduler import Step
 
 
 @dataclass

@@ -13,7 +13,7 @@ from tests.engine.test_random_mixes import assert_no_block_is_lost
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
-    from roseinfer.engine import Update
+    from roseinfer.engine.engine import Update
 
 TEXTS = [f"The {word} fox" for word in ("quick", "brown", "lazy", "red", "old", "grey", "third")]
 PATIENCE = 20

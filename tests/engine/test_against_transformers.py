@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, KVBlockManager
-from roseinfer.model import CausalModel
-from roseinfer.session import InferenceEngine, InferenceSession
+from roseinfer.engine.sequences import InferenceEngine, InferenceSession
+from roseinfer.models.causal import CausalModel
 from tests.engine.families import CONFIGS, VOCABULARY, tiny
 
 TOLERANCE = 2e-4

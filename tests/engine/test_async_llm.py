@@ -22,8 +22,8 @@ from tests.engine.served_streams import (
 )
 
 if TYPE_CHECKING:
-    from roseinfer.engine import Update
-    from roseinfer.request import Request
+    from roseinfer.engine.engine import Update
+    from roseinfer.engine.request import Request
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from roseinfer.byte_level import BYTE_OF, ByteLevelDetokenizer, TokenPieces
-from roseinfer.detokenizer import Detokenizer
-from roseinfer.request_text import detokenizers
+from roseinfer.text.byte_level import BYTE_OF, ByteLevelDetokenizer, TokenPieces
+from roseinfer.text.detokenizer import Detokenizer
+from roseinfer.text.request_text import detokenizers
 from tests.engine.tokenizers import SPECIAL, UNKNOWN, all_cuts, byte_level, llama_like, metaspace
 
 

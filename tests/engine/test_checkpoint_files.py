@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import save_file
 
 from roseinfer import UnsupportedModel
-from roseinfer.checkpoint import fetch
+from roseinfer.models.checkpoint import fetch
 from tests.engine.families import VOCABULARY, tiny
 from tests.engine.test_checkpoints import edit
 

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from roseinfer import byte_tokenizer
-from roseinfer.detokenizer import Detokenizer
+from roseinfer.text.detokenizer import Detokenizer
 from tests.engine.tokenizers import (
     SAMPLE,
     SPECIAL,

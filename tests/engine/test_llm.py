@@ -17,9 +17,9 @@ from roseinfer import (
     RequestTooLarge,
     SamplingParams,
     UnsupportedModel,
-    loading,
     tiny_gpt2,
 )
+from roseinfer.models import loading
 from tests.engine.continuations import (
     TEXTS,
     by_transformers,

@@ -25,7 +25,7 @@ from tests.engine.test_run_ahead import (
 )
 
 if TYPE_CHECKING:
-    from roseinfer.request import Request
+    from roseinfer.engine.request import Request
 
 SLOT_WORK = [
     (DecodeSlots, "take"),

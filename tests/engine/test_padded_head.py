@@ -10,8 +10,8 @@ import transformers
 
 from roseinfer import LLM, EnginePath, SamplingParams
 from roseinfer.config import EngineConfig
-from roseinfer.loading import load
-from roseinfer.padded_head import PaddedHead, pad_head
+from roseinfer.models.loading import load
+from roseinfer.models.padded_head import PaddedHead, pad_head
 
 
 def gpt2(vocabulary: int) -> transformers.GPT2LMHeadModel:

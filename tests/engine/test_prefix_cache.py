@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roseinfer import prefix_cache
+from roseinfer.engine import prefix_cache
 from tests.engine.prefix_world import HASHES, REAL_HASH, Shape, World, prefix_of
 
 

@@ -9,8 +9,8 @@ from typing import overload
 
 import pytest
 
-from roseinfer import prefix_cache
-from roseinfer.prefix_cache import Entry
+from roseinfer.engine import prefix_cache
+from roseinfer.engine.prefix_cache import Entry
 from tests.engine.prefix_world import REAL_HASH, Shape, World
 
 

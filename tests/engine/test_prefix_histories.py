@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roseinfer import prefix_cache
+from roseinfer.engine import prefix_cache
 from tests.engine.prefix_world import HASHES, Sequence, Shape, World, prefix_of
 
 

@@ -15,7 +15,7 @@ from roseinfer import LLM, EnginePath, SamplingParams
 from tests.engine.families import CONFIGS, VOCABULARY, tiny
 
 if TYPE_CHECKING:
-    from roseinfer.request import Request
+    from roseinfer.engine.request import Request
 
 MIXES = 25
 """In one test, of which there are two for each family."""

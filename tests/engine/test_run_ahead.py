@@ -16,7 +16,7 @@ from tests.engine.test_random_mixes import assert_no_block_is_lost
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roseinfer.engine import Update
+    from roseinfer.engine.engine import Update
 
 LAGS = range(5)
 every_lag = pytest.mark.parametrize("lag", LAGS)

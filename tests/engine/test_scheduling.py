@@ -10,11 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from roseinfer import OutOfBlocks
-from roseinfer.request import FinishReason, Request
+from roseinfer.engine.request import FinishReason, Request
 from tests.engine.scheduling_world import World
 
 if TYPE_CHECKING:
-    from roseinfer.scheduler import Step
+    from roseinfer.engine.scheduler import Step
 
 PATIENCE = 8
 """Requests that may be admitted before the one that waits longest."""

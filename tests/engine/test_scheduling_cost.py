@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from roseinfer.request import Request
+from roseinfer.engine.request import Request
 from tests.engine.scheduling_world import World
 
 if TYPE_CHECKING:

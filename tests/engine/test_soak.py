@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from roseinfer import LLM, EnginePath, RequestTooLarge, SamplingParams, tiny_gpt2
-from roseinfer.request import Request
+from roseinfer.engine.request import Request
 from tests.engine.test_random_mixes import assert_no_block_is_lost, greedy
 
 REQUESTS = 800

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from roseinfer import LLM, SamplingParams, UnsupportedModel
-from roseinfer.interface import attend
-from roseinfer.model import _CHANGES_ATTENTION, CausalModel
+from roseinfer.models.causal import _CHANGES_ATTENTION, CausalModel
+from roseinfer.models.interface import attend
 from tests.engine.families import VOCABULARY, scaled_up
 
 _SHAPE: dict[str, Any] = {

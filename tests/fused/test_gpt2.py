@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from roseinfer import LLM, AppendPolicy, EnginePath, KVBlockManager
-from roseinfer.fused import gpt2
-from roseinfer.fused.gpt2 import FusedGPT2
-from roseinfer.session import InferenceEngine
+from roseinfer.engine.sequences import InferenceEngine
+from roseinfer.models.families import gpt2
+from roseinfer.models.families.gpt2 import FusedGPT2
 from tests.engine.families import tiny
 
 CLOSE = 2e-4

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from roseinfer import SamplingBatch, SamplingParams
-from roseinfer.fused.likeliest_triton import advance_to_likeliest
+from roseinfer.kernels.likeliest import advance_to_likeliest
 from roseinfer.sampling import rows_without_a_distribution
 
 INF, NAN = float("inf"), float("nan")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu as torch_gelu
 
-from roseinfer.fused.linear_triton import linear, linear_in_parts
+from roseinfer.kernels.linear import linear, linear_in_parts
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Of outputs of about 1: rounded to the dtype once."""
@@ -100,7 +100,7 @@ def test_parts_of_any_number_of_tiles(
     device: str, tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many to a part as the launcher allows, the last tile not full."""
-    monkeypatch.setattr("roseinfer.fused.linear_triton._PROGRAMS_WANTED", 1)
+    monkeypatch.setattr("roseinfer.kernels.linear._PROGRAMS_WANTED", 1)
     layer = Layer(device, 2, tiles * 128 - 5, 20)
     parts = linear_in_parts(layer.x, layer.weight)
     assert len(parts) >= tiles / 4

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.gates.measure_work import Step
+from pytest_roseinfer.gates.work.measure_work import Step
 from roseinfer import LLM, SamplingParams
 from tests.engine.families import tiny
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from roseinfer.engine import Engine
-    from roseinfer.session import InferenceSession
+    from roseinfer.engine.engine import Engine
+    from roseinfer.engine.sequences import InferenceSession
 
 REQUESTS = 3
 PROMPTS = [[first + 1, 2, 3] for first in range(REQUESTS)]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer.gates.absolute import exceeded, measure_alone, update
-from pytest_roseinfer.gates.paired import Plan, Timings
-from pytest_roseinfer.gates.worker_process import CannotMeasure
+from pytest_roseinfer.gates.time.absolute import exceeded, measure_alone, update
+from pytest_roseinfer.gates.time.paired import Plan, Timings
+from pytest_roseinfer.gates.time.worker_process import CannotMeasure
 from tests.gates.simulated import READY, SimulatedWorker, quiet
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from pytest_roseinfer.gates.measure_work import Step, measure_work
-from pytest_roseinfer.gates.own_code import OwnCode
-from pytest_roseinfer.gates.step_work import CannotCompare
-from pytest_roseinfer.gates.tensor_work import TensorWork
+from pytest_roseinfer.gates.work.measure_work import Step, measure_work
+from pytest_roseinfer.gates.work.own_code import OwnCode
+from pytest_roseinfer.gates.work.step_work import CannotCompare
+from pytest_roseinfer.gates.work.tensor_work import TensorWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.gates import experiment
-from pytest_roseinfer.gates.paired import Look, Plan
+from pytest_roseinfer.gates.time import experiment
+from pytest_roseinfer.gates.time.paired import Look, Plan
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_roseinfer.gates.bootstrap import median_interval
-from pytest_roseinfer.gates.noise_floor import told_apart, whole
-from pytest_roseinfer.gates.paired import Comparing, Plan, paired_ratio
-from pytest_roseinfer.gates.verdict import Interval, Verdict, verdict_of
-from pytest_roseinfer.gates.worker_process import CannotMeasure, cpus_for
+from pytest_roseinfer.gates.time.bootstrap import median_interval
+from pytest_roseinfer.gates.time.noise_floor import told_apart, whole
+from pytest_roseinfer.gates.time.paired import Comparing, Plan, paired_ratio
+from pytest_roseinfer.gates.time.verdict import Interval, Verdict, verdict_of
+from pytest_roseinfer.gates.time.worker_process import CannotMeasure, cpus_for
 from tests.gates.simulated import READY, Machine, SimulatedWorker, compare, quiet
 
 

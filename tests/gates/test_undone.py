@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pytest_roseinfer.gates.cost_verdict import judge
-from pytest_roseinfer.gates.measure_work import Step, measure_work
-from pytest_roseinfer.gates.own_code import OwnCode
+from pytest_roseinfer.gates.work.cost_verdict import judge
+from pytest_roseinfer.gates.work.measure_work import Step, measure_work
+from pytest_roseinfer.gates.work.own_code import OwnCode
 from roseinfer import AppendPolicy
 from roseinfer.attention.batch import AttentionBatch
 from roseinfer.kv import plan as planning
@@ -23,7 +23,7 @@ from tests.gates.decode_steps import REQUESTS, STEPS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_roseinfer.gates.step_work import StepWork
+    from pytest_roseinfer.gates.work.step_work import StepWork
     from roseinfer.kv.plan import AppendPlan
 
 TORCH = AppendPolicy(triton=False)

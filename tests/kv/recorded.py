@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from roseinfer.kernels.launch import KernelLauncher
 from roseinfer.kv import pool
-from roseinfer.kv.triton_launch import KernelLauncher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-import roseinfer.attention.decode_triton as decode
+import roseinfer.kernels.attend_decode as decode
 from pytest_roseinfer import CacheSpec, Divergence, History, KVCacheAdapter, run_history
-from pytest_roseinfer.attention import attention
-from pytest_roseinfer.history import Append, Fork, Free, Prefill, Reserve
+from pytest_roseinfer.cases.history import Append, Fork, Free, Prefill, Reserve
+from pytest_roseinfer.invariants.attention import attention
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.plugin.caches import attending_caches as caches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pytest_roseinfer.history import Operation
+    from pytest_roseinfer.cases.history import Operation
     from tests.plugin.conftest import Project
 
 DTYPES = ("float32", "float16", "bfloat16")

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, FastPath, History, Oracle, run_history
-from pytest_roseinfer.counts import conditions_met
-from pytest_roseinfer.history import (
+from pytest_roseinfer.cases.history import (
     Append,
     AppendMany,
     AppendPadded,
@@ -19,6 +18,7 @@ from pytest_roseinfer.history import (
     SetOptions,
     apply_to_oracle,
 )
+from pytest_roseinfer.invariants.counts import conditions_met
 from tests.plugin.caches.paged_cache import PagedCache
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.history import Operation
+    from pytest_roseinfer.cases.history import Operation
 
 SIZE = 2
 

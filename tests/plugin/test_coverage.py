@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer import coverage, settings
-from pytest_roseinfer.coverage import REQUIRED_TIMES, Coverage, TargetCoverage
+from pytest_roseinfer import settings
+from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.coverage import REQUIRED_TIMES, Coverage, TargetCoverage
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import Project
@@ -108,8 +109,9 @@ def test_a_run_inside_of_another_leaves_that_one_alone(project: Project) -> None
     outer = (settings.current(), coverage.current())
     project.write(
         test_inner="""
-            from pytest_roseinfer import coverage, settings
-            from pytest_roseinfer.coverage import TargetCoverage
+            from pytest_roseinfer import settings
+            from pytest_roseinfer.running import coverage
+            from pytest_roseinfer.running.coverage import TargetCoverage
 
             def test_inner():
                 assert settings.current().examples == 77

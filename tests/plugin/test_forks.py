@@ -14,11 +14,11 @@ from pytest_roseinfer import (
     KVCacheAdapter,
     Ledger,
     conformance,
-    coverage,
     run_history,
     settings,
 )
-from pytest_roseinfer.history import Fork, Prefill
+from pytest_roseinfer.cases.history import Fork, Prefill
+from pytest_roseinfer.running import coverage
 from tests.plugin.caches.paged_cache import PagedCache
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.history import Operation
+    from pytest_roseinfer.cases.history import Operation
 
 
 class SharesNothing(PagedCache):

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, History
-from pytest_roseinfer.history import Append, Fork
-from pytest_roseinfer.metamorphic import check_copied, check_permuted, check_split
+from pytest_roseinfer.cases.history import Append, Fork
+from pytest_roseinfer.running.metamorphic import check_copied, check_permuted, check_split
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_roseinfer import KVCacheAdapter
-    from pytest_roseinfer.history import Operation
+    from pytest_roseinfer.cases.history import Operation
 
 ONE_BY_ONE = (Append((0,)), Append((1,)))
 TOGETHER = (*ONE_BY_ONE, Append((0, 1)))

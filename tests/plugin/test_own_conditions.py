@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, run_history
-from pytest_roseinfer.history import (
+from pytest_roseinfer.cases.history import (
     Append,
     AppendMany,
     AppendPadded,
@@ -21,7 +21,7 @@ from pytest_roseinfer.history import (
     SetOptions,
     apply_to_oracle,
 )
-from pytest_roseinfer.own_conditions import OWN_CONDITIONS, own_conditions_met
+from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.plugin.caches.paged_cache import PagedCache
 from tests.plugin.caches.uncounted_caches import BOTH, CountsItAgain, UncountedCache
@@ -29,7 +29,7 @@ from tests.plugin.test_reference import names
 
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
-    from pytest_roseinfer.history import Operation
+    from pytest_roseinfer.cases.history import Operation
     from tests.plugin.conftest import Project
 
 LAST = {"last_position": 1}
@@ -162,7 +162,8 @@ def test_a_run_that_never_reaches_one_fails_by_its_name(
     project.write(
         test_mine=f"""
             from caches.uncounted_caches import {cache}
-            from pytest_roseinfer import conformance, strategies
+            from pytest_roseinfer import conformance
+            from pytest_roseinfer.cases import strategies
 
             {setting}
             TestMine = conformance({cache})

@@ -21,18 +21,16 @@ from pytest_roseinfer import (
     Ledger,
     RequestMix,
     Sampling,
-    fixtures,
-    markers,
-    options,
-    strategies,
 )
-from pytest_roseinfer import adapter as adapter_module
-from pytest_roseinfer.engines import adapter as engine_adapter_module
+from pytest_roseinfer.adapters import cache as adapter_module
+from pytest_roseinfer.adapters import engine as engine_adapter_module
+from pytest_roseinfer.cases import strategies
 from pytest_roseinfer.engines import strategies as engine_strategies
-from pytest_roseinfer.gates import timing_report
-from pytest_roseinfer.gates.step_work import GROUPS, NOTHING, PYTHON, TORCH
-from pytest_roseinfer.gates.timing_report import Timed, document
-from pytest_roseinfer.gates.worker import OFFERS
+from pytest_roseinfer.gates.time import timing_report
+from pytest_roseinfer.gates.time.timing_report import Timed, document
+from pytest_roseinfer.gates.time.worker import OFFERS
+from pytest_roseinfer.gates.work.step_work import GROUPS, NOTHING, PYTHON, TORCH
+from pytest_roseinfer.plugin import fixtures, markers, options
 from pytest_roseinfer.report.verdict import FORMAT, Target, Verdict
 from pytest_roseinfer.settings import PROFILES
 from roseinfer.cli import main

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pytest_roseinfer.coverage import Coverage, TargetCoverage
 from pytest_roseinfer.report.html import page
 from pytest_roseinfer.report.plot import plot
 from pytest_roseinfer.report.verdict import Verdict, verdict
+from pytest_roseinfer.running.coverage import Coverage, TargetCoverage
 from pytest_roseinfer.settings import Settings
 
 if TYPE_CHECKING:

@@ -12,10 +12,11 @@ import pytest
 import transformers
 from transformers import DynamicCache
 
-from pytest_roseinfer import Divergence, conformance, coverage, settings
-from pytest_roseinfer.adapter import CacheSpec, abilities
-from pytest_roseinfer.history import Append, Fork, History, Prefill
-from pytest_roseinfer.machine import run_history
+from pytest_roseinfer import Divergence, conformance, settings
+from pytest_roseinfer.adapters.cache import CacheSpec, abilities
+from pytest_roseinfer.cases.history import Append, Fork, History, Prefill
+from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.machine import run_history
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter
 from pytest_roseinfer.targets.paged_attention_cache import (
     ForkedPagedAttentionCacheAdapter,

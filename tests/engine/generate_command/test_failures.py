@@ -12,7 +12,7 @@ import transformers
 
 from roseinfer import LLM, UnsupportedModel
 from roseinfer.config import EngineConfig
-from roseinfer.engine import Engine
+from roseinfer.engine.engine import Engine
 from tests.engine.generate_command.command_runs import (
     FEW,
     GREEDY,
@@ -27,7 +27,7 @@ from tests.engine.generate_command.command_runs import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from roseinfer.engine import Update
+    from roseinfer.engine.engine import Update
 
 
 def test_one_prompt_that_cannot_be_served(run: Run) -> None:
@@ -56,7 +56,7 @@ def test_a_request_that_fails_half_way(run: Run, llm: LLM, monkeypatch: pytest.M
     rows = iter([False] * 5 + [True])
     monkeypatch.setattr(EngineConfig, "decodes_in_slots", lambda *_: False)
     monkeypatch.setattr(
-        "roseinfer.runner.rows_without_a_distribution",
+        "roseinfer.engine.runner.rows_without_a_distribution",
         lambda logits: torch.tensor([next(rows)], device=logits.device),
     )
     outcome = run("--prompt", "Once", *FEW)

@@ -12,7 +12,7 @@ import pytest
 from roseinfer import LLM
 from roseinfer.cli import main
 from roseinfer.config import EngineConfig
-from roseinfer.engine import Engine
+from roseinfer.engine.engine import Engine
 from tests.engine.families import tiny
 from tests.engine.generate_command.command_runs import (
     FEW,
@@ -27,7 +27,7 @@ from tests.engine.generate_command.command_runs import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from roseinfer.engine import Update
+    from roseinfer.engine.engine import Update
 
 
 # ---------------------------------------------------------------------------------- the prompts

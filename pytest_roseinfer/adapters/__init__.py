@@ -1,0 +1,1 @@
+"""What downstream users write, and what is found wrong with it."""

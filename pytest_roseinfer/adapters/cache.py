@@ -1,0 +1,199 @@
+"""The one class a downstream user writes: how the harness drives somebody's KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pytest_roseinfer.adapters.base import Adapter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import torch
+
+    from pytest_roseinfer.adapters.fast_path import FastPath
+    from pytest_roseinfer.invariants.bad_calls import BadCall
+
+
+class CacheFull(Exception):
+    """Raise this (or list your own in ``full_errors``) when a cache has no room left."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """The shape of a cache to build."""
+
+    num_layers: int = 1
+    num_heads: int = 1
+    head_dim: int = 4
+    block_size: int = 4
+    num_blocks: int = 8
+    """Blocks that sequences may use, in each layer."""
+    dtype: str = "float32"
+    device: str = "cpu"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What was drawn from the adapter's ``option_choices``: switches of the cache under test."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Who holds what in one layer, as the cache's own books say."""
+
+    refcounts: Mapping[int, int]
+    """Holders of every block that is not free."""
+    free: Sequence[int]
+    """Blocks nobody holds."""
+    total: int
+    """Blocks that sequences may use."""
+
+
+class KVCacheAdapter(Adapter):
+    """Override ``make``, ``append`` and ``peek``; everything else is optional.
+
+    Sequences are named by integers of the harness's choosing; a name never seen before is
+    an empty sequence. Tensors are ``[layers, tokens, heads, head_dim]``.
+
+    An ability is offered by overriding its method, and tested when it is:
+    ``append_many``, ``append_padded``, ``prefill``, ``reserve`` with ``fill``, ``fork``,
+    ``free``, ``gather``, ``attend``, ``set_options``, ``table``, ``ledger``, ``arena``,
+    ``path_counts`` and ``bad_calls``.
+    """
+
+    required = ("make", "append", "peek")
+    optional = (
+        "append_many",
+        "append_padded",
+        "prefill",
+        "reserve",
+        "fill",
+        "fork",
+        "free",
+        "gather",
+        "attend",
+        "set_options",
+        "table",
+        "ledger",
+        "arena",
+        "path_counts",
+        "bad_calls",
+    )
+
+    full_errors: ClassVar[tuple[type[BaseException], ...]] = (CacheFull,)
+    """What ``append`` and friends raise, changing nothing, when there is no room."""
+    paths: ClassVar[Mapping[str, FastPath]] = {}
+    """Fast paths the cache declares, by their names in ``path_counts``."""
+    conditions: ClassVar[Sequence[str]] = ()
+    """Names in ``path_counts`` that are no paths but must be met all the same.
+
+    Two names the harness counts itself, and ``path_counts`` leaves out: "last_position", a row
+    that begins at the last position of its block, and "out_of_room_mid_batch", a write refused
+    of which the first row alone would have found room (which only a ``ledger`` brings about)."""
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    """Switches to vary: each history draws a value for every name, for ``spec.options``."""
+    row_conditions: ClassVar[Mapping[str, str]] = {}
+    """Which of ``conditions`` counts what a row found: a name for each of "fresh", "in_place",
+    "rollover", "rollover_shared", "copy_on_write" and "padding" that is counted row by row."""
+    fork_shares: ClassVar[str] = "blocks"
+    """What a fork shares: all its ``"blocks"``, a partial one being copied when it is written
+    to; only its ``"full blocks"``, a partial one being copied at once; or ``"nothing"``."""
+    scratch_blocks: frozenset[int] = frozenset()
+    """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
+    dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
+    """Dtypes the cache can be built with."""
+
+    def make(self, spec: CacheSpec) -> None:
+        """Build an empty cache of this shape."""
+        raise NotImplementedError(f"{type(self).__name__} must define make(spec)")
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        """Append token ``i`` of ``[layers, len(seqs), heads, head_dim]`` to ``seqs[i]``."""
+        raise NotImplementedError(f"{type(self).__name__} must define append(seqs, key, value)")
+
+    def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Everything stored for a sequence in one layer, ``[tokens, heads, head_dim]`` each.
+
+        Read it by another route than the cache's own if there is one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define peek(seq, layer)")
+
+    def append_many(
+        self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Append ``counts[i]`` tokens to ``seqs[i]``; a sequence's tokens lie together."""
+        raise NotImplementedError
+
+    def append_padded(
+        self, seqs: Sequence[int | None], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """As ``append``, but a row whose sequence is None is padding and belongs to nobody."""
+        raise NotImplementedError
+
+    def reserve(self, seqs: Sequence[int], counts: Sequence[int]) -> object:
+        """Make room for ``counts[i]`` more tokens of ``seqs[i]``, to be written later.
+
+        What is returned is handed to ``fill``. Until then the sequences are left alone.
+        """
+        raise NotImplementedError
+
+    def fill(self, reservation: Any, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the tokens room was made for."""
+        raise NotImplementedError
+
+    def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Start a new sequence with a whole prompt."""
+        raise NotImplementedError
+
+    def fork(self, parent: int, child: int) -> None:
+        """Start ``child`` as a copy of ``parent``, sharing what can be shared."""
+        raise NotImplementedError
+
+    def free(self, seq: int) -> None:
+        """Forget a sequence."""
+        raise NotImplementedError
+
+    def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the cache itself returns for a sequence, shaped as in ``peek``."""
+        raise NotImplementedError
+
+    def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
+        """Attention of one token of each sequence over all that is stored for it.
+
+        Query is ``[len(seqs), q_heads, head_dim]`` in the cache's dtype, as is what is
+        returned; scores are scaled by ``head_dim ** -0.5``. ``q_heads`` is a multiple of the
+        cache's heads: with ``n`` to each, query head ``h`` attends to head ``h // n``. Nothing
+        is stored by it.
+        """
+        raise NotImplementedError
+
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Change the switches of a live cache."""
+        raise NotImplementedError
+
+    def table(self, seq: int, layer: int) -> list[int]:
+        """The blocks of a sequence, as indices into ``arena``'s block dimension."""
+        raise NotImplementedError
+
+    def ledger(self, layer: int) -> Ledger:
+        """The cache's own books for one layer."""
+        raise NotImplementedError
+
+    def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The live storage, ``[layers, blocks, heads, block_size, head_dim]`` views of it."""
+        raise NotImplementedError
+
+    def path_counts(self) -> Mapping[str, int]:
+        """How often each path ran and each condition was met since ``make``."""
+        raise NotImplementedError
+
+    def bad_calls(self) -> Iterable[BadCall]:
+        """Calls that must be refused, or leave no trace, in the state the cache is in now."""
+        raise NotImplementedError
+
+
+def abilities(adapter: type[KVCacheAdapter]) -> frozenset[str]:
+    """The optional methods an adapter class defines."""
+    return frozenset(adapter.offered())

@@ -1,0 +1,146 @@
+"""What is written for a token: bits coded by sequence, position, layer, head, and K or V.
+
+Every element of every token differs, so a misplaced one shows, and what is found in the
+wrong place can be decoded back to where it belongs. A token is asked for after every step from
+the one that writes it on; it is coded once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_roseinfer.oracle import token_words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pytest_roseinfer.adapters.cache import CacheSpec
+
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD = 0x2545F4914F6CDD1D
+_MIX = 0x1B873593CC9E2D51
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, so that NaNs compare and -0.0 differs from 0.0."""
+    return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and torch.equal(as_bits(one), as_bits(other))
+    )
+
+
+def _exponent_bits(dtype: torch.dtype) -> tuple[int, int]:
+    """Bits that must be on, and the one that must be off, in a number of moderate size.
+
+    With the top bit of an exponent off, a number is below 2, and neither NaN nor infinite;
+    with all others on but the last three, no smaller than 1/128.
+    """
+    top = dtype.itemsize * 8 - 2
+    mantissa = round(-math.log2(torch.finfo(dtype).eps))
+    return (1 << top) - (1 << min(top, mantissa + 3)), 1 << top
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a row of bits belongs."""
+
+    token: int
+    layer: int
+    head: int
+    kind: str
+    """K or V."""
+
+    def words(self) -> str:
+        return f"{token_words(self.token)}, layer {self.layer}, head {self.head}, {self.kind}"
+
+
+@dataclass(slots=True)
+class Payload:
+    """Codes tokens for caches of one spec."""
+
+    spec: CacheSpec
+    finite: bool = True
+    """Numbers of moderate size. Off: any bit pattern, NaN payloads and infinities too."""
+    _known: torch.Tensor | None = field(default=None, init=False, repr=False)
+    """Tokens coded so far, ``[2, layers, tokens, heads, head_dim]``."""
+    _place: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+    """Where each stands in there."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.spec.dtype)
+        return dtype
+
+    def layer(self, tokens: Sequence[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens in one layer, ``[tokens, heads, head_dim]``."""
+        keys, values = self._of(tokens, slice(layer, layer + 1))
+        return keys[0], values[0]
+
+    def all_layers(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens, ``[layers, tokens, heads, head_dim]``."""
+        keys, values = self._of(tokens, slice(None))
+        return keys, values
+
+    def _of(self, tokens: Sequence[int], layers: slice) -> torch.Tensor:
+        """The codes of tokens, which whoever asked may overwrite."""
+        new = [token for token in dict.fromkeys(tokens) if token not in self._place]
+        if new or self._known is None:
+            coded = self._coded(new, range(self.spec.num_layers))
+            self._known = coded if self._known is None else torch.cat([self._known, coded], 2)
+            self._place.update(zip(new, range(len(self._place), self._known.shape[2]), strict=True))
+        places = torch.tensor([self._place[token] for token in tokens], dtype=torch.int64)
+        return self._known[:, layers].index_select(2, places.to(self.spec.device))
+
+    def _coded(self, tokens: Sequence[int], layers: Iterable[int]) -> torch.Tensor:
+        spec = self.spec
+        device = spec.device
+        inner = torch.arange(spec.num_heads * spec.head_dim, device=device).view(
+            spec.num_heads, spec.head_dim
+        )
+        token = torch.tensor(tokens, dtype=torch.int64, device=device)[None, None, :, None, None]
+        layer = torch.tensor(list(layers), device=device)[None, :, None, None, None]
+        kind = torch.arange(2, device=device)[:, None, None, None, None]
+        code = ((token * 64 + layer) * 2 + kind) * 65536 + inner
+        code = (code + 1) * _ODD
+        code = (code ^ ((code >> 29) & 0x7FFFFFFFF)) * _MIX
+        bits = (code >> 24).to(_INTEGER_OF_SIZE[self.dtype.itemsize])
+        if self.finite:
+            low, high = _exponent_bits(self.dtype)
+            bits = (bits & ~high) | low
+        return bits.view(self.dtype)
+
+    def decode(self, row: torch.Tensor, layer: int, head: int, tokens: Sequence[int]) -> str:
+        """Say whose bits ``[head_dim]`` these are, looking first where they were found."""
+        return self.words(row, self.source(row, layer, head, tokens))
+
+    def words(self, row: torch.Tensor, source: Source | None) -> str:
+        if source:
+            return source.words()
+        if not any(as_bits(row).tolist()):
+            return "zeros"
+        return "poison" if self.is_poison(row) else f"bits no token has ({row.tolist()[:4]}...)"
+
+    def source(
+        self, row: torch.Tensor, layer: int, head: int, tokens: Sequence[int]
+    ) -> Source | None:
+        """Which of these tokens has these bits, and where, looking first where they were found."""
+        layers = [layer, *(other for other in range(self.spec.num_layers) if other != layer)]
+        for token in tokens:
+            coded = as_bits(self._coded([token], layers))
+            hit = (coded == as_bits(row)).all(-1).nonzero().tolist()
+            if hit:
+                kind, layer_at, _, head_at = min(hit, key=lambda at: (at[1], at[3] != head))
+                return Source(token, layers[layer_at], head_at, "KV"[kind])
+        return None
+
+    def is_poison(self, row: torch.Tensor) -> bool:
+        return same_bits(row, torch.full_like(row, float("nan")))

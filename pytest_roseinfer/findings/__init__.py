@@ -1,0 +1,1 @@
+"""What was found wrong: where, in words, as a picture, and as something to run again."""

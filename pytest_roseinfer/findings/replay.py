@@ -1,0 +1,60 @@
+"""Running a saved trace again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.findings.reproduce import Example
+
+
+class TraceError(ValueError):
+    """A file that holds no trace, or one that cannot be run here."""
+
+
+def replay(file: str) -> int:
+    """Run what is in ``file``; 1 when it still fails, 0 when it runs through."""
+    trace = _read(file)
+    # Triton asks for its switch when kernels are defined, so before any of this is imported.
+    os.environ.update(trace["environment"])
+
+    from pytest_roseinfer.findings import reproduce
+    from pytest_roseinfer.findings.difference import Difference
+
+    example = reproduce.example_of(trace)
+    _need_device(file, example)
+    print(f"replaying on {trace['adapter']} ({trace['check']})\n")
+    try:
+        reproduce.run(trace)
+    except Difference as failure:
+        print(f"FAILED: {failure}")
+        return 1
+    print(f"{example.words()}\n\nit ran through: nothing differed")
+    return 0
+
+
+def _read(file: str) -> dict[str, Any]:
+    try:
+        trace = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TraceError(f"{file}: {error.strerror}") from None
+    except ValueError as error:
+        raise TraceError(f"{file} is no trace: {error}") from None
+    expected = {"adapter", "file", "folders", "environment", "check", "example"}
+    if not (isinstance(trace, dict) and expected <= trace.keys()):
+        raise TraceError(f"{file} is no trace: expected the fields {', '.join(sorted(expected))}")
+    return trace
+
+
+def _need_device(file: str, example: Example) -> None:
+    import torch
+
+    device = torch.device(example.device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise TraceError(
+            f'{file} was recorded on "{example.device}", which this machine does not have; change '
+            '"device" in the file to replay it elsewhere'
+        )

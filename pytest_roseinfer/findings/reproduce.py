@@ -1,0 +1,130 @@
+"""A failing history or mix of requests, saved to be run again: as a trace, and as a script."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import sysconfig
+from hashlib import sha256
+from pathlib import Path
+from pprint import pformat
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer.adapters.finding import load_target
+from pytest_roseinfer.cases.history import History
+from pytest_roseinfer.engines.mix import RequestMix
+from pytest_roseinfer.engines.run import run_forks, run_mix
+from pytest_roseinfer.plugin.environment import variables
+from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.machine import run_history
+from pytest_roseinfer.running.metamorphic import (
+    check_copied,
+    check_every_option,
+    check_permuted,
+    check_split,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_roseinfer.adapters.base import Adapter
+
+Example = History | RequestMix
+_OF_MIXES = (run_mix, run_forks)
+CHECKS: dict[str, Callable[[type[Any], Any], object]] = {
+    check.__name__: check
+    for check in (
+        run_history, check_permuted, check_split, check_copied, check_every_option, *_OF_MIXES,
+    )
+}  # fmt: skip
+"""What an example can be put to, by the name a trace gives it."""
+
+_SCRIPT = '''\
+"""Replays a failure of {adapter}. Needs neither pytest nor Hypothesis."""
+
+{message}
+
+import os
+import sys
+
+os.environ.update({environment})
+sys.path[:0] = {folders}
+
+from {kind.__module__} import {kind.__name__}
+from pytest_roseinfer.adapters.finding import load_target
+from {module} import {check}
+
+EXAMPLE = {example}
+
+Adapter = load_target({adapter!r}, {file!r})
+{check}(Adapter, {kind.__name__}.from_json(EXAMPLE))
+print("it ran through: nothing differed")
+'''
+
+
+def save(adapter: type[Adapter], example: Example, check: str, message: str, folder: str) -> str:
+    """Write the trace and the script; say how to run them, or why there are none."""
+    name = coverage.name_of(adapter)
+    if "<locals>" in name:
+        return f"no replay was saved: {name} is defined in a function and cannot be imported"
+    trace: dict[str, Any] = {
+        "adapter": name,
+        "file": str(Path(inspect.getfile(adapter)).resolve()),
+        "folders": _folders(),
+        "environment": variables(),
+        "check": check,
+        "example": example.to_json(),
+    }
+    try:
+        trace_file, script_file = _write(trace, message, Path(folder))
+    except (OSError, TypeError) as error:
+        # What was found must be shown, whatever happens to its copies.
+        return f"no replay was saved: {error}"
+    return f"replay with: pytest --roseinfer-replay {trace_file}\n         or: python {script_file}"
+
+
+def run(trace: dict[str, Any]) -> None:
+    """Put the example of a trace to its check; raises ``Difference`` as long as it fails."""
+    sys.path[:0] = [folder for folder in trace["folders"] if folder not in sys.path]
+    adapter: Any = load_target(trace["adapter"], trace["file"])
+    CHECKS[trace["check"]](adapter, example_of(trace))
+
+
+def example_of(trace: dict[str, Any]) -> Example:
+    return _kind(trace).from_json(trace["example"])
+
+
+def _kind(trace: dict[str, Any]) -> type[Example]:
+    return RequestMix if CHECKS[trace["check"]] in _OF_MIXES else History
+
+
+def _write(trace: dict[str, Any], message: str, folder: Path) -> tuple[Path, Path]:
+    text = json.dumps(trace, indent=1)
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        (folder / ".gitignore").write_text("*\n")
+    class_name = trace["adapter"].partition(":")[2]
+    stem = f"{class_name}-{sha256(text.encode()).hexdigest()[:10]}"
+    trace_file, script_file = folder / f"{stem}.json", folder / f"{stem}.py"
+    trace_file.write_text(text, encoding="utf-8")
+    script = _SCRIPT.format(
+        **{name: trace[name] for name in ("adapter", "file", "check", "environment", "folders")},
+        kind=_kind(trace),
+        module=CHECKS[trace["check"]].__module__,
+        message="\n".join(f"# {line}".rstrip() for line in message.splitlines()),
+        example=pformat(trace["example"], width=96, sort_dicts=False),
+    )
+    script_file.write_text(script, encoding="utf-8")
+    return trace_file, script_file
+
+
+def _folders() -> list[str]:
+    """Where modules were found that no installation put there, such as pytest's own additions."""
+    installed = [Path(path).resolve() for path in sysconfig.get_paths().values()]
+    folders = [Path(entry).resolve() for entry in sys.path]
+    return [
+        str(folder)
+        for folder in dict.fromkeys(folders)
+        if folder.is_dir() and not any(folder.is_relative_to(root) for root in installed)
+    ]

@@ -1,0 +1,1 @@
+"""A decode step that takes longer than it did fails."""

@@ -1,0 +1,123 @@
+"""How often the paired comparison is wrong, tried on steps whose ratio is known.
+
+``python -m pytest_roseinfer.gates.time.experiment --runs 200 --slower 0 --log same.jsonl`` compares a
+small decode step with itself 200 times; with ``--slower 5``, with one that does 5% more of the
+same work. ``docs/gates.md`` has what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer.gates.time.paired import Comparing, Comparison, Plan
+from pytest_roseinfer.gates.time.verdict import Verdict
+from pytest_roseinfer.gates.time.worker_process import (
+    Job,
+    Side,
+    WorkerProcess,
+    cpus_for,
+    cpus_here,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_ROUNDS = 10_000
+"""Of the step's loop: about half a millisecond."""
+_STEP = """
+# A step of the kind that a host does: arithmetic on small numbers, a list, no library. Numbers
+# that are stored are below 257, which Python never allocates: where the allocator puts others
+# can make 2% more work take 6% more time.
+ROUNDS = {rounds}
+
+
+def decode():
+    stored = [0] * 64
+
+    def step():
+        token = 0
+        for at in range(ROUNDS):
+            token = (token * 31 + stored[at & 63] + at) % 251
+            stored[at & 63] = token
+
+    return {{"step": step, "tokens": 1}}
+"""
+
+
+def side(folder: Path, label: str, rounds: int) -> Side:
+    folder.mkdir()
+    (folder / "decode_step.py").write_text(_STEP.format(rounds=rounds), encoding="utf-8")
+    return Side(label, (os.path.realpath(folder),))
+
+
+def comparisons(runs: int, percent: float, plan: Plan) -> Iterator[Comparison]:
+    """So many, one after the other, of a step with one that does ``percent`` more work."""
+    cpus = cpus_here()
+    with tempfile.TemporaryDirectory() as folder:
+        there = side(Path(folder, "there"), "there", _ROUNDS)
+        here = side(Path(folder, "here"), "here", round(_ROUNDS * (1 + percent / 100)))
+
+        def start(series: int) -> tuple[WorkerProcess, WorkerProcess]:
+            job = Job("decode_step:decode", cpus=cpus_for(series, 1, cpus))
+            return WorkerProcess(there, job), WorkerProcess(here, job)
+
+        for _ in range(runs):
+            yield Comparing(plan, start).compare()
+
+
+def row(percent: float, found: Sequence[dict[str, Any]]) -> str:
+    """What so many comparisons came to, as a row of the table in docs/gates.md."""
+    verdicts = Counter(each["verdict"] for each in found)
+    cells = [
+        f"{percent:g}%",
+        len(found),
+        *(verdicts[verdict.value] for verdict in Verdict),
+        f"{median(each['ratio'] for each in found):.4f}",
+        f"{median(len(each['ratios']) for each in found):g}",
+        f"{median(each['seconds'] for each in found):.1f} s",
+        f"{min(each['load'] for each in found):.1f} to {max(each['load'] for each in found):.1f}",
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def logged(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "verdict": comparison.verdict.value,
+        "ratio": comparison.ratio,
+        "interval": [comparison.interval.low, comparison.interval.high],
+        "ratios": comparison.ratios,
+        "seconds": comparison.seconds,
+        "load": os.getloadavg()[0],
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=200, help="comparisons")
+    parser.add_argument("--slower", type=float, default=0, metavar="PERCENT", help="more work")
+    parser.add_argument(
+        "--log",
+        type=Path,
+        required=True,
+        help="a line of JSON for each comparison; the table is about all that are in it",
+    )
+    asked = parser.parse_args(arguments)
+    for comparison in comparisons(asked.runs, asked.slower, Plan()):
+        with asked.log.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(logged(comparison)) + "\n")
+    found = [json.loads(line) for line in asked.log.read_text(encoding="utf-8").splitlines()]
+    print(f"| more work | runs | {' | '.join(each.value for each in Verdict)} | ", end="")
+    print("ratio | series | time | load |")
+    print(row(asked.slower, found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,147 @@
+"""What was compared, for people and programs: a table, lines of words, a document of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer.gates.time.noise_floor import told_apart
+from pytest_roseinfer.gates.time.verdict import Verdict
+from pytest_roseinfer.report.github_summary import add_to_github_summary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from pytest_roseinfer.gates.time.paired import Comparison, Timings
+
+FORMAT = 1
+_HEADERS = ["test", "TPOT there", "here", "here / there", "interval", "series", "verdict"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One comparison of a run."""
+
+    test: str
+    there: str
+    """What it was compared with."""
+    comparison: Comparison
+    margin: float
+    noise_floor: bool = False
+    """Whether both sides were the same code, to see what the machine makes of that."""
+
+    @property
+    def slower(self) -> bool:
+        return self.comparison.verdict is Verdict.SLOWER and not self.noise_floor
+
+    def in_words(self) -> str:
+        """What the table leaves open; empty where it leaves nothing."""
+        comparison = self.comparison
+        if self.noise_floor:
+            return f"{self.test}: {told_apart(comparison, self.margin)}"
+        if comparison.doubt:
+            return f"{self.test}: UNSURE because {comparison.doubt}"
+        if comparison.verdict is Verdict.UNSURE:
+            return (
+                f"{self.test}: UNSURE after {len(comparison.ratios)} series and "
+                f"{comparison.seconds:.0f} s; its margin is {self.margin:.1%}"
+            )
+        return ""
+
+
+def facts(timings: Timings) -> dict[str, Any]:
+    """One side in numbers, as they stand in ``extra_info`` and in the document."""
+    steps = sorted(timings.steps())
+    p50 = median(steps)
+    floor = timings.ready.floor_seconds
+    return {
+        "tpot_p50_us": 1e6 * p50,
+        "tpot_p99_us": 1e6 * steps[int(0.99 * (len(steps) - 1))],
+        "tokens_per_second": timings.ready.tokens / p50,
+        "share_of_memory_floor": floor / p50 if floor else None,
+        "path_counts": timings.path_counts,
+        "device": timings.ready.device,
+        "versions": dict(timings.ready.versions),
+    }
+
+
+def judged(timed: Timed) -> dict[str, Any]:
+    """What was decided, likewise."""
+    comparison = timed.comparison
+    return {
+        "against": timed.there,
+        "verdict": comparison.verdict.value,
+        "doubt": comparison.doubt,
+        "ratio": comparison.ratio,
+        "interval": [comparison.interval.low, comparison.interval.high],
+        "margin": timed.margin,
+        "series": len(comparison.ratios),
+        "seconds": comparison.seconds,
+    }
+
+
+def document(results: Sequence[Timed]) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "results": [
+            {
+                "test": timed.test,
+                **judged(timed),
+                "there": _side(timed.comparison.there),
+                "here": _side(timed.comparison.here),
+            }
+            for timed in results
+        ],
+    }
+
+
+def _side(timings: Timings) -> dict[str, Any]:
+    turns = [round(1e6 * median(turn), 3) for turn in timings.turns]
+    return {**facts(timings), "turns_us": turns}
+
+
+def write(folder: Path, results: Sequence[Timed]) -> Path:
+    """A file of its own for each run: together they are the history."""
+    found = document(results)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{found['when'].replace(':', '-')}-{os.getpid()}.json"
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return file
+
+
+def table(results: Sequence[Timed], form: str) -> str:
+    from tabulate import tabulate
+
+    rows = [
+        [
+            timed.test,
+            _microseconds(timed.comparison.there),
+            _microseconds(timed.comparison.here),
+            f"{timed.comparison.ratio:.3f}",
+            str(timed.comparison.interval),
+            len(timed.comparison.ratios),
+            timed.comparison.verdict.value,
+        ]
+        for timed in results
+    ]
+    return tabulate(rows, _HEADERS, tablefmt=form, disable_numparse=True)
+
+
+def _microseconds(timings: Timings) -> str:
+    return f"{facts(timings)['tpot_p50_us']:.1f} us"
+
+
+def add_github_summary(results: Sequence[Timed], lines: Sequence[str]) -> None:
+    """Append what the terminal shows to what a step of a GitHub workflow shows."""
+    if not results:
+        return
+    head = f"### roseinfer: decode steps against {results[0].there}"
+    add_to_github_summary(
+        [head, "", table(results, "github"), "", *(f"- {line}" for line in lines)]
+    )

@@ -1,0 +1,148 @@
+"""What the fixture ``roseinfer_tpot`` hands to a test."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from pytest_roseinfer import settings
+from pytest_roseinfer.gates.time import absolute, timing_report
+from pytest_roseinfer.gates.time.clocks import CpuClock, GpuClock
+from pytest_roseinfer.gates.time.noise_floor import whole
+from pytest_roseinfer.gates.time.paired import Comparing, Plan
+from pytest_roseinfer.gates.time.recording import Recording
+from pytest_roseinfer.gates.time.timing_report import Timed
+from pytest_roseinfer.gates.time.timing_run import NEXT_TO_OTHERS, TimingRun
+from pytest_roseinfer.gates.time.worker_process import (
+    CannotMeasure,
+    Job,
+    Side,
+    WorkerProcess,
+    cpus_for,
+    cpus_here,
+)
+from pytest_roseinfer.plugin import markers
+
+_NOTHING_ASKED = (
+    "nothing to compare with: --roseinfer-against REF, --roseinfer-noise-floor or "
+    "--roseinfer-tpot FILE"
+)
+
+
+class Tpot:
+    """Times the decode step of one test, as the command line asks for it."""
+
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        self.checked = False
+        self._request = request
+        self._run = TimingRun.of(request.config)
+        self._asked = settings.current()
+        marked = markers.tpot(request.node)
+        wanted = None if self._asked.gpu else 1
+        self._cpus = marked.pop("cpus", wanted)
+        self._plan = Plan(**marked)
+
+    def check(self, factory: str) -> None:
+        """Fail if the step that ``factory`` makes, as ``module:function``, has become slower.
+
+        Both sides import it, each in a process of its own and from its own tree. The function
+        takes nothing and returns ``{"step": call_me, "tokens": 8}``, where each call does one
+        decode step that brings so many tokens. It may add ``floor_seconds``, which a step
+        cannot beat; ``path_counts``, to be called for numbers of your own; and ``clock``, in
+        place of the host's, where that says nothing about the device.
+        """
+        if self.checked:
+            raise ValueError(f"{self._request.node.nodeid} has timed a step already")
+        self.checked = True
+        asked = self._asked.timing
+        if not asked.requested:
+            pytest.skip(_NOTHING_ASKED)
+        if hasattr(self._request.config, "workerinput"):
+            pytest.skip(NEXT_TO_OTHERS)
+        try:
+            if asked.paired:
+                self._compare(factory)
+            if asked.tpot:
+                self._hold_to_baseline(factory, Path(asked.tpot))
+        except CannotMeasure as error:
+            said = str(error)
+        else:
+            return
+        pytest.fail(said, pytrace=False)  # outside, or the reason would be shown twice
+
+    def _compare(self, factory: str) -> None:
+        asked = self._asked.timing
+        there, here = self._run.sides()
+        plan = whole(self._plan) if asked.noise_floor else self._plan
+        comparison = Comparing(
+            plan,
+            lambda series: (
+                self._worker(there, factory, series),
+                self._worker(here, factory, series),
+            ),
+            self._clock().doubt,
+        ).compare()
+        timed = Timed(
+            self._request.node.nodeid, there.label, comparison, plan.margin, asked.noise_floor
+        )
+        self._run.compared(timed)
+        self._record(timed)
+        if timed.slower and not asked.report_slower:
+            pytest.fail(
+                f"SLOWER than {there.label}: {comparison.ratio:.3f} times its TPOT "
+                f"({comparison.interval}), and {1 + plan.margin:.3f} are tolerated",
+                pytrace=False,
+            )
+
+    def _hold_to_baseline(self, factory: str, file: Path) -> None:
+        """Timed anew, after a comparison too: as the file's times were, or they say nothing."""
+        if not self._asked.gpu:
+            raise CannotMeasure(f"{absolute.OPTION} is about GPUs: run with --roseinfer-gpu")
+        test, clock = self._request.node.nodeid, self._clock()
+        _, here = self._run.sides()
+        timings = absolute.measure_alone(
+            self._plan, lambda series: self._worker(here, factory, series)
+        )
+        doubt = clock.doubt()
+        if self._asked.timing.update_tpot:
+            absolute.update(file, test, timings)
+            self._run.held_to_baseline(f"written: {file}")
+            return
+        more = absolute.exceeded(timings, file, test)
+        if more and not doubt:
+            pytest.fail(more, pytrace=False)
+        self._run.held_to_baseline(
+            f"{test}: UNSURE because {doubt}" if doubt else f"{test}: within its baseline in {file}"
+        )
+
+    def _worker(self, side: Side, factory: str, series: int) -> WorkerProcess:
+        module = factory.partition(":")[0]
+        return WorkerProcess(
+            side,
+            Job(
+                factory,
+                file=_file_of(module),
+                cuda=self._asked.gpu,
+                cpus=cpus_for(series, self._cpus, cpus_here()),
+            ),
+        )
+
+    def _clock(self) -> CpuClock | GpuClock:
+        return GpuClock(self._asked.gpu_index or 0) if self._asked.gpu else CpuClock()
+
+    def _record(self, timed: Timed) -> None:
+        recording = Recording(self._request)
+        for name, timings in (("there", timed.comparison.there), ("", timed.comparison.here)):
+            info = {**timing_report.facts(timings), **timing_report.judged(timed)}
+            recording.add(timings, info, name)
+
+
+def _file_of(module: str) -> str:
+    """Where a module lies here, without importing more than the packages it is in."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return ""
+    return spec.origin or "" if spec else ""

@@ -1,0 +1,1 @@
+"""A decode step that does more work than it did fails."""

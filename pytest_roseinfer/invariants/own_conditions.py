@@ -1,0 +1,37 @@
+"""Conditions the harness counts itself: the oracle shows them, so no cache has to count them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.cases.history import is_write
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.cases.history import Operation
+    from pytest_roseinfer.oracle import Oracle
+
+LAST_POSITION = "last_position"
+"""A row began at the last position of its block, the others being filled."""
+OUT_OF_ROOM_MID_BATCH = "out_of_room_mid_batch"
+"""A write was refused of which the first row alone would have found room."""
+OWN_CONDITIONS = (LAST_POSITION, OUT_OF_ROOM_MID_BATCH)
+
+
+def own_conditions_met(oracle: Oracle, step: Operation) -> Counter[str]:
+    """Which of them a step meets that is about to be done."""
+    met: Counter[str] = Counter()
+    if not is_write(step):
+        return met
+    rows = step.rows()
+    if oracle.fits(rows):
+        met[LAST_POSITION] = sum(_begins_at_the_last_position(oracle, seq) for seq, _ in rows)
+    else:
+        met[OUT_OF_ROOM_MID_BATCH] = int(oracle.fits(rows[:1]))
+    return +met
+
+
+def _begins_at_the_last_position(oracle: Oracle, seq: int) -> bool:
+    # A page holds a token at least, so blocks of one position, all of them last, do not count.
+    pages = oracle.sequences.get(seq)
+    return len(pages[-1].tokens) == oracle.block_size - 1 if pages else False

@@ -1,0 +1,115 @@
+"""Fixtures that any test may use. ``pytest --fixtures`` shows what each docstring says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_roseinfer import settings
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.adapters.cache import CacheSpec
+    from pytest_roseinfer.gates.time.tpot import Tpot
+    from pytest_roseinfer.gates.work.costs import Costs
+    from roseinfer import AppendPolicy, KVBlockManager, TinyGPT2
+
+
+@pytest.fixture(scope="session")
+def roseinfer_device() -> str:
+    """Where caches under test live: ``"cuda"`` with --roseinfer-gpu, else ``"cpu"``.
+
+    A worker of pytest-xdist gets a GPU of its own where there are several: ``"cuda:1"``.
+    """
+    settings.choose_kernel_runtime()
+    return settings.current().device
+
+
+@pytest.fixture
+def roseinfer_spec(roseinfer_device: str) -> CacheSpec:
+    """The shape of the caches below: 2 layers, 2 heads of 8, 16 blocks of 4 tokens, float32.
+
+    Override it in a conftest.py to change them.
+    """
+    from pytest_roseinfer.adapters.cache import CacheSpec
+
+    return CacheSpec(
+        num_layers=2,
+        num_heads=2,
+        head_dim=8,
+        block_size=4,
+        num_blocks=16,
+        device=roseinfer_device,
+    )
+
+
+@pytest.fixture
+def roseinfer_manager(roseinfer_spec: CacheSpec) -> KVBlockManager:
+    """An empty ``roseinfer.KVBlockManager`` of shape ``roseinfer_spec``, every fast path on."""
+    from roseinfer import AppendPolicy
+
+    return _manager(roseinfer_spec, AppendPolicy(**roseinfer_spec.options))
+
+
+@pytest.fixture
+def roseinfer_reference(roseinfer_spec: CacheSpec) -> KVBlockManager:
+    """Another of the same shape that writes one token at a time: what fast paths must equal."""
+    from roseinfer import AppendPolicy
+
+    return _manager(roseinfer_spec, AppendPolicy(batched=False))
+
+
+def _manager(spec: CacheSpec, policy: AppendPolicy) -> KVBlockManager:
+    import torch
+
+    from roseinfer import KVBlockManager
+
+    return KVBlockManager(
+        num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
+        head_dim=spec.head_dim,
+        block_size=spec.block_size,
+        max_blocks_per_layer=spec.num_blocks + 1,  # block 0 is scratch
+        device=spec.device,
+        dtype=getattr(torch, spec.dtype),
+        policy=policy,
+    )
+
+
+@pytest.fixture(scope="session")
+def roseinfer_tiny_gpt2(roseinfer_device: str) -> TinyGPT2:
+    """A small random GPT-2 and its byte-level tokenizer: ``.model`` and ``.tokenizer``.
+
+    Built on the spot, without network and always with the same weights, which are so large
+    that the likeliest token is never a tie. Shared by all tests: leave it as it is.
+    """
+    from roseinfer import tiny_gpt2
+
+    return tiny_gpt2(roseinfer_device)
+
+
+@pytest.fixture
+def roseinfer_costs(request: pytest.FixtureRequest) -> Costs:
+    """Holds the work of a decode step against its baseline, in counts and without a clock.
+
+    ``roseinfer_costs.check("steady", engine.step, tokens=8)`` counts torch operations, Triton
+    launches, CUDA graph replays, copies across, waits, allocations and Python calls; more than
+    the baseline fails. ``--roseinfer-update-costs`` writes the baseline.
+    """
+    settings.choose_kernel_runtime()
+    from pytest_roseinfer.gates.work.costs import Costs
+
+    return Costs(request.node)
+
+
+@pytest.fixture
+def roseinfer_tpot(request: pytest.FixtureRequest) -> Tpot:
+    """Times a decode step against another revision, or against the baseline of this GPU.
+
+    ``roseinfer_tpot.check("my_engine.speed:decode")`` names a function that returns
+    ``{"step": call_me, "tokens": 8}``. With ``--roseinfer-against REF``, both sides import it
+    from their own tree and take turns; SLOWER fails. Without such an option the test is skipped.
+    """
+    from pytest_roseinfer.gates.time.tpot import Tpot
+
+    return Tpot(request)

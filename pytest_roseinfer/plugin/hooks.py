@@ -1,0 +1,237 @@
+"""The pytest plugin: hooks only; what they do stands in the modules they call.
+
+It is active in every pytest run of an environment that has it, so it imports nothing
+heavy: torch, triton, transformers and hypothesis come in with what uses them.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_roseinfer import settings
+from pytest_roseinfer.plugin import markers, options
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from pytest_roseinfer.adapters.base import Adapter
+    from pytest_roseinfer.running.coverage import Coverage
+
+pytest_plugins = ("pytest_roseinfer.plugin.fixtures",)
+
+_WORKER_SAW = "roseinfer_coverage"
+_WORKER_ERROR = "roseinfer_usage_error"
+_OUTER = pytest.StashKey[tuple[settings.Settings, "Coverage | None"]]()
+"""What belongs to a pytest run that started this one in its own process."""
+_PROBLEMS = pytest.StashKey[dict[str, list[str]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    options.add(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in markers.LINES:
+        config.addinivalue_line("markers", line)
+    asked = options.read(config)
+    config.stash[_OUTER] = (settings.current(), _swap_coverage(None))
+    settings.set_current(asked)
+    options.check_targets(config, asked)
+    if asked.costs_requested or asked.update_costs:
+        from pytest_roseinfer.gates.work.cost_run import CostRun
+
+        CostRun.of(config)
+
+    if asked.timing.requested:
+        from pytest_roseinfer.gates.time.timing_run import TimingRun
+
+        TimingRun.of(config)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if outer := config.stash.get(_OUTER, None):
+        settings.set_current(outer[0])
+        _swap_coverage(outer[1])
+
+
+def _swap_coverage(new: Coverage | None) -> Coverage | None:
+    """Put another coverage, or an empty one, in place of that so far, if anything had use of it."""
+    coverage = sys.modules.get("pytest_roseinfer.running.coverage")
+    if coverage is None:
+        return None
+    old: Coverage = coverage.current()
+    coverage.set_current(new or coverage.Coverage())
+    return old
+
+
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Do what two options ask for instead of running tests."""
+    if file := config.getoption("--roseinfer-replay"):
+        return _replay(config, file)
+    if names := config.getoption("--roseinfer-mutants"):
+        return _hunt_mutants([] if names == "all" else names.split(","))
+    return None
+
+
+def _replay(config: pytest.Config, file: str) -> int:
+    from pytest_roseinfer.adapters.finding import TargetError
+    from pytest_roseinfer.findings.replay import TraceError, replay
+
+    options.find_modules_here(config)
+    try:
+        return replay(file)
+    except (TargetError, TraceError) as error:
+        raise pytest.UsageError(f"--roseinfer-replay {error}") from error
+
+
+def _hunt_mutants(names: list[str]) -> int:
+    from pytest_roseinfer.mutants.catalogue import find
+    from pytest_roseinfer.mutants.command import main
+
+    try:
+        for name in names:
+            find(name)
+    except KeyError as error:
+        raise pytest.UsageError(f"--roseinfer-mutants: {error.args[0]}") from None
+    return main(["--quick", *names])
+
+
+# -------------------------------------------------------------------------- what is about to run
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    if not options.configured(config):
+        return []
+    from pytest_roseinfer.plugin import environment
+
+    asked = settings.current()
+    lines = environment.describe_targets(asked.chosen_targets)
+    return [*lines, *environment.describe_run(asked)]
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
+    """What the header could not say before the tests were collected."""
+    asked = settings.current()
+    adapters = dict.fromkeys(adapter for item in items if (adapter := _adapter(item)))
+    if not adapters:
+        return []
+    from pytest_roseinfer.plugin import environment
+    from pytest_roseinfer.running import coverage
+
+    names = map(coverage.name_of, adapters)
+    lines = environment.describe_targets(n for n in names if n not in asked.chosen_targets)
+    return lines if options.configured(config) else [*lines, *environment.describe_run(asked)]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    try:
+        markers.check(items)
+    except pytest.UsageError as error:
+        output = getattr(config, "workeroutput", None)
+        if output is None:
+            raise
+        # Raised in a worker of pytest-xdist, it would show as an internal error of its controller.
+        output[_WORKER_ERROR] = str(error)
+        items.clear()
+    if not settings.current().gpu:
+        markers.skip_without_gpu(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    asked = settings.current()
+    settings.set_current(markers.budget(item, asked))
+    try:
+        return (yield)
+    finally:
+        settings.set_current(asked)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show a difference as its message alone: the way to it leads through the harness."""
+    report = yield
+    difference = sys.modules.get("pytest_roseinfer.findings.difference")
+    if call.excinfo is None or difference is None or item.config.getoption("fulltrace"):
+        return report
+    failure = call.excinfo.value
+    if isinstance(failure, difference.Difference):
+        shown = call.excinfo.getrepr(style="value", chain=False)
+        if shown.reprcrash:  # what the short summary says
+            shown.reprcrash.message = failure.what
+        report.longrepr = shown
+        if failure.__cause__:
+            trace = "".join(traceback.format_exception(failure.__cause__))
+            report.sections.append(("raised by what was tested", trace))
+    return report
+
+
+def _adapter(item: pytest.Item) -> type[Adapter] | None:
+    """The adapter that a test of ``conformance()`` is about."""
+    if not markers.is_shipped(item):
+        return None
+    adapter: type[Adapter] = item.cls.adapter  # type: ignore[attr-defined]
+    return adapter
+
+
+# ------------------------------------------------------------------------- the verdict at the end
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give a worker of pytest-xdist the seed that was drawn here."""
+    node.workerinput["roseinfer_seed"] = settings.current().seed
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    output = getattr(node, "workeroutput", {})
+    if error := output.get(_WORKER_ERROR):
+        raise pytest.UsageError(error)
+    if seen := output.get(_WORKER_SAW):
+        from pytest_roseinfer.running import coverage
+
+        coverage.current().add(seen)
+    if seen := output.get(settings.WORKER_COSTS):
+        from pytest_roseinfer.gates.work.cost_run import CostRun
+
+        CostRun.of(node.config).add(seen)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the JUnit file is written
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    asked = settings.current()
+    used = (
+        "pytest_roseinfer.running.coverage" in sys.modules or asked.named_targets or asked.reports
+    )
+    if not used or session.config.getoption("collectonly"):
+        return
+    from pytest_roseinfer.running import coverage
+
+    seen = coverage.current()
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output[_WORKER_SAW] = seen.to_json()
+        return
+    from pytest_roseinfer.report.finish import finish
+
+    problems = finish(session, seen, asked)
+    session.config.stash[_PROBLEMS] = problems
+    if problems and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    problems = terminalreporter.config.stash.get(_PROBLEMS, None)
+    if problems is None:
+        return
+    from pytest_roseinfer.report.terminal import show
+    from pytest_roseinfer.running import coverage
+
+    show(terminalreporter, coverage.current(), settings.current(), problems)

@@ -1,0 +1,1 @@
+"""Running cases, and the tests that are made of that."""

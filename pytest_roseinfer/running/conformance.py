@@ -1,0 +1,134 @@
+"""The tests every cache gets, as a class made for it.
+
+The script that replays a failure imports the file that calls ``conformance``, and needs
+neither pytest nor Hypothesis. So both come in when a test runs, not before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, overload
+
+from pytest_roseinfer import settings
+from pytest_roseinfer.adapters.cache import abilities
+from pytest_roseinfer.adapters.engine import EngineAdapter
+from pytest_roseinfer.adapters.validate import refuse_missing, refuse_mistakes, refuse_wrong_paths
+from pytest_roseinfer.findings.reproduce import CHECKS
+from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.machine import Machine
+from pytest_roseinfer.running.shipped_tests import ShippedTests
+from pytest_roseinfer.search.budget import in_turns, turns_again
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_roseinfer.adapters.base import Adapter
+    from pytest_roseinfer.adapters.cache import KVCacheAdapter
+    from pytest_roseinfer.cases.history import History, Operation
+    from pytest_roseinfer.running.coverage import TargetCoverage
+
+_EXAMPLES_OF_A_TURN = 12
+
+
+class ConformanceTests(ShippedTests):
+    """What ``conformance(Adapter)`` returns a subclass of, for a cache."""
+
+    adapter: ClassVar[type[KVCacheAdapter]]
+
+    def test_histories(self) -> None:
+        """Any history leaves the cache as the oracle says, after every step."""
+        target = coverage.current().of(self.adapter)
+        target.searched = True
+
+        def check(history: History) -> None:
+            _WatchedMachine(self.adapter, history, target).run()
+            target.histories += 1
+
+        examples = settings.current().examples
+        missing = partial(target.still_missing, since=Counter(target.counts))
+        turns = in_turns(target.paths, examples, _EXAMPLES_OF_A_TURN)
+        for aim, turn, due in chain(turns, turns_again(missing, _EXAMPLES_OF_A_TURN)):
+            self._search(check, "run_history", due, aim, turn)
+
+    def test_permuting_a_batch_permutes_the_result(self) -> None:
+        self._compare("check_permuted", share=0.1)
+
+    def test_one_batch_equals_its_split_in_two(self) -> None:
+        self._compare("check_split", share=0.1)
+
+    def test_fork_then_append_equals_copy_then_append(self) -> None:
+        if "fork" not in abilities(self.adapter):
+            _skip(f"{self.adapter.__name__} does not offer fork()")
+        self._compare("check_copied", share=0.1)
+
+    def test_every_option_ends_in_the_same_bits(self) -> None:
+        if not self.adapter.option_choices:
+            _skip(f"{self.adapter.__name__} has no option_choices")
+        self._compare("check_every_option", share=0.05)
+
+    def _compare(self, name: str, *, share: float) -> None:
+        check = CHECKS[name]
+        examples = max(1, int(settings.current().examples * share))
+        self._search(lambda history: check(self.adapter, history), name, examples)
+
+    def _search(
+        self,
+        check: Callable[[History], object],
+        replayed_by: str,
+        examples: int,
+        aim: str | None = None,
+        turn: str = "0",
+    ) -> None:
+        from pytest_roseinfer.cases.strategies import histories
+        from pytest_roseinfer.search.search import search
+
+        coverage.current().of(self.adapter)
+        asked = settings.current()
+        search(
+            self.adapter,
+            check,
+            histories(self.adapter, most_steps=asked.steps, device=asked.device, aim=aim),
+            examples=examples,
+            replayed_by=replayed_by,
+            salt=f"{aim} {turn}",
+        )
+
+
+@overload
+def conformance(adapter: type[KVCacheAdapter]) -> type[ConformanceTests]: ...
+@overload
+def conformance(adapter: type[Adapter]) -> type[ShippedTests]: ...
+def conformance(adapter: type[Any]) -> type[ShippedTests]:
+    """A test class for one adapter: ``TestMyCache = conformance(MyCache)``."""
+    settings.choose_kernel_runtime()
+    if isinstance(adapter, type) and issubclass(adapter, EngineAdapter):
+        from pytest_roseinfer.engines.tests import EngineTests
+
+        refuse_missing(adapter)
+        refuse_wrong_paths(adapter)
+        return type(f"Test{adapter.__name__}", (EngineTests,), {"adapter": adapter})
+    refuse_mistakes(adapter)
+    return type(f"Test{adapter.__name__}", (ConformanceTests,), {"adapter": adapter})
+
+
+class _WatchedMachine(Machine):
+    """Notes which paths and conditions every step met, and which of them together."""
+
+    def __init__(
+        self, adapter: type[KVCacheAdapter], history: History, target: TargetCoverage
+    ) -> None:
+        super().__init__(adapter, history)
+        self._target = target
+
+    def step(self, step: Operation) -> None:
+        before = Counter(self.counts)
+        super().step(step)
+        self._target.note(self.counts - before)
+
+
+def _skip(reason: str) -> NoReturn:
+    import pytest
+
+    pytest.skip(reason)

@@ -1,0 +1,1 @@
+"""Looking for a case on which a check fails."""

@@ -1,0 +1,1 @@
+"""Kernels timed by themselves."""

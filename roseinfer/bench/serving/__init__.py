@@ -1,0 +1,1 @@
+"""Requests served, and timed."""

@@ -1,0 +1,156 @@
+"""The figures of a run, and the medians of several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from roseinfer.bench.serving.driving import tokens_of_one_request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from roseinfer.bench.serving.driving import RunRecord, StepRecord
+    from roseinfer.bench.serving.timeline import Timeline
+    from roseinfer.bench.steps.memory_floor import MemoryFloor
+
+Row = TypeVar("Row", bound="ThroughputRow | LatencyRow")
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputRow:
+    """All requests of a run together."""
+
+    run: str
+    requests: int
+    prompt_tokens: int
+    completion_tokens: int
+    total_s: float
+    decode_s: float | None
+    """Inside the steps that brought tokens and no request's first one."""
+    decode_step_ms: float | None
+    """The median one; a call that brings several tokens of a request counts as as many steps."""
+    completion_tok_per_s: float
+    decode_tok_per_s: float | None
+    total_tok_per_s: float
+    """Prompt tokens and generated ones, over the total time."""
+    fastest_s: float
+    slowest_s: float
+    """Of the runs' total times."""
+    times_floor: float | None
+    """Decode time over the time the bytes read need at the measured copy bandwidth."""
+
+    @classmethod
+    def of(cls, name: str, record: RunRecord, floor: MemoryFloor) -> ThroughputRow:
+        prompt, completion = sum(record.prompt_lengths), sum(map(len, record.token_ids))
+        total_s = record.ended - record.began
+        steps = decode_steps(record)
+        decode_s = sum(step.ended - step.began for step in steps)
+        return cls(
+            run=name,
+            requests=len(record.timelines),
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_s=total_s,
+            decode_s=decode_s or None,
+            decode_step_ms=median(map(step_ms, steps)) if steps else None,
+            completion_tok_per_s=completion / total_s,
+            decode_tok_per_s=(
+                sum(len(step.requests) for step in steps) / decode_s if steps else None
+            ),
+            total_tok_per_s=(prompt + completion) / total_s,
+            fastest_s=total_s,
+            slowest_s=total_s,
+            times_floor=decode_s / decode_floor_s(record, steps, floor) if steps else None,
+        )
+
+    @classmethod
+    def over(cls, runs: Sequence[ThroughputRow]) -> ThroughputRow:
+        totals = [run.total_s for run in runs]
+        return replace(median_row(runs), fastest_s=min(totals), slowest_s=max(totals))
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyRow:
+    """One kind of waiting, over the requests of a run; ITL over all of their gaps."""
+
+    run: str
+    what: str
+    p50_ms: float | None
+    p95_ms: float | None
+    p99_ms: float | None
+    mean_ms: float | None
+
+    @classmethod
+    def of(cls, run: str, what: str, seconds: Sequence[float]) -> LatencyRow:
+        if not seconds:
+            return cls(run, what, None, None, None, None)
+        p50, p95, p99 = (percentile_ms(seconds, rank) for rank in (50, 95, 99))
+        return cls(run, what, p50, p95, p99, fmean(seconds) * 1e3)
+
+
+def percentile_ms(seconds: Sequence[float], rank: float) -> float:
+    """Between two values where the rank falls between them, as numpy has it."""
+    return float(np.percentile(seconds, rank)) * 1e3
+
+
+_WAITS: dict[str, Callable[[Timeline], Sequence[float | None]]] = {
+    "TTFT": lambda seen: [seen.time_to_first_token],
+    "TPOT": lambda seen: [seen.time_per_output_token],
+    "ITL": lambda seen: seen.inter_token_latencies,
+    "latency": lambda seen: [seen.latency],
+    "queue wait": lambda seen: [seen.queue_wait],
+}
+
+
+def latencies(run: str, timelines: Sequence[Timeline]) -> list[LatencyRow]:
+    return [
+        LatencyRow.of(run, what, [s for seen in timelines for s in of(seen) if s is not None])
+        for what, of in _WAITS.items()
+    ]
+
+
+def decode_steps(record: RunRecord) -> list[StepRecord]:
+    """The steps that brought tokens, but nobody's first one."""
+    begun: set[int] = set()
+    found = []
+    for step in record.steps:
+        before = len(begun)
+        begun.update(step.requests)
+        if len(begun) == before:
+            found.append(step)
+    return found
+
+
+def step_ms(step: StepRecord) -> float:
+    return (step.ended - step.began) / tokens_of_one_request(step) * 1e3
+
+
+def decode_floor_s(record: RunRecord, steps: Sequence[StepRecord], floor: MemoryFloor) -> float:
+    """The weights once a step, and for every token what is stored of its request by then."""
+    wanted = {id(step) for step in steps}
+    lengths = list(record.prompt_lengths)
+    passes = stored = 0
+    for step in record.steps:
+        counts = id(step) in wanted
+        passes += tokens_of_one_request(step) if counts else 0
+        for number in step.requests:
+            stored += lengths[number] if counts else 0
+            lengths[number] += 1
+    return floor.seconds(passes, stored)
+
+
+def median_row(rows: Sequence[Row]) -> Row:
+    """Field by field; texts, and what was never measured, are the first row's."""
+    values: dict[str, Any] = {}
+    for field in fields(rows[0]):
+        found = [getattr(row, field.name) for row in rows]
+        first = found[0]
+        if isinstance(first, (int, float)) and None not in found:
+            values[field.name] = type(first)(median(found))
+        else:
+            values[field.name] = first
+    return type(rows[0])(**values)

@@ -1,0 +1,182 @@
+"""``python -m roseinfer.bench.serving.peer_process NAME JOB ROW``: one peer, run by ``peers``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from importlib import import_module, metadata
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from roseinfer.bench.serving.peers import PeerJob, PeerRow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Generate = Callable[[int], int]
+    """Continues all prompts by so many tokens; returns how many there are now."""
+
+
+def transformers_static(job: PeerJob) -> Generate:
+    """``generate``, as many prompts at a time as the engine has slots."""
+    from transformers import GenerationConfig
+
+    network = _network(job)
+    batches = [_padded(prompts, network.device) for prompts in _slices(job)]
+
+    def generate(new_tokens: int) -> int:
+        network.generation_config.eos_token_id = None  # or it would end there
+        config = GenerationConfig(
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            cache_implementation="static",
+        )
+        made = 0
+        for ids, mask in batches:
+            found = network.generate(ids, attention_mask=mask, generation_config=config)
+            made += (found.shape[1] - ids.shape[1]) * len(found)
+        _wait(network.device)
+        return made
+
+    return generate
+
+
+def transformers_continuous(job: PeerJob) -> Generate:
+    """``generate_batch``, which sets itself up anew in every call."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    network = _network(job)
+    batching = ContinuousBatchingConfig(max_requests_per_batch=job.max_batch_size)
+
+    def generate(new_tokens: int) -> int:
+        config = GenerationConfig(
+            max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        found = network.generate_batch(
+            job.prompts, generation_config=config, continuous_batching_config=batching
+        )
+        _wait(network.device)
+        return sum(len(output.generated_tokens) for output in found.values())
+
+    return generate
+
+
+def vllm(job: PeerJob) -> Generate:
+    """vLLM with its own defaults, on the same weights."""
+    from roseinfer.bench.model_source import collect
+
+    module = import_module("vllm")
+    name, dtype = job.source["name"], job.source["dtype"] or "auto"
+    if job.source["random_weights"]:
+        network = _network(job)
+        name, dtype = tempfile.mkdtemp(), str(network.dtype).removeprefix("torch.")
+        network.save_pretrained(name)
+        del network
+        collect()
+    longest = max(map(len, job.prompts)) + job.max_new_tokens
+    engine = module.LLM(
+        model=name,
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        max_model_len=longest,
+        max_num_seqs=job.max_batch_size,
+    )
+    prompts = [{"prompt_token_ids": ids} for ids in job.prompts]
+
+    def generate(new_tokens: int) -> int:
+        params = module.SamplingParams(
+            temperature=0.0, ignore_eos=True, max_tokens=new_tokens, detokenize=False
+        )
+        found = engine.generate(prompts, params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in found)
+
+    return generate
+
+
+_BUILDERS: dict[str, tuple[Callable[[PeerJob], Generate], str]] = {
+    "transformers-static": (transformers_static, "transformers"),
+    "transformers-continuous": (transformers_continuous, "transformers"),
+    "vllm": (vllm, "vllm"),
+}
+
+
+def measure(name: str, job: PeerJob) -> PeerRow:
+    build, distribution = _BUILDERS[name]
+    generate = build(job)
+    wanted = job.max_new_tokens
+    for _ in range(job.warmup_runs):
+        _seconds(generate, wanted, job)
+    totals = [_seconds(generate, wanted, job) for _ in range(job.repeat_runs)]
+    total_s = median(totals)
+    return PeerRow(
+        system=name,
+        version=metadata.version(distribution),
+        total_s=total_s,
+        completion_tok_per_s=len(job.prompts) * wanted / total_s,
+        ms_per_step=_ms_per_step(generate, total_s, job),
+        not_available=None,
+    )
+
+
+def _ms_per_step(generate: Generate, total_s: float, job: PeerJob) -> float | None:
+    """Of the steps after the first; None where there are none, or the noise exceeds them."""
+    if job.max_new_tokens == 1:
+        return None
+    _seconds(generate, 1, job)
+    first_s = median(_seconds(generate, 1, job) for _ in range(job.repeat_runs))
+    rounds = -(-len(job.prompts) // job.max_batch_size)
+    step_s = (total_s - first_s) / (job.max_new_tokens - 1) / rounds
+    return step_s * 1e3 if step_s > 0 else None
+
+
+def _seconds(generate: Generate, new_tokens: int, job: PeerJob) -> float:
+    begin = time.perf_counter()
+    made = generate(new_tokens)
+    elapsed = time.perf_counter() - begin
+    wanted = len(job.prompts) * new_tokens
+    if made != wanted:
+        raise RuntimeError(f"it made {made} tokens of {wanted}")
+    return elapsed
+
+
+def _network(job: PeerJob) -> Any:
+    from roseinfer.bench.model_source import ModelSource
+
+    return ModelSource(**job.source).network()
+
+
+def _slices(job: PeerJob) -> list[list[list[int]]]:
+    size = job.max_batch_size
+    return [job.prompts[at : at + size] for at in range(0, len(job.prompts), size)]
+
+
+def _padded(prompts: list[list[int]], device: Any) -> tuple[Any, Any]:
+    """Ids and mask, each prompt at the right end of its row."""
+    import torch
+
+    width = max(map(len, prompts))
+    ids = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def _wait(device: Any) -> None:
+    from roseinfer.bench.timing import synchronizer
+
+    synchronizer(device)()
+
+
+def main(name: str, asked: Path, answered: Path) -> None:
+    tempfile.tempdir = str(asked.parent)  # which is removed, however this process ends
+    job = PeerJob(**json.loads(asked.read_text(encoding="utf-8")))
+    row = measure(name, job)
+    answered.write_text(json.dumps(asdict(row)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,242 @@
+"""Where a steady decode step's time goes: what the host does while the device works.
+
+No profiler takes part, which would slow down the host and nobody else: the host's clock is read
+around each step and each wait, and the device notes when it began with a step's graph and when it
+was done.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer.config import SamplingParams
+from roseinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from roseinfer.engine.engine import Engine
+    from roseinfer.engine.request import Request
+    from roseinfer.llm import LLM
+
+_SETTLE = 8
+"""Steps before the first that is looked at."""
+_DRAWN = 4
+"""Steps of which the spans are kept."""
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeRow:
+    """Medians, of which a step is the host's work and its waiting."""
+
+    sequences: int
+    step_us: float
+    host_works_us: float
+    host_waits_us: float
+    device_works_us: float | None
+    """On a step's graph; None where none is replayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRow:
+    """Something that took a while, from the first drawn step's begin on."""
+
+    sequences: int
+    who: str
+    begin_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """In seconds, on one clock, each in order."""
+
+    steps: list[Interval]
+    waits: list[Interval]
+    device: list[Interval]
+    """From when it began with a step's graph until it was done with it."""
+
+
+def measure(
+    llm: LLM, sequences: int, context: int, steps: int
+) -> tuple[StepTimeRow, list[SpanRow]]:
+    """So many requests decode, none comes or goes."""
+    engine = llm.engine
+    requests = _submit(engine, sequences, context, steps)
+    try:
+        _fill(engine, requests)
+        for _ in range(_SETTLE):
+            engine.step()
+        traced = trace(engine, steps)
+        assert not any(each.preempted or each.finish_reason for each in requests)
+    finally:
+        for request in requests:
+            engine.cancel(request)
+    return row_of(sequences, traced), spans_of(sequences, traced)
+
+
+def trace(engine: Engine, steps: int) -> Traced:
+    if engine.sessions.kv.device.type != "cuda":
+        return Traced(_timed(engine, steps), [], [])
+    with _noted_waits() as waits, _noted_replays() as replays:
+        found = _timed(engine, steps)
+    return Traced(found, waits, replays.intervals())
+
+
+def _timed(engine: Engine, steps: int) -> list[Interval]:
+    clock = time.perf_counter
+    found: list[Interval] = []
+    for _ in range(steps):
+        begin = clock()
+        engine.step()
+        found.append((begin, clock()))
+    return found
+
+
+class _Replays:
+    """When the device began with each graph and was done with it, told on the host's clock."""
+
+    def __init__(self) -> None:
+        self._first = _mark()
+        self._first.synchronize()
+        self._zero = time.perf_counter()
+        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def note(self, replay: Callable[[], None]) -> None:
+        begin = _mark()
+        replay()
+        self._marks.append((begin, _mark()))
+
+    def intervals(self) -> list[Interval]:
+        torch.cuda.synchronize()
+        return [(self._moment(begin), self._moment(end)) for begin, end in self._marks]
+
+    def _moment(self, mark: torch.cuda.Event) -> float:
+        milliseconds: float = self._first.elapsed_time(mark)
+        return self._zero + milliseconds / 1e3
+
+
+@contextmanager
+def _noted_replays() -> Iterator[_Replays]:
+    replays = _Replays()
+    real = torch.cuda.CUDAGraph.replay
+
+    def replay(self: torch.cuda.CUDAGraph) -> None:
+        replays.note(partial(real, self))
+
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    try:
+        yield replays
+    finally:
+        torch.cuda.CUDAGraph.replay = real  # type: ignore[method-assign]
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+@contextmanager
+def _noted_waits() -> Iterator[list[Interval]]:
+    """When the host waited for an event, which is all it waits for in a steady step."""
+    waits: list[Interval] = []
+    real = torch.cuda.Event.synchronize
+
+    def synchronize(event: torch.cuda.Event) -> None:
+        begin = time.perf_counter()
+        real(event)
+        waits.append((begin, time.perf_counter()))
+
+    torch.cuda.Event.synchronize = synchronize  # type: ignore[method-assign, assignment]
+    try:
+        yield waits
+    finally:
+        torch.cuda.Event.synchronize = real  # type: ignore[method-assign]
+
+
+def row_of(sequences: int, traced: Traced) -> StepTimeRow:
+    lengths = [end - begin for begin, end in traced.steps]
+    waited = [covered(traced.waits, step) for step in traced.steps]
+    works = [length - wait for length, wait in zip(lengths, waited, strict=True)]
+    device = traced.device
+    return StepTimeRow(
+        sequences,
+        median(lengths) * 1e6,
+        median(works) * 1e6,
+        median(waited) * 1e6,
+        median(end - begin for begin, end in device) * 1e6 if device else None,
+    )
+
+
+def spans_of(sequences: int, traced: Traced) -> list[SpanRow]:
+    """Of a few steps in the middle."""
+    middle = len(traced.steps) // 2
+    drawn = traced.steps[middle : middle + _DRAWN]
+    begin, end = drawn[0][0], drawn[-1][1]
+    lanes = {"step": drawn, "wait": traced.waits, "device": traced.device}
+    return [
+        SpanRow(sequences, who, (max(first, begin) - begin) * 1e6, (min(last, end) - begin) * 1e6)
+        for who, spans in lanes.items()
+        for first, last in spans
+        if first < end and last > begin
+    ]
+
+
+def covered(spans: Iterable[Interval], within: Interval) -> float:
+    """How much of an interval lies in any of ``spans``, which do not overlap."""
+    begin, end = within
+    return sum(max(0.0, min(last, end) - max(first, begin)) for first, last in spans)
+
+
+def check(engine: Engine, sequences: int, context: int, steps: int) -> None:
+    """Raise where so many cannot decode side by side for so long."""
+    positions, new = engine.sessions.model.shape.max_length, _new(engine, sequences, context, steps)
+    if context + new > positions:
+        raise ConfigError(
+            f"a context of {context} tokens and up to {new} steps are more than the model's "
+            f"{positions} positions: ask for less --context, fewer --steps or --sequences"
+        )
+    kv = engine.sessions.kv
+    blocks = sequences * -(-(context + new) // kv.block_size)
+    if blocks >= kv.max_blocks_per_layer:
+        raise ConfigError(
+            f"the KV cache has no room for {sequences} sequences of up to {context + new} tokens, "
+            f"which take {blocks} blocks of {kv.max_blocks_per_layer - 1}: ask for fewer "
+            "--sequences, less --context or fewer --steps"
+        )
+
+
+def _new(engine: Engine, sequences: int, context: int, steps: int) -> int:
+    """Tokens for each, so that none ends before the last step.
+
+    The first goes on while the others' prompts are stored; a step ends one or takes its fill.
+    """
+    filling = sequences + sequences * context // engine.config.prefill_max_tokens
+    return filling + _SETTLE + steps
+
+
+def _submit(engine: Engine, sequences: int, context: int, steps: int) -> list[Request]:
+    """Sequences of which none shares a block with another."""
+    check(engine, sequences, context, steps)
+    vocabulary = engine.sessions.model.shape.vocab_size
+    new = _new(engine, sequences, context, steps)
+    params = SamplingParams(max_new_tokens=new, ignore_eos=True)
+    prompts = (
+        [(7 * at + place) % vocabulary for place in range(context)] for at in range(sequences)
+    )
+    return [engine.submit(prompt, params) for prompt in prompts]
+
+
+def _fill(engine: Engine, requests: list[Request]) -> None:
+    while not all(request.num_generated for request in requests):
+        engine.step()

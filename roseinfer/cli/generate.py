@@ -1,0 +1,337 @@
+"""``roseinfer generate``: continue prompts and print what comes."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import sys
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roseinfer.config import ADMISSION_POLICIES, SamplingParams
+from roseinfer.errors import ConfigError, RoseinferError, UnsupportedModel
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from roseinfer.engine.engine import Update
+    from roseinfer.llm import LLM, Prompt, RequestOutput
+
+DESCRIPTION = """\
+Continue prompts with a language model. The text of one prompt is printed as it comes, the
+texts of several once all have ended. Exit status 0 when all went well, 1 when some prompt
+could not be continued, 2 when nothing could be done: wrong usage, or a model that cannot be
+loaded."""
+
+_CHOOSING = ("top_k", "top_p", "min_p", "seed")
+"""Options that mean nothing where the most likely token is taken."""
+_SAMPLING = (*_CHOOSING, "temperature", "repetition_penalty", "max_new_tokens")
+_ENGINE = (
+    "max_batch_size",
+    "block_size",
+    "kv_cache_tokens",
+    "max_length",
+    "prefix_cache",
+    "prefill_admission_policy",
+)
+_FAILED, _NOTHING_DONE = 1, 2
+_INTERRUPTED, _NOBODY_READS = 128 + 2, 128 + 13
+"""As a shell reports the signals SIGINT and SIGPIPE."""
+_TITLE_LENGTH = 60
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    _add_prompts(parser.add_argument_group("prompts"))
+    _add_model(parser.add_argument_group("model"))
+    _add_sampling(parser.add_argument_group("sampling"))
+    _add_engine(parser.add_argument_group("engine"))
+    _add_output(parser.add_argument_group("output"))
+
+
+def _add_prompts(group: argparse._ArgumentGroup) -> None:
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
+    add(
+        "--prompts-file",
+        metavar="FILE",
+        help="a prompt in each line that is not blank; - is standard input. Without any "
+        "prompt, all of standard input is one, less the line end it closes with",
+    )
+    group.add_argument(
+        "--token-ids",
+        action="store_true",
+        help="prompts and texts are token ids with spaces between: for checkpoints that have "
+        "no tokenizer",
+    )
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--model",
+        "--hf-model-id",
+        default="tiny",
+        metavar="NAME",
+        help="a directory or a hub id (default: tiny, a small random model that writes nonsense)",
+    )
+    add("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
+    add(
+        "--dtype",
+        help="float32, float16 or bfloat16 (default: the checkpoint's own on a GPU, float32 on "
+        "a CPU)",
+    )
+
+
+def _add_sampling(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--temperature",
+        type=float,
+        help="0 takes the most likely token, the same every time (default: 0; but 1 with "
+        "--top-k, --top-p, --min-p or --seed)",
+    )
+    add("--top-k", type=int, metavar="K", help="choose among the K most likely tokens")
+    add("--top-p", type=float, metavar="P", help="among the likeliest of together probability P")
+    add("--min-p", type=float, metavar="P", help="among those P times as likely as the likeliest")
+    add("--repetition-penalty", type=float, metavar="X", help="above 1: fewer repetitions")
+    add("--seed", type=int, help="the same seed gives the same text")
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="most tokens of a text (default: %(default)s)",
+    )
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be given several times",
+    )
+    add("--ignore-eos", action="store_true", help="go on after a token that ends a text")
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--max-batch-size", type=int, metavar="N", help="prompts that are continued at once")
+    add("--block-size", type=int, metavar="N", help="tokens of a block of the KV cache")
+    add(
+        "--kv-cache-tokens",
+        type=int,
+        metavar="N",
+        help="tokens the KV cache holds (default: what the device has room for)",
+    )
+    add("--max-length", type=int, metavar="N", help="most tokens of a prompt and its text")
+    add(
+        "--no-prefix-cache",
+        dest="prefix_cache",
+        action="store_const",
+        const=False,
+        help="compute prompts that begin alike each from its beginning",
+    )
+    add(
+        "--prefill-admission-policy",
+        choices=ADMISSION_POLICIES,
+        help="begin prompts in order, or prefer those that fit whole into a step",
+    )
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--json", action="store_true", help="print one JSON object a line for each prompt")
+    add("--logprobs", action="store_true", help="with --json: of each token, by the model")
+
+
+# --------------------------------------------------------------------------------- the command
+
+
+def run_command(args: argparse.Namespace) -> int:
+    try:
+        return _run(args)
+    except RoseinferError as error:
+        _complain(error)
+        return _NOTHING_DONE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:  # whatever is printed is flushed at once, so nothing is left over
+        return _NOBODY_READS
+
+
+def _run(args: argparse.Namespace) -> int:
+    prompts = _prompts(args)
+    params = _params(args)
+    llm = _load(args)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show ends nothing
+    if len(prompts) == 1 and not args.json:
+        return _stream(llm, prompts[0], params, as_ids=args.token_ids)
+    outputs = llm.generate(prompts, params)
+    if args.json:
+        _print_json(outputs, logprobs=args.logprobs)
+    else:
+        _print_texts(outputs, as_ids=args.token_ids)
+    return _report_errors(outputs)
+
+
+def _complain(what: object) -> None:
+    """In one line, also where a library's message has several."""
+    print("roseinfer generate:", *str(what).split(), file=sys.stderr)
+
+
+# ------------------------------------------------------------------------------- what was asked
+
+
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
+    texts = _texts(args)
+    return [_ids(text) for text in texts] if args.token_ids else [*texts]
+
+
+def _texts(args: argparse.Namespace) -> list[str]:
+    if args.prompt:
+        return list(args.prompt)
+    if args.prompts_file is not None:
+        lines = _read(args.prompts_file).replace("\r\n", "\n").split("\n")
+        texts = [line for line in lines if line.strip()]
+        if not texts:
+            raise ConfigError(f"--prompts-file {args.prompts_file} has no prompt: write one a line")
+        return texts
+    text = "" if sys.stdin is not None and sys.stdin.isatty() else _read("-")
+    if not text.strip():
+        raise ConfigError(
+            "no prompt: give --prompt TEXT, --prompts-file FILE, or a text on standard input"
+        )
+    return [text.removesuffix("\n").removesuffix("\r")]
+
+
+def _read(name: str) -> str:
+    try:
+        data = _stdin() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--prompts-file {name} cannot be read: {error.strerror}") from None
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        source = "standard input" if name == "-" else f"--prompts-file {name}"
+        raise ConfigError(f"{source} is not UTF-8: prompts are texts") from None
+
+
+def _stdin() -> bytes:
+    return b"" if sys.stdin is None else sys.stdin.buffer.read()  # None: it was closed
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split()]
+    except ValueError:
+        raise ConfigError(
+            f"{text!r} is no list of token ids: with --token-ids a prompt is written as in "
+            "--prompt '17 42 8'"
+        ) from None
+
+
+def _params(args: argparse.Namespace) -> SamplingParams:
+    if args.logprobs and not args.json:
+        raise ConfigError("--logprobs are printed with --json alone: add it")
+    given = _given(args, _SAMPLING)
+    if given.keys() & set(_CHOOSING):
+        given.setdefault("temperature", 1.0)
+    return SamplingParams(
+        **given, stop=tuple(args.stop), ignore_eos=args.ignore_eos, logprobs=args.logprobs
+    )
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """The options that were given; of the others the defaults are elsewhere."""
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _load(args: argparse.Namespace) -> LLM:
+    with redirect_stdout(sys.stderr):  # whatever libraries have to say meanwhile
+        with _interrupts_kill():
+            from roseinfer.llm import LLM
+        llm = LLM(args.model, device=args.device, dtype=args.dtype, **_given(args, _ENGINE))
+    if llm.tokenizer is None and not args.token_ids:
+        raise ConfigError(
+            f"{args.model} has no tokenizer, so it reads no text: give token ids, as in "
+            "--token-ids --prompt '17 42 8'"
+        )
+    return llm
+
+
+@contextmanager
+def _interrupts_kill() -> Iterator[None]:
+    """While torch is imported: a KeyboardInterrupt amid its C++ ends in an abort and a dump."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # interrupts are ignored, or somebody else's affair
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# ------------------------------------------------------------------------------ what is printed
+
+
+def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_ids: bool) -> int:
+    failed = None
+    try:
+        for piece in _pieces(llm.stream(prompt, params), as_ids=as_ids):
+            print(piece, end="", flush=True)
+    except UnsupportedModel:
+        raise  # no fault of the prompt
+    except RoseinferError as error:
+        failed = error
+    print(flush=True)
+    if failed is None:
+        return 0
+    _complain(failed)
+    return _FAILED
+
+
+def _pieces(updates: Iterable[Update], *, as_ids: bool) -> Iterator[str]:
+    space = ""
+    for update in updates:
+        if not as_ids:
+            yield update.text
+        elif update.token_id is not None:
+            yield f"{space}{update.token_id}"
+            space = " "
+
+
+def _print_json(outputs: Sequence[RequestOutput], *, logprobs: bool) -> None:
+    for output in outputs:
+        fields = asdict(output)
+        if not logprobs:
+            del fields["logprobs"]
+        print(json.dumps(fields), flush=True)
+
+
+def _print_texts(outputs: Sequence[RequestOutput], *, as_ids: bool) -> None:
+    sections = []
+    for number, output in enumerate(outputs, 1):
+        text = _spaced(output.token_ids) if as_ids else output.text or ""
+        sections.append(f"==> {number}: {_title(output.prompt)} <==\n{text}")
+    print("\n\n".join(sections), flush=True)
+
+
+def _title(prompt: Prompt) -> str:
+    words = " ".join(prompt.split()) if isinstance(prompt, str) else _spaced(prompt)
+    return words if len(words) <= _TITLE_LENGTH else words[: _TITLE_LENGTH - 3] + "..."
+
+
+def _spaced(token_ids: Sequence[int]) -> str:
+    return " ".join(map(str, token_ids))
+
+
+def _report_errors(outputs: Sequence[RequestOutput]) -> int:
+    failed = [(number, output) for number, output in enumerate(outputs, 1) if output.error]
+    for number, output in failed:
+        _complain(f"prompt {number}: {output.error}")
+    return _FAILED if failed else 0

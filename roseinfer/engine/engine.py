@@ -1,0 +1,275 @@
+"""Requests in, tokens out, one step at a time: whoever drives it decides when."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from dataclasses import dataclass
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+from roseinfer.config import SamplingParams
+from roseinfer.decode.kernels import load_decode_kernels
+from roseinfer.decode.resident import ResidentDecode
+from roseinfer.engine.blocks import BlockSupply
+from roseinfer.engine.prefix_cache import PrefixCache
+from roseinfer.engine.request import FinishReason, Request
+from roseinfer.engine.runner import StepRunner
+from roseinfer.engine.scheduler import Scheduler
+from roseinfer.engine.sequences import InferenceEngine
+from roseinfer.engine_paths import EnginePath
+from roseinfer.errors import BadArgument, NoDistribution, RequestTooLarge
+from roseinfer.text.request_text import RequestText, detokenizers
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Sequence
+
+    from roseinfer.config import EngineConfig
+    from roseinfer.engine.runner import Flight
+    from roseinfer.engine.scheduler import Step
+    from roseinfer.kv.manager import KVBlockManager
+    from roseinfer.models.causal import CausalModel
+
+
+@dataclass(slots=True)
+class Update:
+    """What a step brought for one request. Not frozen, which would cost a microsecond a token."""
+
+    request: Request
+    token_id: int | None
+    """None where it ended without one."""
+    text: str
+    """What can be shown now and could not before."""
+    finish_reason: FinishReason | None = None
+    """Why this is the request's last update; None where more will come."""
+
+
+class Engine:
+    """Serves any number of requests with one model on one cache."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        kv: KVBlockManager,
+        config: EngineConfig,
+        *,
+        tokenizer: Any = None,
+        end_tokens: Sequence[int] = (),
+    ) -> None:
+        self.config = config
+        self.sessions = InferenceEngine(
+            model, kv, attention_kernels=config.uses_kernels(kv.device.type)
+        )
+        self.path_counts: Counter[str] = self.sessions.path_counts
+        """How often each path of the engine and of its attention was taken."""
+        self.prefixes = PrefixCache(kv) if config.prefix_cache else None
+        resident = self._resident(config)
+        self._supply = BlockSupply(self.sessions, self.prefixes, resident)
+        self._scheduler = Scheduler(config, self._supply)
+        self._runner = StepRunner(self.sessions, resident, config.max_batch_size)
+        self._run_ahead = config.lag(kv.device.type) if resident else 0
+        self._air: deque[list[Flight]] = deque()
+        """What was launched and has not landed, step by step."""
+        self._tokenizer = tokenizer
+        self._new_detokenizer = detokenizers(tokenizer) if tokenizer else None
+        self._end_tokens = frozenset(end_tokens)
+        self._block_size = kv.block_size
+        self._next_id = 0
+
+    def _resident(self, config: EngineConfig) -> ResidentDecode | None:
+        device = self.sessions.kv.device
+        if not config.decodes_in_slots(device.type):
+            return None
+        return ResidentDecode(
+            self.sessions,
+            config.max_batch_size,
+            load_decode_kernels(device) if config.uses_kernels(device.type) else None,
+            graphs=config.replays_graphs(device.type),
+        )
+
+    # -------------------------------------------------------------------------- requests
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._scheduler.waiting or self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    def submit(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+        """Queue a prompt; raises for one that could never be served."""
+        if not isinstance(params, SamplingParams):
+            raise BadArgument(f"how to choose tokens is said by SamplingParams, not by {params!r}")
+        token_ids = self._token_ids(prompt)
+        self.sessions.check_tokens(token_ids)
+        if params.stop and self._tokenizer is None:
+            raise BadArgument("stop strings need a tokenizer, and this model came without one")
+        request = Request(
+            id=self._next_id,
+            params=params,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            prompt_length=len(token_ids),
+            most_tokens=self._most_tokens(len(token_ids), params),
+            session=self.sessions.empty(token_ids),
+            text=RequestText(self._new_detokenizer(), params.stop)
+            if self._new_detokenizer
+            else None,
+        )
+        self._next_id += 1
+        self._scheduler.add(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request now. One that has ended already stays as it is."""
+        if request.finish_reason is None:
+            self.path_counts[EnginePath.CANCELLED] += 1
+            self._end(request, FinishReason.CANCELLED)
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            try:
+                return [index(token) for token in prompt]
+            except TypeError as error:
+                raise BadArgument(f"a prompt is a text or token ids: {error}") from None
+        if self._tokenizer is None:
+            raise BadArgument(
+                "a text prompt needs a tokenizer, and this model came without one: give token ids"
+            )
+        try:
+            token_ids: list[int] = self._tokenizer.encode(prompt)
+        except (TypeError, ValueError) as error:
+            raise BadArgument(f"the tokenizer cannot read the prompt: {error}") from error
+        return token_ids
+
+    def _most_tokens(self, prompt_length: int, params: SamplingParams) -> int:
+        """How many tokens a request may generate; raises where not even one has room."""
+        positions = self.sessions.model.shape.max_length
+        if prompt_length >= positions:
+            raise RequestTooLarge(
+                f"a prompt of {prompt_length} tokens leaves no room for a new one: the model "
+                f"has {positions} positions{', by max_length' if self.config.max_length else ''}"
+            )
+        most = min(params.max_new_tokens, positions - prompt_length)
+        size = self._block_size
+        blocks = -(-(prompt_length + most - 1) // size)  # the last token is never stored
+        if blocks > self._supply.capacity:
+            raise RequestTooLarge(
+                f"a prompt of {prompt_length} tokens and {most} new ones take {blocks} blocks of "
+                f"{size} tokens, and the KV cache has {self._supply.capacity}: ask for fewer "
+                "tokens, or build it with a larger kv_cache_tokens"
+            )
+        return most
+
+    # ----------------------------------------------------------------------------- steps
+
+    def step(self) -> list[Update]:
+        """Launch what is due; what has arrived for each request that got a token or ended.
+
+        Up to ``run_ahead`` steps stay on their way while the host goes on.
+        """
+        step = self._scheduler.next_step()
+        try:
+            if step:
+                self._launch(step)
+            # Of those in the air one lands where none is launched.
+            updates = self._land(self._run_ahead if step else len(self._air) - 1)
+        except BaseException:
+            # Nobody knows how far it came: what is stored is stored anew, and what is on its
+            # way is computed again.
+            self._air.clear()
+            self._scheduler.start_over()
+            self._runner.start_over()
+            raise
+        if not self._scheduler.running:
+            self._air.clear()  # tokens that follow an end
+        return updates
+
+    def _land(self, most: int) -> list[Update]:
+        """Read the tokens of all steps but the last ``most``, and of those waited for."""
+        updates: list[Update] = []
+        while self._must_land(most):
+            for flight in self._air.popleft():
+                updates += [self._take(*landed) for landed in flight.land()]
+        return updates
+
+    def _must_land(self, most: int) -> bool:
+        """Whether more steps are on their way than may be, or one that somebody waits for."""
+        air = self._air
+        return len(air) > max(0, most) or any(each.urgent for step in air for each in step)
+
+    def _launch(self, step: Step) -> None:
+        self._supply.ensure(step.blocks)
+        self._count(step)
+        # One without tokens counts too: those behind it are to land as late as any, not later.
+        self._air.append(self._runner.launch(step))
+        for request, _ in step.chunks:
+            if request.pending:
+                self._supply.note_stored(request)
+
+    def _take(self, request: Request, token: int, logprob: float | None) -> Update:
+        if token < 0:
+            request.error = NoDistribution(
+                f"the model's logits for token {len(request.session.token_ids)} hold NaN, or "
+                "nothing finite: there is no next token to choose"
+            )
+            return self._last(request, None, "", FinishReason.ERROR)
+        tokens = request.session.token_ids
+        tokens.append(token)
+        length = len(tokens)
+        if self.prefixes and (
+            length == request.prompt_length + 1 or self._turn_of(request, length)
+        ):
+            self._supply.note_stored(request)
+        if logprob is not None and request.params.logprobs:
+            request.logprobs.append(logprob)
+        if token in self._end_tokens and not request.params.ignore_eos:
+            return self._last(request, token, "", FinishReason.STOP)
+        text, stopped = request.text.add(token) if request.text else ("", False)
+        if stopped:
+            return self._last(request, token, text, FinishReason.STOP)
+        if length == request.full_length:
+            return self._last(request, token, text, FinishReason.LENGTH)
+        return Update(request, token, text)
+
+    def _turn_of(self, request: Request, length: int) -> bool:
+        """Once for every block that it fills, and not when all fill theirs who began together."""
+        return (length - request.id) % self._block_size == 0
+
+    def _last(self, request: Request, token: int | None, text: str, reason: FinishReason) -> Update:
+        return Update(request, token, text + self._end(request, reason), reason)
+
+    def _end(self, request: Request, reason: FinishReason) -> str:
+        """Let go of all that a request holds; return the last of its text."""
+        if reason is FinishReason.ERROR:
+            self._supply.spoil(request)
+        self._scheduler.remove(request)
+        self._runner.forget()
+        request.finish_reason = reason
+        return request.text.finish() if request.text else ""
+
+    def _count(self, step: Step) -> None:
+        """Note which paths a step is about to take."""
+        counts = self.path_counts
+        if self._air and self._air[-1]:
+            counts[EnginePath.RUN_AHEAD] += 1
+        if step.overtaken:
+            counts[EnginePath.OVERTAKEN] += step.overtaken
+        if len(step.decoding) + len(step.chunks) > 1:
+            counts[EnginePath.BATCHED] += 1
+        if step.decoding and step.chunks:
+            counts[EnginePath.MIXED] += 1
+        for request, count in step.chunks:
+            found = request.found
+            first = request.session.stored == found
+            if count < request.pending:
+                counts[EnginePath.CHUNKED] += 1
+            if first and found:
+                counts[EnginePath.PREFIX_HIT] += 1
+            if first and request.preempted:
+                counts[EnginePath.RESUMED] += 1

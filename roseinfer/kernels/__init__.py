@@ -1,0 +1,1 @@
+"""Every Triton kernel, and how they are launched."""

@@ -1,0 +1,286 @@
+"""The append kernels: new keys and values to their slots.
+
+The three kernels differ only in where a token's block, position and source row come from.
+A program moves a tile of tokens x heads x head_dim, K and V. On a GPU a tile is one token
+wide, which spreads small batches; under the interpreter, where a program costs the same
+whatever its size, it holds many. Offsets are 64-bit; cache and inputs may have any strides.
+
+The ``kv_append_triton*`` functions check their arguments, which waits for the device; the
+``launch_*`` functions trust them and are what the block manager calls.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from roseinfer.errors import BadArgument
+from roseinfer.kernels.launch import KernelLauncher, check_cache_pair, check_index
+
+if TYPE_CHECKING:
+    import torch
+
+_TILE = 4096
+"""Most elements of one token's K or V in a tile; more heads are split over programs."""
+_INTERPRETED_TOKENS = 64
+"""Most tokens of a tile under the interpreter."""
+
+
+@triton.jit
+def _token_tile(n, TILE_N: tl.constexpr):
+    """The tokens of this program, and which of them exist."""
+    tokens = tl.program_id(0).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+    return tokens, tokens < n
+
+
+@triton.jit
+def _move_tokens(
+    k_cache, v_cache, key, value,
+    rows, blocks, positions, exist,
+    kc_b, kc_h, kc_t, kc_d,
+    vc_b, vc_h, vc_t, vc_d,
+    k_r, k_h, k_d,
+    v_r, v_h, v_d,
+    H: tl.constexpr, D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    heads = (tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)[None, :, None]).to(tl.int64)
+    dims = tl.arange(0, TILE_D)[None, None, :].to(tl.int64)
+    inside = (heads < H) & (dims < D) & exist[:, None, None]
+    rows = rows.to(tl.int64)[:, None, None]
+    blocks = blocks.to(tl.int64)[:, None, None]
+    positions = positions.to(tl.int64)[:, None, None]
+    k = tl.load(key + (rows * k_r + heads * k_h + dims * k_d), inside)
+    v = tl.load(value + (rows * v_r + heads * v_h + dims * v_d), inside)
+    tl.store(k_cache + (blocks * kc_b + positions * kc_t + heads * kc_h + dims * kc_d), k, inside)
+    tl.store(v_cache + (blocks * vc_b + positions * vc_t + heads * vc_h + dims * vc_d), v, inside)
+
+
+@triton.jit(do_not_specialize=["n", "pos"])
+def _full_batch_kernel(
+    k_cache, v_cache, key, value, block_idx,
+    n, pos,
+    kc_b: tl.constexpr, kc_h: tl.constexpr, kc_t: tl.constexpr, kc_d: tl.constexpr,
+    vc_b: tl.constexpr, vc_h: tl.constexpr, vc_t: tl.constexpr, vc_d: tl.constexpr,
+    k_r, k_h, k_d,
+    v_r, v_h, v_d,
+    TILE_N: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    tokens, exist = _token_tile(n, TILE_N)
+    blocks = tl.load(block_idx + tokens, exist, other=0)
+    _move_tokens(
+        k_cache, v_cache, key, value,
+        tokens, blocks, tl.full((TILE_N,), pos, tl.int64), exist,
+        kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
+        k_r, k_h, k_d, v_r, v_h, v_d,
+        H, D, TILE_H, TILE_D,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n"])
+def _identity_pos_kernel(
+    k_cache, v_cache, key, value, positions, block_idx,
+    n,
+    kc_b: tl.constexpr, kc_h: tl.constexpr, kc_t: tl.constexpr, kc_d: tl.constexpr,
+    vc_b: tl.constexpr, vc_h: tl.constexpr, vc_t: tl.constexpr, vc_d: tl.constexpr,
+    k_r, k_h, k_d,
+    v_r, v_h, v_d,
+    TILE_N: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    tokens, exist = _token_tile(n, TILE_N)
+    blocks = tl.load(block_idx + tokens, exist, other=0)
+    _move_tokens(
+        k_cache, v_cache, key, value,
+        tokens, blocks, tl.load(positions + tokens, exist, other=0), exist,
+        kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
+        k_r, k_h, k_d, v_r, v_h, v_d,
+        H, D, TILE_H, TILE_D,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n"])
+def _gather_kernel(
+    k_cache, v_cache, key, value, rows, positions, block_idx,
+    n,
+    kc_b: tl.constexpr, kc_h: tl.constexpr, kc_t: tl.constexpr, kc_d: tl.constexpr,
+    vc_b: tl.constexpr, vc_h: tl.constexpr, vc_t: tl.constexpr, vc_d: tl.constexpr,
+    k_r, k_h, k_d,
+    v_r, v_h, v_d,
+    TILE_N: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    tokens, exist = _token_tile(n, TILE_N)
+    blocks = tl.load(block_idx + tokens, exist, other=0)
+    _move_tokens(
+        k_cache, v_cache, key, value,
+        tl.load(rows + tokens, exist, other=0), blocks,
+        tl.load(positions + tokens, exist, other=0), exist,
+        kc_b, kc_h, kc_t, kc_d, vc_b, vc_h, vc_t, vc_d,
+        k_r, k_h, k_d, v_r, v_h, v_d,
+        H, D, TILE_H, TILE_D,
+    )  # fmt: skip
+
+
+_INTERPRETED = not isinstance(_gather_kernel, triton.runtime.JITFunction)
+_full_batch = KernelLauncher(_full_batch_kernel)
+_identity_pos = KernelLauncher(_identity_pos_kernel)
+_gather = KernelLauncher(_gather_kernel)
+
+
+def is_interpreted() -> bool:
+    """Whether these kernels run under Triton's interpreter instead of being compiled."""
+    return _INTERPRETED
+
+
+def _launch(
+    launcher: KernelLauncher,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: tuple[torch.Tensor, ...],
+    pos: tuple[int, ...] = (),
+) -> None:
+    num_tokens = indices[-1].shape[0]
+    tile, num_warps = _tile(*key.shape[1:])
+    tile_n = min(1 << (num_tokens - 1).bit_length(), _INTERPRETED_TOKENS) if _INTERPRETED else 1
+    num_heads, _, tile_h, _ = tile
+    launcher(
+        (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
+        (k_cache, v_cache, key, value, *indices),
+        (num_tokens, *pos),
+        (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
+        num_warps,
+    )
+
+
+@cache
+def _tile(num_heads: int, head_dim: int) -> tuple[tuple[int, int, int, int], int]:
+    """Heads and head_dim, the tile that covers them as far as it may, and warps for it."""
+    tile_d = 1 << (head_dim - 1).bit_length()
+    tile_h = min(1 << (num_heads - 1).bit_length(), max(1, _TILE // tile_d))
+    return (num_heads, head_dim, tile_h, tile_d), min(4, max(1, tile_h * tile_d // 1024))
+
+
+def launch_full_batch(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_idx: torch.Tensor,
+    pos: int,
+) -> None:
+    _launch(_full_batch, k_cache, v_cache, key, value, (block_idx,), (pos,))
+
+
+def launch_identity_pos(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_idx: torch.Tensor,
+    pos: torch.Tensor,
+) -> None:
+    _launch(_identity_pos, k_cache, v_cache, key, value, (pos, block_idx))
+
+
+def launch_gather(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_idx: torch.Tensor,
+    pos: torch.Tensor,
+    batch_idx: torch.Tensor,
+) -> None:
+    _launch(_gather, k_cache, v_cache, key, value, (batch_idx, pos, block_idx))
+
+
+def kv_append_triton(
+    *,
+    k_cache_layer: torch.Tensor,
+    v_cache_layer: torch.Tensor,
+    key_new: torch.Tensor,
+    value_new: torch.Tensor,
+    batch_idx: torch.Tensor,
+    block_idx: torch.Tensor,
+    pos: torch.Tensor,
+) -> None:
+    """Write row ``batch_idx[i]`` of the inputs to ``pos[i]`` of block ``block_idx[i]``.
+
+    Caches are ``[blocks, heads, block_size, head_dim]``, inputs ``[rows, heads, head_dim]``,
+    indices one-dimensional, int32 or int64.
+    """
+    key, value = _checked(k_cache_layer, v_cache_layer, key_new, value_new)
+    count = batch_idx.numel()
+    check_index("batch_idx", batch_idx, k_cache_layer, count, key.shape[0])
+    check_index("block_idx", block_idx, k_cache_layer, count, k_cache_layer.shape[0])
+    check_index("pos", pos, k_cache_layer, count, k_cache_layer.shape[2])
+    if count:
+        launch_gather(k_cache_layer, v_cache_layer, key, value, *_alike(block_idx, pos, batch_idx))
+
+
+def kv_append_triton_identity_pos(
+    *,
+    k_cache_layer: torch.Tensor,
+    v_cache_layer: torch.Tensor,
+    key_new: torch.Tensor,
+    value_new: torch.Tensor,
+    block_idx: torch.Tensor,
+    pos: torch.Tensor,
+) -> None:
+    """Write every row ``i`` of the inputs to ``pos[i]`` of block ``block_idx[i]``."""
+    key, value = _checked(k_cache_layer, v_cache_layer, key_new, value_new)
+    count = key.shape[0]
+    check_index("block_idx", block_idx, k_cache_layer, count, k_cache_layer.shape[0])
+    check_index("pos", pos, k_cache_layer, count, k_cache_layer.shape[2])
+    if count:
+        launch_identity_pos(k_cache_layer, v_cache_layer, key, value, *_alike(block_idx, pos))
+
+
+def kv_append_triton_full_batch(
+    *,
+    k_cache_layer: torch.Tensor,
+    v_cache_layer: torch.Tensor,
+    key_new: torch.Tensor,
+    value_new: torch.Tensor,
+    block_idx: torch.Tensor,
+    pos: int,
+) -> None:
+    """Write every row ``i`` of the inputs to ``pos`` of block ``block_idx[i]``."""
+    key, value = _checked(k_cache_layer, v_cache_layer, key_new, value_new)
+    block_size = k_cache_layer.shape[2]
+    if not 0 <= pos < block_size:
+        raise BadArgument(f"pos must lie in 0..{block_size - 1}, not {pos}")
+    check_index("block_idx", block_idx, k_cache_layer, key.shape[0], k_cache_layer.shape[0])
+    if key.shape[0]:
+        launch_full_batch(k_cache_layer, v_cache_layer, key, value, block_idx.contiguous(), pos)
+
+
+def _checked(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inputs in the cache's dtype, once everything about them fits."""
+    check_cache_pair(k_cache, v_cache, dims=4)
+    _, heads, _, head_dim = k_cache.shape
+    for name, new in (("key_new", key), ("value_new", value)):
+        if new.dim() != 3 or new.shape[1:] != (heads, head_dim):
+            raise BadArgument(f"{name} must be [rows, {heads}, {head_dim}], not {tuple(new.shape)}")
+        if new.device != k_cache.device:
+            raise BadArgument(f"{name} is on {new.device} and the cache on {k_cache.device}")
+        if not new.is_floating_point():
+            raise BadArgument(f"{name} must be of floats, not {new.dtype}")
+    if key.shape != value.shape:
+        raise BadArgument(f"key_new has {key.shape[0]} rows and value_new {value.shape[0]}")
+    return key.to(k_cache.dtype), value.to(k_cache.dtype)
+
+
+def _alike(*indices: torch.Tensor) -> list[torch.Tensor]:
+    """Contiguous indices of one dtype, as the launcher's memory of compiled forms assumes."""
+    dtype = indices[0].dtype
+    same = all(index.dtype == dtype for index in indices)
+    return [index.contiguous() if same else index.long().contiguous() for index in indices]

@@ -1,0 +1,127 @@
+"""Attention of several new tokens a sequence: whole prompts, and chunks behind what is stored.
+
+A program takes some consecutive tokens of one sequence and one KV head with the query heads
+that share it, and goes through the sequence's blocks, wherever they lie, up to its last token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from roseinfer.errors import BadArgument
+from roseinfer.kernels.combine_parts import LOG2_E
+from roseinfer.kernels.dot import dot
+from roseinfer.kernels.launch import on_device
+
+if TYPE_CHECKING:
+    import torch
+
+_TILE_T = 64
+"""Tokens of context that a program looks at together."""
+
+
+@triton.jit
+def _chunk_kernel(
+    query, k_cache, v_cache, tables, sequences, rows, counts, positions, out,
+    scale,
+    q_s, q_h, q_d, o_s, o_h, o_d,
+    kc_b, kc_h, kc_t, kc_d,
+    vc_b, vc_h, vc_t, vc_d,
+    table_width,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_G: tl.constexpr, TILE_D: tl.constexpr, TILE_T: tl.constexpr,
+    LIMIT: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    sequence = tl.load(sequences + tile).to(tl.int64)
+    row = tl.load(rows + tile).to(tl.int64)
+    count = tl.load(counts + tile)
+    position = tl.load(positions + tile)
+    m = tl.arange(0, TILE_Q * TILE_G)
+    token, member = m // TILE_G, m % TILE_G
+    dims = tl.arange(0, TILE_D)
+    q_inside = ((token < count) & (member < GROUP))[:, None] & (dims < D)[None, :]
+    head = kv_head * GROUP + member
+    q = tl.load(
+        query + (row + token)[:, None] * q_s + head[:, None] * q_h + dims[None, :] * q_d,
+        q_inside, other=0.0,
+    )  # fmt: skip
+    top = tl.full((TILE_Q * TILE_G,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE_Q * TILE_G,), tl.float32)
+    sums = tl.zeros((TILE_Q * TILE_G, TILE_D), tl.float32)
+    end = position + count
+    # Not every version of Triton's interpreter can count to a tensor.
+    for at in tl.range(0, LIMIT if LIMIT else end, TILE_T):
+        tokens = at + tl.arange(0, TILE_T)
+        stored = tokens < end
+        blocks = tl.load(tables + sequence * table_width + tokens // BLOCK, stored, other=0).to(
+            tl.int64
+        )
+        slots = (tokens % BLOCK).to(tl.int64)
+        inside = stored[:, None] & (dims < D)[None, :]
+        k = tl.load(
+            k_cache + blocks[:, None] * kc_b + kv_head * kc_h + slots[:, None] * kc_t
+            + dims[None, :] * kc_d, inside, other=0.0,
+        )  # fmt: skip
+        v = tl.load(
+            v_cache + blocks[:, None] * vc_b + kv_head * vc_h + slots[:, None] * vc_t
+            + dims[None, :] * vc_d, inside, other=0.0,
+        )  # fmt: skip
+        scores = dot(q, tl.trans(k)) * scale
+        seen = tokens[None, :] <= (position + token)[:, None]
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - higher)  # the first token is seen by all: no maximum stays infinite
+        weights = tl.exp2(scores - higher[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        sums = sums * shrink[:, None] + dot(weights.to(v.dtype), v)
+        top = higher
+    tl.store(
+        out + (row + token)[:, None] * o_s + head[:, None] * o_h + dims[None, :] * o_d,
+        (sums / total[:, None]).to(out.dtype.element_ty), q_inside,
+    )  # fmt: skip
+
+
+_INTERPRETED = not isinstance(_chunk_kernel, triton.runtime.JITFunction)
+
+
+def paged_attention_chunks(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tables: torch.Tensor,
+    tiles: tuple[torch.Tensor, ...],
+    scale: float,
+    *,
+    tile_q: int,
+    longest: int,
+) -> torch.Tensor:
+    """Attention of ``[tokens, q_heads, head_dim]`` whose keys and values are stored.
+
+    The caches are one layer, and row ``i`` of ``tables`` lists sequence ``i``'s blocks.
+    ``tiles`` are columns: for each program its sequence, the first of its tokens in ``query``,
+    how many they are (``tile_q`` or fewer), and that token's position. No position is
+    ``longest`` or more.
+    """
+    tokens, q_heads, head_dim = query.shape
+    _, kv_heads, block_size, _ = k_cache.shape
+    if q_heads % kv_heads or k_cache.shape[3] != head_dim:
+        raise BadArgument(
+            f"{q_heads} query heads of {head_dim} do not fit {kv_heads} KV heads of "
+            f"{k_cache.shape[3]}"
+        )
+    out = query.new_empty((tokens, q_heads, head_dim))
+    group = q_heads // kv_heads
+    tile_g, tile_d = 1 << (group - 1).bit_length(), max(16, 1 << (head_dim - 1).bit_length())
+    with on_device(query.device):
+        _chunk_kernel[(len(tiles[0]), kv_heads)](
+            query, k_cache, v_cache, tables, *tiles, out, scale * LOG2_E,
+            *query.stride(), *out.stride(), *k_cache.stride(), *v_cache.stride(),
+            tables.stride(0), group, head_dim, block_size, tile_q, tile_g, tile_d, _TILE_T,
+            longest if _INTERPRETED else 0,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,94 @@
+"""Greedy decoding's end of a step: every row's likeliest token, and on to the next position."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from roseinfer.kernels.early_launch import early
+
+_STRIPS = 32
+"""Programs that share a row, of which the second kernel hears what each has found."""
+_TILE = 1024
+
+
+@triton.jit
+def _strip_kernel(
+    logits, best, place, kind,
+    l_r, strips,
+    N: tl.constexpr, STRIP: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The largest number of a strip, the first place it has, and what kinds there are."""
+    row = tl.program_id(0).to(tl.int64)
+    strip = tl.program_id(1)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    top = tl.full((TILE,), float("-inf"), tl.float32)
+    at_top = tl.zeros((TILE,), tl.int32)
+    broken = tl.zeros((TILE,), tl.int32)
+    finite = tl.zeros((TILE,), tl.int32)
+    for at in range(0, STRIP, TILE):
+        n = strip * STRIP + at + tl.arange(0, TILE)
+        x = tl.load(logits + row * l_r + n, n < N, other=float("-inf")).to(tl.float32)
+        broken |= (x != x).to(tl.int32)
+        finite |= (tl.abs(x) < float("inf")).to(tl.int32)
+        higher = x > top
+        top = tl.where(higher, x, top)
+        at_top = tl.where(higher, n, at_top)
+    highest = tl.max(top, 0)
+    tl.store(best + row * strips + strip, highest)
+    tl.store(place + row * strips + strip, tl.min(tl.where(top == highest, at_top, N), 0))
+    tl.store(kind + row * strips + strip, tl.max(broken, 0) * 2 + tl.max(finite, 0))
+
+
+@triton.jit
+def _advance_kernel(
+    best, place, kind, chosen, tokens, lengths, active,
+    strips, l_r, a_r,
+    N: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    strip = tl.arange(0, TILE)
+    inside = strip < strips
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    highest = tl.load(best + row * strips + strip, inside, other=float("-inf"))
+    first = tl.load(place + row * strips + strip, inside, other=N)
+    kinds = tl.load(kind + row * strips + strip, inside, other=0)
+    token = tl.min(tl.where(highest == tl.max(highest, 0), first, N), 0).to(tl.int64)
+    usable = tl.max(kinds, 0) == 1  # something finite somewhere, and NaN nowhere
+    tl.store(chosen + row, tl.where(usable, token, -1))
+    tl.store(tokens + row, tl.where(usable, token, 0))
+    length = tl.load(lengths + row * l_r)
+    tl.store(lengths + row * l_r, length + tl.load(active + row * a_r))
+
+
+def advance_to_likeliest(
+    logits: torch.Tensor,
+    chosen: torch.Tensor,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    active: torch.Tensor,
+) -> None:
+    """Choose the first of the largest logits of each row, and add ``active`` to ``lengths``.
+
+    ``chosen`` is -1 for a row with NaN or nothing finite, whose token to go on with is 0.
+    """
+    rows, width = logits.shape
+    strip = triton.cdiv(triton.cdiv(width, _STRIPS), _TILE) * _TILE
+    strips = triton.cdiv(width, strip)
+    best = logits.new_empty((rows, strips), dtype=torch.float32)
+    place, kind = logits.new_empty((2, rows, strips), dtype=torch.int32)
+    quick = early(logits)
+    _strip_kernel[(rows, strips)](
+        logits, best, place, kind, logits.stride(0), strips, width, strip, _TILE, quick,
+        num_warps=4, launch_pdl=quick,
+    )  # fmt: skip
+    _advance_kernel[(rows,)](
+        best, place, kind, chosen, tokens, lengths, active,
+        strips, lengths.stride(0), active.stride(0),
+        width, triton.next_power_of_2(strips), quick, num_warps=1, launch_pdl=quick,
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""Linear layers of few rows: reading the weights is all they cost.
+
+Weights depend on no other kernel. Where the GPU allows it, a kernel starts while the one in
+front of it ends, and has its first weights on their way when the rows are there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from roseinfer.kernels.dot import dot
+from roseinfer.kernels.early_launch import early
+
+_TILE_K = 128
+_MOST_TILE_R = 64
+_PROGRAMS_WANTED = 96
+"""For layers that are cut into parts: most of a large GPU, and few enough parts to add up."""
+_WIDE = 1 << 14
+"""Outputs from which a layer has programs enough, however large each is."""
+
+
+@triton.jit
+def _whole_kernel(
+    x, weight, bias, out, rows,
+    x_r, w_k, w_n, o_r,
+    N: tl.constexpr, K: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr,
+    BIAS: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program takes a strip of outputs of some rows."""
+    r = (tl.program_id(1) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
+    n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    columns = weight + n.to(tl.int64)[None, :] * w_n
+    if BIAS:
+        b = tl.load(bias + n, n < N, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros((TILE_R, TILE_N), tl.float32)
+    for at in tl.range(0, K, TILE_K, num_stages=STAGES):
+        k = at + tl.arange(0, TILE_K)
+        w_in, x_in = (n < N)[None, :], (r < rows)[:, None]
+        if K % TILE_K:
+            w_in, x_in = w_in & (k < K)[:, None], x_in & (k < K)[None, :]
+        w = tl.load(columns + k[:, None] * w_k, w_in, other=0.0)
+        a = tl.load(x + r[:, None] * x_r + k[None, :], x_in, other=0.0)
+        total = dot(a, w, total)
+    if BIAS:
+        total += b[None, :]
+    if GELU:
+        # tanh by the logistic function, of which there is a fast one; beyond 10 both are flat
+        inner = 0.7978845608028654 * (total + 0.044715 * total * total * total)
+        inner = tl.minimum(tl.maximum(inner, -10.0), 10.0)
+        total = total * tl.sigmoid(2.0 * inner)
+    tl.store(
+        out + r[:, None] * o_r + n[None, :],
+        total.to(out.dtype.element_ty), (r < rows)[:, None] & (n < N)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def _parts_kernel(
+    x, weight, out, rows,
+    x_r, w_k, w_n, o_p, o_r,
+    N: tl.constexpr, K: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program takes a strip of outputs and a part of the inputs, of up to four tiles.
+
+    It holds all its weights before it waits for the rows.
+    """
+    r = (tl.program_id(2) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
+    n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    part = tl.program_id(1)
+    TILES: tl.constexpr = (K + PARTS * TILE_K - 1) // (PARTS * TILE_K)
+    k = part * TILES * TILE_K + tl.arange(0, TILE_K)
+    EVEN: tl.constexpr = K % (PARTS * TILE_K) == 0
+    w_at = weight + n.to(tl.int64)[None, :] * w_n + k[:, None] * w_k
+    w_in = (n < N)[None, :]
+    x_at = x + r[:, None] * x_r + k[None, :]
+    x_in = (r < rows)[:, None]
+    w_0 = tl.load(w_at, w_in if EVEN else w_in & (k < K)[:, None], other=0.0)
+    if TILES > 1:
+        at_1 = k + TILE_K
+        w_1 = tl.load(w_at + TILE_K * w_k, w_in if EVEN else w_in & (at_1 < K)[:, None], other=0.0)
+    if TILES > 2:
+        at_2 = k + 2 * TILE_K
+        w_2 = tl.load(
+            w_at + 2 * TILE_K * w_k, w_in if EVEN else w_in & (at_2 < K)[:, None], other=0.0
+        )
+    if TILES > 3:
+        at_3 = k + 3 * TILE_K
+        w_3 = tl.load(
+            w_at + 3 * TILE_K * w_k, w_in if EVEN else w_in & (at_3 < K)[:, None], other=0.0
+        )
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    a = tl.load(x_at, x_in if EVEN else x_in & (k < K)[None, :], other=0.0)
+    total = dot(a, w_0)
+    if TILES > 1:
+        a = tl.load(x_at + TILE_K, x_in if EVEN else x_in & (at_1 < K)[None, :], other=0.0)
+        total = dot(a, w_1, total)
+    if TILES > 2:
+        a = tl.load(x_at + 2 * TILE_K, x_in if EVEN else x_in & (at_2 < K)[None, :], other=0.0)
+        total = dot(a, w_2, total)
+    if TILES > 3:
+        a = tl.load(x_at + 3 * TILE_K, x_in if EVEN else x_in & (at_3 < K)[None, :], other=0.0)
+        total = dot(a, w_3, total)
+    tl.store(
+        out + part * o_p + r[:, None] * o_r + n[None, :], total, x_in & (n < N)[None, :]
+    )  # fmt: skip
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gelu: bool = False
+) -> torch.Tensor:
+    """``x @ weight + bias`` for ``[rows, inputs]`` and ``[inputs, outputs]`` of any strides."""
+    rows, inputs = x.shape
+    outputs = weight.shape[1]
+    tile_r = _tile_r(rows)
+    tile_n, tile_k, warps, stages = _whole_tiles(rows, outputs)
+    out = x.new_empty((rows, outputs))
+    quick = early(x)
+    _whole_kernel[(triton.cdiv(outputs, tile_n), triton.cdiv(rows, tile_r))](
+        x, weight, bias, out, rows, x.stride(0), *weight.stride(), out.stride(0),
+        outputs, inputs, tile_r, tile_n, tile_k, stages, bias is not None, gelu, quick,
+        num_warps=warps, launch_pdl=quick,
+    )  # fmt: skip
+    return out
+
+
+def linear_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x @ weight`` as ``[parts, rows, outputs]`` in float32, which are still to be added."""
+    rows, inputs = x.shape
+    outputs = weight.shape[1]
+    tile_r, tile_n = _tile_r(rows), 64
+    strips = triton.cdiv(outputs, tile_n) * triton.cdiv(rows, tile_r)
+    parts = _num_parts(inputs, strips)
+    out = x.new_empty((parts, rows, outputs), dtype=torch.float32)
+    quick = early(x)
+    _parts_kernel[(triton.cdiv(outputs, tile_n), parts, triton.cdiv(rows, tile_r))](
+        x, weight, out, rows, x.stride(0), *weight.stride(), *out.stride()[:2],
+        outputs, inputs, tile_r, tile_n, _TILE_K, parts, quick, num_warps=4, launch_pdl=quick,
+    )  # fmt: skip
+    return out
+
+
+def _tile_r(rows: int) -> int:
+    return int(min(_MOST_TILE_R, max(16, triton.next_power_of_2(rows))))
+
+
+def _whole_tiles(rows: int, outputs: int) -> tuple[int, int, int, int]:
+    """Outputs and inputs of a tile, warps and stages: the fastest on an H200 of those tried."""
+    if outputs >= _WIDE:
+        return 64, 64, 4, 4
+    return (32, 64, 4, 6) if rows <= _MOST_TILE_R else (64, 128, 4, 3)
+
+
+def _num_parts(inputs: int, strips: int) -> int:
+    """As few parts as make for programs enough, of one to four tiles each."""
+    tiles = triton.cdiv(inputs, _TILE_K)
+    each = triton.cdiv(tiles, triton.cdiv(_PROGRAMS_WANTED, strips))
+    return int(triton.cdiv(tiles, min(each, 4)))

@@ -1,0 +1,103 @@
+"""The residual stream between two linear layers: added to, and normed for the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from roseinfer.kernels.early_launch import early
+
+
+@triton.jit
+def _add_norm_kernel(
+    residual, added, bias, gain, shift, normed,
+    a_p, a_r, r_r, n_r, epsilon,
+    N: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, TILE_N)
+    inside = n < N
+    g = tl.load(gain + n, inside, other=0.0).to(tl.float32)
+    b = tl.load(shift + n, inside, other=0.0).to(tl.float32)
+    if BIAS:
+        also = tl.load(bias + n, inside, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(residual + row * r_r + n, inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        x += tl.load(added + part * a_p + row * a_r + n, inside, other=0.0).to(tl.float32)
+    if BIAS:
+        x += also
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    x = x.to(residual.dtype.element_ty)
+    tl.store(residual + row * r_r + n, x, inside)
+    x = x.to(tl.float32)
+    x = tl.where(inside, x - tl.sum(x, 0) / N, 0.0)
+    scaled = x * tl.rsqrt(tl.sum(x * x, 0) / N + epsilon) * g + b
+    tl.store(normed + row * n_r + n, scaled.to(normed.dtype.element_ty), inside)
+
+
+@triton.jit
+def _embed_norm_kernel(
+    tokens, positions, word, place, gain, shift, residual, normed,
+    p_s, w_r, p_r, r_r, n_r, epsilon,
+    N: tl.constexpr, TILE_N: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, TILE_N)
+    inside = n < N
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.load(tokens + row).to(tl.int64)
+    position = tl.load(positions + row * p_s).to(tl.int64)
+    x = tl.load(word + token * w_r + n, inside, other=0.0).to(tl.float32)
+    x += tl.load(place + position * p_r + n, inside, other=0.0).to(tl.float32)
+    x = x.to(residual.dtype.element_ty)
+    tl.store(residual + row * r_r + n, x, inside)
+    x = x.to(tl.float32)
+    x = tl.where(inside, x - tl.sum(x, 0) / N, 0.0)
+    scaled = x * tl.rsqrt(tl.sum(x * x, 0) / N + epsilon)
+    scaled *= tl.load(gain + n, inside, other=0.0).to(tl.float32)
+    scaled += tl.load(shift + n, inside, other=0.0).to(tl.float32)
+    tl.store(normed + row * n_r + n, scaled.to(normed.dtype.element_ty), inside)
+
+
+def add_norm(
+    residual: torch.Tensor, added: torch.Tensor, bias: torch.Tensor | None, norm: Any
+) -> torch.Tensor:
+    """Add ``[parts, rows, width]`` and a bias to the residual in place; return it normed."""
+    rows, width = residual.shape
+    normed = torch.empty_like(residual)
+    _add_norm_kernel[(rows,)](
+        residual, added, bias, norm.weight, norm.bias, normed,
+        *added.stride()[:2], residual.stride(0), normed.stride(0), norm.eps,
+        width, triton.next_power_of_2(width), len(added), bias is not None,
+        early(residual), num_warps=16, launch_pdl=early(residual),
+    )  # fmt: skip
+    return normed
+
+
+def embed_norm(
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    words: torch.Tensor,
+    places: torch.Tensor,
+    norm: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and positions as one residual stream, and that normed."""
+    width = words.shape[1]
+    residual = words.new_empty((len(tokens), width))
+    normed = torch.empty_like(residual)
+    _embed_norm_kernel[(len(tokens),)](
+        tokens, positions, words, places, norm.weight, norm.bias, residual, normed,
+        positions.stride(0), words.stride(0), places.stride(0), residual.stride(0),
+        normed.stride(0), norm.eps, width, triton.next_power_of_2(width),
+        early(words), num_warps=16, launch_pdl=early(words),
+    )  # fmt: skip
+    return residual, normed

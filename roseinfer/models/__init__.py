@@ -1,0 +1,1 @@
+"""Models of transformers, loaded and run on the paged cache."""

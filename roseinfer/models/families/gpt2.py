@@ -1,0 +1,78 @@
+"""GPT-2 run on fused kernels: the same weights and arithmetic as transformers' own modules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import gelu
+from torch.nn.functional import linear as torch_linear
+
+from roseinfer.engine_paths import EnginePath
+from roseinfer.kernels.linear import linear, linear_in_parts
+from roseinfer.kernels.norm import add_norm, embed_norm
+from roseinfer.models.causal import CausalModel
+
+if TYPE_CHECKING:
+    from roseinfer.models.interface import Attention
+
+MOST_ROWS = 256
+"""Above this the tensor cores are busy, and torch's own matrix products are better."""
+
+
+class FusedGPT2(CausalModel):
+    """Its forward pass is 7 kernels a layer, attention among them."""
+
+    paths = (EnginePath.FUSED,)
+
+    @staticmethod
+    def fits(model: Any) -> bool:
+        """Whether it is a GPT-2 of the usual kind."""
+        config = model.config
+        return (
+            type(model).__name__ == "GPT2LMHeadModel"
+            and config.activation_function == "gelu_new"
+            and config.scale_attn_weights
+            and not config.scale_attn_by_inverse_layer_idx
+            and not config.add_cross_attention
+        )
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        last_rows: torch.Tensor | None,
+        batch: Attention,
+    ) -> torch.Tensor:
+        body = self._model.transformer
+        few = len(token_ids) <= MOST_ROWS
+        first = body.h[0].ln_1
+        residual, x = embed_norm(token_ids, positions, body.wte.weight, body.wpe.weight, first)
+        norms = [block.ln_1 for block in body.h[1:]] + [body.ln_f]
+        for layer, (block, after) in enumerate(zip(body.h, norms, strict=True)):
+            attention, mlp = block.attn, block.mlp
+            new = _whole(x, attention.c_attn, few).view(len(x), 3, -1, self.shape.head_dim)
+            query, key, value = new.unbind(1)
+            out = batch.attend_new(layer, query, key, value, self.shape.head_dim**-0.5)
+            added = _parts(out.view(len(x), -1), attention.c_proj, few)
+            x = add_norm(residual, added, attention.c_proj.bias, block.ln_2)
+            x = _whole(x, mlp.c_fc, few, activate=True)
+            added = _parts(x, mlp.c_proj, few)
+            x = add_norm(residual, added, mlp.c_proj.bias, after)
+        if last_rows is not None:
+            x = x[last_rows]
+        head = self._model.lm_head.weight
+        return linear(x, head.T) if len(x) <= MOST_ROWS else torch_linear(x, head)
+
+
+def _whole(x: torch.Tensor, layer: Any, few: bool, *, activate: bool = False) -> torch.Tensor:
+    if few:
+        return linear(x, layer.weight, layer.bias, gelu=activate)
+    out = torch.addmm(layer.bias, x, layer.weight)
+    return gelu(out, approximate="tanh") if activate else out
+
+
+def _parts(x: torch.Tensor, layer: Any, few: bool) -> torch.Tensor:
+    """Without the bias, which is added with the parts."""
+    return linear_in_parts(x, layer.weight) if few else (x @ layer.weight)[None]

@@ -1,0 +1,222 @@
+"""From a name to a model on a device, its tokenizer, and a cache as large as there is room."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoTokenizer
+
+from roseinfer.engine_paths import EnginePath
+from roseinfer.errors import ConfigError, UnsupportedModel
+from roseinfer.kernels.runtime import load_kernels
+from roseinfer.kv.manager import KVBlockManager
+from roseinfer.models.causal import CausalModel
+from roseinfer.models.checkpoint import fetch
+from roseinfer.models.compiling import compile_layers
+from roseinfer.models.padded_head import PaddedHead, pad_head
+from roseinfer.models.tiny import tiny_gpt2
+
+if TYPE_CHECKING:
+    from roseinfer.config import EngineConfig
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+_SHARE_OF_MEMORY = 0.85
+"""Of a GPU's free memory, that the cache takes; activations need the rest."""
+_MOST_ON_CPU = 2 << 30
+"""Bytes of a cache in main memory that nobody gave a size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What an engine is built from."""
+
+    model: CausalModel
+    kv: KVBlockManager
+    tokenizer: Any
+    """None for a checkpoint without one: prompts are token ids then."""
+    end_tokens: tuple[int, ...]
+
+
+def load(
+    model: Any,
+    config: EngineConfig,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    tokenizer: Any = None,
+) -> Loaded:
+    """``model`` is ``"tiny"``, a directory, a hub id, or a model that was loaded already."""
+    where = resolve_device(device)
+    wanted = resolve_dtype(dtype, where)
+    _check_what_is_asked_of(where, config)
+    network: Any = model
+    if isinstance(model, (str, os.PathLike)):
+        network, tokenizer = _network(os.fspath(model), where, wanted, tokenizer)
+    elif isinstance(model, torch.nn.Module) and hasattr(model, "config"):
+        network = network.to(where, wanted if dtype else None)
+    else:
+        raise ConfigError(
+            f"{model!r} is no model: it must be 'tiny', a directory, a hub id, or a transformers "
+            "model that is loaded already"
+        )
+    causal = _causal(network, config)
+    return Loaded(
+        causal,
+        _cache(causal, config),
+        tokenizer,
+        _end_tokens(network, tokenizer),
+    )
+
+
+def _check_what_is_asked_of(device: torch.device, config: EngineConfig) -> None:
+    """Raise where a switch is on for what cannot run there."""
+    for name in ("paged_attention", "fused_model"):
+        if getattr(config, name):
+            kernels, reason = load_kernels(device)
+            if not kernels:
+                raise ConfigError(f"{name}=True: {reason}")
+    if config.cuda_graph and device.type != "cuda":
+        raise ConfigError(f"cuda_graph=True: there are no CUDA graphs on {device.type}")
+
+
+def _causal(network: Any, config: EngineConfig) -> CausalModel:
+    """On fused kernels where there are some for the model, else as transformers runs it."""
+    if config.fuses(network.device.type):
+        from roseinfer.models.families.gpt2 import FusedGPT2
+
+        if FusedGPT2.fits(network):
+            if config.compile_layers:
+                raise ConfigError(
+                    f"compile_layers: {type(network).__name__} runs on fused kernels, of which "
+                    "nothing is left to compile: leave it off, or have fused_model=False too"
+                )
+            return FusedGPT2(network, max_length=config.max_length)
+    if config.pads_head(network.device.type):
+        pad_head(network)
+    causal = CausalModel(network, max_length=config.max_length)
+    if isinstance(network.get_output_embeddings(), PaddedHead):
+        causal.paths += (EnginePath.PADDED_HEAD,)
+    if config.compile_layers:
+        compile_layers(network)
+        causal.paths += (EnginePath.COMPILED,)
+    return causal
+
+
+def resolve_device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is not one that torch knows: {error}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r}: the engine runs on cpu and cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r}: torch sees no GPU here; device='cpu' works")
+    if (device.index or 0) >= max(1, torch.cuda.device_count()):
+        raise ConfigError(f"device {name!r}: there are {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype | str:
+    """As asked; else the checkpoint's own on a GPU, and fp32 on a CPU, which is fast there."""
+    if name is None:
+        return "auto" if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r}: it must be one of {', '.join(DTYPES)}")
+    dtype = DTYPES[name]
+    if dtype is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise ConfigError(f"{torch.cuda.get_device_name(device)} lacks bfloat16: use float16")
+    return dtype
+
+
+def _network(
+    name: str, device: torch.device, dtype: torch.dtype | str, tokenizer: Any
+) -> tuple[Any, Any]:
+    if name == "tiny":
+        tiny = tiny_gpt2()
+        wanted = torch.float32 if isinstance(dtype, str) else dtype
+        return tiny.model.to(device, wanted), tokenizer or tiny.tokenizer
+    return _moved(fetch(name, dtype), device), tokenizer or _tokenizer(name)
+
+
+def _moved(network: Any, device: torch.device) -> Any:
+    try:
+        return network.to(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the model's weights do not fit on {device}: {error}") from error
+
+
+def _tokenizer(name: str) -> Any:
+    """The checkpoint's own, if it has one."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # of any kind, since tokenizers believes what a file says
+        if any(Path(name).glob("token*")):
+            raise UnsupportedModel(
+                f"the tokenizer of {name!r} cannot be loaded: {error}"
+            ) from error
+        return None
+    # Without any files some families come with an empty vocabulary.
+    return tokenizer if tokenizer.vocab_size > 1 else None
+
+
+def _end_tokens(network: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends a text, whoever says so."""
+    ends: set[int] = set()
+    for source in (getattr(network, "generation_config", None), network.config, tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        ends |= {found} if isinstance(found, int) else set(found or ())
+    return tuple(sorted(ends))
+
+
+def _cache(model: CausalModel, config: EngineConfig) -> KVBlockManager:
+    shape = model.shape
+    most = config.max_batch_size * shape.max_length
+    tokens = config.kv_cache_tokens or min(most, _tokens_with_room(model))
+    blocks = -(-tokens // config.block_size)
+    if blocks < 1:
+        raise ConfigError(
+            f"there is no memory left on {model.device} for a KV cache: use a smaller model or "
+            "dtype"
+        )
+    try:
+        return _manager(model, config, blocks)
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"a KV cache of {tokens} tokens takes {tokens * _bytes_of_a_token(model) / 2**30:.1f} "
+            f"GiB, which {model.device} does not have: ask for fewer kv_cache_tokens"
+        ) from error
+
+
+def _manager(model: CausalModel, config: EngineConfig, blocks: int) -> KVBlockManager:
+    shape = model.shape
+    return KVBlockManager(
+        shape.num_layers,
+        shape.num_kv_heads,
+        shape.head_dim,
+        config.block_size,
+        blocks + 1,  # one is scratch
+        model.device,
+        model.dtype,
+        config.policy_for(model.device.type),
+        layers_per_group=1 if config.per_layer_kv else shape.num_layers,
+    )
+
+
+def _tokens_with_room(model: CausalModel) -> int:
+    if model.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(model.device)
+        return int(free * _SHARE_OF_MEMORY) // _bytes_of_a_token(model)
+    return _MOST_ON_CPU // _bytes_of_a_token(model)
+
+
+def _bytes_of_a_token(model: CausalModel) -> int:
+    shape = model.shape
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize

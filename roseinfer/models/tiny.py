@@ -1,0 +1,85 @@
+"""A language model small enough for any test: random GPT-2, one token for every byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from roseinfer.text.byte_level import BYTE_OF
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_SEED = 20
+END = 256
+"""The token after those of the 256 bytes: the end of a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class TinyGPT2:
+    """A model in evaluation mode and its tokenizer, whose ids are the bytes of the text."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def tiny_gpt2(device: str = "cpu") -> TinyGPT2:
+    """Always the same weights, whatever torch's own random state is, which stays as it was."""
+    config = GPT2Config(
+        vocab_size=END + 1,
+        n_positions=1024,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=END,
+        eos_token_id=END,
+        # Tied, the likeliest next token would mostly be the last one again.
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = GPT2LMHeadModel(config)
+    draw_weights(model, _SEED)
+    return TinyGPT2(model.eval().requires_grad_(False).to(device), byte_tokenizer())
+
+
+def byte_tokenizer(vocab_size: int = END + 1) -> PreTrainedTokenizerBase:
+    """Text to its UTF-8 bytes and back; ids above those read as ``<300>`` and are never written."""
+    tokenizer = Tokenizer(models.BPE(vocab=_byte_vocabulary(vocab_size), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_vocabulary(size: int) -> dict[str, int]:
+    others = {f"<{token}>": token for token in range(END + 1, size)}
+    return {**BYTE_OF, "<|endoftext|>": END, **others}
+
+
+@torch.no_grad()
+def draw_weights(model: PreTrainedModel, seed: int) -> None:
+    """Weights so large that attention is sharp and the logits lie far apart.
+
+    Those a model starts training with make all tokens about as likely, so that rounding decides.
+    """
+    generator = torch.Generator(model.device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        noise = torch.randn(parameter.shape, generator=generator, device=model.device)
+        if type(module).__name__.endswith("Norm"):
+            noise = 0.1 * noise + name.endswith("weight")
+        elif name.endswith("bias"):
+            noise *= 0.1
+        elif not isinstance(module, nn.Embedding):
+            inputs = parameter.shape[1 if isinstance(module, nn.Linear) else 0]
+            noise *= (5.0 if "lm_head" in name else 1.5) / inputs**0.5
+        parameter.copy_(noise)
