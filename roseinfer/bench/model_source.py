@@ -13,7 +13,7 @@ from roseinfer.bench.random_models import architecture, random_model
 from roseinfer.config import EngineConfig
 from roseinfer.errors import ConfigError
 from roseinfer.llm import LLM
-from roseinfer.models.causal import fetch
+from roseinfer.models.checkpoint import fetch
 from roseinfer.models.loading import resolve_device, resolve_dtype
 from roseinfer.models.tiny import byte_tokenizer, tiny_gpt2
 

@@ -14,7 +14,8 @@ from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError, UnsupportedModel
 from roseinfer.kernels.runtime import load_kernels
 from roseinfer.kv.manager import KVBlockManager
-from roseinfer.models.causal import CausalModel, fetch
+from roseinfer.models.causal import CausalModel
+from roseinfer.models.checkpoint import fetch
 from roseinfer.models.compiling import compile_layers
 from roseinfer.models.padded_head import PaddedHead, pad_head
 from roseinfer.models.tiny import tiny_gpt2

@@ -41,9 +41,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 def tiny(family: str, device: str) -> Any:
     """The same weights whenever it is asked for the same family."""
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    return scaled_up(transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())).to(device)
+
+
+def scaled_up(model: Any) -> Any:
+    """Its weights made large."""
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.mul_(10)
-    return model.eval().to(device)
+    return model.eval()

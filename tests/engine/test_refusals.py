@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from roseinfer import LLM, BadArgument, ConfigError, OutOfBlocks, UnsupportedModel
-from roseinfer.models.causal import CausalModel, fetch
+from roseinfer.models.causal import CausalModel
+from roseinfer.models.checkpoint import fetch
 from tests.engine.families import CONFIGS, VOCABULARY, tiny
 from tests.engine.test_against_transformers import engine_for, prompts
 

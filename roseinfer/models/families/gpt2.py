@@ -14,7 +14,7 @@ from roseinfer.kernels.norm import add_norm, embed_norm
 from roseinfer.models.causal import CausalModel
 
 if TYPE_CHECKING:
-    from roseinfer.models.causal import Attention
+    from roseinfer.models.interface import Attention
 
 MOST_ROWS = 256
 """Above this the tensor cores are busy, and torch's own matrix products are better."""

@@ -1,0 +1,116 @@
+"""Models from directories and the hub, which name no code, no pickle and nothing outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import cached_file
+
+from roseinfer.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    import torch
+
+_WEIGHTS = ".safetensors"
+_INDEX = ".safetensors.index.json"
+
+
+def fetch(path: str, dtype: torch.dtype | str) -> Any:
+    """A transformers model from a local directory or a hub id, with all of its weights.
+
+    Safetensors only, never remote code, and no kernels but those that transformers chooses itself.
+    """
+    if _looks_like_a_path(path) and not Path(path).is_dir():
+        raise UnsupportedModel(f"{path!r} cannot be loaded: there is no such directory")
+    try:
+        _refuse_adapters(path)
+        config = _config(path)
+        _check_files(path, config)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # of any kind, since transformers believes what a config says
+        raise UnsupportedModel(f"{path!r} cannot be loaded: {error}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise UnsupportedModel(
+            f"the checkpoint {path!r} lacks {len(missing)} weights, {missing[0]} among them: "
+            "transformers would make them up"
+        )
+    return model
+
+
+def _looks_like_a_path(name: str) -> bool:
+    """No hub id begins so, or has more than two parts."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def _config(path: str) -> Any:
+    """The model's config, without what it says about how to compute."""
+    kind = type(AutoConfig.from_pretrained(path, trust_remote_code=False))
+    settings, _ = kind.get_config_dict(path)
+    return kind.from_dict(_without_choices(settings) | {"model_type": kind.model_type})
+
+
+def _without_choices(settings: Any) -> Any:
+    """Attention, experts and others may be chosen by the name of a kernel on the hub."""
+    if isinstance(settings, list):
+        return [_without_choices(each) for each in settings]
+    if not isinstance(settings, dict):
+        return settings
+    if settings.get("quantization_config") is not None:
+        raise UnsupportedModel("it is quantized (quantization_config), which is not supported")
+    return {
+        name: _without_choices(value)
+        for name, value in settings.items()
+        if not name.endswith("_implementation") and name != "fusion_config"
+    }
+
+
+def _refuse_adapters(path: str) -> None:
+    """Raise for one, which names the model it belongs to."""
+    if _file(path, "adapter_config.json") is not None:
+        raise UnsupportedModel(
+            "it holds an adapter (adapter_config.json), which is not supported: merge the adapter "
+            "into its model and save that"
+        )
+
+
+def _check_files(path: str, config: Any) -> None:
+    """Raise where files would be read that are no safetensors or lie elsewhere."""
+    named = getattr(config, "transformers_weights", None)
+    if named is not None:
+        _check_name(named, _WEIGHTS, _INDEX)
+    for index in {f"model{_INDEX}", named or ""}:
+        if index.endswith(_INDEX) and (found := _file(path, index)) is not None:
+            for shard in set(json.loads(Path(found).read_text())["weight_map"].values()):
+                _check_name(shard, _WEIGHTS)
+
+
+def _file(path: str, name: str) -> str | None:
+    """Where a file of the model's is, if it has one, and the hub, if it is there, can be asked."""
+    found: str | None = cached_file(
+        path,
+        name,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return found
+
+
+def _check_name(name: str, *endings: str) -> None:
+    """Raise unless it is that of a file of weights in the model's own directory."""
+    place = PurePosixPath(name)
+    if not name.endswith(endings) or place.is_absolute() or ".." in place.parts or "\\" in name:
+        raise UnsupportedModel(
+            f"it names {name!r} for its weights, which must be a safetensors file in its own "
+            "directory"
+        )

@@ -1,0 +1,247 @@
+"""A model is tried on a few tokens before it serves any: what the engine relies on must hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from roseinfer.errors import UnsupportedModel
+from roseinfer.models.interface import ATTENTION, attend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Protocol
+
+    from roseinfer.models.causal import ModelShape
+    from roseinfer.models.interface import Attention
+
+    Run = Callable[[torch.Tensor, torch.Tensor, Attention], torch.Tensor]
+    """A forward pass of tokens at positions, to the logits of each."""
+
+    class Mask(Protocol):
+        """Whether tokens at some positions see those at others."""
+
+        def __call__(
+            self,
+            batch: torch.Tensor,
+            head: torch.Tensor,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            /,
+        ) -> torch.Tensor: ...
+
+
+_TRIAL = "roseinfer_trial"
+"""Our attention under a name for which transformers makes masks, so that they can be looked at."""
+_SHORT = 16
+"""A length that no request is too long for, where a config does not say which is short."""
+
+
+@dataclass(slots=True)
+class _Noted:
+    """Attention that attends to nothing and notes what it is handed."""
+
+    layers: list[int] = field(default_factory=list)
+    key_shapes: list[tuple[int, ...]] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    handed: list[torch.Tensor] = field(default_factory=list)
+    """Queries, keys and values of every layer, and the logits: ``[tokens, ...]`` each."""
+    masks: dict[Mask, str] = field(default_factory=dict)
+    """Those that were handed over as well, and the class of a module that was."""
+
+    def attend_new(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        if value.shape != key.shape:
+            raise UnsupportedModel(f"values of {list(value.shape)} beside keys {list(key.shape)}")
+        self.layers.append(layer)
+        self.key_shapes.append(tuple(key.shape))
+        self.scales.append(scale)
+        self.handed += query, key, value
+        return torch.zeros_like(query)
+
+    def agrees(self, other: _Noted, row: slice = slice(None)) -> bool:
+        """Whether both were handed the same, but for rounding."""
+        return (self.layers, self.scales) == (other.layers, other.scales) and all(
+            _alike(one[row], another[row])
+            for one, another in zip(self.handed, other.handed, strict=True)
+        )
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they are equal but for rounding, NaN being equal to anything."""
+    tolerance: float = torch.finfo(one.dtype).eps ** 0.5
+    largest, apart = one.nan_to_num().abs().max(), (one - other).nan_to_num().abs().max()
+    return bool(apart <= tolerance * largest)
+
+
+def _attend_as_masked(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    roseinfer_batch: _Noted,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Our attention, which is never given a mask, with the one here noted."""
+    mask: Mask | None = getattr(attention_mask, "roseinfer_mask", None)
+    if mask is not None:
+        roseinfer_batch.masks[mask] = type(module).__name__
+        attention_mask = None
+    return attend(
+        module, query, key, value, attention_mask, *args, roseinfer_batch=roseinfer_batch, **kwargs
+    )
+
+
+def _mask_as_told(*, mask_function: Mask, device: Any = None, **_: Any) -> torch.Tensor:
+    """Stands for a mask, and carries the function that tells what would be in it."""
+    mask = torch.zeros(1, 1, 1, 1, device=device)
+    mask.roseinfer_mask = mask_function  # type: ignore[attr-defined]
+    return mask
+
+
+AttentionInterface.register(_TRIAL, _attend_as_masked)
+AttentionMaskInterface.register(_TRIAL, _mask_as_told)
+
+
+def _refuse_other_masks(name: str, mask: Mask, length: int, device: torch.device) -> None:
+    """Raise unless a token sees all tokens up to its own, and no other."""
+    at = torch.arange(length, device=device)
+    none = at[0]
+    sees_first = mask(none, none, at, none).expand(length)
+    if not sees_first.all():
+        seen = int(sees_first.int().argmin())
+        raise UnsupportedModel(
+            f"{name} attends to a sliding window of {seen} tokens, or to chunks of as many, which "
+            f"is not supported: with max_length={seen} or less it sees them all"
+        )
+    if not mask(none, none, at[-1], at).all():
+        raise UnsupportedModel(f"{name} skips some of the tokens before, which is not supported")
+    if mask(none, none, none, at[1:]).any():
+        raise UnsupportedModel(f"{name} attends to what comes later too, which is not supported")
+
+
+class Trial:
+    """Runs a model on a few tokens in the ways that must come to the same."""
+
+    def __init__(self, network: Any, shape: ModelShape, run: Run) -> None:
+        self._network = network
+        self._shape = shape
+        self._run_at = run
+        self._name = type(network).__name__
+        self._config = network.config.get_text_config()
+        self._tokens = torch.tensor(_tokens(self._config, shape), device=network.device)
+
+    def check(self) -> None:
+        """Raise unless each layer attends once, as the cache takes it to, and what is computed of
+        a token is what the network's own forward pass computes, whoever else is in the step.
+
+        The network is left with our attention.
+        """
+        try:
+            self._network.set_attn_implementation(_TRIAL)
+            plain = self._plain()
+            self._network.set_attn_implementation(ATTENTION)
+            self._check_layers(plain)
+            self._check_company()
+            # Last, to notice it if the others left something behind in the network; backwards,
+            # since in a step a token's row says nothing of its position.
+            ours = self._run(self._tokens.flip(0), [*reversed(range(len(self._tokens)))])
+        except UnsupportedModel:
+            raise
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+            raise UnsupportedModel(
+                f"{self._name} cannot be run on a few tokens: {error}"
+            ) from error
+        plain.handed = [tensor.flip(0) for tensor in plain.handed]
+        if not ours.agrees(plain):
+            raise UnsupportedModel(
+                f"{self._name} does not count positions from 0 where it counts them itself, "
+                "which is not supported"
+            )
+        for mask, name in plain.masks.items():
+            _refuse_other_masks(name, mask, self._shape.max_length, self._network.device)
+
+    def _check_layers(self, noted: _Noted) -> None:
+        """Some models keep what they remember elsewhere, and would mix up the sequences."""
+        shape = self._shape
+        keys = (len(self._tokens), shape.num_kv_heads, shape.head_dim)
+        if noted.layers != [*range(shape.num_layers)] or {*noted.key_shapes} != {keys}:
+            raise UnsupportedModel(
+                f"{self._name} is not supported: {shape.num_layers} layers should attend once "
+                f"each, with {shape.num_kv_heads} KV heads of {shape.head_dim}, and the layers "
+                f"that did are {noted.layers}, with keys of "
+                f"{sorted({key[1:] for key in noted.key_shapes})}"
+            )
+
+    def _check_company(self) -> None:
+        """Some rotate all tokens of a step as the longest request needs it, or mix neighbours."""
+        kind, short = _rotation(self._config)
+        most = self._shape.max_length
+        at = min(short or _SHORT, most) // 2
+        alone = self._between(at, at)
+        if alone.agrees(self._between(at, most - 1), _MIDDLE):
+            return
+        if short and short < most and alone.agrees(self._between(at, short - 1), _MIDDLE):
+            raise UnsupportedModel(
+                f"{self._name} rotates all requests of a step as the longest of them needs it "
+                f"({kind}), which is not supported: with max_length={short} or less all need the "
+                "same"
+            )
+        raise UnsupportedModel(
+            f"{self._name} computes a token differently for what else is in its step, which is "
+            "not supported"
+        )
+
+    def _between(self, position: int, others: int) -> _Noted:
+        """A token at a position, and two others around it, which change places as they move away:
+        there are always the same tokens, so that rounding is the same."""
+        first, token, last = self._tokens[[0, -1, len(self._tokens) // 2]]
+        if position != others:
+            first, last = last, first
+        return self._run(torch.stack((first, token, last)), [others, position, others])
+
+    def _run(self, tokens: torch.Tensor, positions: list[int]) -> _Noted:
+        noted = _Noted()
+        at = torch.tensor(positions, device=tokens.device)
+        noted.handed.append(self._run_at(tokens, at, noted))
+        return noted
+
+    @torch.inference_mode()
+    def _plain(self) -> _Noted:
+        noted = _Noted()
+        output = self._network(input_ids=self._tokens[None], use_cache=False, roseinfer_batch=noted)
+        noted.handed.append(output.logits[0])
+        return noted
+
+
+_MIDDLE = slice(1, 2)
+
+
+def _tokens(config: Any, shape: ModelShape) -> list[int]:
+    """Four where there is room, and amid them the one that a model may count as no token."""
+    pad = getattr(config, "pad_token_id", None)
+    others = [token for token in range(min(5, shape.vocab_size)) if token != pad] or [0]
+    tokens = [others[at % len(others)] for at in range(min(4, shape.max_length))]
+    if len(tokens) > 2 and pad is not None and 0 <= pad < shape.vocab_size:
+        tokens[2] = pad
+    return tokens
+
+
+def _rotation(config: Any) -> tuple[str, int | None]:
+    """The rotary scaling's name, and the length up to which it is that of short texts."""
+    told = getattr(config, "rope_parameters", None) or {}
+    each = [scaling for scaling in told.values() if isinstance(scaling, dict)] or [told]
+    lengths = [scaling.get("original_max_position_embeddings") for scaling in each]
+    kinds = {scaling.get("rope_type") for scaling in each}
+    return ", ".join(sorted(map(str, kinds))), min(filter(None, lengths), default=None)
