@@ -1,12 +1,14 @@
 """The oracle: what a paged cache must hold, in plain Python lists.
 
 It shares no code with any cache. A token is a number that says which sequence wrote it and
-at which position; a page is a list of them and a count of holders. Everything a test
-expects is derived from here.
+at which position; a page is a list of them and a count of holders. Sequences that have the
+same name, one after another, write different tokens. Everything a test expects is derived
+from here.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,10 +19,12 @@ if TYPE_CHECKING:
 FORK_SHARES = ("blocks", "full blocks", "nothing")
 _POSITIONS = 1 << 16
 """Longest sequence that tokens can tell apart."""
+_NAMES = 1 << 16
 
 
-def token_of(seq: int, position: int) -> int:
-    return seq * _POSITIONS + position
+def token_of(seq: int, position: int, life: int = 0) -> int:
+    """The token at a position of a sequence; ``life`` others had its name before it."""
+    return (life * _NAMES + seq) * _POSITIONS + position
 
 
 _PADDING_SEQUENCE = 1 << 15
@@ -32,14 +36,23 @@ def padding_token(row: int) -> int:
 
 
 def token_label(token: int) -> str:
-    return "{}.{}".format(*divmod(token, _POSITIONS))
+    seq, position, life = _parts(token)
+    return f"{seq}(life {life + 1}).{position}" if life else f"{seq}.{position}"
 
 
 def token_words(token: int) -> str:
-    seq, position = divmod(token, _POSITIONS)
+    seq, position, life = _parts(token)
     if seq == _PADDING_SEQUENCE:
         return f"padding row {position}"
-    return f"sequence {seq}, token {position}"
+    again = f" (life {life + 1})" if life else ""
+    return f"sequence {seq}{again}, token {position}"
+
+
+def _parts(token: int) -> tuple[int, int, int]:
+    """Sequence, position and life."""
+    named, position = divmod(token, _POSITIONS)
+    life, seq = divmod(named, _NAMES)
+    return seq, position, life
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +72,8 @@ class Oracle:
     fork_shares: str = "blocks"
     """As ``KVCacheAdapter.fork_shares``."""
     sequences: dict[int, list[Page]] = field(default_factory=dict)
+    lives: Counter[int] = field(default_factory=Counter)
+    """How many sequences of each name were freed."""
 
     def tokens(self, seq: int) -> list[int]:
         return [token for page in self.sequences.get(seq, []) for token in page.tokens]
@@ -90,7 +105,7 @@ class Oracle:
     def new_tokens(self, rows: Sequence[tuple[int, int]]) -> list[int]:
         """The tokens that appending these rows writes, row by row."""
         return [
-            token_of(seq, position)
+            token_of(seq, position, self.lives[seq])
             for seq, count in rows
             for position in range(self.length(seq), self.length(seq) + count)
         ]
@@ -127,5 +142,6 @@ class Oracle:
         return self.fork_shares == "blocks" or (self.fork_shares == "full blocks" and full)
 
     def free(self, seq: int) -> None:
+        self.lives[seq] += 1
         for page in self.sequences.pop(seq):
             page.holders -= 1

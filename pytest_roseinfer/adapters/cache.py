@@ -54,8 +54,8 @@ class Ledger:
 class KVCacheAdapter(Adapter):
     """Override ``make``, ``append`` and ``peek``; everything else is optional.
 
-    Sequences are named by integers of the harness's choosing; a name never seen before is
-    an empty sequence. Tensors are ``[layers, tokens, heads, head_dim]``.
+    Sequences are named by integers of the harness's choosing; a name never seen before, or
+    freed since, is an empty sequence. Tensors are ``[layers, tokens, heads, head_dim]``.
 
     An ability is offered by overriding its method, and tested when it is:
     ``append_many``, ``append_padded``, ``prefill``, ``reserve`` with ``fill``, ``fork``,
@@ -89,9 +89,10 @@ class KVCacheAdapter(Adapter):
     conditions: ClassVar[Sequence[str]] = ()
     """Names in ``path_counts`` that are no paths but must be met all the same.
 
-    Two names the harness counts itself, and ``path_counts`` leaves out: "last_position", a row
-    that begins at the last position of its block, and "out_of_room_mid_batch", a write refused
-    of which the first row alone would have found room (which only a ``ledger`` brings about)."""
+    Three names the harness counts itself, and ``path_counts`` leaves out: "last_position", a row
+    that begins at the last position of its block; "out_of_room_mid_batch", a write refused of
+    which the first row alone would have found room (which only a ``ledger`` brings about); and
+    "name_used_again", a sequence that begins under the name of one that was freed."""
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Switches to vary: each history draws a value for every name, for ``spec.options``."""
     row_conditions: ClassVar[Mapping[str, str]] = {}
@@ -152,7 +153,7 @@ class KVCacheAdapter(Adapter):
         raise NotImplementedError
 
     def free(self, seq: int) -> None:
-        """Forget a sequence."""
+        """Forget a sequence; its name is used again for new ones."""
         raise NotImplementedError
 
     def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

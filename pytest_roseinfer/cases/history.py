@@ -199,6 +199,15 @@ def is_write(step: Operation) -> TypeGuard[Write]:
     return isinstance(step, Write)
 
 
+def changed_by(step: Operation) -> list[int]:
+    """The sequences that a step begins, adds to or frees."""
+    if is_write(step):
+        return [seq for seq, _ in step.rows()]
+    if isinstance(step, Fork):
+        return [step.child]
+    return [step.seq] if isinstance(step, Free) else []
+
+
 def tokens_of(oracle: Oracle, step: Write) -> list[int]:
     """The tokens a write is about to write."""
     if isinstance(step, Copy):

@@ -27,8 +27,8 @@ from pytest_roseinfer.cases.history import (
     Reserve,
     SetOptions,
     apply_to_oracle,
+    changed_by,
     fits_oracle,
-    is_write,
 )
 from pytest_roseinfer.cases.layouts import LAYOUTS, VIEWS, lay_out
 from pytest_roseinfer.oracle import Oracle
@@ -153,11 +153,22 @@ class _Writer:
     oracle: Oracle
     steps: list[Operation] = field(default_factory=list)
     names: int = 0
+    """How many were used by now."""
+    vacant: list[int] = field(default_factory=list)
+    """Those of them that no sequence has, in the order in which they were given up."""
     waiting: list[set[int]] = field(default_factory=list)
     """Sequences of each reservation not yet filled: until then they are left alone."""
 
     def fresh(self, count: int) -> tuple[int, ...]:
-        return tuple(range(self.names, self.names + count))
+        """Names that no sequence has: new ones, and vacant ones, most often the latest of these."""
+        new, vacant = self.names, list(self.vacant)
+        names = []
+        for _ in range(count):
+            name = self.draw(st.sampled_from([new, *vacant[-1:], *vacant])) if vacant else new
+            names.append(name)
+            new += name == new
+            vacant = [each for each in vacant if each != name]
+        return tuple(names)
 
     @property
     def live(self) -> list[int]:
@@ -270,16 +281,18 @@ class _Writer:
         bounded = "ledger" in abilities(self.adapter)
         if not bounded and not fits_oracle(self.oracle, step):
             return
-        if is_write(step):
-            named = [seq for seq, _ in step.rows()]
-        else:
-            named = [step.child] if isinstance(step, Fork) else []
         fits = apply_to_oracle(self.oracle, step)
         if isinstance(step, Reserve) and fits:
             self.waiting.append(set(step.seqs))
         elif isinstance(step, Fill):
             self.waiting.pop(0)
+        named = changed_by(step)
         self.names = max([self.names, *(seq + 1 for seq in named)])
+        self.vacant = [
+            name
+            for name in dict.fromkeys([*self.vacant, *named])
+            if name not in self.oracle.sequences
+        ]
         self.steps.append(step)
 
 

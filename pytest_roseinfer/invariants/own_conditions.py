@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.cases.history import is_write
+from pytest_roseinfer.cases.history import changed_by, fits_oracle, is_write
 
 if TYPE_CHECKING:
     from pytest_roseinfer.cases.history import Operation
@@ -15,20 +15,25 @@ LAST_POSITION = "last_position"
 """A row began at the last position of its block, the others being filled."""
 OUT_OF_ROOM_MID_BATCH = "out_of_room_mid_batch"
 """A write was refused of which the first row alone would have found room."""
-OWN_CONDITIONS = (LAST_POSITION, OUT_OF_ROOM_MID_BATCH)
+NAME_USED_AGAIN = "name_used_again"
+"""A sequence began under the name of one that was freed."""
+OWN_CONDITIONS = (LAST_POSITION, OUT_OF_ROOM_MID_BATCH, NAME_USED_AGAIN)
 
 
 def own_conditions_met(oracle: Oracle, step: Operation) -> Counter[str]:
     """Which of them a step meets that is about to be done."""
     met: Counter[str] = Counter()
-    if not is_write(step):
-        return met
-    rows = step.rows()
-    if oracle.fits(rows):
+    rows = step.rows() if is_write(step) else []
+    if fits_oracle(oracle, step):
         met[LAST_POSITION] = sum(_begins_at_the_last_position(oracle, seq) for seq, _ in rows)
+        met[NAME_USED_AGAIN] = sum(_begins_again(oracle, seq) for seq in changed_by(step))
     else:
-        met[OUT_OF_ROOM_MID_BATCH] = int(oracle.fits(rows[:1]))
+        met[OUT_OF_ROOM_MID_BATCH] = int(bool(rows) and oracle.fits(rows[:1]))
     return +met
+
+
+def _begins_again(oracle: Oracle, seq: int) -> bool:
+    return seq not in oracle.sequences and oracle.lives[seq] > 0
 
 
 def _begins_at_the_last_position(oracle: Oracle, seq: int) -> bool:

@@ -14,6 +14,7 @@ from pytest_roseinfer.cases.history import (
     Append,
     AppendMany,
     AppendPadded,
+    Copy,
     Fork,
     Free,
     Prefill,
@@ -24,7 +25,7 @@ from pytest_roseinfer.cases.history import (
 from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.plugin.caches.paged_cache import PagedCache
-from tests.plugin.caches.uncounted_caches import BOTH, CountsItAgain, UncountedCache
+from tests.plugin.caches.uncounted_caches import ALL, CountsItAgain, UncountedCache
 from tests.plugin.test_reference import names
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 LAST = {"last_position": 1}
 NO_ROOM = {"out_of_room_mid_batch": 1}
+AGAIN = {"name_used_again": 1}
 FEW = ("--roseinfer-examples=25", "--roseinfer-seed=4")
 
 
@@ -93,12 +95,40 @@ def test_room_ends_within_a_batch(steps: list[Operation], expected: dict[str, in
     assert {name: found[name] for name in found if name != "last_position"} == expected
 
 
-STEPS = (Append((0,)), Append((0,)), Append((0,)), Append((0,)), Append((1, 2, 3)))
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([Append((0,)), Free(0), Append((1, 0))], AGAIN),
+        ([Append((0,)), Free(0), AppendMany((0,), (2,))], AGAIN),
+        ([Append((0,)), Free(0), AppendPadded((None, 0))], AGAIN),
+        ([Append((0,)), Free(0), Prefill(0, 2)], AGAIN),
+        ([Append((0,)), Free(0), Reserve((0,), (2,))], AGAIN),
+        ([Append((0, 1)), Free(1), Fork(0, 1)], AGAIN),
+        ([Append((0, 1)), Free(1), Copy(0, 1, 1)], AGAIN),
+        ([Append((0, 1)), Free(0), Free(1), Append((0, 1))], {"name_used_again": 2}),
+        # Another name, one that is in use again already, and a step that finds no room.
+        ([Append((0,)), Free(0), Append((1,))], {}),
+        ([Append((0,)), Free(0), Append((0,)), Append((0,))], {}),
+        ([Append((0,)), Free(0), Append((0,)), Fork(0, 1)], {}),
+        ([Append((0,)), Free(0), Prefill(0, 10)], {}),
+    ],
+)
+def test_a_name_is_used_again(steps: list[Operation], expected: dict[str, int]) -> None:
+    found = met(*steps)
+    assert {name: found[name] for name in found if name != "last_position"} == expected
+
+
+STEPS: tuple[Operation, ...] = (
+    *[Append((0,))] * 4,
+    Append((1, 2, 3)),
+    Free(0),
+    Append((0,)),
+)
 SPEC = CacheSpec(num_layers=2, block_size=3, num_blocks=4)
 
 
 def test_any_cache_that_declares_them_has_them_counted() -> None:
-    assert run_history(UncountedCache, History(SPEC, STEPS)) == {**LAST, **NO_ROOM}
+    assert run_history(UncountedCache, History(SPEC, STEPS)) == {**LAST, **NO_ROOM, **AGAIN}
 
 
 def test_what_is_not_declared_is_not_counted() -> None:
@@ -109,7 +139,7 @@ def test_what_is_not_declared_is_not_counted() -> None:
 def test_the_managers_declare_them(kind: type[KVCacheAdapter]) -> None:
     usual = {name: values[0] for name, values in kind.option_choices.items()}
     counts = run_history(kind, History(replace(SPEC, options=usual), STEPS))
-    assert {name: counts[name] for name in OWN_CONDITIONS} == {**LAST, **NO_ROOM}
+    assert {name: counts[name] for name in OWN_CONDITIONS} == {**LAST, **NO_ROOM, **AGAIN}
     assert set(OWN_CONDITIONS) <= set(kind.conditions)
 
 
@@ -120,7 +150,7 @@ def test_a_cache_may_not_count_them_as_well() -> None:
 
 
 def test_the_reference_names_them() -> None:
-    assert tuple(names("Conditions the harness counts")) == OWN_CONDITIONS == BOTH
+    assert tuple(names("Conditions the harness counts")) == OWN_CONDITIONS == ALL
 
 
 def rows(lines: list[str]) -> list[list[str]]:
@@ -140,7 +170,7 @@ def test_a_search_reports_and_adds_them_up(project: Project) -> None:
     together = project.pytest(*FEW, "-n", "2", "--dist=loadfile")
     assert alone.ret == together.ret == pytest.ExitCode.OK
     shown = rows(alone.outlines)
-    assert [(name, verdict) for name, _, verdict in shown] == [(name, "met") for name in BOTH]
+    assert [(name, verdict) for name, _, verdict in shown] == [(name, "met") for name in ALL]
     assert rows(together.outlines) == shown
     (target,) = json.loads((project.path / "out.json").read_text())["targets"]
     assert [[row["name"], str(row["times"]), row["verdict"]] for row in target["rows"]] == shown
@@ -150,10 +180,22 @@ def test_a_search_reports_and_adds_them_up(project: Project) -> None:
     ("cache", "setting", "never"),
     [
         ("EndlessCache", "", "out_of_room_mid_batch"),
+        ("NeverFreesCache", "", "name_used_again"),
         ("UncountedCache", "strategies.BLOCK_SIZES = (1,) * 8", "last_position"),
         ("UncountedCache", "strategies._POOLS = (100,) * 6", "out_of_room_mid_batch"),
+        (
+            "UncountedCache",
+            "strategies._Writer.fresh = lambda self, n: (*range(self.names, self.names + n),)",
+            "name_used_again",
+        ),
     ],
-    ids=["target", "generator of one position", "generator of large pools"],
+    ids=[
+        "target",
+        "target without free",
+        "generator of one position",
+        "generator of large pools",
+        "generator of new names",
+    ],
 )
 def test_a_run_that_never_reaches_one_fails_by_its_name(
     project: Project, cache: str, setting: str, never: str

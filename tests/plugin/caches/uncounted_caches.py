@@ -9,19 +9,25 @@ from pytest_roseinfer import FastPath, KVCacheAdapter
 from .list_cache import ListCache
 from .paged_cache import PagedCache
 
-BOTH = ("last_position", "out_of_room_mid_batch")
+ALL = ("last_position", "out_of_room_mid_batch", "name_used_again")
 
 
 class UncountedCache(PagedCache):
     paths: ClassVar[dict[str, FastPath]] = {}
-    conditions = BOTH
+    conditions = ALL
     path_counts = KVCacheAdapter.path_counts  # not offered
 
 
 class EndlessCache(ListCache):
     """Is never out of room, and declares that it is."""
 
-    conditions = BOTH
+    conditions = ALL[:2]
+
+
+class NeverFreesCache(ListCache):
+    """Frees no sequence, and declares that names are used again."""
+
+    conditions = ALL[2:]
 
 
 class CountsItAgain(PagedCache):
