@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from roseinfer.engine_paths import EnginePath
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from roseinfer.decode.slots import DecodeSlots
     from roseinfer.decode.step import DecodeStep
@@ -53,10 +55,26 @@ class StepGraphs:
             torch.cuda.synchronize()
             warm = Counter(self._path_counts)
             # What other threads ask of the GPU meanwhile is no part of the graph, nor its end.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            mode = "thread_local"
+            with (
+                _nothing_is_collected(),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode),
+            ):
                 self._step.run(count, greedy=greedy)
         counts = self._path_counts - warm
         counts[EnginePath.GRAPH] = 1
         self._path_counts.clear()
         self._path_counts.update(before)
         self._graphs[count, greedy] = (graph, counts)
+
+
+@contextmanager
+def _nothing_is_collected() -> Iterator[None]:
+    """Another engine's graphs, destroyed by the garbage collector amid a capture, would end it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 from roseinfer import EnginePath, SamplingParams
 from roseinfer.decode.graphs import StepGraphs
+from roseinfer.decode.step import DecodeStep
 from tests.decode.residents import GREEDY, PROMPTS, Decoding, alone
 from tests.kv.harness import assert_same_bits, bits
 
@@ -50,6 +53,30 @@ def test_sizes_of_other_kernels(device: str, size: int, params: SamplingParams) 
         texts.append(decoding.texts())
         assert decoding.sessions.path_counts[EnginePath.GRAPH] == 6 * fast
     assert texts[0] == texts[1]
+
+
+def test_garbage_does_not_end_a_capture(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the graph of an engine that was dropped, collected where it would do harm."""
+    dropped = [torch.cuda.CUDAGraph()]
+    with torch.cuda.graph(dropped[0]):
+        torch.zeros(1, device=device)
+    run = DecodeStep.run
+
+    def littering(self: DecodeStep, count: int, *, greedy: bool) -> None:
+        if torch.cuda.is_current_stream_capturing() and dropped:
+            garbage: list[object] = [dropped.pop()]
+            garbage.append(garbage)
+            del garbage
+            assert len([[] for _ in range(5000)]) == 5000  # so many that they would be looked over
+        run(self, count, greedy=greedy)
+
+    monkeypatch.setattr(DecodeStep, "run", littering)
+    decoding = Decoding(device, slots=2, graphs=True)
+    assert not dropped
+    assert gc.isenabled()
+    decoding.begin([1, 2])
+    decoding.step()
+    assert decoding.sessions.path_counts[EnginePath.GRAPH] == 1
 
 
 @pytest.mark.parametrize("greedy", [True, False])
