@@ -7,7 +7,6 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.mutants import options as mutant_options
 from roseinfer.cli import generate
 
 if TYPE_CHECKING:
@@ -36,22 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     verify.add_argument("--cpu", action="store_true", help="leave a GPU alone")
     verify.add_argument("--seed", type=int, help="make the search repeatable")
     verify.set_defaults(run=_verify)
-    mutants = commands.add_parser(
-        "mutants",
-        help="plant known bugs and show that each is found",
-        description=mutant_options.DESCRIPTION,
-    )
-    mutant_options.add_options(mutants)
-    mutants.set_defaults(run=_mutants)
     args = parser.parse_args(argv)
     status: int = args.run(args)
     return status
-
-
-def _mutants(args: argparse.Namespace) -> int:
-    from pytest_roseinfer.mutants.command import run_command
-
-    return run_command(args)
 
 
 def _verify(args: argparse.Namespace) -> int:
