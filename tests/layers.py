@@ -83,8 +83,8 @@ def _import_reasons(
 
 def _against_the_layers(module: str, target: str) -> str | None:
     root, *rest = target.split(".")
-    if root == "pytest_roseinfer" and RANKS[module] < TOP:
-        return f"{module} imports the plugin, which stands above it"
+    if root == "pytest_roseinfer":
+        return f"{module} imports the plugin, which stands above roseinfer"
     if root != "roseinfer":
         return None
     if not rest or _room(rest) not in RANKS:

@@ -86,7 +86,12 @@ WRONG = {
     "engine_imports_the_plugin": (
         "roseinfer/engine/engine.py",
         "import pytest_roseinfer",
-        "engine imports the plugin, which stands above it",
+        "engine imports the plugin, which stands above roseinfer",
+    ),
+    "cli_imports_the_plugin": (
+        "roseinfer/cli/generate.py",
+        "def f():\n    from pytest_roseinfer import conformance\n",
+        "cli imports the plugin, which stands above roseinfer",
     ),
     "a_module_nobody_placed": (
         "roseinfer/surprise.py",

@@ -69,11 +69,9 @@ def _swap_coverage(new: Coverage | None) -> Coverage | None:
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Do what two options ask for instead of running tests."""
+    """Run the one history of a trace instead of any test."""
     if file := config.getoption("--roseinfer-replay"):
         return _replay(config, file)
-    if names := config.getoption("--roseinfer-mutants"):
-        return _hunt_mutants([] if names == "all" else names.split(","))
     return None
 
 
@@ -86,18 +84,6 @@ def _replay(config: pytest.Config, file: str) -> int:
         return replay(file)
     except (TargetError, TraceError) as error:
         raise pytest.UsageError(f"--roseinfer-replay {error}") from error
-
-
-def _hunt_mutants(names: list[str]) -> int:
-    from pytest_roseinfer.mutants.catalogue import find
-    from pytest_roseinfer.mutants.command import main
-
-    try:
-        for name in names:
-            find(name)
-    except KeyError as error:
-        raise pytest.UsageError(f"--roseinfer-mutants: {error.args[0]}") from None
-    return main(["--quick", *names])
 
 
 # -------------------------------------------------------------------------- what is about to run

@@ -64,12 +64,6 @@ def add(parser: pytest.Parser) -> None:
         "--roseinfer-replay", metavar="FILE", help="run the history in a trace file, and only it"
     )
     option(
-        "--roseinfer-mutants",
-        metavar="NAMES",
-        help="plant these bugs, separated by commas, or all there are, and show that each is "
-        "found; no test is run. The command roseinfer mutants can do more",
-    )
-    option(
         "--roseinfer-costs",
         metavar="FILE",
         help="baselines for the work of steps; without it each folder of tests has a "

@@ -1,72 +1,68 @@
-"""The ``roseinfer`` command."""
+"""The ``roseinfer`` command: each of its commands is one file, which this one finds.
+
+Other packages add theirs through the entry-point group ``roseinfer.commands``: the entry's name
+is the command's, and its value is the module, a ``Command``.
+"""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from typing import TYPE_CHECKING
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Protocol
 
-from pytest_roseinfer.mutants import options as mutant_options
 from roseinfer.cli import generate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+ENTRY_POINTS = "roseinfer.commands"
+
+
+class Command(Protocol):
+    """What the module of a command offers."""
+
+    HELP: str
+    """What it does, in half a line."""
+    DESCRIPTION: str
+
+    def add_options(self, parser: argparse.ArgumentParser, /) -> None:
+        """Import nothing heavy: this is called whichever command was asked for."""
+
+    def run(self, args: argparse.Namespace, /) -> int:
+        """Do it, and return the exit status."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    found = commands()
     parser = argparse.ArgumentParser(
         prog="roseinfer", description="A small LLM inference engine, and proof that it is right."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    generation = commands.add_parser(
-        "generate",
-        help="continue prompts with a language model",
-        description=generate.DESCRIPTION,
-    )
-    generate.add_options(generation)
-    generation.set_defaults(run=generate.run_command)
-    verify = commands.add_parser(
-        "verify",
-        help="check every fast path against its slow twin on this machine",
-        description="Check every fast path of the KV cache and the engine against its slow "
-        "twin: compiled kernels on a GPU when there is one, else Triton's interpreter on the CPU. "
-        "Needs no network. Exit status 0 only when all paths were reached and all were equal.",
-    )
-    verify.add_argument("--cpu", action="store_true", help="leave a GPU alone")
-    verify.add_argument("--seed", type=int, help="make the search repeatable")
-    verify.set_defaults(run=_verify)
-    mutants = commands.add_parser(
-        "mutants",
-        help="plant known bugs and show that each is found",
-        description=mutant_options.DESCRIPTION,
-    )
-    mutant_options.add_options(mutants)
-    mutants.set_defaults(run=_mutants)
-    args = parser.parse_args(argv)
+    choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in found.items():
+        options = choices.add_parser(name, help=command.HELP, description=command.DESCRIPTION)
+        command.add_options(options)
+        options.set_defaults(run=command.run)
+    if len(found) == 1:
+        parser.epilog = _NOT_INSTALLED
+        if arguments and not arguments[0].startswith("-") and arguments[0] not in found:
+            parser.error(f"there is no command {arguments[0]!r}. {_NOT_INSTALLED}")
+    args = parser.parse_args(arguments)
     status: int = args.run(args)
     return status
 
 
-def _mutants(args: argparse.Namespace) -> int:
-    from pytest_roseinfer.mutants.command import run_command
+_NOT_INSTALLED = (
+    "Commands other than generate are known once they are installed, and in this Python "
+    "none is: pip install . (or -e .) in the folder of roseinfer's sources adds verify."
+)
 
-    return run_command(args)
 
-
-def _verify(args: argparse.Namespace) -> int:
-    import pytest
-    import torch
-
-    gpu = torch.cuda.is_available() and not args.cpu
-    arguments = ["--pyargs", "pytest_roseinfer.suite", "-p", "no:cacheprovider", "-v"]
-    # Whatever the folder it is called from says about its own tests is not meant for these.
-    arguments += ["-c", os.devnull, "--rootdir", "."]
-    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # roseinfer is running
-    arguments += ["--roseinfer-profile", "dev"]
-    arguments += ["--roseinfer-gpu"] if gpu else []
-    arguments += ["--roseinfer-seed", str(args.seed)] if args.seed is not None else []
-    return int(pytest.main(arguments))
+def commands() -> dict[str, Command]:
+    """The commands by name: roseinfer's own, then those that are installed."""
+    installed = sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)
+    return {"generate": generate, **{entry.name: entry.load() for entry in installed}}
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from roseinfer.engine.engine import Update
     from roseinfer.llm import LLM, Prompt, RequestOutput
 
+HELP = "continue prompts with a language model"
 DESCRIPTION = """\
 Continue prompts with a language model. The text of one prompt is printed as it comes, the
 texts of several once all have ended. Exit status 0 when all went well, 1 when some prompt
@@ -150,9 +151,9 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 # --------------------------------------------------------------------------------- the command
 
 
-def run_command(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     try:
-        return _run(args)
+        return _generate(args)
     except RoseinferError as error:
         _complain(error)
         return _NOTHING_DONE
@@ -162,7 +163,7 @@ def run_command(args: argparse.Namespace) -> int:
         return _NOBODY_READS
 
 
-def _run(args: argparse.Namespace) -> int:
+def _generate(args: argparse.Namespace) -> int:
     prompts = _prompts(args)
     params = _params(args)
     llm = _load(args)

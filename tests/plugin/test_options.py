@@ -65,13 +65,6 @@ def test_the_seed_of_hypothesis_holds_where_there_is_no_other(project: Project) 
     assert " 13 " in seen(project, "--hypothesis-seed=12", "--roseinfer-seed=13")
 
 
-def test_planted_bugs_are_hunted_instead_of_running_tests(project: Project) -> None:
-    project.write(test_plain="def test_plain(): assert 0")
-    result = project.pytest("--roseinfer-mutants=freed-twice")
-    assert result.ret == pytest.ExitCode.OK
-    result.stdout.fnmatch_lines(["freed-twice * 1/1 *", "1 of 1 planted bugs found *"])
-
-
 MISTAKES = {
     "--roseinfer-examples=0": "roseinfer examples = 0: must be at least 1",
     "--roseinfer-seed=-1": "roseinfer seed = -1: must be at least 0",
@@ -81,7 +74,6 @@ MISTAKES = {
     "--roseinfer-target=broken:Cache": "broken:Cache: ZeroDivisionError: division by zero",
     "--roseinfer-target=empty:Cache": "empty:Cache: empty has no Cache",
     "--roseinfer-target=json:JSONDecoder": "JSONDecoder is no subclass of KVCacheAdapter",
-    "--roseinfer-mutants=freed-twice,unheard-of": "no mutant is called 'unheard-of'",
     "--roseinfer-replay=gone.json": "--roseinfer-replay gone.json: No such file or directory",
     "--roseinfer-replay=empty.py": "--roseinfer-replay empty.py is no trace",
 }

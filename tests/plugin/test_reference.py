@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 from dataclasses import dataclass, field, fields
@@ -33,7 +34,7 @@ from pytest_roseinfer.gates.work.step_work import GROUPS, NOTHING, PYTHON, TORCH
 from pytest_roseinfer.plugin import fixtures, markers, options
 from pytest_roseinfer.report.verdict import FORMAT, Target, Verdict
 from pytest_roseinfer.settings import PROFILES
-from roseinfer.cli import main
+from pytest_roseinfer.suite import verify
 from tests.gates.simulated import compare, quiet
 
 ROOT = Path(__file__).parents[2]
@@ -169,12 +170,11 @@ def test_what_a_timed_function_returns() -> None:
     assert set(names("What a timed function returns")) == OFFERS
 
 
-@pytest.mark.parametrize("command", ["verify", "mutants"])
-def test_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    real = re.findall(r"^  (?:-\w, )?(--[\w-]+)", capsys.readouterr().out, re.M)
-    assert sorted(names(f"roseinfer {command}")) == sorted(set(real) - {"--help"})
+def test_the_options_of_verify() -> None:
+    parser = argparse.ArgumentParser()
+    verify.add_options(parser)
+    real = re.findall(r"^  (?:-\w, )?(--[\w-]+)", parser.format_help(), re.M)
+    assert sorted(names("roseinfer verify")) == sorted(set(real) - {"--help"})
 
 
 def test_groups_of_counts_and_what_decides_about_them() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.mutants import (
+from tests.mutants import (
     catalogue_decode,
     catalogue_engine,
     catalogue_kernels,
@@ -14,7 +14,7 @@ from pytest_roseinfer.mutants import (
 )
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.mutants.mutant import Mutant
+    from tests.mutants.mutant import Mutant
 
 CATALOGUE: tuple[Mutant, ...] = (
     *catalogue_ownership.MUTANTS,

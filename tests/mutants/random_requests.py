@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.engines.mix import Asked, RequestMix, Sampling
 from pytest_roseinfer.engines.run import run_mix
-from pytest_roseinfer.mutants.random_search import search_at_random
+from tests.mutants.random_search import search_at_random
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
 
     from pytest_roseinfer.adapters.engine import EngineAdapter
-    from pytest_roseinfer.mutants.hunt import Found
-    from pytest_roseinfer.mutants.tally import Tally
+    from tests.mutants.hunt import Found
+    from tests.mutants.tally import Tally
 
 _MOST_REQUESTS = 6
 _MOST_NEW = 12

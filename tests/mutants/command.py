@@ -1,4 +1,4 @@
-"""``roseinfer mutants``: plant the bugs, look for them, say what was found."""
+"""``python -m tests.mutants``: plant the bugs, look for them, say what was found."""
 
 from __future__ import annotations
 
@@ -12,31 +12,29 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from pytest_roseinfer.adapters.finding import TargetError, load_target
-from pytest_roseinfer.mutants import report
-from pytest_roseinfer.mutants.catalogue import CATALOGUE, find
-from pytest_roseinfer.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Task
-from pytest_roseinfer.mutants.options import DESCRIPTION, add_options
-from pytest_roseinfer.mutants.results import sum_up
-from pytest_roseinfer.mutants.runner import WorkerFailed, run
 from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, choose_kernel_runtime
+from tests.mutants import report
+from tests.mutants.catalogue import CATALOGUE, find
+from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Task
+from tests.mutants.options import DESCRIPTION, add_options
+from tests.mutants.results import sum_up
+from tests.mutants.runner import WorkerFailed, run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_roseinfer.mutants.jobs import Outcome
-    from pytest_roseinfer.mutants.mutant import Mutant
+    from tests.mutants.jobs import Outcome
+    from tests.mutants.mutant import Mutant
 
+_COMMAND = "python -m tests.mutants"
 _SEEDS_OF_A_JOB = 4
-"""Of an unbroken copy, which is searched to the end."""
+"""How many seeds search an unbroken copy one after the other, each to its end."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="roseinfer mutants", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog=_COMMAND, description=DESCRIPTION)
     add_options(parser)
-    return run_command(parser.parse_args(argv))
-
-
-def run_command(asked: argparse.Namespace) -> int:
+    asked = parser.parse_args(argv)
     try:
         mutants = [find(name) for name in asked.names] or list(CATALOGUE)
         _check_targets(asked)
@@ -117,6 +115,8 @@ def _look_for_bugs(asked: argparse.Namespace, mutants: list[Mutant]) -> int:
                 print(f"  {outcome.mutant}, seed {outcome.seed}: {outcome.check}: {outcome.what}")
     if asked.write_docs:
         report.write_results(Path(asked.write_docs), results, seconds, _command(asked))
+        if not asked.names and not asked.quick:
+            report.strength(results, seeds).write()
     return int(any(result.survived for result in results))
 
 
@@ -138,7 +138,7 @@ def _do(jobs: Sequence[Job], processes: int, what: str) -> tuple[list[Outcome], 
 
 
 def _command(asked: argparse.Namespace) -> str:
-    parts = ["roseinfer mutants", *asked.names]
+    parts = [_COMMAND, *asked.names]
     if asked.false_alarms:
         parts += [f"--false-alarms {asked.false_alarms}"]
         parts += ["--targets", *asked.targets] if asked.targets else []

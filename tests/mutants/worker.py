@@ -20,17 +20,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.mutants.forking import in_child
-from pytest_roseinfer.mutants.install import import_from, plant
-from pytest_roseinfer.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Outcome, Task
-from pytest_roseinfer.mutants.runner import DONE
-from pytest_roseinfer.mutants.tally import Tally
 from pytest_roseinfer.settings import Settings
+from tests.mutants.forking import in_child
+from tests.mutants.install import import_from, plant
+from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Outcome, Task
+from tests.mutants.runner import DONE
+from tests.mutants.tally import Tally
 
 if TYPE_CHECKING:
     from typing import TextIO
 
-    from pytest_roseinfer.mutants.hunt import Found
+    from tests.mutants.hunt import Found
 
 _LEAST_OPERATIONS = 40
 """Random operations tried where the search needed fewer."""
@@ -41,7 +41,7 @@ def main() -> None:
     # Whatever anyone prints must not come between the outcomes.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    from pytest_roseinfer.mutants.warm import warm_up
+    from tests.mutants.warm import warm_up
 
     warm_up()
     for line in sys.stdin:
@@ -107,7 +107,7 @@ class _Bench:
 
     def _found(self, task: Task, tally: Tally) -> Found | None:
         from pytest_roseinfer.adapters.engine import EngineAdapter
-        from pytest_roseinfer.mutants import directed, hunt
+        from tests.mutants import directed, hunt
 
         job = self.job
         served = bool(self.targets) and issubclass(self.targets[0], EngineAdapter)
@@ -119,13 +119,13 @@ class _Bench:
         if task.kind == DIRECTED:
             return directed.run(job.mutant.directed if job.mutant else None, tally)
         if task.kind == RANDOM:
-            from pytest_roseinfer.mutants import random_operations, random_requests
+            from tests.mutants import random_operations, random_requests
 
             if served:
                 return random_requests.run(self.targets, task.seed, self.needed, tally)
             return random_operations.run(self.targets, task.seed, self.needed, tally)
         if task.kind == EXAMPLES:
-            from pytest_roseinfer.mutants import engine_examples, examples
+            from tests.mutants import engine_examples, examples
 
             return engine_examples.run(tally) if served else examples.run(tally)
         raise ValueError(f"no task is called {task.kind!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_roseinfer.mutants.mutant import ENGINE, Mutant
+from tests.mutants.mutant import ENGINE, Mutant
 
 _PREFIXES = "roseinfer.engine.prefix_cache"
 _SUPPLY = "roseinfer.engine.blocks"

@@ -1,4 +1,4 @@
-"""The options of ``roseinfer mutants``; nothing heavy is imported to offer them."""
+"""The options of ``python -m tests.mutants``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=os.cpu_count() or 1,
         help="processes at a time (default: one for each CPU)",
     )
-    parser.add_argument("--write-docs", metavar="FILE", help="put the result into this page")
+    parser.add_argument(
+        "--write-docs",
+        metavar="FILE",
+        help="put the result into this page and, of a hunt for all bugs with "
+        "all seeds, into what roseinfer verify says of itself",
+    )
     parser.add_argument(
         "--false-alarms",
         type=_at_least_one,

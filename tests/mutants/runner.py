@@ -10,18 +10,21 @@ import sys
 import tempfile
 import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.mutants.jobs import Outcome
+from tests.mutants.jobs import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_roseinfer.mutants.jobs import Job
+    from tests.mutants.jobs import Job
 
 DONE = "done"
 """The line that ends a job's outcomes; a line of JSON with an error in it ends them early."""
 _Answer = Outcome | Exception | None
+_ROOT = Path(__file__).parents[2]
+"""The worker is found from here, as ``tests.mutants.worker``."""
 
 
 class WorkerFailed(RuntimeError):
@@ -63,10 +66,11 @@ class _Worker:
         self._todo, self._answers = todo, answers
         self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in end)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pytest_roseinfer.mutants.worker", str(os.getpid()), folder],
+            [sys.executable, "-m", "tests.mutants.worker", str(os.getpid()), folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
+            cwd=_ROOT,
             text=True,
             # More threads than one would only wait for each other on tensors this small.
             env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.mutants.examples import first_to_fail
 from roseinfer import LLM, SamplingParams, tiny_gpt2
+from tests.mutants.examples import first_to_fail
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.mutants.hunt import Found
-    from pytest_roseinfer.mutants.tally import Tally
+    from tests.mutants.hunt import Found
+    from tests.mutants.tally import Tally
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
 LONG = "It was a bright cold day in April, and the clocks were striking thirteen. "

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.mutants.hunt import Found, Stop, guarded
+from tests.mutants.hunt import Found, Stop, guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pytest_roseinfer.mutants.tally import Tally
+    from tests.mutants.tally import Tally
 
 
 def search_at_random(

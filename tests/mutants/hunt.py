@@ -1,4 +1,4 @@
-"""Searching one cache until something shows that it is wrong, as a user's run would.
+"""Search one cache until something shows that it is wrong, as a user's run would.
 
 The tests are those of ``conformance``, in their order and with the examples of the profile.
 All that differs is that a search ends at the first example that fails: finding the bug is
@@ -8,6 +8,7 @@ measured here, not making the example small.
 from __future__ import annotations
 
 import signal
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -18,11 +19,11 @@ from pytest_roseinfer.running.conformance import conformance
 from pytest_roseinfer.search import search
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pytest_roseinfer.adapters.base import Adapter
-    from pytest_roseinfer.mutants.tally import Tally
     from pytest_roseinfer.settings import Settings
+    from tests.mutants.tally import Tally
 
 _HANGS_AFTER = 60
 """Seconds for one example, after which SIGALRM ends the process."""
@@ -87,16 +88,14 @@ def counting(real: Callable[..., None], tally: Tally) -> Callable[..., None]:
     return try_counted
 
 
-class guarded:  # noqa: N801  (used like a function)
-    """Around one example: counts it, ends it when it hangs, and stops where it fails."""
-
-    def __init__(self, tally: Tally, operations: int) -> None:
-        tally.count(operations)
-
-    def __enter__(self) -> None:
-        signal.alarm(_HANGS_AFTER)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+@contextmanager
+def guarded(tally: Tally, operations: int) -> Iterator[None]:
+    """Count the example that runs inside, end it when it hangs, and stop where it fails."""
+    tally.count(operations)
+    signal.alarm(_HANGS_AFTER)
+    try:
+        yield
+    except Exception as error:
+        raise Stop(str(error).partition("\n")[0] or type(error).__name__) from error
+    finally:
         signal.alarm(0)
-        if isinstance(error, Exception):
-            raise Stop(str(error).partition("\n")[0] or type(error).__name__) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_roseinfer.mutants.mutant import COMPACTED, KERNELS, PER_LAYER, Mutant
+from tests.mutants.mutant import COMPACTED, KERNELS, PER_LAYER, Mutant
 
 _APPEND = "roseinfer.kernels.append"
 _CLONE = "roseinfer.kernels.clone"

@@ -10,17 +10,16 @@ emptied rows.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_roseinfer.mutants.hunt import Found, Stop, guarded
+from tests.mutants.hunt import Found, Stop, guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_roseinfer.mutants.tally import Tally
+    from tests.mutants.tally import Tally
 
 _FAR = 2**31
 _BLOCKS = 2049
@@ -59,14 +58,15 @@ def _caches() -> tuple[torch.Tensor, torch.Tensor]:
 
 def far_appends() -> None:
     """Every append kernel, to the last two blocks."""
-    kernels = importlib.import_module("roseinfer.kv." + "append_triton")
+    from roseinfer.kernels import append
+
     index = {"block_idx": torch.tensor([_BLOCKS - 1, _BLOCKS - 2])}
     positions = {"pos": torch.tensor([1, 1])}
     rows = {"batch_idx": torch.tensor([0, 1])}
     calls: list[tuple[Callable[..., None], dict[str, Any]]] = [
-        (kernels.kv_append_triton, {**index, **positions, **rows}),
-        (kernels.kv_append_triton_identity_pos, {**index, **positions}),
-        (kernels.kv_append_triton_full_batch, {**index, "pos": 1}),
+        (append.kv_append_triton, {**index, **positions, **rows}),
+        (append.kv_append_triton_identity_pos, {**index, **positions}),
+        (append.kv_append_triton_full_batch, {**index, "pos": 1}),
     ]
     new = torch.arange(2 * _DIMS, dtype=torch.float16).view(2, 1, _DIMS)
     for kernel, given in calls:
@@ -87,10 +87,11 @@ def far_appends() -> None:
 
 def far_clones() -> None:
     """From the first block to the last and back."""
-    clone = importlib.import_module("roseinfer.kv." + "clone_triton").kv_clone_triton
+    from roseinfer.kernels.clone import kv_clone_triton
+
     for source, target in ((0, _BLOCKS - 1), (_BLOCKS - 1, 0)):
         caches = _caches()
-        clone(
+        kv_clone_triton(
             k_cache=caches[0],
             v_cache=caches[1],
             source=torch.tensor([source]),
@@ -102,14 +103,15 @@ def far_clones() -> None:
 
 def capture_beside_the_living() -> None:
     """Their blocks stay as they are, and they go on as if nothing had been."""
-    roseinfer = importlib.import_module("roseinfer")
-    resident = importlib.import_module("roseinfer.decode." + "resident")
-    greedy = roseinfer.SamplingParams(temperature=0)
+    from roseinfer import LLM, SamplingParams
+    from roseinfer.decode.resident import ResidentDecode
+
+    greedy = SamplingParams(temperature=0)
 
     def decoded(*, captured: bool) -> list[list[int]]:
-        llm = roseinfer.LLM("tiny", device="cpu", block_size=4, kv_cache_tokens=64)
+        llm = LLM("tiny", device="cpu", block_size=4, kv_cache_tokens=64)
         sessions, kv = llm.engine.sessions, llm.engine.sessions.kv
-        decode = resident.ResidentDecode(sessions, 4, None, graphs=False)
+        decode = ResidentDecode(sessions, 4, None, graphs=False)
         begun, logits = sessions.prefill([[1, 2, 3], [4, 5]])
         living = decode.enter([(each, greedy, 0, 64) for each in begun], logits.argmax(-1))
         tokens = [decode.launch(living, 0).wait()]

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM
+from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pytest_roseinfer.mutants.jobs import Outcome
-    from pytest_roseinfer.mutants.mutant import Mutant
+    from tests.mutants.jobs import Outcome
+    from tests.mutants.mutant import Mutant
 
 
 @dataclass(slots=True)

@@ -10,36 +10,19 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from pytest_roseinfer.mutants.catalogue import NOT_PLANTED
-from pytest_roseinfer.mutants.known_bugs import KNOWN_BUGS
+from pytest_roseinfer.report.strength import Strength
+from tests.mutants.catalogue import NOT_PLANTED
+from tests.mutants.jobs import PROFILE
+from tests.mutants.known_bugs import KNOWN_BUGS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from pytest_roseinfer.mutants.jobs import Outcome
-    from pytest_roseinfer.mutants.results import Result
+    from tests.mutants.jobs import Outcome
+    from tests.mutants.results import Result
 
-_PAGE = """\
-# Planted bugs
-
-The proof that the harness finds bugs: each of these was planted alone in a copy of the
-engine's sources, and the copy was searched as `pytest --roseinfer-profile=ci` does. A bug that
-any seed misses fails the command.
-
-- *row*: the known bugs of real caches (below) that this one stands for.
-- *killed*: in how many searches it was found, one for each seed. *by*: the checks that failed
-  first. "directed" stands for a check of its own, where no history on a small cache can show
-  the bug.
-- *examples*: histories, or mixes of requests, tried until then, the one that failed included;
-  the median over the seeds and the most. *s*: median seconds.
-- *random*: the same number of operations as the search needed (at least 40), drawn uniformly
-  and independently, followed by the same checks: how many seeds found the bug.
-- *by example*: whether the usual tests made of examples find it.
-
-"""
 _RESULTS, _ALARMS, _KNOWN, _LEFT_OUT = "results", "false-alarms", "known-bugs", "not-planted"
-_NO_ALARMS = "Not run yet.\n"
 
 
 def table(results: Sequence[Result], *, style: str = "simple", words: bool = False) -> str:
@@ -105,6 +88,18 @@ def write_results(file: Path, results: Sequence[Result], seconds: float, command
     _put(file, _LEFT_OUT, left_out())
 
 
+def strength(results: Sequence[Result], seeds: int) -> Strength:
+    """What these results, of every planted bug, say of the search."""
+    return Strength(
+        planted=len(results),
+        found=sum(not result.survived for result in results),
+        seeds=seeds,
+        profile=PROFILE,
+        version=version("roseinfer"),
+        date=str(_today()),
+    )
+
+
 def write_alarms(file: Path, said: str, command: str) -> None:
     """Put what ``alarms`` said into the page."""
     _put(file, _ALARMS, f"{_how(command)}\n{said}\n")
@@ -113,29 +108,23 @@ def write_alarms(file: Path, said: str, command: str) -> None:
 def _how(command: str) -> str:
     packages = ("roseinfer", "torch", "triton", "hypothesis")
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
-    today = datetime.datetime.now(tz=datetime.UTC).date()
     return (
-        f"`{command}` on {today}, Python {platform.python_version()}, {versions}, "
+        f"`{command}` on {_today()}, Python {platform.python_version()}, {versions}, "
         f"{platform.machine()}, Triton's interpreter.\n"
     )
 
 
+def _today() -> datetime.date:
+    return datetime.datetime.now(tz=datetime.UTC).date()
+
+
 def _put(file: Path, section: str, body: str) -> None:
-    """Replace one section of the page, or begin the page."""
-    text = file.read_text() if file.exists() else _new_page()
+    """Replace one section of the page."""
+    text = file.read_text()
     pattern = re.compile(rf"(?<=<!-- {section} -->\n).*?(?=<!-- end -->)", re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"{file} has no section {section}: it is no page of this command")
     file.write_text(pattern.sub(lambda _: body, text, count=1))
-
-
-def _new_page() -> str:
-    return (
-        f"{_PAGE}{_section(_RESULTS, '')}\n"
-        f"## No false alarms\n\n{_section(_ALARMS, _NO_ALARMS)}\n"
-        f"## The known bugs they stand for\n\n{_section(_KNOWN, known_bugs())}\n"
-        f"## Not planted\n\n{_section(_LEFT_OUT, left_out())}"
-    )
 
 
 def known_bugs() -> str:
@@ -145,7 +134,3 @@ def known_bugs() -> str:
 
 def left_out() -> str:
     return "".join(f"- {what}: {why}\n" for what, why in NOT_PLANTED.items())
-
-
-def _section(name: str, body: str) -> str:
-    return f"<!-- {name} -->\n{body}<!-- end -->\n"

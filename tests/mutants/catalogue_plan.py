@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_roseinfer.mutants.mutant import PER_LAYER, Mutant
+from tests.mutants.mutant import PER_LAYER, Mutant
 
 _PLAN = "roseinfer.kv.plan"
 _MANAGER = "roseinfer.kv.manager"

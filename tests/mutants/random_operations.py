@@ -27,17 +27,17 @@ from pytest_roseinfer.cases.history import (
     fits_oracle,
 )
 from pytest_roseinfer.cases.layouts import LAYOUTS
-from pytest_roseinfer.mutants.random_search import search_at_random
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.machine import run_history
+from tests.mutants.random_search import search_at_random
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
-    from pytest_roseinfer.mutants.hunt import Found
-    from pytest_roseinfer.mutants.tally import Tally
+    from tests.mutants.hunt import Found
+    from tests.mutants.tally import Tally
 
 _STEPS = 20
 _MOST_HEADS = 4

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,17 +15,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer.mutants import command, hunt, report
-from pytest_roseinfer.mutants.catalogue import CATALOGUE
-from pytest_roseinfer.mutants.forking import in_child
-from pytest_roseinfer.mutants.install import plant, source_of
-from pytest_roseinfer.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Outcome, Task
-from pytest_roseinfer.mutants.known_bugs import KNOWN_BUGS
-from pytest_roseinfer.mutants.mutant import COMPACTED, MANAGERS, Mutant, StaleMutant
-from pytest_roseinfer.mutants.results import sum_up
-from pytest_roseinfer.mutants.runner import WorkerFailed, run
-from pytest_roseinfer.mutants.tally import Tally
+from pytest_roseinfer.report import strength
+from pytest_roseinfer.report.strength import Strength
 from pytest_roseinfer.settings import SHIPPED_TARGETS
+from tests.mutants import command, hunt, report
+from tests.mutants.catalogue import CATALOGUE
+from tests.mutants.forking import in_child
+from tests.mutants.install import plant, source_of
+from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Outcome, Task
+from tests.mutants.known_bugs import KNOWN_BUGS
+from tests.mutants.mutant import COMPACTED, MANAGERS, Mutant, StaleMutant
+from tests.mutants.results import sum_up
+from tests.mutants.runner import WorkerFailed, run
+from tests.mutants.tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,7 +74,7 @@ def test_a_planted_bug_is_searched_for_in_one_way(mutant: Mutant) -> None:
 
 
 def test_the_page_shows_the_catalogue_as_it_is() -> None:
-    """Else: ``roseinfer mutants --write-docs docs/mutants.md``."""
+    """Else: ``python -m tests.mutants --write-docs docs/mutants.md``."""
     rows = [line.split("|") for line in DOCS.read_text().splitlines() if line.startswith("| ")]
     shown = {row[1].strip(): row[2].strip() for row in rows if len(row) > 8}
     shown.pop("bug")
@@ -79,6 +83,15 @@ def test_the_page_shows_the_catalogue_as_it_is() -> None:
     assert "SURVIVED" not in page
     assert report.known_bugs() in page
     assert report.left_out() in page
+
+
+def test_the_page_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    offered = re.findall(r"^  (?:-\w, )?(--[\w-]+)", capsys.readouterr().out, re.M)
+    assert sorted(re.findall(r"^\| `(--[\w-]+)`", DOCS.read_text(), re.M)) == sorted(
+        set(offered) - {"--help"}
+    )
 
 
 # ------------------------------------------------------------------------------ planting
@@ -227,8 +240,52 @@ def test_medians_are_over_the_searches_alone() -> None:
     assert (result.killed_by_random, result.survived) == ("0/1", False)
 
 
-def test_a_section_of_the_page_is_replaced_and_the_rest_kept(tmp_path: Path) -> None:
-    page = tmp_path / "mutants.md"
+def test_the_wheel_says_of_its_strength_what_the_page_says() -> None:
+    """Else: ``python -m tests.mutants --write-docs docs/mutants.md``."""
+    said = Strength.read()
+    results = DOCS.read_text().partition("<!-- results -->")[2]
+    assert f" on {said.date}, " in results
+    assert f", roseinfer {said.version}, " in results
+    assert f"\n{said.found} of {said.planted} planted bugs found in " in results
+    assert said.planted == len(CATALOGUE)
+    assert f"| {said.seeds}/{said.seeds} " in results
+
+
+@pytest.mark.parametrize(("names", "written"), [((), True), ((EQUIVALENT.name,), False)])
+def test_the_strength_is_that_of_a_hunt_for_every_bug(
+    names: tuple[str, ...],
+    written: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    page: Path,
+    tmp_path: Path,
+) -> None:
+    def pretend(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
+        assert processes
+        return (
+            outcome(task.seed, killed=task.seed < 2, kind=task.kind)
+            for job in jobs
+            for task in job.tasks
+        )
+
+    monkeypatch.setattr(command, "CATALOGUE", (EQUIVALENT,))
+    monkeypatch.setattr(command, "find", lambda _: EQUIVALENT)
+    monkeypatch.setattr(command, "run", pretend)
+    monkeypatch.setattr(strength, "FILE", tmp_path / "strength.json")
+    assert command.main([*names, "--seeds", "3", "--write-docs", str(page)]) == 1
+    assert strength.FILE.exists() == written
+    if written:
+        said = Strength.read()
+        assert (said.planted, said.found, said.seeds, said.profile) == (1, 0, 3, "ci")
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    copy = tmp_path / "mutants.md"
+    shutil.copy(DOCS, copy)
+    return copy
+
+
+def test_a_section_of_the_page_is_replaced_and_the_rest_kept(page: Path) -> None:
     results = sum_up([EQUIVALENT], [outcome(0, killed=True)])
     report.write_results(page, results, 1.0, "first command")
     alarms = report.alarms([outcome(0, killed=False)], ["one:Target", "another:Target"], 2.0)
@@ -265,7 +322,7 @@ def test_the_list_names_every_bug(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_list_may_be_read_in_part(names: tuple[str, ...]) -> None:
     reading, writing = os.pipe()
     os.close(reading)  # as head does, only earlier
-    command_line = [sys.executable, "-m", "roseinfer.cli", "mutants", "--list", *names]
+    command_line = [sys.executable, "-m", "tests.mutants", "--list", *names]
     buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
     done = subprocess.run(
         command_line, stdout=writing, stderr=subprocess.PIPE, env=buffered, check=False
@@ -294,7 +351,7 @@ def test_false_alarms_are_looked_for_on_the_targets_named(
     arguments: tuple[str, ...],
     targets: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    page: Path,
 ) -> None:
     def pretend(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
         assert processes == 1
@@ -302,7 +359,6 @@ def test_false_alarms_are_looked_for_on_the_targets_named(
         return (Outcome(None, HUNT, task.seed) for job in jobs for task in job.tasks)
 
     monkeypatch.setattr(command, "run", pretend)
-    page = tmp_path / "mutants.md"
     asked = ["--false-alarms", "6", "--jobs", "1", "--write-docs", str(page), *arguments]
     assert command.main(asked) == 0
     written = page.read_text().partition("## No false alarms")[2].partition("<!-- end -->")[0]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from pytest_roseinfer.mutants.mutant import Mutant
 from pytest_roseinfer.settings import PROFILES
+from tests.mutants.mutant import Mutant
 
+PROFILE = "ci"
+"""How hard the search for a planted bug looks."""
 HUNT = "hunt"
 """The search that users get."""
 RANDOM = "random"
@@ -33,8 +35,8 @@ class Job:
     mutant: Mutant | None
     targets: tuple[str, ...]
     tasks: tuple[Task, ...]
-    examples: int = PROFILES["ci"].examples
-    steps: int = PROFILES["ci"].steps
+    examples: int = PROFILES[PROFILE].examples
+    steps: int = PROFILES[PROFILE].steps
 
     @property
     def name(self) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.mutants.mutant import Mutant
+    from tests.mutants.mutant import Mutant
 
 _PACKAGE = "roseinfer"
 _BUILT_ON_IT = "pytest_roseinfer.targets"

@@ -6,18 +6,19 @@ policy. They are meant to be what a careful person writes in an hour, no straw m
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_roseinfer.mutants.hunt import Found, Stop, guarded
 from roseinfer import AppendPolicy, KVBlockManager, OutOfBlocks
+from roseinfer.kernels.append import kv_append_triton
+from roseinfer.kernels.clone import kv_clone_triton
+from tests.mutants.hunt import Found, Stop, guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pytest_roseinfer.mutants.tally import Tally
+    from tests.mutants.tally import Tally
 
 HEADS, DIMS, SIZE = 4, 64, 16
 
@@ -189,11 +190,10 @@ def half_precision_takes_single() -> None:
 
 
 def the_append_kernel_writes_its_slots() -> None:
-    append = importlib.import_module("roseinfer.kv." + "append_triton").kv_append_triton
     keys, values = torch.zeros(2, 8, HEADS, SIZE, DIMS)
     key, value = _tokens(3)
     blocks, positions = torch.tensor([5, 1, 2]), torch.tensor([0, 7, 15])
-    append(
+    kv_append_triton(
         k_cache_layer=keys,
         v_cache_layer=values,
         key_new=key,
@@ -207,10 +207,11 @@ def the_append_kernel_writes_its_slots() -> None:
 
 
 def the_clone_kernel_copies_a_block() -> None:
-    clone = importlib.import_module("roseinfer.kv." + "clone_triton").kv_clone_triton
     keys, values = torch.randn(2, 2, 8, HEADS, SIZE, DIMS)
     before = keys.clone(), values.clone()
-    clone(k_cache=keys, v_cache=values, source=torch.tensor([1, 4]), target=torch.tensor([2, 6]))
+    kv_clone_triton(
+        k_cache=keys, v_cache=values, source=torch.tensor([1, 4]), target=torch.tensor([2, 6])
+    )
     for cache, old in zip((keys, values), before, strict=True):
         assert torch.equal(cache[:, [2, 6]], old[:, [1, 4]]), "the copy differs"
         assert torch.equal(cache[:, [1, 4]], old[:, [1, 4]]), "the source changed"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_roseinfer.mutants.mutant import ENGINE, Mutant
+from tests.mutants.mutant import ENGINE, Mutant
 
 _SLOTS = "roseinfer.decode.slots"
 _STEP = "roseinfer.decode.step"

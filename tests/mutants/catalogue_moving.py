@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_roseinfer.mutants.mutant import GROUPED, PER_LAYER, Mutant
+from tests.mutants.mutant import GROUPED, PER_LAYER, Mutant
 
 _MANAGER = "roseinfer.kv.manager"
 _MOVER = "roseinfer.kv.mover"

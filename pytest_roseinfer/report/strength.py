@@ -1,0 +1,37 @@
+"""How many planted bugs the search is known to find: a measurement that ships with the package."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FILE = Path(__file__).with_name("strength.json")
+"""Written by ``python -m tests.mutants --write-docs``, and by nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strength:
+    """The result of one hunt for every planted bug."""
+
+    planted: int
+    found: int
+    """How many of them every seed found."""
+    seeds: int
+    profile: str
+    version: str
+    """The version of roseinfer that was measured."""
+    date: str
+
+    @classmethod
+    def read(cls) -> Strength:
+        return cls(**json.loads(FILE.read_text(encoding="utf-8")))
+
+    def write(self) -> None:
+        FILE.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        return (
+            f"the profile {self.profile} finds {self.found} of {self.planted} planted bugs, each "
+            f"with all of {self.seeds} seeds (roseinfer {self.version}, {self.date})"
+        )

@@ -1,0 +1,10 @@
+"""``python -m tests.mutants`` plants the bugs and looks for them."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.mutants.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())
