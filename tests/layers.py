@@ -16,7 +16,7 @@ LAYERS = (
     {"errors", "engine_paths"},
     {"config", "text"},
     {"kernels"},
-    {"kv", "kernels.runtime"},
+    {"kv"},
     {"attention"},
     {"models", "sampling"},
     {"engine.sequences"},

@@ -12,14 +12,14 @@ from roseinfer.decode.readback import Readback
 from roseinfer.decode.slots import DecodeSlots
 from roseinfer.decode.step import DecodeStep
 from roseinfer.engine_paths import EnginePath
+from roseinfer.kernels.runtime import why_unusable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from roseinfer.config import SamplingParams
-    from roseinfer.decode.kernels import DecodeKernels
     from roseinfer.decode.readback import Arrival
-    from roseinfer.engine.sequences import InferenceEngine, InferenceSession
+    from roseinfer.engine.sequences import InferenceSession, SequenceRunner
 
 
 _SOON = 16
@@ -42,9 +42,8 @@ class ResidentDecode:
 
     def __init__(
         self,
-        sessions: InferenceEngine,
+        sessions: SequenceRunner,
         num_slots: int,
-        kernels: DecodeKernels | None,
         *,
         graphs: bool,
     ) -> None:
@@ -52,7 +51,9 @@ class ResidentDecode:
         self._path_counts = sessions.path_counts
         width = -(-sessions.model.shape.max_length // kv.block_size)
         self.slots = DecodeSlots(num_slots, width, sessions.staging, kv.work_counts, kv.device)
-        self._step = DecodeStep(sessions.model, kv, self.slots, kernels, self._path_counts)
+        attention = sessions.attention
+        advance = None if attention.name == "reference" else _load_advance(kv.device)
+        self._step = DecodeStep(sessions.model, self.slots, attention, advance, self._path_counts)
         self._graphs = StepGraphs(self._step, self.slots, self._path_counts) if graphs else None
         self._readback = Readback(num_slots, torch.int64, kv.device)
         self._sizes = ladder(num_slots)
@@ -143,3 +144,12 @@ def ladder(most: int) -> list[int]:
     sizes = [size for size in (1, 2, 4, 8) if size < most]
     sizes += [size for size in (*range(16, 64, 16), *range(64, most, 32)) if size < most]
     return [*sizes, most]
+
+
+def _load_advance(device: torch.device) -> Callable[..., None] | None:
+    """The kernels that end a greedy step; None where they cannot run. This imports Triton."""
+    if why_unusable(device):
+        return None
+    from roseinfer.kernels.likeliest import advance_to_likeliest
+
+    return advance_to_likeliest

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.decode.attention import SlotAttention
+from roseinfer.attention.backend import ResidentBatch
 from roseinfer.engine_paths import EnginePath
 from roseinfer.kv.lasting import lasting
 from roseinfer.sampling import rows_without_a_distribution
 
 if TYPE_CHECKING:
     from collections import Counter
+    from collections.abc import Callable
 
-    from roseinfer.decode.kernels import DecodeKernels
+    from roseinfer.attention.backend import AttentionBackend
     from roseinfer.decode.slots import DecodeSlots
-    from roseinfer.kv.manager import KVBlockManager
     from roseinfer.models.causal import CausalModel
 
 
@@ -26,16 +26,15 @@ class DecodeStep:
     def __init__(
         self,
         model: CausalModel,
-        kv: KVBlockManager,
         slots: DecodeSlots,
-        kernels: DecodeKernels | None,
+        attention: AttentionBackend,
+        advance: Callable[..., None] | None,
         path_counts: Counter[str],
     ) -> None:
         self._model = model
-        self._kv = kv
         self._slots = slots
-        self._attend = kernels.append_and_attend if kernels else None
-        self._advance = kernels.advance_to_likeliest if kernels else None
+        self._attention = attention
+        self._advance = advance
         self._path_counts = path_counts
         with lasting():
             self.chosen = torch.zeros_like(slots.tokens)
@@ -48,10 +47,8 @@ class DecodeStep:
         for path in self._model.paths:
             self._path_counts[path] += 1
         lengths = slots.lengths(count)
-        batch = SlotAttention(
-            self._kv, slots.tables(count), lengths, self._attend, self._path_counts
-        )
-        logits = self._model.logits(slots.tokens[:count], lengths, None, batch)
+        self._attention.prepare(ResidentBatch(slots.tables(count), lengths))
+        logits = self._model.logits(slots.tokens[:count], lengths, None, self._attention)
         if greedy and self._advance is not None:
             self._path_counts[EnginePath.LIKELIEST] += 1
             chosen, tokens = self.chosen[:count], slots.tokens[:count]

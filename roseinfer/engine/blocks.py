@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from roseinfer.decode.resident import ResidentDecode
     from roseinfer.engine.prefix_cache import PrefixCache
     from roseinfer.engine.request import Request
-    from roseinfer.engine.sequences import InferenceEngine, InferenceSession
+    from roseinfer.engine.sequences import InferenceSession, SequenceRunner
     from roseinfer.kv.manager import KVBlockManager
 
 
@@ -17,7 +17,7 @@ class BlockSupply:
 
     def __init__(
         self,
-        sessions: InferenceEngine,
+        sessions: SequenceRunner,
         prefixes: PrefixCache | None,
         resident: ResidentDecode | None,
     ) -> None:

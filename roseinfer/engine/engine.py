@@ -10,14 +10,13 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.config import SamplingParams
-from roseinfer.decode.kernels import load_decode_kernels
 from roseinfer.decode.resident import ResidentDecode
 from roseinfer.engine.blocks import BlockSupply
 from roseinfer.engine.prefix_cache import PrefixCache
 from roseinfer.engine.request import FinishReason, Request
 from roseinfer.engine.runner import StepRunner
 from roseinfer.engine.scheduler import Scheduler
-from roseinfer.engine.sequences import InferenceEngine
+from roseinfer.engine.sequences import SequenceRunner
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import (
     BadArgument,
@@ -66,9 +65,7 @@ class Engine:
         end_tokens: Sequence[int] = (),
     ) -> None:
         self.config = config
-        self.sessions = InferenceEngine(
-            model, kv, attention_kernels=config.uses_kernels(kv.device.type)
-        )
+        self.sessions = SequenceRunner(model, kv, attention=config.attention_backend)
         self.path_counts: Counter[str] = self.sessions.path_counts
         """How often each path of the engine and of its attention was taken."""
         self.prefixes = PrefixCache(kv) if config.prefix_cache else None
@@ -96,7 +93,6 @@ class Engine:
         return ResidentDecode(
             self.sessions,
             config.max_batch_size,
-            load_decode_kernels(device) if config.uses_kernels(device.type) else None,
             graphs=config.replays_graphs(device.type),
         )
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from roseinfer.decode.resident import ResidentDecode
     from roseinfer.engine.request import Request
     from roseinfer.engine.scheduler import Step
-    from roseinfer.engine.sequences import InferenceEngine, InferenceSession
+    from roseinfer.engine.sequences import InferenceSession, SequenceRunner
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class StepRunner:
     """Launches steps: residents by themselves, all other requests in one pass."""
 
     def __init__(
-        self, sessions: InferenceEngine, resident: ResidentDecode | None, max_batch_size: int
+        self, sessions: SequenceRunner, resident: ResidentDecode | None, max_batch_size: int
     ) -> None:
         self._sessions = sessions
         self._resident = resident

@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from roseinfer.attention.batch import AttentionBatch, load_attention_kernels
+from roseinfer.attention.backend import StepBatch, best_backend, find_backend
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument, RequestTooLarge
+from roseinfer.kv.manager import StepAppend
 from roseinfer.kv.staging import IndexStaging
 
 if TYPE_CHECKING:
@@ -33,18 +34,20 @@ class InferenceSession:
     """Up to how many tokens its blocks take, as far as they are its own to write to."""
 
 
-class InferenceEngine:
+class SequenceRunner:
     """Runs sessions of any lengths through one model, on one cache."""
 
     def __init__(
-        self, model: CausalModel, kv: KVBlockManager, *, attention_kernels: bool = True
+        self, model: CausalModel, kv: KVBlockManager, *, attention: str | None = None
     ) -> None:
+        """``attention`` names a backend; None takes the device's best."""
         self.model = model
         self.kv = kv
         self.path_counts: Counter[str] = Counter()
         self.staging = IndexStaging(kv.device, kv.work_counts)
         """Brings a step's numbers to the device, without a tensor being made for them."""
-        self._kernels = load_attention_kernels(kv.device) if attention_kernels else None
+        backend = find_backend(attention or best_backend(kv.device))
+        self.attention = backend(model.traits, kv, self.staging, self.path_counts)
         self._groups = kv.num_layers // kv.layers_per_group
 
     def prefill(
@@ -157,18 +160,14 @@ class InferenceEngine:
             positions += range(session.stored, end)
             last_rows.append(len(tokens) - 1)
             lengths.append(end)
-        batch = AttentionBatch(
-            self.kv,
-            [session.block_lists for session in sessions],
-            counts,
-            lengths,
-            self.path_counts,
-            self._kernels,
-            self.staging,
-        )
+        singles = next((at for at, count in enumerate(counts) if count > 1), len(counts))
+        one_each = singles == len(counts)
+        lists = [session.block_lists for session in sessions]
+        new = StepAppend(self.kv, lists, counts, one_each=one_each)
+        self.attention.prepare(StepBatch(new, lists, counts, lengths, singles))
         for path in self.model.paths:
             self.path_counts[path] += 1
         stage = self.staging.stage
         token_ids, at = stage([tokens, positions]).columns
-        rows = None if batch.is_decode else stage([last_rows]).columns[0]
-        return self.model.logits(token_ids, at, rows, batch)
+        rows = None if one_each else stage([last_rows]).columns[0]
+        return self.model.logits(token_ids, at, rows, self.attention)

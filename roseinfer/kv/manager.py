@@ -424,3 +424,38 @@ class KVBlockManager:
         in_place = len(seen.positions) - len(seen.needs_block)
         if in_place:
             met[Condition.IN_PLACE] += in_place
+
+
+class StepAppend:
+    """The new tokens of one step on their way into the cache, a layer at a time.
+
+    ``block_lists[i][g]`` is sequence ``i``'s list in layer group ``g``, and ``counts[i]`` how
+    many of the tokens are its own. A group is planned when its first layer is written.
+    """
+
+    def __init__(
+        self,
+        kv: KVBlockManager,
+        block_lists: Sequence[Sequence[list[int]]],
+        counts: Sequence[int],
+        *,
+        one_each: bool,
+    ) -> None:
+        self._kv = kv
+        self._block_lists = block_lists
+        self._counts = counts
+        # The arrangement in which every switch of the append policy counts.
+        self._by_layer = one_each and kv.layers_per_group == 1
+        self._plans: dict[int, AppendPlan] = {}
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Append ``[tokens, kv_heads, head_dim]`` to every sequence in one layer."""
+        group = layer // self._kv.layers_per_group
+        if self._by_layer:
+            lists = [own[group] for own in self._block_lists]
+            self._kv.append_token_batch(layer, lists, key, value)
+            return
+        if group not in self._plans:
+            lists = [own[group] for own in self._block_lists]
+            self._plans[group] = self._kv.plan_append(layer, lists, self._counts)
+        self._kv.write(self._plans[group], layer, key, value)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import TYPE_CHECKING
 
-from roseinfer.kernels.runtime import load_kernels, warn_unavailable_once
+from roseinfer.errors import TritonUnavailable
+from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.paths import Condition, Path, choose_write_path
 from roseinfer.kv.staging import IndexStaging
 
@@ -47,9 +49,11 @@ class DataMover:
     def policy(self, policy: AppendPolicy) -> None:
         self._policy = policy
         if policy.triton and not self._kernels:
-            self._kernels, reason = load_kernels(self._storage.device)
-            if not self._kernels:
-                warn_unavailable_once(reason)
+            reason = why_unusable(self._storage.device)
+            if reason:
+                _warn_once(reason)
+            else:
+                self._kernels = _load_kernels()
 
     def prepare(self, plan: AppendPlan) -> None:
         """Do what comes before any layer's write: copy shared blocks, stage the indices."""
@@ -91,7 +95,7 @@ class DataMover:
             self.policy,
             num_tokens=plan.num_tokens,
             identity=plan.rows is None,
-            constant_position=self.policy.scalar_position and plan.constant_position,
+            constant_position=plan.constant_position,
         )
         path = choose(triton=self.policy.triton)
         if path.needs_triton and not self._kernels:
@@ -120,3 +124,31 @@ class DataMover:
             self._counts[Condition.TRITON_UNAVAILABLE] += 1
         self._counts[Path.CLONE_TORCH] += 1
         storage.clone_blocks(layers, source_idx, target_idx)
+
+
+def _load_kernels() -> dict[Path, Callable[..., None]]:
+    """The unchecked launcher of each path that has a kernel. This imports Triton."""
+    from roseinfer.kernels import append, clone
+
+    return {
+        Path.TRITON_FULL_BATCH: append.launch_full_batch,
+        Path.TRITON_IDENTITY_POS: append.launch_identity_pos,
+        Path.TRITON_GATHER: append.launch_gather,
+        Path.CLONE_TRITON: clone.launch_clone,
+    }
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(reason: str) -> None:
+    """Say, once per reason and process, that torch operations write in Triton's place."""
+    if reason in _warned:
+        return
+    _warned.add(reason)
+    warnings.warn(
+        f"Triton KV append is on but cannot run: {reason}. Torch operations write instead; "
+        "AppendPolicy(triton=False) says that is meant.",
+        TritonUnavailable,
+        stacklevel=2,
+    )

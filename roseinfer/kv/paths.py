@@ -28,11 +28,6 @@ class Path(StrEnum):
     PER_TOKEN = "per_token"
 
     @property
-    def reference(self) -> Path:
-        """The slow twin whose result this path must reproduce."""
-        return Path.PER_TOKEN
-
-    @property
     def needs_triton(self) -> bool:
         return "triton" in self.value
 

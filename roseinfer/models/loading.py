@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoTokenizer
 
+from roseinfer.attention.backend import find_backend
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError, UnsupportedModel
-from roseinfer.kernels.runtime import load_kernels
+from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.checkpoint import fetch
@@ -78,11 +79,12 @@ def load(
 
 def _check_what_is_asked_of(device: torch.device, config: EngineConfig) -> None:
     """Raise where a switch is on for what cannot run there."""
-    for name in ("paged_attention", "fused_model"):
-        if getattr(config, name):
-            kernels, reason = load_kernels(device)
-            if not kernels:
-                raise ConfigError(f"{name}=True: {reason}")
+    backend = config.attention_backend
+    asked = "paged_attention=True" if config.paged_attention else f"attention_backend={backend!r}"
+    if backend is not None and (reason := find_backend(backend).why_unusable(device)):
+        raise ConfigError(f"{asked}: {reason}")
+    if config.fused_model and (reason := why_unusable(device)):
+        raise ConfigError(f"fused_model=True: {reason}")
     if config.cuda_graph and device.type != "cuda":
         raise ConfigError(f"cuda_graph=True: there are no CUDA graphs on {device.type}")
 

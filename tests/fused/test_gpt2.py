@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from roseinfer import LLM, AppendPolicy, EnginePath, KVBlockManager
-from roseinfer.engine.sequences import InferenceEngine
+from roseinfer.engine.sequences import SequenceRunner
 from roseinfer.models.families import gpt2
 from roseinfer.models.families.gpt2 import FusedGPT2
 from tests.engine.families import tiny
@@ -19,7 +19,7 @@ CLOSE = 2e-4
 PROMPTS = [[7, 3, 90, 12, 5], [1], list(range(40))]
 
 
-def fused(device: str, network: Any) -> InferenceEngine:
+def fused(device: str, network: Any) -> SequenceRunner:
     """Sessions of a fused model, its cache full of NaN."""
     model = FusedGPT2(deepcopy(network))
     shape = model.shape
@@ -33,7 +33,7 @@ def fused(device: str, network: Any) -> InferenceEngine:
     )
     kv.keys.fill_(float("nan"))
     kv.values.fill_(float("nan"))
-    return InferenceEngine(model, kv)
+    return SequenceRunner(model, kv, attention="triton")
 
 
 @torch.no_grad()

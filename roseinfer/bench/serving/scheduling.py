@@ -11,7 +11,7 @@ from roseinfer.engine.blocks import BlockSupply
 from roseinfer.engine.prefix_cache import PrefixCache
 from roseinfer.engine.request import Request
 from roseinfer.engine.scheduler import Scheduler
-from roseinfer.engine.sequences import InferenceEngine, InferenceSession
+from roseinfer.engine.sequences import InferenceSession, SequenceRunner
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.tiny import tiny_gpt2
@@ -42,7 +42,7 @@ def _busy(running: int, waiting: int) -> Scheduler:
     kv = KVBlockManager(
         1, 1, 1, _BLOCK_SIZE, blocks + 1, "cpu", torch.float32, AppendPolicy(triton=False)
     )
-    sessions = InferenceEngine(CausalModel(tiny_gpt2().model), kv, attention_kernels=False)
+    sessions = SequenceRunner(CausalModel(tiny_gpt2().model), kv, attention="reference")
     scheduler = Scheduler(config, BlockSupply(sessions, PrefixCache(kv), None))
     for number in range(running + waiting):
         request = _request(number)
