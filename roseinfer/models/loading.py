@@ -18,6 +18,7 @@ from roseinfer.kv.manager import KVBlockManager
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.checkpoint import fetch
 from roseinfer.models.compiling import compile_layers
+from roseinfer.models.families import fused_family
 from roseinfer.models.padded_head import PaddedHead, pad_head
 from roseinfer.models.tiny import tiny_gpt2
 
@@ -92,15 +93,14 @@ def _check_what_is_asked_of(device: torch.device, config: EngineConfig) -> None:
 def _causal(network: Any, config: EngineConfig) -> CausalModel:
     """On fused kernels where there are some for the model, else as transformers runs it."""
     if config.fuses(network.device.type):
-        from roseinfer.models.families.gpt2 import FusedGPT2
-
-        if FusedGPT2.fits(network):
+        family = fused_family(network)
+        if family is not None:
             if config.compile_layers:
                 raise ConfigError(
                     f"compile_layers: {type(network).__name__} runs on fused kernels, of which "
                     "nothing is left to compile: leave it off, or have fused_model=False too"
                 )
-            return FusedGPT2(network, max_length=config.max_length)
+            return family(network, max_length=config.max_length)
     if config.pads_head(network.device.type):
         pad_head(network)
     causal = CausalModel(network, max_length=config.max_length)

@@ -12,6 +12,7 @@ from roseinfer.engine_paths import EnginePath
 from roseinfer.kernels.linear import linear, linear_in_parts
 from roseinfer.kernels.norm import add_norm, embed_norm
 from roseinfer.models.causal import CausalModel
+from roseinfer.models.families import register
 
 if TYPE_CHECKING:
     from roseinfer.attention.backend import Attention
@@ -20,6 +21,7 @@ MOST_ROWS = 256
 """Above this the tensor cores are busy, and torch's own matrix products are better."""
 
 
+@register("GPT2LMHeadModel")
 class FusedGPT2(CausalModel):
     """Its forward pass is 7 kernels a layer, attention among them."""
 
@@ -27,11 +29,10 @@ class FusedGPT2(CausalModel):
 
     @staticmethod
     def fits(model: Any) -> bool:
-        """Whether it is a GPT-2 of the usual kind."""
+        """It is a GPT-2 of the usual kind."""
         config = model.config
-        return (
-            type(model).__name__ == "GPT2LMHeadModel"
-            and config.activation_function == "gelu_new"
+        return bool(
+            config.activation_function == "gelu_new"
             and config.scale_attn_weights
             and not config.scale_attn_by_inverse_layer_idx
             and not config.add_cross_attention
