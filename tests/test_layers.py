@@ -134,7 +134,7 @@ RIGHT = {
         "roseinfer/engine/scheduler.py",
         "from roseinfer.kv.manager import KVBlockManager",
     ),
-    "own_layer": ("roseinfer/kv/mover.py", "from roseinfer.kernels.runtime import why_unusable"),
+    "own_layer": ("roseinfer/kv/storage.py", "from roseinfer.kernels.runtime import why_unusable"),
     "types_of_torch": ("roseinfer/kv/plan.py", "if TYPE_CHECKING:\n    import torch"),
     "environment_in_config": ("roseinfer/config.py", "import os\nos.environ"),
     "public_name": ("pytest_roseinfer/running/machine.py", "from roseinfer import KVBlockManager"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from roseinfer.kv.manager import KVBlockManager, StepAppend
-    from roseinfer.kv.staging import IndexStaging
+    from roseinfer.kv.storage import IndexStaging
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from roseinfer.config import SamplingParams
     from roseinfer.engine.sequences import InferenceSession
-    from roseinfer.kv.staging import IndexStaging
+    from roseinfer.kv.storage import IndexStaging
 
 _LENGTH, _ACTIVE, _SEED, _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = range(7)
 _FIELDS = 7

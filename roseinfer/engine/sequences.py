@@ -10,7 +10,7 @@ from roseinfer.attention.backend import StepBatch, best_backend, find_backend
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument, RequestTooLarge
 from roseinfer.kv.manager import StepAppend
-from roseinfer.kv.staging import IndexStaging
+from roseinfer.kv.storage import IndexStaging
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -82,10 +82,10 @@ def _parts_kernel(
     w_in = (n < N)[None, :]
     x_at = x + r[:, None] * x_r + k[None, :]
     x_in = (r < rows)[:, None]
-    held: tuple[tl.tensor, ...] = ()
+    held = ()
     for tile in tl.static_range(TILES):
         w_tile = w_in if EVEN else w_in & (k + tile * TILE_K < K)[:, None]
-        held = held + (tl.load(w_at + tile * TILE_K * w_k, w_tile, other=0.0),)  # noqa: RUF005
+        held = held + (tl.load(w_at + tile * TILE_K * w_k, w_tile, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -19,7 +19,7 @@ from roseinfer import (
 )
 from roseinfer.attention.backend import LayerTraits, best_backend, find_backend
 from roseinfer.attention.reference import ReferenceAttention
-from roseinfer.kv.staging import IndexStaging
+from roseinfer.kv.storage import IndexStaging
 from tests.attention import sdpa_backend  # noqa: F401  (it registers itself)
 from tests.engine.continuations import TEXTS, by_transformers, greedy, small_llm
 

@@ -13,7 +13,7 @@ from roseinfer.attention.reference import paged_attention_reference
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kernels.attend_chunks import paged_attention_chunks
 from roseinfer.kv.manager import StepAppend
-from roseinfer.kv.staging import IndexStaging
+from roseinfer.kv.storage import IndexStaging
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
