@@ -19,7 +19,6 @@ LAYERS = (
     {"kv"},
     {"attention"},
     {"models", "sampling"},
-    {"engine.sequences"},
     {"decode"},
     {"engine"},
     {"llm"},

@@ -68,11 +68,6 @@ WRONG = {
         "from roseinfer.engine.scheduler import Scheduler",
         "decode imports engine, which stands above it",
     ),
-    "sequences_import_the_scheduler": (
-        "roseinfer/engine/sequences.py",
-        "from . import scheduler",
-        "engine.sequences imports engine, which stands above it",
-    ),
     "engine_imports_cli": (
         "roseinfer/engine/engine.py",
         "from roseinfer import cli",

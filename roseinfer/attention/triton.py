@@ -73,12 +73,12 @@ class TritonAttention(AttentionBackend):
     def attend_new(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        caches, scale = (self.kv.keys[layer], self.kv.values[layer]), self.scales[layer]
         match self._batch:
             case ResidentBatch(tables, lengths):
                 self.path_counts[AttentionPath.APPEND_AND_ATTEND] += 1
+                caches = self.kv.keys[layer], self.kv.values[layer]
                 return self._kernels.append_and_attend(
-                    query, key, value, *caches, tables, lengths, scale
+                    query, key, value, *caches, tables, lengths, self.scales[layer]
                 )
             case StepBatch() as batch:
                 batch.new.write(layer, key, value)

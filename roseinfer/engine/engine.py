@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from roseinfer.config import SamplingParams
 from roseinfer.decode.resident import ResidentDecode
-from roseinfer.engine.blocks import BlockSupply
 from roseinfer.engine.prefix_cache import PrefixCache
-from roseinfer.engine.request import FinishReason, Request
-from roseinfer.engine.runner import StepRunner
+from roseinfer.engine.request import BlockSupply, FinishReason, Request
+from roseinfer.engine.runner import SequenceRunner, StepRunner
 from roseinfer.engine.scheduler import Scheduler
-from roseinfer.engine.sequences import SequenceRunner
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import (
     BadArgument,
@@ -70,9 +68,9 @@ class Engine:
         """How often each path of the engine and of its attention was taken."""
         self.prefixes = PrefixCache(kv) if config.prefix_cache else None
         resident = self._resident(config)
-        self._supply = BlockSupply(self.sessions, self.prefixes, resident)
-        self._scheduler = Scheduler(config, self._supply)
         self._runner = StepRunner(self.sessions, resident, config.max_batch_size)
+        self._supply = BlockSupply(kv, self.prefixes, self._runner.withdraw)
+        self._scheduler = Scheduler(config, self._supply)
         self._run_ahead = config.lag(kv.device.type) if resident else 0
         self._air: deque[list[Flight]] = deque()
         """What was launched and has not landed, step by step."""
@@ -91,7 +89,8 @@ class Engine:
         if not config.decodes_in_slots(device.type):
             return None
         return ResidentDecode(
-            self.sessions,
+            self.sessions.model,
+            self.sessions.attention,
             config.max_batch_size,
             graphs=config.replays_graphs(device.type),
         )
@@ -125,9 +124,7 @@ class Engine:
             prompt_length=len(token_ids),
             most_tokens=self._most_tokens(len(token_ids), params),
             session=self.sessions.empty(token_ids),
-            text=RequestText(self._new_detokenizer(), params.stop)
-            if self._new_detokenizer
-            else None,
+            text=RequestText(self._new_detokenizer, params.stop) if self._new_detokenizer else None,
         )
         self._next_id += 1
         self._scheduler.add(request)

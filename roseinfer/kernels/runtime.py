@@ -124,7 +124,8 @@ class KernelLauncher:
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = launch(self._kernel, grid, *tensors, *scalars, *shape, num_warps=num_warps)
-            self._remember(key, compiled)
+            if compiled is not None:  # the interpreter compiles nothing
+                self._remember(key, compiled)
         elif self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
             compiled[grid](*tensors, *scalars, *shape)  # a profiler, say, listens
         else:
@@ -134,7 +135,7 @@ class KernelLauncher:
             )  # fmt: skip
 
     def _remember(self, key: tuple[object, ...], compiled: Any) -> None:
-        # The interpreter compiles nothing, and other versions may launch in another way.
+        # Other versions of Triton may launch in another way.
         if not all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
             return
         if len(self._compiled) >= self._MOST_REMEMBERED:

@@ -93,10 +93,12 @@ def _attend_noted(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     *,
-    roseinfer_attention: _Noted,
+    roseinfer_attention: _Noted | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Our attention, with the mask and the scale noted that it is not given."""
+    if roseinfer_attention is None:  # it refuses
+        return attend(module, query, key, value, attention_mask, scaling, **kwargs)
     mask: Mask | None = getattr(attention_mask, "roseinfer_mask", None)
     if mask is not None:
         roseinfer_attention.masks[mask] = type(module).__name__

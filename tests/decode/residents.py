@@ -9,12 +9,12 @@ import torch
 
 from roseinfer import AppendPolicy, KVBlockManager, SamplingParams
 from roseinfer.decode.resident import Resident, ResidentDecode
-from roseinfer.engine.sequences import SequenceRunner
+from roseinfer.engine.runner import SequenceRunner
 from roseinfer.models.causal import CausalModel
 from tests.engine.families import tiny
 
 if TYPE_CHECKING:
-    from roseinfer.engine.sequences import InferenceSession
+    from roseinfer.kv.sequence import InferenceSession
 
 GREEDY = SamplingParams(temperature=0)
 PROMPTS = [[7, 3, 90], [1], [4, 4, 8, 20], [50, 51, 52, 53, 54]]
@@ -61,7 +61,9 @@ class Decoding:
         graphs: bool = False,
     ) -> None:
         self.sessions = engine_on(device, family, blocks=40 + 3 * slots, kernels=kernels)
-        self.decode = ResidentDecode(self.sessions, slots, graphs=graphs)
+        self.decode = ResidentDecode(
+            self.sessions.model, self.sessions.attention, slots, graphs=graphs
+        )
         self.running: list[tuple[InferenceSession, Resident]] = []
 
     def begin(self, prompt: list[int], params: SamplingParams = GREEDY, seed: int = 0) -> Resident:
@@ -83,7 +85,7 @@ class Decoding:
         """Leave, keeping what is known."""
         self.decode.leave(resident)
         self.running = [pair for pair in self.running if pair[1] is not resident]
-        self.sessions.cut(resident.session, len(resident.session.token_ids))
+        resident.session.cut(self.sessions.kv, len(resident.session.token_ids))
         self.sessions.release(resident.session)
 
     def texts(self) -> list[list[int]]:

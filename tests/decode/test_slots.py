@@ -9,7 +9,7 @@ import torch
 
 from roseinfer import SamplingBatch, SamplingParams
 from roseinfer.decode.slots import DecodeSlots
-from roseinfer.engine.sequences import InferenceSession
+from roseinfer.kv.sequence import InferenceSession
 from roseinfer.kv.storage import IndexStaging
 from roseinfer.kv.work import Work
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, KVBlockManager
-from roseinfer.engine.sequences import InferenceSession, SequenceRunner
+from roseinfer.engine.runner import SequenceRunner
+from roseinfer.kv.sequence import InferenceSession
 from roseinfer.models.causal import CausalModel
 from tests.engine.families import CONFIGS, VOCABULARY, tiny
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from roseinfer import LLM, AppendPolicy, EnginePath, KVBlockManager
-from roseinfer.engine.sequences import SequenceRunner
+from roseinfer.engine.runner import SequenceRunner
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import fused_family, gpt2, register
 from roseinfer.models.families.gpt2 import FusedGPT2
