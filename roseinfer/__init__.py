@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roseinfer.async_llm import AsyncLLM as AsyncLLM
-    from roseinfer.attention.batch import load_attention_kernels as load_attention_kernels
     from roseinfer.attention.paths import AttentionPath as AttentionPath
     from roseinfer.attention.reference import (
         paged_attention_reference as paged_attention_reference,
     )
+    from roseinfer.attention.triton import load_attention_kernels as load_attention_kernels
     from roseinfer.config import AppendPolicy as AppendPolicy
     from roseinfer.config import EngineConfig as EngineConfig
     from roseinfer.config import SamplingParams as SamplingParams
@@ -86,7 +86,7 @@ _HOMES = {
     "TritonUnavailable": "roseinfer.errors",
     "UnsupportedModel": "roseinfer.errors",
     "byte_tokenizer": "roseinfer.models.tiny",
-    "load_attention_kernels": "roseinfer.attention.batch",
+    "load_attention_kernels": "roseinfer.attention.triton",
     "paged_attention_reference": "roseinfer.attention.reference",
     "tiny_gpt2": "roseinfer.models.tiny",
 }

@@ -173,9 +173,11 @@ class EngineConfig:
     """Prompt tokens of one step, which bounds how long running requests wait for it."""
     chunked_prefill: bool = True
     """Off: a prompt is stored in one step, however long."""
+    attention_backend: str | None = None
+    """The name of what computes attention: ``triton``, ``reference``, which gathers every
+    sequence, or another that was registered; None for the device's best."""
     paged_attention: bool | None = None
-    """Whether Triton kernels attend, or the reference, which gathers every sequence; None for
-    the kernels on a GPU."""
+    """An older name for the same: True for ``triton`` and False for ``reference``."""
     resident_decode: bool | None = None
     """Whether the state of sequences that decode lives on the device; None for yes on a GPU."""
     fused_model: bool | None = None
@@ -208,6 +210,7 @@ class EngineConfig:
         for name in ("paged_attention", "resident_decode", "fused_model", "pad_head", "cuda_graph"):
             if getattr(self, name) is not None:
                 _require_switch(name, getattr(self, name), "True, False or None")
+        self._choose_attention()
         if self.run_ahead is not None and (
             not isinstance(self.run_ahead, int)
             or isinstance(self.run_ahead, bool)
@@ -224,9 +227,19 @@ class EngineConfig:
                 f"{' or '.join(ADMISSION_POLICIES)}"
             )
 
-    def uses_kernels(self, device: str) -> bool:
-        """Whether Triton kernels attend on that kind of device."""
-        return device == "cuda" if self.paged_attention is None else self.paged_attention
+    def _choose_attention(self) -> None:
+        chosen = self.attention_backend
+        if chosen is not None and not isinstance(chosen, str):
+            raise ConfigError(f"attention_backend must be a name or None, not {chosen!r}")
+        if self.paged_attention is None:
+            return
+        meant = "triton" if self.paged_attention else "reference"
+        if chosen not in (None, meant):
+            raise ConfigError(
+                f"paged_attention={self.paged_attention} means attention_backend={meant!r}, and "
+                f"{chosen!r} was given too: leave paged_attention out"
+            )
+        object.__setattr__(self, "attention_backend", meant)
 
     def decodes_in_slots(self, device: str) -> bool:
         """Whether sequences that decode are resident on that kind of device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections import deque
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ from tqdm import tqdm
 
 from roseinfer.config import EngineConfig, SamplingParams
 from roseinfer.engine.engine import Engine
-from roseinfer.engine.interrupts import uninterrupted
 from roseinfer.engine.request import FinishReason
 from roseinfer.errors import BadArgument, RoseinferError
 from roseinfer.models.loading import load
@@ -20,6 +20,7 @@ from roseinfer.models.loading import load
 if TYPE_CHECKING:
     import os
     from collections.abc import Generator, Iterator, Sequence
+    from types import FrameType
 
     from roseinfer.engine.engine import Update
     from roseinfer.engine.request import Request
@@ -218,3 +219,30 @@ def _for_each(
 def _bar(total: int, progress: bool | None) -> Any:
     disable = None if progress is None else not progress
     return tqdm(total=total, desc="generating", unit="request", disable=disable)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block, when nothing is half done; a second one does not.
+
+    Python raises ``KeyboardInterrupt`` between any two instructions, and no order of them
+    leaves accounts right at each. It does so in the main thread alone.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    arrived: list[tuple[int, FrameType | None]] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        arrived.append((number, frame))
+        if len(arrived) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if arrived:
+            handler(*arrived[0])

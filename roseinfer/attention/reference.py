@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+
+from roseinfer.attention.backend import AttentionBackend, ResidentBatch, StepBatch, register
+from roseinfer.attention.paths import AttentionPath
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roseinfer.kv.manager import KVBlockManager
+
+
+@register
+class ReferenceAttention(AttentionBackend):
+    """Torch operations that run anywhere."""
+
+    name: ClassVar[str] = "reference"
+
+    def prepare(self, batch: StepBatch | ResidentBatch) -> None:
+        self._batch = batch
+
+    def attend_new(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        kv, scale = self.kv, self.scales[layer]
+        match self._batch:
+            case ResidentBatch(tables, lengths):
+                self.path_counts[AttentionPath.SLOTS_REFERENCE] += 1
+                caches = kv.keys[layer], kv.values[layer]
+                return append_and_attend_reference(
+                    query, key, value, *caches, tables, lengths, scale
+                )
+            case StepBatch(new, block_lists, counts):
+                new.write(layer, key, value)
+                self.path_counts[AttentionPath.REFERENCE] += 1
+                lists = [own[layer // kv.layers_per_group] for own in block_lists]
+                return paged_attention_reference(kv, layer, query, lists, counts, scale)
 
 
 def attend(
@@ -48,3 +78,32 @@ def paged_attention_reference(
         outputs.append(attend(query[begin : begin + length], keys, values, scale))
         begin += length
     return torch.cat(outputs)
+
+
+def append_and_attend_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """What the kernel must compute: write, gather everything, mask, softmax in float32."""
+    slots, q_heads, head_dim = query.shape
+    _, kv_heads, size, _ = k_cache.shape
+    block = tables.gather(1, (lengths // size)[:, None])[:, 0]
+    for cache, new in ((k_cache, key), (v_cache, value)):
+        cache.transpose(1, 2).index_put_((block, lengths % size), new.to(cache.dtype))
+    stored = torch.arange(tables.shape[1] * size, device=query.device) <= lengths[:, None]
+    unused = ~stored[:, None, :, None]
+    keys, values = (  # [slots, kv_heads, tokens, head_dim], with nothing in it but what is stored
+        cache[tables].transpose(1, 2).flatten(2, 3).float().masked_fill(unused, 0)
+        for cache in (k_cache, v_cache)
+    )
+    grouped = query.float().view(slots, kv_heads, q_heads // kv_heads, head_dim)
+    scores = (grouped @ keys.transpose(2, 3) * scale).masked_fill(
+        ~stored[:, None, None], float("-inf")
+    )
+    return (scores.softmax(-1) @ values).view(query.shape).to(query.dtype)

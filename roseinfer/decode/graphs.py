@@ -12,10 +12,9 @@ import torch
 from roseinfer.engine_paths import EnginePath
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from roseinfer.decode.slots import DecodeSlots
-    from roseinfer.decode.step import DecodeStep
 
 
 class StepGraphs:
@@ -26,7 +25,9 @@ class StepGraphs:
     a sequence holds is touched, whenever it happens.
     """
 
-    def __init__(self, step: DecodeStep, slots: DecodeSlots, path_counts: Counter[str]) -> None:
+    def __init__(
+        self, step: Callable[..., None], slots: DecodeSlots, path_counts: Counter[str]
+    ) -> None:
         self._step = step
         self._slots = slots
         self._path_counts = path_counts
@@ -51,7 +52,7 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         before = Counter(self._path_counts)
         with self._slots.emptied():
-            self._step.run(count, greedy=greedy)  # compiles kernels and asks for workspaces
+            self._step(count, greedy=greedy)  # compiles kernels and asks for workspaces
             torch.cuda.synchronize()
             warm = Counter(self._path_counts)
             # What other threads ask of the GPU meanwhile is no part of the graph, nor its end.
@@ -60,7 +61,7 @@ class StepGraphs:
                 _nothing_is_collected(),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode),
             ):
-                self._step.run(count, greedy=greedy)
+                self._step(count, greedy=greedy)
         counts = self._path_counts - warm
         counts[EnginePath.GRAPH] = 1
         self._path_counts.clear()

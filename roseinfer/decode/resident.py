@@ -7,19 +7,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from roseinfer.attention.backend import ResidentBatch
 from roseinfer.decode.graphs import StepGraphs
 from roseinfer.decode.readback import Readback
 from roseinfer.decode.slots import DecodeSlots
-from roseinfer.decode.step import DecodeStep
 from roseinfer.engine_paths import EnginePath
+from roseinfer.kernels.runtime import why_unusable
+from roseinfer.kv.lasting import lasting
+from roseinfer.sampling import rows_without_a_distribution
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections import Counter
+    from collections.abc import Callable, Sequence
 
+    from roseinfer.attention.backend import AttentionBackend
     from roseinfer.config import SamplingParams
-    from roseinfer.decode.kernels import DecodeKernels
     from roseinfer.decode.readback import Arrival
-    from roseinfer.engine.sequences import InferenceEngine, InferenceSession
+    from roseinfer.kv.sequence import InferenceSession
+    from roseinfer.models.causal import CausalModel
 
 
 _SOON = 16
@@ -42,18 +47,19 @@ class ResidentDecode:
 
     def __init__(
         self,
-        sessions: InferenceEngine,
+        model: CausalModel,
+        attention: AttentionBackend,
         num_slots: int,
-        kernels: DecodeKernels | None,
         *,
         graphs: bool,
     ) -> None:
-        self._kv = kv = sessions.kv
-        self._path_counts = sessions.path_counts
-        width = -(-sessions.model.shape.max_length // kv.block_size)
-        self.slots = DecodeSlots(num_slots, width, sessions.staging, kv.work_counts, kv.device)
-        self._step = DecodeStep(sessions.model, kv, self.slots, kernels, self._path_counts)
-        self._graphs = StepGraphs(self._step, self.slots, self._path_counts) if graphs else None
+        self._kv = kv = attention.kv
+        self._path_counts = attention.path_counts
+        width = -(-model.shape.max_length // kv.block_size)
+        self.slots = DecodeSlots(num_slots, width, attention.staging, kv.work_counts, kv.device)
+        advance = None if attention.name == "reference" else _load_advance(kv.device)
+        self._step = DecodeStep(model, self.slots, attention, advance, self._path_counts)
+        self._graphs = StepGraphs(self._step.run, self.slots, self._path_counts) if graphs else None
         self._readback = Readback(num_slots, torch.int64, kv.device)
         self._sizes = ladder(num_slots)
         self._num_sampled = 0
@@ -138,8 +144,58 @@ class ResidentDecode:
             self.slots.touch(each.slot)
 
 
+class DecodeStep:
+    """Asks nothing of the host, so that it can be captured once and replayed."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        slots: DecodeSlots,
+        attention: AttentionBackend,
+        advance: Callable[..., None] | None,
+        path_counts: Counter[str],
+    ) -> None:
+        self._model = model
+        self._slots = slots
+        self._attention = attention
+        self._advance = advance
+        self._path_counts = path_counts
+        with lasting():
+            self.chosen = torch.zeros_like(slots.tokens)
+            """What the last step chose for each slot, -1 where there was nothing to choose."""
+
+    @torch.inference_mode()
+    def run(self, count: int, *, greedy: bool) -> None:
+        """Store the token of each of the first ``count`` slots and choose the next one."""
+        slots = self._slots
+        for path in self._model.paths:
+            self._path_counts[path] += 1
+        lengths = slots.lengths(count)
+        self._attention.prepare(ResidentBatch(slots.tables(count), lengths))
+        logits = self._model.logits(slots.tokens[:count], lengths, None, self._attention)
+        if greedy and self._advance is not None:
+            self._path_counts[EnginePath.LIKELIEST] += 1
+            chosen, tokens = self.chosen[:count], slots.tokens[:count]
+            self._advance(logits, chosen, tokens, lengths, slots.active(count))
+            return
+        chosen = slots.sampling(count, greedy=greedy).choose(logits, lengths + 1)
+        chosen = torch.where(rows_without_a_distribution(logits), -1, chosen)
+        self.chosen[:count] = chosen
+        slots.tokens[:count] = chosen.clamp(min=0)
+        lengths += slots.active(count)
+
+
 def ladder(most: int) -> list[int]:
     """Sizes of steps, each at most twice the last and, where that is much, 32 apart."""
     sizes = [size for size in (1, 2, 4, 8) if size < most]
     sizes += [size for size in (*range(16, 64, 16), *range(64, most, 32)) if size < most]
     return [*sizes, most]
+
+
+def _load_advance(device: torch.device) -> Callable[..., None] | None:
+    """The kernels that end a greedy step; None where they cannot run. This imports Triton."""
+    if why_unusable(device):
+        return None
+    from roseinfer.kernels.likeliest import advance_to_likeliest
+
+    return advance_to_likeliest

@@ -11,7 +11,7 @@ import struct
 from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -25,18 +25,35 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from roseinfer.config import SamplingParams
-    from roseinfer.engine.sequences import InferenceSession
-    from roseinfer.kv.staging import IndexStaging
+    from roseinfer.kv.sequence import InferenceSession
+    from roseinfer.kv.storage import IndexStaging
 
-_LENGTH, _ACTIVE, _SEED, _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = range(7)
-_FIELDS = 7
+
+class _Fields(NamedTuple):
+    """The numbers in front of a row's blocks, in their order. Floats are given by their bits."""
+
+    length: int = 0
+    """How many tokens are stored."""
+    active: int = 0
+    """1 where a sequence has the row, 0 for padding."""
+    seed: int = 0
+    temperature: int = 0
+    top_k: int = 0
+    top_p: int = 0
+    min_p: int = 0
+
+
+_COLUMN = _Fields(*range(len(_Fields._fields)))
+"""Where each field stands in a row."""
+_BLOCKS = len(_COLUMN)
+"""Where a row's blocks begin."""
 
 
 @dataclass(slots=True)
 class _Occupant:
     session: InferenceSession
-    how: list[int]
-    """The fields that say how tokens are chosen, as they are in a row."""
+    fields: _Fields
+    """As they are in a row, but for the length."""
     known: int = 0
     """How many of its blocks the device was told of; only the last of them may have changed."""
 
@@ -60,7 +77,7 @@ class DecodeSlots:
         self._width = width
         self._staging = staging
         with lasting():
-            self._rows = torch.zeros((num_slots, _FIELDS + width), dtype=torch.int64, device=device)
+            self._rows = torch.zeros((num_slots, _BLOCKS + width), dtype=torch.int64, device=device)
             self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
             """The token of each that is not stored yet."""
         self._flat = self._rows.view(-1)
@@ -81,7 +98,7 @@ class DecodeSlots:
 
     def take(self, session: InferenceSession, params: SamplingParams, seed: int) -> int:
         """The lowest free row, now the session's."""
-        occupant = _Occupant(session, _how(params, seed))  # may raise: no row is taken yet
+        occupant = _Occupant(session, _fields(params, seed))  # may raise: no row is taken yet
         slot = heappop(self._free)
         self._occupants[slot] = occupant
         self._changed[slot] = None
@@ -131,7 +148,7 @@ class DecodeSlots:
             assert occupant is not None
             (blocks,) = occupant.session.block_lists
             first = max(0, occupant.known - 1)
-            begin = slot * self._rows.stride(0) + _FIELDS
+            begin = slot * self._rows.stride(0) + _BLOCKS
             places += range(begin + first, begin + len(blocks))
             numbers += blocks[first:]
             occupant.known = len(blocks)
@@ -158,46 +175,52 @@ class DecodeSlots:
 
     def _row(self, occupant: _Occupant | None) -> list[int]:
         if occupant is None:
-            return [0] * _FIELDS + [SCRATCH] * self._width
+            return [*_Fields(), *[SCRATCH] * self._width]
         session = occupant.session
         (blocks,) = session.block_lists
         occupant.known = len(blocks)
         padding = [SCRATCH] * (self._width - len(blocks))
-        return [session.stored, 1, *occupant.how, *blocks, *padding]
+        return [*occupant.fields._replace(length=session.stored), *blocks, *padding]
 
     # ----------------------------------------------------------------------- on the device
 
     def lengths(self, count: int) -> torch.Tensor:
         """How many tokens each of the first rows has stored."""
-        return self._rows[:count, _LENGTH]
+        return self._rows[:count, _COLUMN.length]
 
     def active(self, count: int) -> torch.Tensor:
         """1 for each of the first rows that a sequence has, 0 for padding."""
-        return self._rows[:count, _ACTIVE]
+        return self._rows[:count, _COLUMN.active]
 
     def tables(self, count: int) -> torch.Tensor:
         """The blocks of each of the first rows."""
-        return self._rows[:count, _FIELDS:]
+        return self._rows[:count, _BLOCKS:]
 
     def sampling(self, count: int, *, greedy: bool) -> SamplingBatch:
         """How each of the first rows chooses its tokens, as views of the rows."""
         rows = self._rows[:count]
         floats = rows.view(torch.float32)[:, ::2]  # the lower half of each 64 bits
         return SamplingBatch(
-            temperature=floats[:, _TEMPERATURE, None],
-            top_k=rows[:, _TOP_K, None],
-            top_p=floats[:, _TOP_P, None],
-            min_p=floats[:, _MIN_P, None],
+            temperature=floats[:, _COLUMN.temperature, None],
+            top_k=rows[:, _COLUMN.top_k, None],
+            top_p=floats[:, _COLUMN.top_p, None],
+            min_p=floats[:, _COLUMN.min_p, None],
             repetition_penalty=torch.ones((), device=rows.device),
-            seeds=rows[:, _SEED, None],
+            seeds=rows[:, _COLUMN.seed, None],
             greedy=greedy,
             penalised=False,
         )
 
 
-def _how(params: SamplingParams, seed: int) -> list[int]:
-    bits = [_bits(value) for value in (params.temperature, params.top_p, params.min_p)]
-    return [signed64(seed), bits[0], params.top_k, bits[1], bits[2]]
+def _fields(params: SamplingParams, seed: int) -> _Fields:
+    return _Fields(
+        active=1,
+        seed=signed64(seed),
+        temperature=_bits(params.temperature),
+        top_k=params.top_k,
+        top_p=_bits(params.top_p),
+        min_p=_bits(params.min_p),
+    )
 
 
 def _bits(value: float) -> int:

@@ -10,14 +10,11 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.config import SamplingParams
-from roseinfer.decode.kernels import load_decode_kernels
 from roseinfer.decode.resident import ResidentDecode
-from roseinfer.engine.blocks import BlockSupply
 from roseinfer.engine.prefix_cache import PrefixCache
-from roseinfer.engine.request import FinishReason, Request
-from roseinfer.engine.runner import StepRunner
+from roseinfer.engine.request import BlockSupply, FinishReason, Request
+from roseinfer.engine.runner import SequenceRunner, StepRunner
 from roseinfer.engine.scheduler import Scheduler
-from roseinfer.engine.sequences import InferenceEngine
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import (
     BadArgument,
@@ -66,16 +63,14 @@ class Engine:
         end_tokens: Sequence[int] = (),
     ) -> None:
         self.config = config
-        self.sessions = InferenceEngine(
-            model, kv, attention_kernels=config.uses_kernels(kv.device.type)
-        )
+        self.sessions = SequenceRunner(model, kv, attention=config.attention_backend)
         self.path_counts: Counter[str] = self.sessions.path_counts
         """How often each path of the engine and of its attention was taken."""
         self.prefixes = PrefixCache(kv) if config.prefix_cache else None
         resident = self._resident(config)
-        self._supply = BlockSupply(self.sessions, self.prefixes, resident)
-        self._scheduler = Scheduler(config, self._supply)
         self._runner = StepRunner(self.sessions, resident, config.max_batch_size)
+        self._supply = BlockSupply(kv, self.prefixes, self._runner.withdraw)
+        self._scheduler = Scheduler(config, self._supply)
         self._run_ahead = config.lag(kv.device.type) if resident else 0
         self._air: deque[list[Flight]] = deque()
         """What was launched and has not landed, step by step."""
@@ -94,9 +89,9 @@ class Engine:
         if not config.decodes_in_slots(device.type):
             return None
         return ResidentDecode(
-            self.sessions,
+            self.sessions.model,
+            self.sessions.attention,
             config.max_batch_size,
-            load_decode_kernels(device) if config.uses_kernels(device.type) else None,
             graphs=config.replays_graphs(device.type),
         )
 
@@ -129,9 +124,7 @@ class Engine:
             prompt_length=len(token_ids),
             most_tokens=self._most_tokens(len(token_ids), params),
             session=self.sessions.empty(token_ids),
-            text=RequestText(self._new_detokenizer(), params.stop)
-            if self._new_detokenizer
-            else None,
+            text=RequestText(self._new_detokenizer, params.stop) if self._new_detokenizer else None,
         )
         self._next_id += 1
         self._scheduler.add(request)

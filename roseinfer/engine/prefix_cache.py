@@ -91,13 +91,13 @@ class PrefixCache:
         self.num_evictions = 0
         self._root = Entry(None, (), 0, 0, ())
         self._entries: dict[tuple[int, int], Entry] = {}
-        self._unused: OrderedDict[Entry, None] = OrderedDict()
+        self.unused: OrderedDict[Entry, None] = OrderedDict()
         """Entries that nobody uses, the least recently used first."""
 
     @property
     def num_evictable(self) -> int:
         """How many blocks of every group would come back if all were evicted."""
-        return len(self._unused)
+        return len(self.unused)
 
     def match(self, tokens: Sequence[int]) -> Match:
         """The longest cached prefix that leaves a token to compute, held from here on."""
@@ -160,8 +160,8 @@ class PrefixCache:
     def evict(self, blocks_needed: int) -> int:
         """Free that many blocks of every group, or all that can be; return how many."""
         freed = 0
-        while freed < blocks_needed and self._unused:
-            self._take_out(next(iter(self._unused)))  # nothing unused is left below it
+        while freed < blocks_needed and self.unused:
+            self._take_out(next(iter(self.unused)))  # nothing unused is left below it
             freed += 1
         self.num_evictions += freed
         return freed
@@ -226,7 +226,7 @@ class PrefixCache:
         if (count, hashed) in self._entries or self._more_is_planned(tip, block_lists, count):
             return
         tail = self._add(tip, tuple(tokens[tip.end : stored]), hashed, block_lists)
-        self._unused[tail] = None
+        self.unused[tail] = None
 
     def _more_is_planned(self, tip: Entry, block_lists: list[list[int]], count: int) -> bool:
         """The block behind ``tip`` has slots given out that hold nothing: none can go on there."""
@@ -244,7 +244,7 @@ class PrefixCache:
             each.cached = False
             del self._entries[each.key]
             if not each.users:
-                del self._unused[each]
+                del self.unused[each]
         for group, block_ids in enumerate(zip(*(each.block_ids for each in leaving), strict=True)):
             self.kv.free_blocks(group * self.kv.layers_per_group, block_ids)
 
@@ -253,12 +253,12 @@ class PrefixCache:
     def _hold(self, entry: Entry) -> None:
         self.kv.incref_blocks(entry.block_ids)
         entry.users += 1
-        self._unused.pop(entry, None)
+        self.unused.pop(entry, None)
 
     def _let_go(self, entry: Entry) -> None:
         entry.users -= 1
         if entry.cached and not entry.users:
-            self._unused[entry] = None
+            self.unused[entry] = None
 
     def _end(self, held: Held) -> None:
         """Let go of everything. What the sequence went through counts as used, its end first."""
@@ -268,7 +268,7 @@ class PrefixCache:
             self._let_go(held.tail)
         passed = held.tip
         while passed is not None:
-            if passed in self._unused:
-                self._unused.move_to_end(passed)
+            if passed in self.unused:
+                self.unused.move_to_end(passed)
             passed = passed.parent
         held.matched, held.inserted, held.tail, held.tip = [], [], None, None

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from roseinfer.errors import BadArgument
-from roseinfer.kernels.launch import KernelLauncher, check_cache_pair, check_index
+from roseinfer.kernels.checks import check_cache_pair, check_index
+from roseinfer.kernels.runtime import KernelLauncher, is_interpreted
 
 if TYPE_CHECKING:
     import torch
@@ -125,15 +126,9 @@ def _gather_kernel(
     )  # fmt: skip
 
 
-_INTERPRETED = not isinstance(_gather_kernel, triton.runtime.JITFunction)
 _full_batch = KernelLauncher(_full_batch_kernel)
 _identity_pos = KernelLauncher(_identity_pos_kernel)
 _gather = KernelLauncher(_gather_kernel)
-
-
-def is_interpreted() -> bool:
-    """Whether these kernels run under Triton's interpreter instead of being compiled."""
-    return _INTERPRETED
 
 
 def _launch(
@@ -147,7 +142,9 @@ def _launch(
 ) -> None:
     num_tokens = indices[-1].shape[0]
     tile, num_warps = _tile(*key.shape[1:])
-    tile_n = min(1 << (num_tokens - 1).bit_length(), _INTERPRETED_TOKENS) if _INTERPRETED else 1
+    tile_n = 1
+    if is_interpreted():
+        tile_n = min(1 << (num_tokens - 1).bit_length(), _INTERPRETED_TOKENS)
     num_heads, _, tile_h, _ = tile
     launcher(
         (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),

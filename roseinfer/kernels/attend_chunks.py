@@ -14,7 +14,7 @@ import triton.language as tl
 from roseinfer.errors import BadArgument
 from roseinfer.kernels.combine_parts import LOG2_E
 from roseinfer.kernels.dot import dot
-from roseinfer.kernels.launch import on_device
+from roseinfer.kernels.runtime import is_interpreted, launch
 
 if TYPE_CHECKING:
     import torch
@@ -86,9 +86,6 @@ def _chunk_kernel(
     )  # fmt: skip
 
 
-_INTERPRETED = not isinstance(_chunk_kernel, triton.runtime.JITFunction)
-
-
 def paged_attention_chunks(
     query: torch.Tensor,
     k_cache: torch.Tensor,
@@ -117,11 +114,11 @@ def paged_attention_chunks(
     out = query.new_empty((tokens, q_heads, head_dim))
     group = q_heads // kv_heads
     tile_g, tile_d = 1 << (group - 1).bit_length(), max(16, 1 << (head_dim - 1).bit_length())
-    with on_device(query.device):
-        _chunk_kernel[(len(tiles[0]), kv_heads)](
-            query, k_cache, v_cache, tables, *tiles, out, scale * LOG2_E,
-            *query.stride(), *out.stride(), *k_cache.stride(), *v_cache.stride(),
-            tables.stride(0), group, head_dim, block_size, tile_q, tile_g, tile_d, _TILE_T,
-            longest if _INTERPRETED else 0,
-        )  # fmt: skip
+    launch(
+        _chunk_kernel, (len(tiles[0]), kv_heads),
+        query, k_cache, v_cache, tables, *tiles, out, scale * LOG2_E,
+        *query.stride(), *out.stride(), *k_cache.stride(), *v_cache.stride(),
+        tables.stride(0), group, head_dim, block_size, tile_q, tile_g, tile_d, _TILE_T,
+        longest if is_interpreted() else 0,
+    )  # fmt: skip
     return out

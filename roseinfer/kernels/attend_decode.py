@@ -21,8 +21,7 @@ import triton.language as tl
 from roseinfer.errors import BadArgument
 from roseinfer.kernels.combine_parts import LOG2_E, combine_kernel
 from roseinfer.kernels.dot import dot
-from roseinfer.kernels.early_launch import early
-from roseinfer.kernels.launch import on_device
+from roseinfer.kernels.runtime import is_interpreted, launch, starts_early
 
 _MOST_PARTS = 32
 _PROCESSORS = 132
@@ -123,9 +122,6 @@ def _decode_kernel(
         tl.store(partial + row[:, None] * D + dims[None, :], sums, q_inside)
 
 
-_INTERPRETED = not isinstance(_decode_kernel, triton.runtime.JITFunction)
-
-
 def paged_attention_decode(
     query: torch.Tensor,
     k_cache: torch.Tensor,
@@ -189,22 +185,23 @@ def _attend(
     tile_d = max(16, 1 << (head_dim - 1).bit_length())
     programs = sequences * kv_heads * parts
     tile_t, warps = _tile(programs, tile_d * k_cache.element_size())
-    limit = _limit(most_tokens, lengths, tight=new is None) if _INTERPRETED else 0
-    quick = new is not None and early(query)
-    with on_device(query.device):
-        _decode_kernel[(sequences, kv_heads, parts)](
-            query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max,
-            weights_sum, scale * LOG2_E,
-            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2],
-            *k_cache.stride()[:3], tables.stride(0), lengths.stride(0),
-            q_heads, group, head_dim, block_size, tile_g, tile_d, tile_t, parts, limit,
-            new is not None, quick, programs <= _AT_ONCE, num_warps=warps, launch_pdl=quick,
+    limit = _limit(most_tokens, lengths, tight=new is None) if is_interpreted() else 0
+    early = new is not None and starts_early(query)
+    launch(
+        _decode_kernel, (sequences, kv_heads, parts),
+        query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max,
+        weights_sum, scale * LOG2_E,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2],
+        *k_cache.stride()[:3], tables.stride(0), lengths.stride(0),
+        q_heads, group, head_dim, block_size, tile_g, tile_d, tile_t, parts, limit,
+        new is not None, early, programs <= _AT_ONCE, num_warps=warps, early=early,
+    )  # fmt: skip
+    if parts > 1:
+        launch(
+            combine_kernel, (sequences, q_heads),
+            partial, weights_max, weights_sum, out, parts, *out.stride(),
+            q_heads, head_dim, 1 << (parts - 1).bit_length(), tile_d, early, early=early,
         )  # fmt: skip
-        if parts > 1:
-            combine_kernel[(sequences, q_heads)](
-                partial, weights_max, weights_sum, out, parts, *out.stride(),
-                q_heads, head_dim, 1 << (parts - 1).bit_length(), tile_d, quick, launch_pdl=quick,
-            )  # fmt: skip
     return out
 
 
@@ -246,7 +243,7 @@ def _tile(programs: int, head_bytes: int) -> tuple[int, int]:
 def _num_parts(rows: int, most_tokens: int) -> int:
     """Of the context of so many sequences' KV heads: a power of two, so that kernels are few, and
     no more than it takes for the longest that a table has room for."""
-    if _INTERPRETED:  # where a program costs the same whatever it does
+    if is_interpreted():  # where a program costs the same whatever it does
         return 1
     wanted = max(1, _PROGRAMS_WANTED // rows)
     tiles = -(-most_tokens // _LARGE_TILE)

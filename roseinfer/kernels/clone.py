@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from roseinfer.errors import BadArgument
-from roseinfer.kernels.launch import KernelLauncher, check_cache_pair, check_index
+from roseinfer.kernels.checks import check_cache_pair, check_index
+from roseinfer.kernels.runtime import KernelLauncher
 
 _CHUNK = 4096
 """Elements of a block that one program copies."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton import knobs
 
-_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+from roseinfer.kernels.runtime import is_interpreted
+
+_INTERPRETED = tl.constexpr(is_interpreted())
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from roseinfer.kernels.early_launch import early
+from roseinfer.kernels.runtime import launch, starts_early
 
 _STRIPS = 32
 """Programs that share a row, of which the second kernel hears what each has found."""
@@ -82,13 +82,13 @@ def advance_to_likeliest(
     strips = triton.cdiv(width, strip)
     best = logits.new_empty((rows, strips), dtype=torch.float32)
     place, kind = logits.new_empty((2, rows, strips), dtype=torch.int32)
-    quick = early(logits)
-    _strip_kernel[(rows, strips)](
-        logits, best, place, kind, logits.stride(0), strips, width, strip, _TILE, quick,
-        num_warps=4, launch_pdl=quick,
+    early = starts_early(logits)
+    launch(
+        _strip_kernel, (rows, strips), logits, best, place, kind,
+        logits.stride(0), strips, width, strip, _TILE, early, early=early,
     )  # fmt: skip
-    _advance_kernel[(rows,)](
-        best, place, kind, chosen, tokens, lengths, active,
+    launch(
+        _advance_kernel, (rows,), best, place, kind, chosen, tokens, lengths, active,
         strips, lengths.stride(0), active.stride(0),
-        width, triton.next_power_of_2(strips), quick, num_warps=1, launch_pdl=quick,
+        width, triton.next_power_of_2(strips), early, num_warps=1, early=early,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from roseinfer.kernels.dot import dot
-from roseinfer.kernels.early_launch import early
+from roseinfer.kernels.runtime import launch, starts_early
 
 _TILE_K = 128
 _MOST_TILE_R = 64
@@ -82,34 +82,18 @@ def _parts_kernel(
     w_in = (n < N)[None, :]
     x_at = x + r[:, None] * x_r + k[None, :]
     x_in = (r < rows)[:, None]
-    w_0 = tl.load(w_at, w_in if EVEN else w_in & (k < K)[:, None], other=0.0)
-    if TILES > 1:
-        at_1 = k + TILE_K
-        w_1 = tl.load(w_at + TILE_K * w_k, w_in if EVEN else w_in & (at_1 < K)[:, None], other=0.0)
-    if TILES > 2:
-        at_2 = k + 2 * TILE_K
-        w_2 = tl.load(
-            w_at + 2 * TILE_K * w_k, w_in if EVEN else w_in & (at_2 < K)[:, None], other=0.0
-        )
-    if TILES > 3:
-        at_3 = k + 3 * TILE_K
-        w_3 = tl.load(
-            w_at + 3 * TILE_K * w_k, w_in if EVEN else w_in & (at_3 < K)[:, None], other=0.0
-        )
+    held = ()
+    for tile in tl.static_range(TILES):
+        w_tile = w_in if EVEN else w_in & (k + tile * TILE_K < K)[:, None]
+        held = held + (tl.load(w_at + tile * TILE_K * w_k, w_tile, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    a = tl.load(x_at, x_in if EVEN else x_in & (k < K)[None, :], other=0.0)
-    total = dot(a, w_0)
-    if TILES > 1:
-        a = tl.load(x_at + TILE_K, x_in if EVEN else x_in & (at_1 < K)[None, :], other=0.0)
-        total = dot(a, w_1, total)
-    if TILES > 2:
-        a = tl.load(x_at + 2 * TILE_K, x_in if EVEN else x_in & (at_2 < K)[None, :], other=0.0)
-        total = dot(a, w_2, total)
-    if TILES > 3:
-        a = tl.load(x_at + 3 * TILE_K, x_in if EVEN else x_in & (at_3 < K)[None, :], other=0.0)
-        total = dot(a, w_3, total)
+    total = tl.zeros((TILE_R, TILE_N), tl.float32)
+    for tile in tl.static_range(TILES):
+        x_tile = x_in if EVEN else x_in & (k + tile * TILE_K < K)[None, :]
+        a = tl.load(x_at + tile * TILE_K, x_tile, other=0.0)
+        total = dot(a, held[tile], total)
     tl.store(
         out + part * o_p + r[:, None] * o_r + n[None, :], total, x_in & (n < N)[None, :]
     )  # fmt: skip
@@ -124,11 +108,12 @@ def linear(
     tile_r = _tile_r(rows)
     tile_n, tile_k, warps, stages = _whole_tiles(rows, outputs)
     out = x.new_empty((rows, outputs))
-    quick = early(x)
-    _whole_kernel[(triton.cdiv(outputs, tile_n), triton.cdiv(rows, tile_r))](
+    early = starts_early(x)
+    launch(
+        _whole_kernel, (triton.cdiv(outputs, tile_n), triton.cdiv(rows, tile_r)),
         x, weight, bias, out, rows, x.stride(0), *weight.stride(), out.stride(0),
-        outputs, inputs, tile_r, tile_n, tile_k, stages, bias is not None, gelu, quick,
-        num_warps=warps, launch_pdl=quick,
+        outputs, inputs, tile_r, tile_n, tile_k, stages, bias is not None, gelu, early,
+        num_warps=warps, early=early,
     )  # fmt: skip
     return out
 
@@ -141,10 +126,11 @@ def linear_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     strips = triton.cdiv(outputs, tile_n) * triton.cdiv(rows, tile_r)
     parts = _num_parts(inputs, strips)
     out = x.new_empty((parts, rows, outputs), dtype=torch.float32)
-    quick = early(x)
-    _parts_kernel[(triton.cdiv(outputs, tile_n), parts, triton.cdiv(rows, tile_r))](
+    early = starts_early(x)
+    launch(
+        _parts_kernel, (triton.cdiv(outputs, tile_n), parts, triton.cdiv(rows, tile_r)),
         x, weight, out, rows, x.stride(0), *weight.stride(), *out.stride()[:2],
-        outputs, inputs, tile_r, tile_n, _TILE_K, parts, quick, num_warps=4, launch_pdl=quick,
+        outputs, inputs, tile_r, tile_n, _TILE_K, parts, early, early=early,
     )  # fmt: skip
     return out
 

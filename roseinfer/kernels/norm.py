@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from roseinfer.kernels.early_launch import early
+from roseinfer.kernels.runtime import launch, starts_early
 
 
 @triton.jit
@@ -74,11 +74,12 @@ def add_norm(
     """Add ``[parts, rows, width]`` and a bias to the residual in place; return it normed."""
     rows, width = residual.shape
     normed = torch.empty_like(residual)
-    _add_norm_kernel[(rows,)](
-        residual, added, bias, norm.weight, norm.bias, normed,
+    early = starts_early(residual)
+    launch(
+        _add_norm_kernel, (rows,), residual, added, bias, norm.weight, norm.bias, normed,
         *added.stride()[:2], residual.stride(0), normed.stride(0), norm.eps,
         width, triton.next_power_of_2(width), len(added), bias is not None,
-        early(residual), num_warps=16, launch_pdl=early(residual),
+        early, num_warps=16, early=early,
     )  # fmt: skip
     return normed
 
@@ -94,10 +95,12 @@ def embed_norm(
     width = words.shape[1]
     residual = words.new_empty((len(tokens), width))
     normed = torch.empty_like(residual)
-    _embed_norm_kernel[(len(tokens),)](
+    early = starts_early(words)
+    launch(
+        _embed_norm_kernel, (len(tokens),),
         tokens, positions, words, places, norm.weight, norm.bias, residual, normed,
         positions.stride(0), words.stride(0), places.stride(0), residual.stride(0),
         normed.stride(0), norm.eps, width, triton.next_power_of_2(width),
-        early(words), num_warps=16, launch_pdl=early(words),
+        early, num_warps=16, early=early,
     )  # fmt: skip
     return residual, normed

@@ -1,54 +1,143 @@
-"""Which Triton kernels can run on a device, decided once, and the reason when none can."""
+"""How Triton kernels run here: whether they can, interpreted or compiled, and how they start.
+
+Importing this imports no Triton, which settles when it is first imported whether kernels are
+interpreted.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import warnings
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from roseinfer.errors import TritonUnavailable
-from roseinfer.kv.paths import Path
+import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-_warned: set[str] = set()
+    from collections.abc import Sequence
 
 
-def load_kernels(device: torch.device) -> tuple[dict[Path, Callable[..., None]], str]:
-    """The unchecked launchers by path; or none of them, and why they cannot run on ``device``.
+def why_unusable(device: torch.device) -> str:
+    """Why no Triton kernel can run on ``device``, or nothing where they can.
 
-    Imports Triton, so this is asked when a cache is built and never on the hot path.
+    This imports Triton, so it is asked when a cache is built and never on the hot path.
     """
     if importlib.util.find_spec("triton") is None:
-        return {}, "the triton package is not installed"
-    from roseinfer.kernels import append as append_triton
-    from roseinfer.kernels import clone as clone_triton
-
-    if device.type != "cuda" and not (device.type == "cpu" and append_triton.is_interpreted()):
-        return {}, (
-            f"Triton compiles nothing for {device.type}, and its interpreter is off "
-            "(set TRITON_INTERPRET=1 before the first cache is built)"
-        )
-    launchers: dict[Path, Callable[..., None]] = {
-        Path.TRITON_FULL_BATCH: append_triton.launch_full_batch,
-        Path.TRITON_IDENTITY_POS: append_triton.launch_identity_pos,
-        Path.TRITON_GATHER: append_triton.launch_gather,
-        Path.CLONE_TRITON: clone_triton.launch_clone,
-    }
-    return launchers, ""
-
-
-def warn_unavailable_once(reason: str) -> None:
-    """Say, once per reason and process, that torch paths write in Triton's place."""
-    if reason in _warned:
-        return
-    _warned.add(reason)
-    warnings.warn(
-        f"Triton KV append is on but cannot run: {reason}. Torch operations write instead; "
-        "AppendPolicy(triton=False) says that is meant.",
-        TritonUnavailable,
-        stacklevel=2,
+        return "the triton package is not installed"
+    if device.type == "cuda" or (device.type == "cpu" and is_interpreted()):
+        return ""
+    return (
+        f"Triton compiles nothing for {device.type}, and its interpreter is off "
+        "(set TRITON_INTERPRET=1 before the first cache is built)"
     )
+
+
+@cache
+def is_interpreted() -> bool:
+    """Triton's interpreter runs the kernels of this process, and nothing is compiled."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def starts_early(like: torch.Tensor) -> bool:
+    """Kernels on the tensor's device may start before the one in front of them has ended.
+
+    NVIDIA GPUs of compute capability 9 and up let kernels start early that say when to wait.
+    A kernel that does must have waited before it writes anything, and before it reads what
+    another kernel of the same step has written. What lets the next one in may come before the
+    wait: each waits for the end of the one in front, which has waited itself. Only a step's first
+    kernel must wait before, since others read what the step before wrote without waiting.
+    """
+    return like.is_cuda and _has_early_starts(like.get_device())
+
+
+@cache
+def _has_early_starts(device: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, early: bool = False
+) -> Any:
+    """Launch a kernel whose first argument is a tensor, on the device of that tensor.
+
+    Kernels go to the current GPU, which need not be the one the tensors are on. With ``early``
+    the kernel may start while the one in front of it ends, and must wait where it has to.
+    """
+    device = args[0].get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(kernel, grid, *args, num_warps=num_warps, early=early)
+    if early:
+        return kernel[grid](*args, num_warps=num_warps, launch_pdl=True)
+    return kernel[grid](*args, num_warps=num_warps)
+
+
+class KernelLauncher:
+    """Launches one kernel, remembering its compiled form for argument shapes seen before.
+
+    Triton's own launch inspects every argument anew to find the matching specialisation,
+    and calls its hooks even when nobody listens, which together is most of its host time.
+    What it looks at (dtypes, integer values, pointer alignment, device) is the key here.
+    Unaligned tensors, and every launch while hooks are set, take Triton's public way; so do
+    all launches where this version of Triton lacks the private one.
+    """
+
+    _MOST_REMEMBERED = 512
+
+    def __init__(self, kernel: Any) -> None:
+        from triton import knobs
+        from triton.runtime import driver
+
+        self._kernel = kernel
+        self._driver = driver
+        self._hooks = knobs.runtime
+        self._compiled: dict[tuple[object, ...], Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[torch.Tensor],
+        scalars: tuple[int, ...],
+        shape: tuple[int, ...],
+        num_warps: int,
+    ) -> None:
+        """Run with ``(*tensors, *scalars, *shape)``.
+
+        ``scalars`` are the parameters the kernel does not specialise on; every integer in
+        ``shape`` may be specialised on or be a constant of the kernel. The first tensor's
+        dtype stands for all but the indices, the last one's for those.
+        """
+        first = tensors[0]
+        device = first.get_device()
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(grid, tensors, scalars, shape, num_warps)
+            return
+        pointer_bits = 0
+        for tensor in tensors:
+            pointer_bits |= tensor.data_ptr()
+        if pointer_bits % 16:
+            launch(self._kernel, grid, *tensors, *scalars, *shape, num_warps=num_warps)
+            return
+        key = (shape, first.dtype, tensors[-1].dtype, device)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = launch(self._kernel, grid, *tensors, *scalars, *shape, num_warps=num_warps)
+            if compiled is not None:  # the interpreter compiles nothing
+                self._remember(key, compiled)
+        elif self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
+            compiled[grid](*tensors, *scalars, *shape)  # a profiler, say, listens
+        else:
+            compiled.run(
+                *grid, self._driver.active.get_current_stream(device), compiled.function,
+                compiled.packed_metadata, None, None, None, *tensors, *scalars, *shape,
+            )  # fmt: skip
+
+    def _remember(self, key: tuple[object, ...], compiled: Any) -> None:
+        # Other versions of Triton may launch in another way.
+        if not all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
+            return
+        if len(self._compiled) >= self._MOST_REMEMBERED:
+            self._compiled.clear()
+        self._compiled[key] = compiled

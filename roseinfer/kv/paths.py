@@ -8,10 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from enum import StrEnum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from roseinfer.config import AppendPolicy
 
 
 class Path(StrEnum):
@@ -28,25 +24,16 @@ class Path(StrEnum):
     PER_TOKEN = "per_token"
 
     @property
-    def reference(self) -> Path:
-        """The slow twin whose result this path must reproduce."""
-        return Path.PER_TOKEN
-
-    @property
     def needs_triton(self) -> bool:
         return "triton" in self.value
 
     @property
-    def needs_positions(self) -> bool:
-        return self not in _SCALAR_POSITION
-
-    @property
     def needs_rows(self) -> bool:
-        return self in _GATHER
+        return self in GATHER
 
 
-_SCALAR_POSITION = frozenset({Path.TRITON_FULL_BATCH, Path.TORCH_SCALAR})
-_GATHER = frozenset({Path.TRITON_GATHER, Path.TORCH_GATHER})
+SCALAR_POSITION = frozenset({Path.TRITON_FULL_BATCH, Path.TORCH_SCALAR})
+GATHER = frozenset({Path.TRITON_GATHER, Path.TORCH_GATHER})
 
 
 class Condition(StrEnum):
@@ -63,23 +50,3 @@ class Condition(StrEnum):
 
 PathCounts = Counter[str]
 """How often each path ran and each condition was met since the manager was built."""
-
-
-def choose_write_path(
-    policy: AppendPolicy,
-    *,
-    num_tokens: int,
-    identity: bool,
-    constant_position: bool,
-    triton: bool,
-) -> Path:
-    """The fastest path that the shape of the write and the policy allow."""
-    identity = identity and policy.identity
-    scalar = identity and constant_position and policy.scalar_position
-    if triton and scalar and num_tokens >= policy.full_batch_threshold:
-        return Path.TRITON_FULL_BATCH
-    if triton and num_tokens >= policy.triton_min_batch:
-        return Path.TRITON_IDENTITY_POS if identity else Path.TRITON_GATHER
-    if scalar:
-        return Path.TORCH_SCALAR
-    return Path.TORCH_VECTOR if identity else Path.TORCH_GATHER

@@ -16,8 +16,9 @@ from roseinfer.kv.pool import SCRATCH, KVBlockInfo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import torch
+
     from roseinfer.kv.pool import BlockPool
-    from roseinfer.kv.staging import StagedIndices
 
 
 @dataclass(slots=True)
@@ -51,6 +52,16 @@ class Apart:
 
     rows: frozenset[int]
     append: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedIndices:
+    """Columns of indices on the device, good until the ring they are in comes round again."""
+
+    columns: tuple[torch.Tensor, ...]
+    ring: object
+    ticket: int | None
+    """Which turn of the ring this was; None for buffers of its own."""
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ class BlockPool:
     planner; only this class changes who owns what.
     """
 
-    __slots__ = ("_recycled", "first_id", "infos", "layer", "refcounts", "size")
+    __slots__ = ("_recycled", "first_id", "infos", "layer", "num_free", "refcounts", "size")
 
     def __init__(self, *, layer: int, first_id: int, size: int) -> None:
         self.layer = layer
@@ -46,10 +46,7 @@ class BlockPool:
         self.infos = [KVBlockInfo(layer, SCRATCH, 0, 0)]
         self.refcounts = [0]
         self._recycled: list[int] = []
-
-    @property
-    def num_free(self) -> int:
-        return self.size - len(self.infos) + len(self._recycled)
+        self.num_free = size - 1
 
     def require(self, needed: int) -> None:
         """Raise unless ``needed`` blocks can be taken."""
@@ -63,11 +60,13 @@ class BlockPool:
             info.start = start
             info.length = length
             self.refcounts[info.block_index] = 1
+            self.num_free -= 1
             return info
         self.require(1)
         info = KVBlockInfo(self.layer, len(self.infos), start, length)
         self.infos.append(info)
         self.refcounts.append(1)
+        self.num_free -= 1
         return info
 
     def drop(self, index: int) -> None:
@@ -77,6 +76,7 @@ class BlockPool:
             info = self.infos[index]
             info.start = info.length = 0
             self._recycled.append(index)
+            self.num_free += 1
 
     def share(self, index: int) -> None:
         self.refcounts[index] += 1

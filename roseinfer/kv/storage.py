@@ -1,13 +1,39 @@
-"""The cache's tensors and the torch operations that move data in and out of them."""
+"""The cache's tensors, the indices that say where tokens go, and what moves data by them."""
 
 from __future__ import annotations
 
+import warnings
+from array import array
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 
-from roseinfer.errors import BadArgument
+from roseinfer.errors import BadArgument, StalePlan, TritonUnavailable
+from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.lasting import lasting
+from roseinfer.kv.paths import GATHER, SCALAR_POSITION, Condition, Path
+from roseinfer.kv.plan import StagedIndices
+from roseinfer.kv.work import Work
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable, Sequence
+
+    from roseinfer.config import AppendPolicy
+    from roseinfer.kv.paths import PathCounts
+    from roseinfer.kv.plan import AppendPlan
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_SLOTS = 64
+_FIRST_CAPACITY = 256
+_SPARE = 3
+"""What starting each of three columns on 16 bytes can cost."""
+_MOST_IN_RING = 1 << 14
+"""Most indices that go through the ring: 8 MiB of it. A prompt of thousands goes apart."""
+_MOST_SHAPES = 8
+"""Lengths for which a slot remembers its views; decoding needs one or two."""
 
 
 class KVStorage:
@@ -87,3 +113,264 @@ class KVStorage:
             for cache in (self.key_layers, self.value_layers)
         )
         return keys, values
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """One slot of the ring as columns of one length: where to fill, copy and read."""
+
+    begins: tuple[int, ...]
+    source: torch.Tensor
+    target: torch.Tensor
+    columns: tuple[torch.Tensor, ...]
+
+
+class IndexStaging:
+    """A ring of index buffers: filled on the host, copied to the device, then reused.
+
+    On a GPU the host side is pinned and copies are asynchronous, so a buffer must not be
+    rewritten while a copy from it is in flight. One event per half of the ring guards
+    that: it is recorded when the half is full and waited for when the half is entered
+    again, which costs nothing as long as the device is less than half a ring behind. All
+    copies are made on the caller's current stream, in the order the plans are written.
+    """
+
+    def __init__(self, device: torch.device, work_counts: Counter[str]) -> None:
+        self._device = device
+        self._work_counts = work_counts
+        self._on_gpu = device.type == "cuda"
+        self.tickets = 0
+        self._allocate(_FIRST_CAPACITY)
+
+    def check(self, staged: StagedIndices) -> None:
+        """Raise unless the columns are this ring's and still hold what was staged."""
+        if staged.ring is not self:
+            raise BadArgument("the plan was made by another cache")
+        if staged.ticket is not None and self.tickets - staged.ticket >= _SLOTS:
+            raise StalePlan(
+                f"this plan's indices were overwritten: {self.tickets - staged.ticket} plans "
+                f"were made after it and at most {_SLOTS - 1} may be; write a plan before "
+                "making many more"
+            )
+
+    def _allocate(self, capacity: int) -> None:
+        # Plans already staged keep the old buffers alive through their columns.
+        self._capacity = capacity
+        with lasting():
+            host = torch.empty((_SLOTS, capacity), dtype=torch.int64, pin_memory=self._on_gpu)
+            device = torch.empty_like(host, device=self._device) if self._on_gpu else host
+        self._hosts, self._devices = host.unbind(0), device.unbind(0)
+        self._memory = memoryview(host.numpy().data).cast("B").cast("q")
+        self._views: list[dict[tuple[int, int], _Views]] = [{} for _ in range(_SLOTS)]
+        self._half_done: list[torch.cuda.Event | None] = [None, None]
+
+    def stage(self, columns: Sequence[list[int]]) -> StagedIndices:
+        """Put columns of equal length on the device with a single copy."""
+        length = len(columns[0])
+        self._work_counts[Work.STAGED_INDICES] += length * len(columns)
+        if length * len(columns) > _MOST_IN_RING:
+            return StagedIndices(self._stage_apart(columns), self, None)
+        views = self._slot_views(self._next_slot(length * len(columns)), length, len(columns))
+        for begin, column in zip(views.begins, columns, strict=True):
+            self._memory[begin : begin + length] = array("q", column)
+        if self._on_gpu:
+            views.target.copy_(views.source, non_blocking=True)
+        return StagedIndices(views.columns, self, self.tickets)
+
+    def _stage_apart(self, columns: Sequence[list[int]]) -> tuple[torch.Tensor, ...]:
+        """Buffers of their own for a long prompt, which must not swell all of the ring."""
+        host = torch.tensor(columns, dtype=torch.int64, pin_memory=self._on_gpu)
+        return host.to(self._device, non_blocking=True).unbind(0)
+
+    def _slot_views(self, slot: int, length: int, columns: int) -> _Views:
+        known = self._views[slot]
+        views = known.get((length, columns))
+        if views is None:
+            if len(known) >= _MOST_SHAPES:
+                known.clear()
+            views = known[length, columns] = self._make_views(slot, length, columns)
+        return views
+
+    def _make_views(self, slot: int, length: int, columns: int) -> _Views:
+        pitch = _pitch(length)
+        total = pitch * columns
+        host, device = self._hosts[slot], self._devices[slot]
+        return _Views(
+            tuple(slot * self._capacity + at for at in range(0, total, pitch)),
+            host[:total],
+            device[:total],
+            tuple(device[at : at + length] for at in range(0, total, pitch)),
+        )
+
+    def _next_slot(self, size: int) -> int:
+        if size + _SPARE > self._capacity:
+            self._allocate(1 << (size + _SPARE - 1).bit_length())
+        self.tickets += 1
+        slot = self.tickets % _SLOTS
+        if self._on_gpu and slot % (_SLOTS // 2) == 0:
+            self._enter_half(slot // (_SLOTS // 2))
+        return slot
+
+    def _enter_half(self, half: int) -> None:
+        left = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        left.record(torch.cuda.current_stream(self._device))
+        self._half_done[1 - half] = left
+        entered = self._half_done[half]
+        if entered is not None:
+            entered.synchronize()
+
+
+def _pitch(length: int) -> int:
+    """Distance of columns: they start on 16 bytes, as compiled kernels like it."""
+    return length + length % 2
+
+
+def choose_write_path(
+    policy: AppendPolicy,
+    *,
+    num_tokens: int,
+    identity: bool,
+    constant_position: bool,
+    triton: bool,
+) -> Path:
+    """The fastest path that the shape of the write and the policy allow."""
+    identity = identity and policy.identity
+    scalar = identity and constant_position and policy.scalar_position
+    if triton and scalar and num_tokens >= policy.full_batch_threshold:
+        return Path.TRITON_FULL_BATCH
+    if triton and num_tokens >= policy.triton_min_batch:
+        return Path.TRITON_IDENTITY_POS if identity else Path.TRITON_GATHER
+    if scalar:
+        return Path.TORCH_SCALAR
+    return Path.TORCH_VECTOR if identity else Path.TORCH_GATHER
+
+
+class DataMover:
+    """Moves the data of append plans between inputs and storage, and counts how."""
+
+    def __init__(
+        self,
+        storage: KVStorage,
+        layers_per_group: int,
+        policy: AppendPolicy,
+        path_counts: PathCounts,
+        work_counts: Counter[str],
+    ) -> None:
+        self._storage = storage
+        self._layers_per_group = layers_per_group
+        self._counts = path_counts
+        self._staging = IndexStaging(storage.device, work_counts)
+        self._kernels: dict[Path, Callable[..., None]] = {}
+        self.policy = policy
+
+    @property
+    def policy(self) -> AppendPolicy:
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: AppendPolicy) -> None:
+        self._policy = policy
+        if policy.triton and not self._kernels:
+            reason = why_unusable(self._storage.device)
+            if reason:
+                _warn_once(reason)
+            else:
+                self._kernels = _load_kernels()
+
+    def prepare(self, plan: AppendPlan) -> None:
+        """Do what comes before any layer's write: copy shared blocks, stage the indices."""
+        self.copy_shared(plan)
+        if not plan.blocks:
+            return
+        plan.path = self._write_path(plan)
+        columns = [plan.blocks]
+        if plan.path not in SCALAR_POSITION:
+            columns.append(plan.positions)
+        if plan.path in GATHER:
+            columns.append(plan.rows if plan.rows is not None else list(range(plan.num_tokens)))
+        plan.staged = self._staging.stage(columns)
+
+    def write(self, plan: AppendPlan, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write one layer of a prepared plan."""
+        if plan.staged is None:
+            return
+        self._staging.check(plan.staged)
+        storage, path, columns = self._storage, plan.path, plan.staged.columns
+        key, value = storage.as_stored(key), storage.as_stored(value)
+        self._counts[path] += 1
+        if path is Path.TORCH_SCALAR:
+            storage.write_scalar(layer, columns[0], plan.positions[0], key, value)
+        elif path is Path.TORCH_VECTOR:
+            storage.write_vector(layer, columns[0], columns[1], key, value)
+        elif path is Path.TORCH_GATHER:
+            block_idx, pos, rows = columns
+            key, value = key.index_select(0, rows), value.index_select(0, rows)
+            storage.write_vector(layer, block_idx, pos, key, value)
+        else:
+            where = (columns[0], plan.positions[0]) if path is Path.TRITON_FULL_BATCH else columns
+            k_cache, v_cache = storage.key_layers[layer], storage.value_layers[layer]
+            self._kernels[path](k_cache, v_cache, key, value, *where)
+
+    def _write_path(self, plan: AppendPlan) -> Path:
+        choose = partial(
+            choose_write_path,
+            self.policy,
+            num_tokens=plan.num_tokens,
+            identity=plan.rows is None,
+            constant_position=plan.constant_position,
+        )
+        path = choose(triton=self.policy.triton)
+        if self.policy.triton and not self._kernels and path.needs_triton:
+            self._counts[Condition.TRITON_UNAVAILABLE] += 1
+            return choose(triton=False)
+        return path
+
+    def copy_shared(self, plan: AppendPlan) -> None:
+        """Carry out the copies of copy-on-write."""
+        if not plan.copy_to:
+            return
+        storage = self._storage
+        layers = range(plan.layer, plan.layer + self._layers_per_group)
+        if not self.policy.batched_copy_on_write:
+            for source, target in zip(plan.copy_from, plan.copy_to, strict=True):
+                for layer in layers:
+                    storage.copy_block(layer, source, target)
+            return
+        source_idx, target_idx = self._staging.stage([plan.copy_from, plan.copy_to]).columns
+        if self.policy.triton and self._kernels:
+            self._counts[Path.CLONE_TRITON] += 1
+            caches = storage.group(layers)
+            self._kernels[Path.CLONE_TRITON](*caches, *caches, source_idx, target_idx)
+            return
+        if self.policy.triton:
+            self._counts[Condition.TRITON_UNAVAILABLE] += 1
+        self._counts[Path.CLONE_TORCH] += 1
+        storage.clone_blocks(layers, source_idx, target_idx)
+
+
+def _load_kernels() -> dict[Path, Callable[..., None]]:
+    """The unchecked launcher of each path that has a kernel. This imports Triton."""
+    from roseinfer.kernels import append, clone
+
+    return {
+        Path.TRITON_FULL_BATCH: append.launch_full_batch,
+        Path.TRITON_IDENTITY_POS: append.launch_identity_pos,
+        Path.TRITON_GATHER: append.launch_gather,
+        Path.CLONE_TRITON: clone.launch_clone,
+    }
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(reason: str) -> None:
+    """Say, once per reason and process, that torch operations write in Triton's place."""
+    if reason in _warned:
+        return
+    _warned.add(reason)
+    warnings.warn(
+        f"Triton KV append is on but cannot run: {reason}. Torch operations write instead; "
+        "AppendPolicy(triton=False) says that is meant.",
+        TritonUnavailable,
+        stacklevel=2,
+    )

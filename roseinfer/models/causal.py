@@ -2,29 +2,73 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AttentionInterface
 
 from roseinfer.errors import UnsupportedModel
+from roseinfer.models.shape import shape_of
 from roseinfer.models.trial import Trial
 
 if TYPE_CHECKING:
+    from roseinfer.attention.backend import Attention
     from roseinfer.engine_paths import EnginePath
-    from roseinfer.models.interface import Attention
+
+ATTENTION = "roseinfer_paged"
+"""Our attention's name in transformers' interface."""
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "deterministic",  # how flash attention computes its gradients
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",  # by which queries and keys were rotated already
+        "position_ids",
+        "return_dict",
+        "sliding_window",  # masks say the same, and are looked at when the model is tried
+        "use_cache",
+    }
+)
+"""Arguments that change nothing of what attention computes for the engine."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What the cache and the engine need to know of a model."""
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,  # noqa: ARG001  (a trait, found when the model was tried)
+    *,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    roseinfer_attention: Attention | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every layer: ``[1, heads, tokens, head_dim]`` each."""
+    asked = {name for name, asks in kwargs.items() if asks is not None} - _HARMLESS
+    if attention_mask is not None:
+        asked.add("a mask")
+    if is_causal is False:
+        asked.add("is_causal=False")
+    if dropout:
+        asked.add(f"dropout={dropout}")
+    if asked or roseinfer_attention is None:
+        raise UnsupportedModel(
+            f"{type(module).__name__} asks its attention for "
+            f"{', '.join(sorted(asked)) or 'what runs outside the engine'}, which is not supported"
+        )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    out = roseinfer_attention.attend_new(
+        layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    )
+    return out[None], None
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_length: int
-    """Positions the model was made for."""
+
+AttentionInterface.register(ATTENTION, attend)
 
 
 class CausalModel:
@@ -39,7 +83,7 @@ class CausalModel:
         try:
             config = model.config.get_text_config()
             _refuse_other_attention(model, config, name)
-            self.shape = _shape(config, max_length)
+            self.shape = shape_of(config, max_length)
         except UnsupportedModel:
             raise
         except Exception as error:  # of any kind, since configs refuse to answer in many ways
@@ -47,13 +91,15 @@ class CausalModel:
         self._model = model.eval()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        Trial(model, self.shape, self._logits_of_each).check()
+        self.traits = Trial(model, self.shape, self._logits_of_each, attend).layer_traits()
+        """What each layer asks of its attention."""
+        model.set_attn_implementation(ATTENTION)
 
     def _logits_of_each(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: Attention
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """By the model's own modules, of whose kernels a trial is none."""
-        return CausalModel.logits(self, token_ids, positions, None, batch)
+        """A forward pass by the model's own modules, also where fused kernels replace them."""
+        return CausalModel.logits(self, token_ids, positions, None, attention)
 
     @torch.inference_mode()
     def logits(
@@ -61,7 +107,7 @@ class CausalModel:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         last_rows: torch.Tensor | None,
-        batch: Attention,
+        attention: Attention,
     ) -> torch.Tensor:
         """Run all tokens in one row; return ``[sequences, vocab]`` for each one's last token.
 
@@ -72,29 +118,10 @@ class CausalModel:
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=0 if last_rows is None else last_rows,
-            roseinfer_batch=batch,
+            roseinfer_attention=attention,
         )
         logits: torch.Tensor = output.logits[0]
         return logits
-
-
-def _shape(text: Any, max_length: int | None) -> ModelShape:
-    heads = text.num_attention_heads
-    made_for = int(text.max_position_embeddings)
-    if max_length is not None and max_length > made_for:
-        raise UnsupportedModel(f"max_length={max_length}: the model has {made_for} positions")
-    if min(text.num_hidden_layers, heads, text.vocab_size, made_for) < 1:
-        raise UnsupportedModel(
-            f"a model of {text.num_hidden_layers} layers, {heads} heads, {text.vocab_size} tokens "
-            f"and {made_for} positions: each must be at least 1"
-        )
-    return ModelShape(
-        num_layers=text.num_hidden_layers,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        vocab_size=text.vocab_size,
-        max_length=max_length or made_for,
-    )
 
 
 _CHANGES_ATTENTION = {

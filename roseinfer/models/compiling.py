@@ -8,7 +8,7 @@ import torch
 from transformers import AttentionInterface
 
 from roseinfer.errors import ConfigError
-from roseinfer.models.interface import ATTENTION, attend
+from roseinfer.models.causal import ATTENTION, attend
 
 
 def compile_layers(model: Any) -> None:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoTokenizer
 
+from roseinfer.attention.backend import find_backend
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError, UnsupportedModel
-from roseinfer.kernels.runtime import load_kernels
+from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.checkpoint import fetch
 from roseinfer.models.compiling import compile_layers
+from roseinfer.models.families import fused_family
 from roseinfer.models.padded_head import PaddedHead, pad_head
 from roseinfer.models.tiny import tiny_gpt2
 
@@ -78,11 +80,12 @@ def load(
 
 def _check_what_is_asked_of(device: torch.device, config: EngineConfig) -> None:
     """Raise where a switch is on for what cannot run there."""
-    for name in ("paged_attention", "fused_model"):
-        if getattr(config, name):
-            kernels, reason = load_kernels(device)
-            if not kernels:
-                raise ConfigError(f"{name}=True: {reason}")
+    backend = config.attention_backend
+    asked = "paged_attention=True" if config.paged_attention else f"attention_backend={backend!r}"
+    if backend is not None and (reason := find_backend(backend).why_unusable(device)):
+        raise ConfigError(f"{asked}: {reason}")
+    if config.fused_model and (reason := why_unusable(device)):
+        raise ConfigError(f"fused_model=True: {reason}")
     if config.cuda_graph and device.type != "cuda":
         raise ConfigError(f"cuda_graph=True: there are no CUDA graphs on {device.type}")
 
@@ -90,15 +93,14 @@ def _check_what_is_asked_of(device: torch.device, config: EngineConfig) -> None:
 def _causal(network: Any, config: EngineConfig) -> CausalModel:
     """On fused kernels where there are some for the model, else as transformers runs it."""
     if config.fuses(network.device.type):
-        from roseinfer.models.families.gpt2 import FusedGPT2
-
-        if FusedGPT2.fits(network):
+        family = fused_family(network)
+        if family is not None:
             if config.compile_layers:
                 raise ConfigError(
                     f"compile_layers: {type(network).__name__} runs on fused kernels, of which "
                     "nothing is left to compile: leave it off, or have fused_model=False too"
                 )
-            return FusedGPT2(network, max_length=config.max_length)
+            return family(network, max_length=config.max_length)
     if config.pads_head(network.device.type):
         pad_head(network)
     causal = CausalModel(network, max_length=config.max_length)

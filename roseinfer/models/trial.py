@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from roseinfer.attention.backend import LayerTraits
 from roseinfer.errors import UnsupportedModel
-from roseinfer.models.interface import ATTENTION, attend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Protocol
 
-    from roseinfer.models.causal import ModelShape
-    from roseinfer.models.interface import Attention
+    from roseinfer.attention.backend import Attention
+    from roseinfer.models.shape import ModelShape
 
     Run = Callable[[torch.Tensor, torch.Tensor, Attention], torch.Tensor]
     """A forward pass of tokens at positions, to the logits of each."""
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 
 
 _TRIAL = "roseinfer_trial"
-"""Our attention under a name for which transformers makes masks, so that they can be looked at."""
+"""Our attention under a name without masks, as it serves, with what it is handed noted."""
+_MASKED_TRIAL = "roseinfer_masked_trial"
+"""The same under a name for which transformers makes masks, so that they can be looked at."""
 _SHORT = 16
 """A length that no request is too long for, where a config does not say which is short."""
 
@@ -58,13 +61,11 @@ class _Noted:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scale: float,
     ) -> torch.Tensor:
         if value.shape != key.shape:
             raise UnsupportedModel(f"values of {list(value.shape)} beside keys {list(key.shape)}")
         self.layers.append(layer)
         self.key_shapes.append(tuple(key.shape))
-        self.scales.append(scale)
         self.handed += query, key, value
         return torch.zeros_like(query)
 
@@ -83,24 +84,28 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(apart <= tolerance * largest)
 
 
-def _attend_as_masked(
+def _attend_noted(
+    attend: Callable[..., tuple[torch.Tensor, None]],
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *args: Any,
-    roseinfer_batch: _Noted,
+    scaling: float | None = None,
+    *,
+    roseinfer_attention: _Noted | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Our attention, which is never given a mask, with the one here noted."""
+    """Our attention, with the mask and the scale noted that it is not given."""
+    if roseinfer_attention is None:  # it refuses
+        return attend(module, query, key, value, attention_mask, scaling, **kwargs)
     mask: Mask | None = getattr(attention_mask, "roseinfer_mask", None)
     if mask is not None:
-        roseinfer_batch.masks[mask] = type(module).__name__
+        roseinfer_attention.masks[mask] = type(module).__name__
         attention_mask = None
-    return attend(
-        module, query, key, value, attention_mask, *args, roseinfer_batch=roseinfer_batch, **kwargs
-    )
+    roseinfer_attention.scales.append(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    kwargs["roseinfer_attention"] = roseinfer_attention
+    return attend(module, query, key, value, attention_mask, scaling, **kwargs)
 
 
 def _mask_as_told(*, mask_function: Mask, device: Any = None, **_: Any) -> torch.Tensor:
@@ -110,8 +115,7 @@ def _mask_as_told(*, mask_function: Mask, device: Any = None, **_: Any) -> torch
     return mask
 
 
-AttentionInterface.register(_TRIAL, _attend_as_masked)
-AttentionMaskInterface.register(_TRIAL, _mask_as_told)
+AttentionMaskInterface.register(_MASKED_TRIAL, _mask_as_told)
 
 
 def _refuse_other_masks(name: str, mask: Mask, length: int, device: torch.device) -> None:
@@ -134,7 +138,16 @@ def _refuse_other_masks(name: str, mask: Mask, length: int, device: torch.device
 class Trial:
     """Runs a model on a few tokens in the ways that must come to the same."""
 
-    def __init__(self, network: Any, shape: ModelShape, run: Run) -> None:
+    def __init__(
+        self,
+        network: Any,
+        shape: ModelShape,
+        run: Run,
+        attend: Callable[..., tuple[torch.Tensor, None]],
+    ) -> None:
+        """``attend`` is our attention as transformers calls it."""
+        for name in (_TRIAL, _MASKED_TRIAL):
+            AttentionInterface.register(name, partial(_attend_noted, attend))
         self._network = network
         self._shape = shape
         self._run_at = run
@@ -142,16 +155,17 @@ class Trial:
         self._config = network.config.get_text_config()
         self._tokens = torch.tensor(_tokens(self._config, shape), device=network.device)
 
-    def check(self) -> None:
-        """Raise unless each layer attends once, as the cache takes it to, and what is computed of
-        a token is what the network's own forward pass computes, whoever else is in the step.
+    def layer_traits(self) -> list[LayerTraits]:
+        """What every layer asks of its attention.
 
-        The network is left with our attention.
+        This raises unless each layer attends once, as the cache takes it to, and what is computed
+        of a token is what the network's own forward pass computes, whoever else is in the step.
+        The network is left with the attention of the trial.
         """
         try:
-            self._network.set_attn_implementation(_TRIAL)
+            self._network.set_attn_implementation(_MASKED_TRIAL)
             plain = self._plain()
-            self._network.set_attn_implementation(ATTENTION)
+            self._network.set_attn_implementation(_TRIAL)
             self._check_layers(plain)
             self._check_company()
             # Last, to notice it if the others left something behind in the network; backwards,
@@ -171,6 +185,7 @@ class Trial:
             )
         for mask, name in plain.masks.items():
             _refuse_other_masks(name, mask, self._shape.max_length, self._network.device)
+        return [LayerTraits(scale) for scale in plain.scales]
 
     def _check_layers(self, noted: _Noted) -> None:
         """Some models keep what they remember elsewhere, and would mix up the sequences."""
@@ -220,7 +235,9 @@ class Trial:
     @torch.inference_mode()
     def _plain(self) -> _Noted:
         noted = _Noted()
-        output = self._network(input_ids=self._tokens[None], use_cache=False, roseinfer_batch=noted)
+        output = self._network(
+            input_ids=self._tokens[None], use_cache=False, roseinfer_attention=noted
+        )
         noted.handed.append(output.logits[0])
         return noted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,15 +23,16 @@ def detokenizers(tokenizer: Decodes) -> Callable[[], Detokenizer | ByteLevelDeto
     return partial(Detokenizer, tokenizer)
 
 
+@dataclass(slots=True)
 class RequestText:
-    """Grows token by token; what was returned once never changes."""
+    """The text grows token by token, and what was returned once never changes."""
 
-    def __init__(
-        self, detokenizer: Detokenizer | ByteLevelDetokenizer, stops: Sequence[str]
-    ) -> None:
-        self._detokenizer = detokenizer
-        self._stops = StopStrings(stops) if stops else None
-        self._parts: list[str] = []
+    _new_detokenizer: Callable[[], Detokenizer | ByteLevelDetokenizer]
+    """Called when the first token comes."""
+    _stop_strings: Sequence[str]
+    _detokenizer: Detokenizer | ByteLevelDetokenizer | None = None
+    _stops: StopStrings | None = None
+    _parts: list[str] = field(default_factory=list)
 
     @property
     def so_far(self) -> str:
@@ -38,6 +40,9 @@ class RequestText:
 
     def add(self, token: int) -> tuple[str, bool]:
         """The text that is certain now and was not before; whether a stop string ended it."""
+        if self._detokenizer is None:
+            self._detokenizer = self._new_detokenizer()
+            self._stops = StopStrings(self._stop_strings) if self._stop_strings else None
         text, stopped = self._detokenizer.add(token), False
         if self._stops:
             text, stopped = self._stops.feed(text)
@@ -46,6 +51,8 @@ class RequestText:
 
     def finish(self) -> str:
         """The rest: no more tokens will come."""
+        if self._detokenizer is None:
+            return ""
         text = self._detokenizer.flush()
         if self._stops:
             text, stopped = self._stops.feed(text)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from roseinfer import BadArgument
-from roseinfer.decode.attention import append_and_attend_reference
+from roseinfer.attention.reference import append_and_attend_reference
 from roseinfer.kernels import attend_decode as decode_triton
 from roseinfer.kernels.attend_decode import append_and_attend
 from tests.kv.harness import assert_same_bits

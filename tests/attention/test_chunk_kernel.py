@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, AttentionPath, BadArgument, KVBlockManager
-from roseinfer.attention.batch import AttentionBatch, load_attention_kernels
+from roseinfer.attention.backend import LayerTraits, StepBatch
 from roseinfer.attention.reference import paged_attention_reference
+from roseinfer.attention.triton import TritonAttention
 from roseinfer.kernels.attend_chunks import paged_attention_chunks
-from roseinfer.kv.staging import IndexStaging
+from roseinfer.kv.manager import StepAppend
+from roseinfer.kv.storage import IndexStaging
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -51,18 +53,20 @@ class Case:
         self.query = torch.randn(sum(self.counts), q_heads, head_dim, device=device).to(dtype)
         self.scale = head_dim**-0.5
         self.path_counts: Counter[str] = Counter()
-        self.batch = AttentionBatch(
+        lists = [[block_ids] for block_ids in self.lists]
+        singles = next((at for at, count in enumerate(self.counts) if count > 1), len(lists))
+        step = StepAppend(self.kv, lists, self.counts, one_each=False)
+        self.batch = StepBatch(step, lists, self.counts, lengths, singles)
+        self.attention = TritonAttention(
+            [LayerTraits(self.scale)],
             self.kv,
-            [[block_ids] for block_ids in self.lists],
-            self.counts,
-            lengths,
-            self.path_counts,
-            load_attention_kernels(torch.device(device)),
             IndexStaging(self.kv.device, Counter()),
+            self.path_counts,
         )
+        self.attention.prepare(self.batch)
 
     def run(self) -> torch.Tensor:
-        return self.batch.attend(0, self.query, self.scale)
+        return self.attention.attend(self.batch, 0, self.query)
 
     def reference(self) -> torch.Tensor:
         return paged_attention_reference(

@@ -10,7 +10,7 @@ from roseinfer.kernels.attend_decode import _num_parts, _tile
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_triton, "_INTERPRETED", False)
+    monkeypatch.setattr(decode_triton, "is_interpreted", lambda: False)
 
 
 def test_few_kinds_of_kernels_whatever_the_contexts() -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from roseinfer.attention.reference import append_and_attend_reference
 from roseinfer.bench.__main__ import main
 from roseinfer.bench.kernels.attention import Rig, Shape
-from roseinfer.decode.attention import append_and_attend_reference
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,21 +8,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer import AppendPolicy, KVBlockManager, SamplingParams
-from roseinfer.decode.kernels import load_decode_kernels
 from roseinfer.decode.resident import Resident, ResidentDecode
-from roseinfer.engine.sequences import InferenceEngine
+from roseinfer.engine.runner import SequenceRunner
 from roseinfer.models.causal import CausalModel
 from tests.engine.families import tiny
 
 if TYPE_CHECKING:
-    from roseinfer.engine.sequences import InferenceSession
+    from roseinfer.kv.sequence import InferenceSession
 
 GREEDY = SamplingParams(temperature=0)
 PROMPTS = [[7, 3, 90], [1], [4, 4, 8, 20], [50, 51, 52, 53, 54]]
 SIZE = 4
 
 
-def engine_on(device: str, family: str = "gpt2", blocks: int = 40) -> InferenceEngine:
+def engine_on(
+    device: str, family: str = "gpt2", blocks: int = 40, *, kernels: bool | None = None
+) -> SequenceRunner:
+    """By default on kernels where they are compiled: the interpreter is slow."""
     model = CausalModel(deepcopy(tiny(family, device)))
     shape = model.shape
     kv = KVBlockManager(
@@ -38,7 +40,8 @@ def engine_on(device: str, family: str = "gpt2", blocks: int = 40) -> InferenceE
     )
     kv.keys.fill_(float("nan"))
     kv.values.fill_(float("nan"))
-    return InferenceEngine(model, kv, attention_kernels=device == "cuda")
+    on_kernels = device == "cuda" if kernels is None else kernels
+    return SequenceRunner(model, kv, attention="triton" if on_kernels else "reference")
 
 
 _MOST = 1 << 20
@@ -57,11 +60,10 @@ class Decoding:
         slots: int = 6,
         graphs: bool = False,
     ) -> None:
-        self.sessions = engine_on(device, family, blocks=40 + 3 * slots)
-        if kernels is None:
-            kernels = device == "cuda"  # the interpreter is slow
-        loaded = load_decode_kernels(torch.device(device)) if kernels else None
-        self.decode = ResidentDecode(self.sessions, slots, loaded, graphs=graphs)
+        self.sessions = engine_on(device, family, blocks=40 + 3 * slots, kernels=kernels)
+        self.decode = ResidentDecode(
+            self.sessions.model, self.sessions.attention, slots, graphs=graphs
+        )
         self.running: list[tuple[InferenceSession, Resident]] = []
 
     def begin(self, prompt: list[int], params: SamplingParams = GREEDY, seed: int = 0) -> Resident:
@@ -83,7 +85,7 @@ class Decoding:
         """Leave, keeping what is known."""
         self.decode.leave(resident)
         self.running = [pair for pair in self.running if pair[1] is not resident]
-        self.sessions.cut(resident.session, len(resident.session.token_ids))
+        resident.session.cut(self.sessions.kv, len(resident.session.token_ids))
         self.sessions.release(resident.session)
 
     def texts(self) -> list[list[int]]:

@@ -87,7 +87,7 @@ def test_a_block_is_taken_as_a_whole_and_given_back(device: str) -> None:
     decoding.step()
     decoding.step()
     assert len(resident.session.block_lists[0]) == 2
-    decoding.sessions.cut(resident.session, 5)
+    resident.session.cut(decoding.sessions.kv, 5)
     assert [kv.block_info(each).length for each in resident.session.block_lists[0]] == [4, 1]
     assert (resident.session.stored, resident.session.room) == (5, 5)
 

@@ -9,8 +9,8 @@ import torch
 
 from roseinfer import SamplingBatch, SamplingParams
 from roseinfer.decode.slots import DecodeSlots
-from roseinfer.engine.sequences import InferenceSession
-from roseinfer.kv.staging import IndexStaging
+from roseinfer.kv.sequence import InferenceSession
+from roseinfer.kv.storage import IndexStaging
 from roseinfer.kv.work import Work
 
 SLOTS, WIDTH = 5, 3

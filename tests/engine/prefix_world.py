@@ -218,12 +218,12 @@ class World:
                 assert self.kv.refcount(block_id) == entry.users + 1
                 assert self.kv.block_info(block_id).length == len(entry.tokens)
         unused = [entry for entry in self.entries if not entry.users]
-        assert set(self.cache._unused) == set(unused)
+        assert set(self.cache.unused) == set(unused)
         assert self.cache.num_evictable == len(unused)
 
     def _check_order(self) -> None:
         """Nothing goes before what is unused below it."""
-        order = list(self.cache._unused)
+        order = list(self.cache.unused)
         for at, entry in enumerate(order):
             assert not set(order[:at]) & set(up_from(entry))
 

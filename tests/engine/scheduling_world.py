@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from roseinfer import EngineConfig, SamplingParams
 from roseinfer.engine.request import FinishReason, Request
 from roseinfer.engine.scheduler import Scheduler
-from roseinfer.engine.sequences import InferenceSession
+from roseinfer.kv.sequence import InferenceSession
 
 if TYPE_CHECKING:
     from roseinfer.engine.scheduler import Step

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, KVBlockManager
-from roseinfer.engine.sequences import InferenceEngine, InferenceSession
+from roseinfer.engine.runner import SequenceRunner
+from roseinfer.kv.sequence import InferenceSession
 from roseinfer.models.causal import CausalModel
 from tests.engine.families import CONFIGS, VOCABULARY, tiny
 
@@ -26,7 +27,7 @@ def original(family: str, device: str) -> Any:
 
 def engine_for(
     family: str, device: str, *, groups_of: int = 2, kernels: bool = True, policy: Any = None
-) -> InferenceEngine:
+) -> SequenceRunner:
     model = CausalModel(tiny(family, device))
     shape = model.shape
     kv = KVBlockManager(
@@ -42,7 +43,7 @@ def engine_for(
     )
     kv.keys.fill_(float("nan"))
     kv.values.fill_(float("nan"))
-    return InferenceEngine(model, kv, attention_kernels=kernels)
+    return SequenceRunner(model, kv, attention="triton" if kernels else "reference")
 
 
 def expected(family: str, device: str, tokens: list[int]) -> torch.Tensor:

@@ -11,9 +11,9 @@ import pytest
 from roseinfer.decode.readback import Arrival
 from roseinfer.decode.slots import DecodeSlots
 from roseinfer.engine.engine import Engine
-from roseinfer.engine.interrupts import uninterrupted
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.kv.manager import KVBlockManager
+from roseinfer.llm import uninterrupted
 from tests.engine.continuations import TEXTS, beside_a_stream, by_transformers, greedy, small_llm
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from roseinfer import LLM, AppendPolicy, KVBlockManager, SamplingParams
-from roseinfer.kv.staging import IndexStaging
+from roseinfer.kv.storage import IndexStaging
 
 Mode = Any
 """Makes a context: inference mode, or none."""

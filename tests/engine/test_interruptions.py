@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roseinfer.attention.batch import AttentionBatch
 from tests.engine.continuations import TEXTS, beside_a_stream, by_transformers, greedy, small_llm
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 
@@ -34,14 +33,15 @@ def interrupt(
     """Have a step break off: before anything, between two layers, or with everything stored."""
     interrupter = Interrupter(error, step)
     if where == "between layers":
-        attend = AttentionBatch.attend
+        attention = llm.engine.sessions.attention
+        attend_new = attention.attend_new
 
-        def broken_attend(self: AttentionBatch, layer: int, *args: Any) -> Any:
+        def broken_attend(layer: int, *args: Any) -> Any:
             if layer == 1:
                 interrupter.count()
-            return attend(self, layer, *args)
+            return attend_new(layer, *args)
 
-        monkeypatch.setattr(AttentionBatch, "attend", broken_attend)
+        monkeypatch.setattr(attention, "attend_new", broken_attend)
         return
     sessions = llm.engine.sessions
     extend = sessions.extend

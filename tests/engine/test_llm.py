@@ -19,6 +19,7 @@ from roseinfer import (
     UnsupportedModel,
     tiny_gpt2,
 )
+from roseinfer.attention import triton as triton_attention
 from roseinfer.models import loading
 from tests.engine.continuations import (
     TEXTS,
@@ -310,7 +311,8 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str, loa
 def test_kernels_that_are_asked_for_where_they_cannot_run(
     device: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "load_kernels", lambda _: ({}, "there is no Triton"))
+    for module in (loading, triton_attention):
+        monkeypatch.setattr(module, "why_unusable", lambda _: "there is no Triton")
     with pytest.raises(ConfigError, match=f"{name}=True: there is no Triton"):
         small_llm(device, **{name: True})
     small_llm(device, **{name: False})

@@ -12,7 +12,7 @@ from roseinfer.decode.readback import Arrival, Readback
 from roseinfer.decode.resident import ResidentDecode
 from roseinfer.decode.slots import DecodeSlots
 from roseinfer.kv.manager import KVBlockManager
-from roseinfer.kv.staging import IndexStaging
+from roseinfer.kv.storage import IndexStaging
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 from tests.engine.test_run_ahead import (
     PROMPTS,

@@ -222,7 +222,7 @@ class Run:
         self.world.check()
         if self.exact:
             assert {prefix_of(entry) for entry in self.world.entries} == self.naive.known.keys()
-            order = [prefix_of(entry) for entry in self.world.cache._unused]
+            order = [prefix_of(entry) for entry in self.world.cache.unused]
             assert order == [each.prefix for each in self.naive.order]
 
 

@@ -68,7 +68,7 @@ _CONVOLUTION = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"
         (transformers.BertConfig(**_SMALL, is_decoder=False), "attends to what comes later too"),
         (transformers.Lfm2Config(**_SMALL | _CONVOLUTION), r"layers that did are \[1\]"),
         (transformers.DiffLlamaConfig(**_SMALL), r"layers that did are \[0, 0\]"),
-        (transformers.NemotronConfig(**_SMALL, head_dim=8), "mask"),
+        (transformers.NemotronConfig(**_SMALL, head_dim=8), "asks its attention for a mask"),
     ],
     ids=["looks_ahead", "convolution", "attends_twice", "wants_a_mask"],
 )

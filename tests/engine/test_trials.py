@@ -12,8 +12,7 @@ import torch
 import transformers
 
 from roseinfer import LLM, SamplingParams, UnsupportedModel
-from roseinfer.models.causal import _CHANGES_ATTENTION, CausalModel
-from roseinfer.models.interface import attend
+from roseinfer.models.causal import _CHANGES_ATTENTION, CausalModel, attend
 from tests.engine.families import VOCABULARY, scaled_up
 
 _SHAPE: dict[str, Any] = {
@@ -178,10 +177,8 @@ def test_arguments_nobody_knows_are_refused_when_the_model_is_loaded() -> None:
 
 
 class _Zeros:
-    def attend_new(
-        self, layer: int, query: torch.Tensor, key: Any, value: Any, scale: float
-    ) -> torch.Tensor:
-        del layer, key, value, scale
+    def attend_new(self, layer: int, query: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
+        del layer, key, value
         return torch.zeros_like(query)
 
 
@@ -204,7 +201,7 @@ def test_an_argument_is_refused_by_name(asked: dict[str, Any]) -> None:
         "softcap": None,
     }
     attend_now: Any = partial(
-        attend, module, tensor, tensor, tensor, None, roseinfer_batch=_Zeros()
+        attend, module, tensor, tensor, tensor, None, roseinfer_attention=_Zeros()
     )
     attend_now(**harmless)
     with pytest.raises(UnsupportedModel, match=next(iter(asked))):
@@ -215,7 +212,7 @@ def test_a_mask_is_refused() -> None:
     module: Any = SimpleNamespace(layer_idx=0)
     tensor = torch.ones(1, 2, 3, 4)
     with pytest.raises(UnsupportedModel, match="asks its attention for a mask"):
-        attend(module, tensor, tensor, tensor, torch.ones(1), roseinfer_batch=_Zeros())
+        attend(module, tensor, tensor, tensor, torch.ones(1), roseinfer_attention=_Zeros())
 
 
 def llama4(**more: Any) -> Any:

@@ -10,8 +10,9 @@ import torch
 import transformers
 
 from roseinfer import LLM, AppendPolicy, EnginePath, KVBlockManager
-from roseinfer.engine.sequences import InferenceEngine
-from roseinfer.models.families import gpt2
+from roseinfer.engine.runner import SequenceRunner
+from roseinfer.models.causal import CausalModel
+from roseinfer.models.families import fused_family, gpt2, register
 from roseinfer.models.families.gpt2 import FusedGPT2
 from tests.engine.families import tiny
 
@@ -19,7 +20,7 @@ CLOSE = 2e-4
 PROMPTS = [[7, 3, 90, 12, 5], [1], list(range(40))]
 
 
-def fused(device: str, network: Any) -> InferenceEngine:
+def fused(device: str, network: Any) -> SequenceRunner:
     """Sessions of a fused model, its cache full of NaN."""
     model = FusedGPT2(deepcopy(network))
     shape = model.shape
@@ -33,7 +34,7 @@ def fused(device: str, network: Any) -> InferenceEngine:
     )
     kv.keys.fill_(float("nan"))
     kv.values.fill_(float("nan"))
-    return InferenceEngine(model, kv)
+    return SequenceRunner(model, kv, attention="triton")
 
 
 @torch.no_grad()
@@ -98,7 +99,7 @@ def variant(**settings: Any) -> Any:
 
 
 def test_the_usual_kind_fits() -> None:
-    assert FusedGPT2.fits(variant())
+    assert fused_family(variant()) is FusedGPT2
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_the_usual_kind_fits() -> None:
 def test_variants_do_not_fit_and_run_as_they_are(device: str, settings: dict[str, Any]) -> None:
     torch.manual_seed(3)
     network = variant(**settings).to(device)
-    assert not FusedGPT2.fits(network)
+    assert fused_family(network) is None
     if not settings.get("add_cross_attention"):
         llm = LLM(network, device=device, fused_model=True, kv_cache_tokens=64)
         llm.generate([[1, 2, 3]], progress=False)
@@ -123,4 +124,23 @@ def test_variants_do_not_fit_and_run_as_they_are(device: str, settings: dict[str
 
 
 def test_other_models_do_not_fit(device: str) -> None:
-    assert not FusedGPT2.fits(tiny("llama", device))
+    assert fused_family(tiny("llama", device)) is None
+
+
+def test_another_family_registers_itself(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roseinfer.models.families._FAMILIES", {})
+
+    @register("LlamaForCausalLM")
+    class Family(CausalModel):
+        paths = (EnginePath.FUSED,)
+
+        @staticmethod
+        def fits(model: Any) -> bool:
+            return bool(model.config.hidden_act == "silu")
+
+    network = deepcopy(tiny("llama", device))
+    assert fused_family(variant()) is None
+    llm = LLM(network, device=device, fused_model=True, kv_cache_tokens=64)
+    assert type(llm.engine.sessions.model) is Family
+    network.config.hidden_act = "relu"
+    assert fused_family(network) is None

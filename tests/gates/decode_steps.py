@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from roseinfer.engine.engine import Engine
-    from roseinfer.engine.sequences import InferenceSession
+    from roseinfer.kv.sequence import InferenceSession
 
 REQUESTS = 3
 PROMPTS = [[first + 1, 2, 3] for first in range(REQUESTS)]

@@ -16,7 +16,7 @@ from pytest_roseinfer.gates.work.cost_verdict import judge
 from pytest_roseinfer.gates.work.measure_work import Step, measure_work
 from pytest_roseinfer.gates.work.own_code import OwnCode
 from roseinfer import AppendPolicy
-from roseinfer.attention.batch import AttentionBatch
+from roseinfer.attention.triton import TritonAttention
 from roseinfer.kv import plan as planning
 from tests.gates.decode_steps import REQUESTS, STEPS
 
@@ -113,13 +113,13 @@ def test_a_block_table_uploaded_for_every_layer_is_named(monkeypatch: pytest.Mon
         return STEPS["steady"]("gpt2", "cpu", paged_attention=True, append_policy=TORCH)
 
     was = measured(step())
-    real = AttentionBatch._table
+    real = TritonAttention._table
 
-    def forgetful(batch: AttentionBatch, group: int) -> torch.Tensor:
-        batch._tables.clear()
-        return real(batch, group)
+    def forgetful(attention: TritonAttention, lists: Any, group: int) -> torch.Tensor:
+        attention._tables.clear()
+        return real(attention, lists, group)
 
-    monkeypatch.setattr(AttentionBatch, "_table", forgetful)
+    monkeypatch.setattr(TritonAttention, "_table", forgetful)
     verdict = judge(measured(step()), was, ())
     said = "\n".join(verdict.in_words())
     assert f"table_rows: {LAYERS * REQUESTS}, baseline {REQUESTS}" in said, said

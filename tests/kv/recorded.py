@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from roseinfer.kernels.launch import KernelLauncher
+from roseinfer.kernels.runtime import KernelLauncher
 from roseinfer.kv import pool
 
 if TYPE_CHECKING:

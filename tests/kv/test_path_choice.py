@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roseinfer import AppendPolicy, Path
-from roseinfer.kv.paths import choose_write_path
+from roseinfer.kv.storage import choose_write_path
 from tests.kv.harness import Twins
 
 EVEN = True

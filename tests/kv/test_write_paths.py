@@ -52,11 +52,6 @@ def test_every_declared_path_has_a_case() -> None:
     assert set(WRITES) | set(CLONES) == set(Path)
 
 
-@pytest.mark.parametrize("path", Path)
-def test_the_reference_of_every_path_is_the_per_token_loop(path: Path) -> None:
-    assert path.reference is Path.PER_TOKEN
-
-
 @every_write
 @every_dtype
 @every_head_dim

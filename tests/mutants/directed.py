@@ -111,7 +111,7 @@ def capture_beside_the_living() -> None:
     def decoded(*, captured: bool) -> list[list[int]]:
         llm = LLM("tiny", device="cpu", block_size=4, kv_cache_tokens=64)
         sessions, kv = llm.engine.sessions, llm.engine.sessions.kv
-        decode = ResidentDecode(sessions, 4, None, graphs=False)
+        decode = ResidentDecode(sessions.model, sessions.attention, 4, graphs=False)
         begun, logits = sessions.prefill([[1, 2, 3], [4, 5]])
         living = decode.enter([(each, greedy, 0, 64) for each in begun], logits.argmax(-1))
         tokens = [decode.launch(living, 0).wait()]

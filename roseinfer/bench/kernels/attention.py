@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.attention.paths import AttentionPath
+from roseinfer.attention.reference import append_and_attend_reference
 from roseinfer.bench.timing import graph_sampler, in_rounds, synchronizer, time_calls
-from roseinfer.decode.attention import append_and_attend_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable

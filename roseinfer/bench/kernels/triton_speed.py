@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roseinfer.kernels.runtime import load_kernels
+from roseinfer.kernels.runtime import is_interpreted, why_unusable
 
 if TYPE_CHECKING:
     import torch
@@ -12,10 +12,7 @@ if TYPE_CHECKING:
 
 def why_triton_cannot_be_timed(device: torch.device) -> str:
     """The reason, or nothing where they can be."""
-    kernels, reason = load_kernels(device)
-    if kernels:
-        from roseinfer.kernels.append import is_interpreted
-
-        if is_interpreted():
-            return "Triton's interpreter is on, and its speed says nothing about the kernels"
+    reason = why_unusable(device)
+    if not reason and is_interpreted():
+        return "Triton's interpreter is on, and its speed says nothing about the kernels"
     return reason

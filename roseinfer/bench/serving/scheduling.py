@@ -7,14 +7,11 @@ import torch
 from roseinfer.bench.reporting import SchedulingRow
 from roseinfer.bench.timing import in_rounds, time_calls
 from roseinfer.config import AppendPolicy, EngineConfig, SamplingParams
-from roseinfer.engine.blocks import BlockSupply
 from roseinfer.engine.prefix_cache import PrefixCache
-from roseinfer.engine.request import Request
+from roseinfer.engine.request import BlockSupply, Request
 from roseinfer.engine.scheduler import Scheduler
-from roseinfer.engine.sequences import InferenceEngine, InferenceSession
 from roseinfer.kv.manager import KVBlockManager
-from roseinfer.models.causal import CausalModel
-from roseinfer.models.tiny import tiny_gpt2
+from roseinfer.kv.sequence import InferenceSession
 
 _PROMPT = 200
 _BLOCK_SIZE = 64
@@ -42,8 +39,7 @@ def _busy(running: int, waiting: int) -> Scheduler:
     kv = KVBlockManager(
         1, 1, 1, _BLOCK_SIZE, blocks + 1, "cpu", torch.float32, AppendPolicy(triton=False)
     )
-    sessions = InferenceEngine(CausalModel(tiny_gpt2().model), kv, attention_kernels=False)
-    scheduler = Scheduler(config, BlockSupply(sessions, PrefixCache(kv), None))
+    scheduler = Scheduler(config, BlockSupply(kv, PrefixCache(kv), lambda _: None))
     for number in range(running + waiting):
         request = _request(number)
         if number < running:

@@ -1,1 +1,33 @@
-"""Models that run on kernels made for them."""
+"""Families of models that have fused kernels: each is one file here that registers itself."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from roseinfer.models.causal import CausalModel
+
+_FAMILIES: dict[str, Any] = {}
+_Family = TypeVar("_Family", bound="type[CausalModel]")
+
+
+def register(class_name: str) -> Callable[[_Family], _Family]:
+    """Run transformers' models of that class on a family whose ``fits(model)`` says yes."""
+
+    def note(family: _Family) -> _Family:
+        _FAMILIES[class_name] = family
+        return family
+
+    return note
+
+
+def fused_family(model: Any) -> type[CausalModel] | None:
+    """The family that runs ``model`` on fused kernels, if there is one. This imports Triton."""
+    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+        importlib.import_module(module.name)
+    family = _FAMILIES.get(type(model).__name__)
+    return family if family is not None and family.fits(model) else None

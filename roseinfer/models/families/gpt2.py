@@ -12,14 +12,16 @@ from roseinfer.engine_paths import EnginePath
 from roseinfer.kernels.linear import linear, linear_in_parts
 from roseinfer.kernels.norm import add_norm, embed_norm
 from roseinfer.models.causal import CausalModel
+from roseinfer.models.families import register
 
 if TYPE_CHECKING:
-    from roseinfer.models.interface import Attention
+    from roseinfer.attention.backend import Attention
 
 MOST_ROWS = 256
 """Above this the tensor cores are busy, and torch's own matrix products are better."""
 
 
+@register("GPT2LMHeadModel")
 class FusedGPT2(CausalModel):
     """Its forward pass is 7 kernels a layer, attention among them."""
 
@@ -27,11 +29,10 @@ class FusedGPT2(CausalModel):
 
     @staticmethod
     def fits(model: Any) -> bool:
-        """Whether it is a GPT-2 of the usual kind."""
+        """It is a GPT-2 of the usual kind."""
         config = model.config
-        return (
-            type(model).__name__ == "GPT2LMHeadModel"
-            and config.activation_function == "gelu_new"
+        return bool(
+            config.activation_function == "gelu_new"
             and config.scale_attn_weights
             and not config.scale_attn_by_inverse_layer_idx
             and not config.add_cross_attention
@@ -43,7 +44,7 @@ class FusedGPT2(CausalModel):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         last_rows: torch.Tensor | None,
-        batch: Attention,
+        attention: Attention,
     ) -> torch.Tensor:
         body = self._model.transformer
         few = len(token_ids) <= MOST_ROWS
@@ -51,12 +52,12 @@ class FusedGPT2(CausalModel):
         residual, x = embed_norm(token_ids, positions, body.wte.weight, body.wpe.weight, first)
         norms = [block.ln_1 for block in body.h[1:]] + [body.ln_f]
         for layer, (block, after) in enumerate(zip(body.h, norms, strict=True)):
-            attention, mlp = block.attn, block.mlp
-            new = _whole(x, attention.c_attn, few).view(len(x), 3, -1, self.shape.head_dim)
+            mixer, mlp = block.attn, block.mlp
+            new = _whole(x, mixer.c_attn, few).view(len(x), 3, -1, self.shape.head_dim)
             query, key, value = new.unbind(1)
-            out = batch.attend_new(layer, query, key, value, self.shape.head_dim**-0.5)
-            added = _parts(out.view(len(x), -1), attention.c_proj, few)
-            x = add_norm(residual, added, attention.c_proj.bias, block.ln_2)
+            out = attention.attend_new(layer, query, key, value)
+            added = _parts(out.view(len(x), -1), mixer.c_proj, few)
+            x = add_norm(residual, added, mixer.c_proj.bias, block.ln_2)
             x = _whole(x, mlp.c_fc, few, activate=True)
             added = _parts(x, mlp.c_proj, few)
             x = add_norm(residual, added, mlp.c_proj.bias, after)

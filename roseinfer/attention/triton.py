@@ -1,0 +1,160 @@
+"""Attention by Triton kernels, which read blocks where they lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from roseinfer.attention.backend import AttentionBackend, ResidentBatch, StepBatch, register
+from roseinfer.attention.paths import AttentionPath
+from roseinfer.errors import ConfigError
+from roseinfer.kernels.runtime import why_unusable
+from roseinfer.kv.pool import SCRATCH
+from roseinfer.kv.work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+_MOST_ROWS = 64
+"""Query tokens times heads that a program takes, unless there are more heads than that."""
+_LEAST_ROWS = 16
+"""Tensor cores take no fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernels:
+    """The Triton kernels of a forward pass."""
+
+    decode: Callable[..., torch.Tensor]
+    """For sequences that have one new token."""
+    chunks: Callable[..., torch.Tensor]
+    """For those that have more."""
+    append_and_attend: Callable[..., torch.Tensor]
+    """For resident sequences: it also stores the token that it attends from."""
+
+
+def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
+    """None where they cannot run. Imports Triton, so this is never asked on the hot path."""
+    if why_unusable(device):
+        return None
+    from roseinfer.kernels.attend_chunks import paged_attention_chunks
+    from roseinfer.kernels.attend_decode import append_and_attend, paged_attention_decode
+
+    return AttentionKernels(paged_attention_decode, paged_attention_chunks, append_and_attend)
+
+
+@register
+class TritonAttention(AttentionBackend):
+    """A kernel for single tokens, one for chunks of prompts, and one for resident steps."""
+
+    name: ClassVar[str] = "triton"
+    best_on: ClassVar[frozenset[str]] = frozenset({"cuda"})
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        kernels = load_attention_kernels(self.kv.device)
+        if kernels is None:
+            raise ConfigError(f"attention_backend='triton': {why_unusable(self.kv.device)}")
+        self._kernels = kernels
+
+    @classmethod
+    def why_unusable(cls, device: torch.device) -> str:
+        return why_unusable(device)
+
+    def prepare(self, batch: StepBatch | ResidentBatch) -> None:
+        self._batch = batch
+        self._tables: dict[int, torch.Tensor] = {}
+        self._lengths: torch.Tensor | None = None
+        self._tiles: tuple[int, tuple[torch.Tensor, ...]] | None = None
+
+    def attend_new(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        match self._batch:
+            case ResidentBatch(tables, lengths):
+                self.path_counts[AttentionPath.APPEND_AND_ATTEND] += 1
+                caches = self.kv.keys[layer], self.kv.values[layer]
+                return self._kernels.append_and_attend(
+                    query, key, value, *caches, tables, lengths, self.scales[layer]
+                )
+            case StepBatch() as batch:
+                batch.new.write(layer, key, value)
+                return self.attend(batch, layer, query)
+
+    def attend(self, batch: StepBatch, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """Attention for ``[tokens, q_heads, head_dim]`` over what is stored by now."""
+        outputs = []
+        if batch.singles:
+            outputs.append(self._singly(batch, layer, query[: batch.singles]))
+        if batch.singles < len(batch.counts):
+            outputs.append(self._chunks(batch, layer, query[batch.singles :]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _singly(self, batch: StepBatch, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """Attention of the sequences in front, which have one new token each."""
+        self.path_counts[AttentionPath.DECODE_TRITON] += 1
+        if self._lengths is None:
+            self._lengths = self.staging.stage([list(batch.lengths[: batch.singles])]).columns[0]
+        return self._kernels.decode(
+            query,
+            self.kv.keys[layer],
+            self.kv.values[layer],
+            self._table(batch.block_lists, layer // self.kv.layers_per_group),
+            self._lengths,
+            self.scales[layer],
+        )
+
+    def _chunks(self, batch: StepBatch, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """Attention of the sequences behind, which have several new tokens."""
+        self.path_counts[AttentionPath.CHUNK_TRITON] += 1
+        if self._tiles is None:
+            self._tiles = self._cut(batch, query.shape[1] // self.kv.num_heads)
+        tile_q, tiles = self._tiles
+        return self._kernels.chunks(
+            query,
+            self.kv.keys[layer],
+            self.kv.values[layer],
+            self._table(batch.block_lists, layer // self.kv.layers_per_group),
+            tiles,
+            self.scales[layer],
+            tile_q=tile_q,
+            longest=max(batch.lengths),
+        )
+
+    def _cut(self, batch: StepBatch, group_size: int) -> tuple[int, tuple[torch.Tensor, ...]]:
+        """The sequences behind the single tokens as tiles of tokens, one for each program."""
+        tile_q = _tokens_of_a_program(group_size, max(batch.counts))
+        tiles: list[tuple[int, int, int, int]] = []
+        row = 0
+        for at in range(batch.singles, len(batch.counts)):
+            count = batch.counts[at]
+            first = batch.lengths[at] - count
+            for begin in range(0, count, tile_q):
+                tiles.append((at, row + begin, min(tile_q, count - begin), first + begin))
+            row += count
+        columns = [list(column) for column in zip(*tiles, strict=True)]
+        return tile_q, self.staging.stage(columns).columns
+
+    def _table(self, block_lists: Sequence[Sequence[list[int]]], group: int) -> torch.Tensor:
+        """The blocks of every sequence in a group of layers, brought to the device once."""
+        if group not in self._tables:
+            first = group * self.kv.max_blocks_per_layer
+            lists = [own[group] for own in block_lists]
+            width = max(map(len, lists))
+            flat: list[int] = []
+            for block_ids in lists:
+                flat += [block_id - first for block_id in block_ids]
+                flat += [SCRATCH] * (width - len(block_ids))
+            self.kv.work_counts[Work.TABLE_ROWS] += len(lists)
+            self._tables[group] = self.staging.stage([flat]).columns[0].view(-1, width)
+        return self._tables[group]
+
+
+def _tokens_of_a_program(group_size: int, longest: int) -> int:
+    """How many tokens of a sequence a program takes, where the longest has so many new ones."""
+    heads = 1 << (group_size - 1).bit_length()
+    wanted = 1 << (longest - 1).bit_length()
+    return max(1, _LEAST_ROWS // heads, min(_MOST_ROWS // heads, wanted))

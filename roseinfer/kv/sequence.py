@@ -1,0 +1,36 @@
+"""One sequence: its tokens, and where their keys and values are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from roseinfer.kv.manager import KVBlockManager
+
+
+@dataclass(slots=True, eq=False)
+class InferenceSession:
+    """A sequence that a model continues."""
+
+    block_lists: list[list[int]]
+    """A list of blocks for each group of layers."""
+    token_ids: list[int] = field(default_factory=list)
+    stored: int = 0
+    """How many of the tokens have keys and values in the cache."""
+    room: int = 0
+    """Up to how many tokens its blocks take, as far as they are its own to write to."""
+
+    def rewind(self, kv: KVBlockManager) -> None:
+        """Give back the blocks and keep the tokens, which can be stored again."""
+        for group, block_ids in enumerate(self.block_lists):
+            kv.free_blocks(group * kv.layers_per_group, block_ids)
+        self.block_lists = [[] for _ in self.block_lists]
+        self.stored = self.room = 0
+
+    def cut(self, kv: KVBlockManager, most: int) -> None:
+        """Keep what is stored of the first ``most`` tokens, and no room for more."""
+        self.stored = min(self.stored, most)
+        for group, block_ids in enumerate(self.block_lists):
+            kv.truncate(group * kv.layers_per_group, block_ids, self.stored)
+        self.room = min(self.room, self.stored)

@@ -1,0 +1,85 @@
+"""Attention backends are found by name, refuse what they do not compute, and can be added."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from roseinfer import (
+    AppendPolicy,
+    AttentionPath,
+    ConfigError,
+    EngineConfig,
+    KVBlockManager,
+    UnsupportedModel,
+)
+from roseinfer.attention.backend import LayerTraits, best_backend, find_backend
+from roseinfer.attention.reference import ReferenceAttention
+from roseinfer.kv.storage import IndexStaging
+from tests.attention import sdpa_backend  # noqa: F401  (it registers itself)
+from tests.engine.continuations import TEXTS, by_transformers, greedy, small_llm
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_third_backend_is_one_file(device: str, resident: bool) -> None:
+    """It serves prompts, chunks of them and decode steps, resident or not."""
+    llm = small_llm(
+        device,
+        attention_backend="sdpa",
+        resident_decode=resident,
+        cuda_graph=False if device == "cuda" else None,
+        prefill_max_tokens=7,
+    )
+    for text, output in zip(TEXTS, llm.generate(TEXTS, greedy(), progress=False), strict=True):
+        assert output.token_ids == by_transformers(device, text, 16)
+    counted = llm.engine.path_counts
+    assert counted["sdpa"] > 0
+    assert not counted.keys() & {*AttentionPath}
+
+
+@pytest.mark.parametrize(("alias", "name"), [(True, "triton"), (False, "reference")])
+def test_paged_attention_is_an_older_name(alias: bool, name: str) -> None:
+    assert EngineConfig(paged_attention=alias).attention_backend == name
+    both = EngineConfig(paged_attention=alias, attention_backend=name)
+    assert both.attention_backend == name
+    with pytest.raises(ConfigError, match=f"means attention_backend='{name}', and 'sdpa' was"):
+        EngineConfig(paged_attention=alias, attention_backend="sdpa")
+
+
+def test_without_a_choice_the_device_decides(device: str) -> None:
+    assert EngineConfig().attention_backend is None
+    assert best_backend(torch.device("cpu")) == "reference"
+    if device == "cuda":
+        assert best_backend(torch.device(device)) == "triton"
+
+
+def test_a_name_that_nobody_registered(device: str) -> None:
+    with pytest.raises(ConfigError, match=r"'flash' is not registered.* reference, .*triton"):
+        small_llm(device, attention_backend="flash")
+    with pytest.raises(ConfigError, match="attention_backend must be a name or None, not 3"):
+        EngineConfig(attention_backend=3)  # type: ignore[arg-type]
+
+
+def test_a_backend_that_cannot_run_there(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton: Any = find_backend("triton")
+    monkeypatch.setattr(triton, "why_unusable", classmethod(lambda _, __: "there is no Triton"))
+    with pytest.raises(ConfigError, match="attention_backend='triton': there is no Triton"):
+        small_llm(device, attention_backend="triton")
+    assert best_backend(torch.device(device)) == "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class WindowedTraits(LayerTraits):
+    window: int | None = None
+
+
+def test_a_trait_that_a_backend_lacks_is_refused_by_name(device: str) -> None:
+    kv = KVBlockManager(1, 1, 8, 4, 8, device, torch.float32, AppendPolicy(triton=False))
+    staging = IndexStaging(kv.device, Counter())
+    ReferenceAttention([WindowedTraits(1.0)], kv, staging, Counter())
+    with pytest.raises(UnsupportedModel, match="window, which the attention backend 'reference'"):
+        ReferenceAttention([LayerTraits(1.0), WindowedTraits(1.0, 8)], kv, staging, Counter())

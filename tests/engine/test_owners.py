@@ -1,0 +1,58 @@
+"""Each field of a request is changed by one file, and slots are given up in one place."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields
+
+from roseinfer.engine.request import Request
+from tests.python_process import ROOT
+
+CHANGED = {
+    "error": "engine",
+    "finish_reason": "engine",
+    "found": "request",
+    "full_length": "request",
+    "held": "request",
+    "in_flight": "runner",
+    "passed_over": "scheduler",
+    "preempted": "scheduler",
+    "resident": "runner",
+    "waits_for": "scheduler",
+}
+"""The file of the engine's room that changes each field; no other field is set at all."""
+
+
+def test_each_field_of_a_request_is_changed_by_one_file() -> None:
+    names = {field.name for field in fields(Request)}
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "roseinfer").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+                targets = [node.target]
+            else:
+                continue
+            for target in (each for one in targets for each in ast.walk(one)):
+                if not isinstance(target, ast.Attribute) or not isinstance(target.ctx, ast.Store):
+                    continue
+                if target.attr in names:
+                    whose = target.value.attr if isinstance(target.value, ast.Attribute) else ""
+                    is_request = isinstance(target.value, ast.Subscript) or getattr(
+                        target.value, "id", whose
+                    ) in ("request", "other")
+                    if is_request or (path.stem, target.attr) == ("request", "full_length"):
+                        found.setdefault(target.attr, set()).add(path.stem)
+    assert found == {name: {file} for name, file in CHANGED.items()}
+
+
+def test_slots_are_given_up_in_one_place() -> None:
+    places = [
+        (path.name, node.lineno)
+        for room in ("engine", "decode")
+        for path in (ROOT / "roseinfer" / room).glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "leave"
+    ]
+    assert [name for name, _ in places] == ["runner.py"]

@@ -1,0 +1,110 @@
+"""The roads of a key and a value: through how few files a call comes to where they are stored."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from roseinfer import LLM, SamplingParams
+from tests.python_process import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    Place = tuple[str, str]
+
+STORE = ("kv/storage.py", "write_vector")
+STORE_ONE = ("kv/storage.py", "write_scalar")
+RESIDENT_STORE = ("attention/reference.py", "append_and_attend_reference")
+STEP = ("llm.py", "_step")
+
+DECIDE = ["llm.py", "engine/engine.py", "engine/scheduler.py", "engine/request.py", "kv/manager.py"]
+PROMPT = [
+    "llm.py",
+    "engine/engine.py",
+    "engine/runner.py",
+    "engine/request.py",
+    "engine/scheduler.py",
+    "kv/manager.py",
+    "engine/prefix_cache.py",
+    "attention/reference.py",
+    "kv/storage.py",
+    "models/causal.py",
+    "kv/plan.py",
+    "kv/pool.py",
+]
+"""22 files before the road was shortened."""
+DECODED = [
+    *DECIDE,
+    "engine/runner.py",
+    "attention/reference.py",
+    "kv/storage.py",
+    "models/causal.py",
+    "kv/plan.py",
+]
+"""19 before."""
+RESIDENT = [
+    *DECIDE,
+    "engine/runner.py",
+    "decode/resident.py",
+    "decode/slots.py",
+    "attention/reference.py",
+    "models/causal.py",
+]
+"""16 before."""
+
+
+def road(call: Callable[[], object], begin: Place, times: int, end: Place) -> list[str]:
+    """The files of roseinfer entered between the ``times``-th call of ``begin`` and ``end``."""
+    package = ROOT / "roseinfer"
+    entered: list[str] = []
+    left = times
+    arrived = False
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left, arrived
+        if event != "call" or arrived or not frame.f_code.co_filename.startswith(f"{package}/"):
+            return
+        file = frame.f_code.co_filename.removeprefix(f"{package}/")
+        place = (file, frame.f_code.co_name)
+        left -= place == begin
+        if left > 0:
+            return
+        if file not in entered:
+            entered.append(file)
+        arrived = place == end
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    assert arrived
+    return entered
+
+
+def generating(resident: bool) -> Callable[[], object]:
+    """A call that finds all that is made once made already."""
+    llm = LLM("tiny", device="cpu", resident_decode=resident, kv_cache_tokens=1000)
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    llm.generate(["warm up"], params, progress=False)
+    return lambda: llm.generate(["hello there"], params, progress=False)
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_from_a_prompt_to_its_stored_keys(resident: bool) -> None:
+    files = road(generating(resident), ("llm.py", "generate"), 1, STORE)
+    assert files == PROMPT
+    assert len(files) == 12
+
+
+@pytest.mark.parametrize(
+    ("resident", "end", "files"), [(False, STORE_ONE, DECODED), (True, RESIDENT_STORE, RESIDENT)]
+)
+def test_from_a_step_to_the_stored_token(resident: bool, end: Place, files: list[str]) -> None:
+    assert road(generating(resident), STEP, 3, end) == files
+    assert len(files) == 10
