@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import ENGINE, Mutant
 
 _SLOTS = "roseinfer.decode.slots"
-_STEP = "roseinfer.decode.step"
 _RESIDENT = "roseinfer.decode.resident"
 _READBACK = "roseinfer.decode.readback"
 _RUNNER = "roseinfer.engine.runner"
@@ -33,8 +32,8 @@ MUTANTS = (
         "padding-row-on-a-real-block",
         "The row of a sequence that left points to the first block of the cache.",
         _SLOTS,
-        "            return [0] * _FIELDS + [SCRATCH] * self._width\n",
-        "            return [0] * _FIELDS + [SCRATCH + 1] * self._width\n",
+        "            return [*_Fields(), *[SCRATCH] * self._width]\n",
+        "            return [*_Fields(), *[SCRATCH + 1] * self._width]\n",
         (6,),
     ),
     _mutant(
@@ -49,15 +48,15 @@ MUTANTS = (
         "parameters-in-each-others-columns",
         "Rows on the device have top_p and min_p in each other's place.",
         _SLOTS,
-        "params.top_k, bits[1], bits[2]]",
-        "params.top_k, bits[2], bits[1]]",
+        "        top_p=_bits(params.top_p),\n        min_p=_bits(params.min_p),\n",
+        "        top_p=_bits(params.min_p),\n        min_p=_bits(params.top_p),\n",
     ),
     _mutant(
         "seed-cut-to-a-bit",
         "Rows on the device keep the lowest bit of a seed.",
         _SLOTS,
-        "[signed64(seed), ",
-        "[signed64(seed & 1), ",
+        "        seed=signed64(seed),\n",
+        "        seed=signed64(seed & 1),\n",
     ),
     _mutant(
         "slots-packed-when-read",
@@ -83,7 +82,7 @@ MUTANTS = (
     _mutant(
         "drawn-from-the-position-before",
         "A resident step draws with the noise of the position of the token it stores.",
-        _STEP,
+        _RESIDENT,
         ".choose(logits, lengths + 1)",
         ".choose(logits, lengths)",
     ),

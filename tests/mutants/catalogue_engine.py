@@ -5,13 +5,12 @@ from __future__ import annotations
 from tests.mutants.mutant import ENGINE, Mutant
 
 _PREFIXES = "roseinfer.engine.prefix_cache"
-_SUPPLY = "roseinfer.engine.blocks"
+_SUPPLY = "roseinfer.engine.request"
 _SCHEDULER = "roseinfer.engine.scheduler"
-_ADMISSION = "roseinfer.engine.admission"
 _ENGINE = "roseinfer.engine.engine"
 _RUNNER = "roseinfer.engine.runner"
-_SESSION = "roseinfer.engine.sequences"
-_BATCH = "roseinfer.attention.batch"
+_SEQUENCE = "roseinfer.kv.sequence"
+_BATCH = "roseinfer.attention.triton"
 _CHUNK = "roseinfer.kernels.attend_chunks"
 _DECODE = "roseinfer.kernels.attend_decode"
 
@@ -46,7 +45,7 @@ MUTANTS = (
         "evicted-under-its-user",
         "A prefix that a request was given can be evicted as if nobody used it.",
         _PREFIXES,
-        "        entry.users += 1\n        self._unused.pop(entry, None)\n",
+        "        entry.users += 1\n        self.unused.pop(entry, None)\n",
         "        entry.users += 0\n",
         (13,),
     ),
@@ -103,7 +102,7 @@ MUTANTS = (
     _mutant(
         "hits-counted-as-free",
         "The blocks of a matched prefix still count among those that can be freed.",
-        _ADMISSION,
+        _SCHEDULER,
         "        held = before - self.supply.available\n",
         "        held = 0\n",
         (3,),
@@ -120,9 +119,9 @@ MUTANTS = (
     _mutant(
         "progress-kept-without-its-blocks",
         "A preempted request goes on where it was, though its blocks are gone.",
-        _SESSION,
-        "        session.stored = session.room = 0\n",
-        "        session.room = 0\n",
+        _SEQUENCE,
+        "        self.stored = self.room = 0\n",
+        "        self.room = 0\n",
         (23,),
     ),
     _mutant(
@@ -152,16 +151,16 @@ MUTANTS = (
         "ended-twice",
         "A request that ends gives its prefix back a second time.",
         _SUPPLY,
-        "            request.held = None\n        self._sessions.rewind(session)\n",
+        "            request.held = None\n        session.rewind(self._kv)\n",
         "            request.held = None\n"
         "            self._kv.free_blocks(0, session.block_lists[0])\n"
-        "        self._sessions.rewind(session)\n",
+        "        session.rewind(self._kv)\n",
         (12,),
     ),
     _mutant(
         "refused-with-its-prefix",
         "A prompt that is not admitted after all keeps what it was given of the prefix cache.",
-        _ADMISSION,
+        _SCHEDULER,
         "            self.supply.give_back(request)\n            return False\n",
         "            return False\n",
         (13,),
@@ -214,7 +213,7 @@ MUTANTS = (
     _mutant(
         "positions-from-the-chunk",
         "The positions of a prompt's later chunk begin at nought.",
-        _SESSION,
+        _RUNNER,
         "            positions += range(session.stored, end)\n",
         "            positions += range(count if count > 1 else end)[-count:]\n",
         (15,),
@@ -222,7 +221,7 @@ MUTANTS = (
     _mutant(
         "logits-of-the-first-token",
         "A prompt's first new token is sampled behind the first token of its last chunk.",
-        _SESSION,
+        _RUNNER,
         "            last_rows.append(len(tokens) - 1)\n",
         "            last_rows.append(len(tokens) - count)\n",
         (15,),
@@ -247,13 +246,13 @@ MUTANTS = (
         "chunks-attend-with-the-wrong-rows",
         "Beside requests that decode, a prompt's queries are taken from the first rows.",
         _BATCH,
-        "self._chunks(self.kernels.chunks, layer, query[singles:], scale)",
-        "self._chunks(self.kernels.chunks, layer, query[: len(query) - singles], scale)",
+        "self._chunks(batch, layer, query[batch.singles :])",
+        "self._chunks(batch, layer, query[: len(query) - batch.singles])",
     ),
     _mutant(
         "newest-token-unseen",
         "Decode attends to what was stored before, and not to the newest token.",
-        _SESSION,
+        _RUNNER,
         "            lengths.append(end)\n",
         "            lengths.append(max(1, session.stored))\n",
     ),

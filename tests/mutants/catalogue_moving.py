@@ -5,16 +5,13 @@ from __future__ import annotations
 from tests.mutants.mutant import GROUPED, PER_LAYER, Mutant
 
 _MANAGER = "roseinfer.kv.manager"
-_MOVER = "roseinfer.kv.mover"
-_PATHS = "roseinfer.kv.paths"
-_STAGING = "roseinfer.kv.staging"
 _STORAGE = "roseinfer.kv.storage"
 
 MUTANTS = (
     Mutant(
         "identity-by-first-and-last-row",
         "A batch that lacks rows in the middle is taken for the whole.",
-        _MOVER,
+        _STORAGE,
         "            identity=plan.rows is None,\n",
         "            identity=plan.rows is None\n"
         "            or (plan.rows[0], plan.rows[-1]) == (0, plan.num_inputs - 1),\n",
@@ -24,22 +21,22 @@ MUTANTS = (
     Mutant(
         "position-of-row-0-for-all",
         "The scalar paths run whenever they may, with the first row's position.",
-        _MOVER,
-        "self.policy.scalar_position and plan.constant_position,",
-        "self.policy.scalar_position,",
+        _STORAGE,
+        "    scalar = identity and constant_position and policy.scalar_position\n",
+        "    scalar = identity and policy.scalar_position\n",
         rows=(32,),
     ),
     Mutant(
         "staged-columns-swapped",
         "The torch gather reads positions where rows are staged, and rows where positions are.",
-        _MOVER,
+        _STORAGE,
         "            block_idx, pos, rows = columns\n",
         "            block_idx, rows, pos = columns\n",
     ),
     Mutant(
         "only-keys-gathered",
         "The torch gather picks the rows of the keys and takes the first values.",
-        _MOVER,
+        _STORAGE,
         "key.index_select(0, rows), value.index_select(0, rows)",
         "key.index_select(0, rows), value[: len(rows)]",
         rows=(31, 34),
@@ -48,7 +45,7 @@ MUTANTS = (
     Mutant(
         "only-keys-converted",
         "Values keep the caller's dtype: some paths convert, others raise after the commit.",
-        _MOVER,
+        _STORAGE,
         "        key, value = storage.as_stored(key), storage.as_stored(value)\n",
         "        key = storage.as_stored(key)\n",
         rows=(28,),
@@ -56,7 +53,7 @@ MUTANTS = (
     Mutant(
         "keys-and-values-swapped",
         "The torch vector path writes keys to the values and values to the keys.",
-        _MOVER,
+        _STORAGE,
         "storage.write_vector(layer, columns[0], columns[1], key, value)",
         "storage.write_vector(layer, columns[0], columns[1], value, key)",
         rows=(34,),
@@ -64,7 +61,7 @@ MUTANTS = (
     Mutant(
         "only-the-first-layer-copied",
         "Copy-on-write in a group of layers copies the first layer's block alone.",
-        _MOVER,
+        _STORAGE,
         "range(plan.layer, plan.layer + self._layers_per_group)",
         "range(plan.layer, plan.layer + 1)",
         rows=(8,),
@@ -73,28 +70,28 @@ MUTANTS = (
     Mutant(
         "policy-fixed-at-first",
         "Replacing the policy of a live cache has no effect.",
-        _MOVER,
+        _STORAGE,
         "        self._policy = policy\n",
         '        self.__dict__.setdefault("_policy", policy)\n',
     ),
     Mutant(
         "gather-counted-as-vector",
         "The torch gather is counted under the torch vector path's name.",
-        _MOVER,
+        _STORAGE,
         "        self._counts[path] += 1\n",
         "        self._counts[Path.TORCH_VECTOR if path is Path.TORCH_GATHER else path] += 1\n",
     ),
     Mutant(
         "threshold-off-by-one",
         "Triton takes over one token later than the policy says.",
-        _PATHS,
+        _STORAGE,
         "    if triton and num_tokens >= policy.triton_min_batch:\n",
         "    if triton and num_tokens > policy.triton_min_batch:\n",
     ),
     Mutant(
         "ring-of-one",
         "The ring of index buffers has one: the next plan overwrites a plan not yet written.",
-        _STAGING,
+        _STORAGE,
         "_SLOTS = 64\n",
         "_SLOTS = 1\n",
         targets=(GROUPED,),
@@ -102,14 +99,14 @@ MUTANTS = (
     Mutant(
         "stale-plan-written",
         "A plan whose indices were overwritten is written all the same, to other slots.",
-        _STAGING,
-        "        if self.ticket is not None and ring.tickets - self.ticket >= _SLOTS:\n",
-        "        if self.ticket is not None and ring.tickets < self.ticket:\n",
+        _STORAGE,
+        "        if staged.ticket is not None and self.tickets - staged.ticket >= _SLOTS:\n",
+        "        if staged.ticket is not None and self.tickets < staged.ticket:\n",
     ),
     Mutant(
         "buffers-never-grow",
         "A long append overflows its index buffer.",
-        _STAGING,
+        _STORAGE,
         "        if size + _SPARE > self._capacity:\n",
         "        if self._capacity < _SPARE:\n",
     ),

@@ -6,6 +6,7 @@ from tests.mutants.mutant import PER_LAYER, Mutant
 
 _POOL = "roseinfer.kv.pool"
 _MANAGER = "roseinfer.kv.manager"
+_PER_LAYER = "roseinfer.kv.per_layer"
 
 MUTANTS = (
     Mutant(
@@ -119,7 +120,7 @@ MUTANTS = (
     Mutant(
         "reference-dropped-before-the-copy",
         "Copy-on-write of a single token lets go of the shared block before it has a new one.",
-        _MANAGER,
+        _PER_LAYER,
         "            info = pool.take(start=last.start, length=last.length)\n"
         "            storage.copy_block(layer_idx, last.block_index, info.block_index)\n"
         "            pool.drop(last.block_index)\n",

@@ -6,6 +6,7 @@ from tests.mutants.mutant import PER_LAYER, Mutant
 
 _PLAN = "roseinfer.kv.plan"
 _MANAGER = "roseinfer.kv.manager"
+_PER_LAYER = "roseinfer.kv.per_layer"
 
 MUTANTS = (
     Mutant(
@@ -90,8 +91,9 @@ MUTANTS = (
     Mutant(
         "batch-committed-before-it-fits",
         "Rows are committed one by one; the one that finds no block leaves the others longer.",
-        _MANAGER,
+        _PER_LAYER,
         "        seen = self._survey(pool, block_ids_list, None)\n",
+        "        from roseinfer.kv import plan as planning\n\n"
         "        seen = planning.survey(pool, self.block_size, block_ids_list, None)\n",
         rows=(26,),
         targets=(PER_LAYER,),
