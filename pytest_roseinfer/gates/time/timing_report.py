@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.gates.time.noise_floor import told_apart
 from pytest_roseinfer.gates.time.verdict import Verdict
-from pytest_roseinfer.report.github_summary import add_to_github_summary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,13 +134,3 @@ def table(results: Sequence[Timed], form: str) -> str:
 
 def _microseconds(timings: Timings) -> str:
     return f"{facts(timings)['tpot_p50_us']:.1f} us"
-
-
-def add_github_summary(results: Sequence[Timed], lines: Sequence[str]) -> None:
-    """Append what the terminal shows to what a step of a GitHub workflow shows."""
-    if not results:
-        return
-    head = f"### roseinfer: decode steps against {results[0].there}"
-    add_to_github_summary(
-        [head, "", table(results, "github"), "", *(f"- {line}" for line in lines)]
-    )
