@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.kernels.attention import Rig, Shape
+from roseinfer.bench.attention_bench import Rig, Shape
 from roseinfer.decode.attention import append_and_attend_reference
 
 if TYPE_CHECKING:

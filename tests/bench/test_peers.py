@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from roseinfer import LLM, ConfigError, SamplingParams, tiny_gpt2
-from roseinfer.bench.serving import peer_process, peers, scheduler_bench
+from roseinfer.bench.serving import peer_process, peers
+from roseinfer.bench.serving.commands import benchmark_scheduler
 from roseinfer.bench.serving.peers import PEERS, PeerJob, PeerRow
 from tests.bench.test_serving_bench import ONCE, SMALL
 
@@ -133,7 +134,7 @@ def test_the_answer_is_left_in_a_file(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_peer_that_is_missing_is_named_beside_ours(tmp_path: Path) -> None:
     file = tmp_path / "peers.json"
     words = ["--no-stop-on-eos", "--mode", "offline", "--peers", "vllm", "--json", str(file)]
-    assert scheduler_bench.main([*SMALL, *ONCE, *words]) == 0
+    assert benchmark_scheduler([*SMALL, *ONCE, *words]) == 0
     tables = json.loads(file.read_text())["tables"]
     ours, vllm = tables["peers"]
     assert ours["system"] == "roseinfer, offline"

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from roseinfer import LLM
+from roseinfer.bench import step_trace
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.steps import step_trace
-from roseinfer.bench.steps.step_trace import (
+from roseinfer.bench.step_trace import (
     Traced,
     _noted_replays,
     _noted_waits,
@@ -93,7 +93,7 @@ class Graph:
 
 
 def test_graphs_are_marked_where_they_begin_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_trace, "_mark", Mark)
+    monkeypatch.setattr(step_trace, "device_mark", Mark)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     before = time.perf_counter()
@@ -113,7 +113,7 @@ def test_graphs_are_marked_where_they_begin_and_end(monkeypatch: pytest.MonkeyPa
 def test_all_is_itself_again_whatever_happens(
     noted: Callable[[], AbstractContextManager[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_trace, "_mark", Mark)
+    monkeypatch.setattr(step_trace, "device_mark", Mark)
     real = torch.cuda.Event.synchronize, torch.cuda.CUDAGraph.replay
     with pytest.raises(KeyError), noted():
         raise KeyError

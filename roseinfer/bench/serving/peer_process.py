@@ -12,7 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from roseinfer.bench.model_source import ModelSource, collect
 from roseinfer.bench.serving.peers import PeerJob, PeerRow
+from roseinfer.bench.timing import synchronizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +29,10 @@ def transformers_static(job: PeerJob) -> Generate:
     """``generate``, as many prompts at a time as the engine has slots."""
     from transformers import GenerationConfig
 
-    network = _network(job)
-    batches = [_padded(prompts, network.device) for prompts in _slices(job)]
+    network, size = _network(job), job.max_batch_size
+    slices = (job.prompts[at : at + size] for at in range(0, len(job.prompts), size))
+    batches = [_padded(prompts, network.device) for prompts in slices]
+    wait = synchronizer(network.device)
 
     def generate(new_tokens: int) -> int:
         network.generation_config.eos_token_id = None  # or it would end there
@@ -40,7 +46,7 @@ def transformers_static(job: PeerJob) -> Generate:
         for ids, mask in batches:
             found = network.generate(ids, attention_mask=mask, generation_config=config)
             made += (found.shape[1] - ids.shape[1]) * len(found)
-        _wait(network.device)
+        wait()
         return made
 
     return generate
@@ -52,6 +58,7 @@ def transformers_continuous(job: PeerJob) -> Generate:
 
     network = _network(job)
     batching = ContinuousBatchingConfig(max_requests_per_batch=job.max_batch_size)
+    wait = synchronizer(network.device)
 
     def generate(new_tokens: int) -> int:
         config = GenerationConfig(
@@ -60,7 +67,7 @@ def transformers_continuous(job: PeerJob) -> Generate:
         found = network.generate_batch(
             job.prompts, generation_config=config, continuous_batching_config=batching
         )
-        _wait(network.device)
+        wait()
         return sum(len(output.generated_tokens) for output in found.values())
 
     return generate
@@ -68,8 +75,6 @@ def transformers_continuous(job: PeerJob) -> Generate:
 
 def vllm(job: PeerJob) -> Generate:
     """vLLM with its own defaults, on the same weights."""
-    from roseinfer.bench.model_source import collect
-
     module = import_module("vllm")
     name, dtype = job.source["name"], job.source["dtype"] or "auto"
     if job.source["random_weights"]:
@@ -78,12 +83,11 @@ def vllm(job: PeerJob) -> Generate:
         network.save_pretrained(name)
         del network
         collect()
-    longest = max(map(len, job.prompts)) + job.max_new_tokens
     engine = module.LLM(
         model=name,
         dtype=dtype,
         skip_tokenizer_init=True,
-        max_model_len=longest,
+        max_model_len=max(map(len, job.prompts)) + job.max_new_tokens,
         max_num_seqs=job.max_batch_size,
     )
     prompts = [{"prompt_token_ids": ids} for ids in job.prompts]
@@ -108,23 +112,16 @@ _BUILDERS: dict[str, tuple[Callable[[PeerJob], Generate], str]] = {
 def measure(name: str, job: PeerJob) -> PeerRow:
     build, distribution = _BUILDERS[name]
     generate = build(job)
-    wanted = job.max_new_tokens
-    for _ in range(job.warmup_runs):
-        _seconds(generate, wanted, job)
-    totals = [_seconds(generate, wanted, job) for _ in range(job.repeat_runs)]
-    total_s = median(totals)
-    return PeerRow(
-        system=name,
-        version=metadata.version(distribution),
-        total_s=total_s,
-        completion_tok_per_s=len(job.prompts) * wanted / total_s,
-        ms_per_step=_ms_per_step(generate, total_s, job),
-        not_available=None,
-    )
+    new = job.max_new_tokens
+    total_s = [_seconds(generate, new, job) for _ in range(job.warmup_runs + job.repeat_runs)]
+    taken = median(total_s[job.warmup_runs :])
+    speed = len(job.prompts) * new / taken
+    version = metadata.version(distribution)
+    return PeerRow(name, version, taken, speed, _ms_per_step(generate, taken, job))
 
 
 def _ms_per_step(generate: Generate, total_s: float, job: PeerJob) -> float | None:
-    """Of the steps after the first; None where there are none, or the noise exceeds them."""
+    """The mean over the steps after the first; None where noise exceeds them, or none are."""
     if job.max_new_tokens == 1:
         return None
     _seconds(generate, 1, job)
@@ -145,37 +142,21 @@ def _seconds(generate: Generate, new_tokens: int, job: PeerJob) -> float:
 
 
 def _network(job: PeerJob) -> Any:
-    from roseinfer.bench.model_source import ModelSource
-
     return ModelSource(**job.source).network()
 
 
-def _slices(job: PeerJob) -> list[list[list[int]]]:
-    size = job.max_batch_size
-    return [job.prompts[at : at + size] for at in range(0, len(job.prompts), size)]
-
-
-def _padded(prompts: list[list[int]], device: Any) -> tuple[Any, Any]:
+def _padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and mask, each prompt at the right end of its row."""
-    import torch
-
     width = max(map(len, prompts))
     ids = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def _wait(device: Any) -> None:
-    from roseinfer.bench.timing import synchronizer
-
-    synchronizer(device)()
-
-
 def main(name: str, asked: Path, answered: Path) -> None:
     tempfile.tempdir = str(asked.parent)  # which is removed, however this process ends
     job = PeerJob(**json.loads(asked.read_text(encoding="utf-8")))
-    row = measure(name, job)
-    answered.write_text(json.dumps(asdict(row)), encoding="utf-8")
+    answered.write_text(json.dumps(asdict(measure(name, job))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ from tqdm import tqdm
 from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from roseinfer.bench.model_source import ModelSource
     from roseinfer.bench.serving.figures import ThroughputRow
-    from roseinfer.bench.serving.work import Work
+    from roseinfer.bench.serving.prompts import Work
 
 CAPTION = """\
 The same prompts on other systems, all at once, the likeliest token up to the full length;
@@ -31,7 +32,7 @@ one token each, by the tokens between; of ours, the median decode step. set-up t
 does in every call counts."""
 PEERS = ("transformers-static", "transformers-continuous", "vllm")
 """``generate`` with a static cache, which compiles itself on a GPU; ``generate_batch``; vLLM."""
-TIME_LIMIT_S = 900.0
+_TIME_LIMIT_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,39 +48,21 @@ class PeerJob:
     repeat_runs: int
 
     @classmethod
-    def of(
-        cls, source: ModelSource, work: Work, slots: int, warmup_runs: int, repeat_runs: int
-    ) -> PeerJob:
-        """Of work whose prompts are tokens."""
-        return cls(
-            asdict(source),
-            [[int(token) for token in prompt] for prompt in work.prompts],
-            work.params.max_new_tokens,
-            slots,
-            warmup_runs,
-            repeat_runs,
-        )
+    def of(cls, args: argparse.Namespace, source: ModelSource, work: Work, slots: int) -> PeerJob:
+        """``work`` has prompts of tokens."""
+        prompts = [[int(token) for token in prompt] for prompt in work.prompts]
+        new, runs = work.params.max_new_tokens, (args.warmup_runs, args.repeat_runs)
+        return cls(asdict(source), prompts, new, slots, *runs)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRow:
     system: str
-    version: str | None
-    total_s: float | None
-    completion_tok_per_s: float | None
-    ms_per_step: float | None
-    not_available: str | None
-
-    @classmethod
-    def ours(cls, row: ThroughputRow) -> PeerRow:
-        return cls(
-            f"roseinfer, {row.run}",
-            None,
-            row.total_s,
-            row.completion_tok_per_s,
-            row.decode_step_ms,
-            None,
-        )
+    version: str | None = None
+    total_s: float | None = None
+    completion_tok_per_s: float | None = None
+    ms_per_step: float | None = None
+    not_available: str | None = None
 
 
 def named(names: Sequence[str] | None) -> tuple[str, ...]:
@@ -92,27 +75,28 @@ def named(names: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(names) or PEERS
 
 
-def compare(names: Sequence[str], job: PeerJob, ours: PeerRow) -> list[PeerRow]:
-    rows = [ours]
+def compare(names: Sequence[str], job: PeerJob, ours: ThroughputRow) -> list[PeerRow]:
+    """Our own row, then that of every peer."""
+    figures = (ours.total_s, ours.completion_tok_per_s, ours.decode_step_ms)
+    rows = [PeerRow(f"roseinfer, {ours.run}", None, *figures)]
     for name in tqdm(names, desc="peers", unit="peer", disable=None):
         rows.append(measure(name, job))
     return rows
 
 
-def measure(name: str, job: PeerJob, time_limit_s: float = TIME_LIMIT_S) -> PeerRow:
+def measure(name: str, job: PeerJob, time_limit_s: float = _TIME_LIMIT_S) -> PeerRow:
     """A peer's figures, or why there are none."""
     with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder, "job.json"), Path(folder, "row.json")
+        asked, answered, told = (Path(folder, part) for part in ("job.json", "row.json", "stderr"))
         asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
         command = [sys.executable, "-m", "roseinfer.bench.serving.peer_process"]
-        told = Path(folder, "stderr")
         status = _run([*command, name, str(asked), str(answered)], told, time_limit_s)
         if status is None:
-            return _without(name, f"it took longer than {time_limit_s:g} s")
+            return PeerRow(name, not_available=f"it took longer than {time_limit_s:g} s")
         if status or not answered.exists():
             lines = told.read_text(encoding="utf-8", errors="replace").split("\n")
             said = [line.strip() for line in lines if line.strip()] or ["it said nothing"]
-            return _without(name, f"exit status {status}: {said[-1]}")
+            return PeerRow(name, not_available=f"exit status {status}: {said[-1]}")
         return PeerRow(**json.loads(answered.read_text(encoding="utf-8")))
 
 
@@ -130,7 +114,3 @@ def _run(command: Sequence[str], told: Path, time_limit_s: float) -> int | None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _without(name: str, reason: str) -> PeerRow:
-    return PeerRow(name, None, None, None, None, reason)

@@ -1,7 +1,8 @@
-"""One request as whoever waits for it sees it: when it came, when its tokens did."""
+"""What became of a run: its steps, and each request as whoever waits for it sees it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -12,8 +13,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A call of ``Engine.step`` that brought tokens, and those before it that brought none."""
+
+    began: float
+    ended: float
+    requests: list[int]
+    """For every token, the number of the request it belongs to."""
+
+    @property
+    def passes(self) -> int:
+        """Steps of the model that it stands for: most tokens that one request got in it."""
+        return max(Counter(self.requests).values())
+
+    @property
+    def pass_ms(self) -> float:
+        return (self.ended - self.began) / self.passes * 1e3
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
-    """Seconds on one clock."""
+    """One request in seconds: when it came, and when its tokens did."""
 
     arrived: float
     started: float
@@ -46,7 +66,7 @@ class Timeline:
         return self.gaps_before(lambda _: True)
 
     def gaps_before(self, wanted: Callable[[int], bool]) -> list[float]:
-        """The same, of the handings over that bring a token of a wanted number, from 0 on."""
+        """Those before the tokens of a wanted number, from 0 on."""
         gaps = []
         earlier = None
         for moment, tokens in groupby(enumerate(self.tokens), key=itemgetter(1)):
@@ -60,3 +80,27 @@ class Timeline:
         last = len(self.tokens) - 1
         shown = (min(-(-at // interval) * interval, last) for at in range(last + 1))
         return Timeline(self.arrived, self.started, tuple(self.tokens[at] for at in shown))
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    began: float
+    steps: list[StepRecord]
+    timelines: list[Timeline]
+    prompt_lengths: list[int]
+    token_ids: list[list[int]]
+
+    @property
+    def total_s(self) -> float:
+        return self.steps[-1].ended - self.began
+
+    def decode_steps(self) -> list[StepRecord]:
+        """The steps that brought tokens, but nobody's first one."""
+        begun: set[int] = set()
+        found = []
+        for step in self.steps:
+            before = len(begun)
+            begun.update(step.requests)
+            if len(begun) == before:
+                found.append(step)
+        return found

@@ -1,4 +1,4 @@
-"""Where a steady decode step's time goes: what the host does while the device works.
+"""``trace``: the time of a steady decode step, the host's work beside the device's.
 
 No profiler takes part, which would slow down the host and nobody else: the host's clock is read
 around each step and each wait, and the device notes when it began with a step's graph and when it
@@ -15,17 +15,28 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
+from tqdm import tqdm
 
+from roseinfer.bench import arguments
+from roseinfer.bench.model_source import ModelSource
+from roseinfer.bench.reporting import Report, Table
+from roseinfer.bench.timing import device_mark
 from roseinfer.config import SamplingParams
 from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterable, Iterator
 
     from roseinfer.engine.engine import Engine
     from roseinfer.engine.request import Request
     from roseinfer.llm import LLM
 
+_STEPS = """\
+All sequences decode, none comes or goes; medians. A step is what the host works and what it waits
+for the device. device works us: from when the device began with a step's graph until it was done
+with it, which is all it does in a step but a few small copies."""
+_SPANS = "Some of those steps: what ran from when to when."
 _SETTLE = 8
 """Steps before the first that is looked at."""
 _DRAWN = 4
@@ -64,6 +75,44 @@ class Traced:
     waits: list[Interval]
     device: list[Interval]
     """From when it began with a step's graph until it was done with it."""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("trace", help="what host and device do in a decode step")
+    arguments.add_model(parser)
+    option, whole = parser.add_argument_group("work").add_argument, arguments.whole
+    sizes = [1, 16, 64, 128, 256]
+    option("--sequences", type=whole(1), nargs="+", default=sizes, metavar="N")
+    option("--context", type=whole(1), default=128, help="tokens (%(default)s)")
+    option("--steps", type=whole(8), default=60, help="timed (%(default)s)")
+    arguments.add_outputs(parser, plot=True)
+    parser.set_defaults(run=_measure)
+
+
+def _measure(args: argparse.Namespace) -> Report:
+    source = ModelSource.of(args)
+    llm = source.llm({"max_batch_size": max(args.sequences)})
+    for sequences in args.sequences:
+        check(llm.engine, sequences, args.context, args.steps)
+    rows: list[StepTimeRow] = []
+    spans: list[SpanRow] = []
+    for sequences in tqdm(args.sequences, desc="trace", unit="size", disable=None):
+        row, some = measure(llm, sequences, args.context, args.steps)
+        rows.append(row)
+        spans += some
+    model = llm.engine.sessions.model
+    asked = {"context": args.context, "steps": args.steps}
+    return Report(
+        "trace",
+        args.command,
+        model.device,
+        {
+            **source.described(model.dtype),
+            **asked,
+            "run_ahead": llm.config.lag(model.device.type),
+        },
+        (Table("steps", _STEPS, rows), Table("spans", _SPANS, spans, printed=False)),
+    )
 
 
 def measure(
@@ -106,15 +155,15 @@ class _Replays:
     """When the device began with each graph and was done with it, told on the host's clock."""
 
     def __init__(self) -> None:
-        self._first = _mark()
+        self._first = device_mark()
         self._first.synchronize()
         self._zero = time.perf_counter()
         self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def note(self, replay: Callable[[], None]) -> None:
-        begin = _mark()
+        begin = device_mark()
         replay()
-        self._marks.append((begin, _mark()))
+        self._marks.append((begin, device_mark()))
 
     def intervals(self) -> list[Interval]:
         torch.cuda.synchronize()
@@ -138,12 +187,6 @@ def _noted_replays() -> Iterator[_Replays]:
         yield replays
     finally:
         torch.cuda.CUDAGraph.replay = real  # type: ignore[method-assign]
-
-
-def _mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 @contextmanager

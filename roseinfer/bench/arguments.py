@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from roseinfer.config import ADMISSION_POLICIES, SamplingParams
+from roseinfer.config import ADMISSION_POLICIES, EngineConfig, SamplingParams
 from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_ENGINE = (
-    "max_batch_size",
-    "block_size",
-    "prefix_cache",
-    "paged_attention",
-    "compile_layers",
-    "cuda_graph",
-    "run_ahead",
-    "prefill_max_batch_size",
-    "prefill_max_tokens",
-    "prefill_admission_policy",
-)
-"""Options that are settings of the engine, under their names there."""
-_CHOOSING = ("temperature", "top_k", "top_p")
-
-
 Number = TypeVar("Number", int, float)
+
+_CHOOSING = ("temperature", "top_k", "top_p")
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -41,7 +28,7 @@ def whole(least: int) -> Callable[[str], int]:
     return whole_number
 
 
-def milliseconds(text: str) -> float:
+def _milliseconds(text: str) -> float:
     number = _read(float, text, "number")
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
@@ -55,7 +42,7 @@ def _read(kind: Callable[[str], Number], text: str, what: str) -> Number:
         raise argparse.ArgumentTypeError(f"{text!r} is no {what}") from None
 
 
-def counts(text: str) -> tuple[int, ...]:
+def _counts(text: str) -> tuple[int, ...]:
     """``1,4``: a whole number of at least 1, or several."""
     return tuple(whole(1)(part) for part in text.split(","))
 
@@ -91,7 +78,41 @@ def add_requests(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, metavar="P", help="with --do-sample: of together probability P")
 
 
+def add_streams(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("streams").add_argument
+    add(
+        "--prompt-repeats",
+        type=_counts,
+        default=(1,),
+        metavar="N[,N...]",
+        help="times that the prompt is repeated within a request's; with several numbers the "
+        "requests take them in turns (default: 1)",
+    )
+    add(
+        "--tokenize-workers",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="threads that tokenize prompts before they are due (default: 0, when submitted)",
+    )
+    add(
+        "--submit-interval-ms",
+        type=_milliseconds,
+        default=0.0,
+        metavar="MS",
+        help="time between two requests (default: 0, all at once)",
+    )
+    add(
+        "--stream-interval",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="tokens handed over at a time, after the first (default: 1)",
+    )
+
+
 def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Options under the names of ``EngineConfig``; each is None where nothing is said."""
     group = parser.add_argument_group("engine, as EngineConfig has it where nothing is said")
     add = group.add_argument
     switch = argparse.BooleanOptionalAction
@@ -153,7 +174,7 @@ def add_outputs(parser: argparse.ArgumentParser, *, plot: bool) -> None:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Fields of ``EngineConfig``, those alone that something was said about."""
-    given = {name: getattr(args, name, None) for name in _ENGINE}
+    given = {field.name: getattr(args, field.name, None) for field in fields(EngineConfig)}
     return {name: value for name, value in given.items() if value is not None}
 
 
