@@ -216,18 +216,11 @@ def _config(args: argparse.Namespace) -> AppendConfig:
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda, but torch sees no GPU: use --device cpu")
-    return AppendConfig(
-        batches=tuple(args.batch),
-        layers=args.layers,
-        heads=args.heads,
-        head_dim=args.head_dim,
-        block_size=args.block_size,
-        device=torch.empty(0, device=name).device,  # with its index
-        dtype=_DTYPES[args.dtype or ("bf16" if name == "cuda" else "fp32")],
-        rounds=3 if args.quick else 15,
-        launches=24 if args.quick else 200,
-        copy_bytes=1 << (24 if args.quick else 30),
-    )
+    device = torch.empty(0, device=name).device  # with its index
+    dtype = _DTYPES[args.dtype or ("bf16" if name == "cuda" else "fp32")]
+    shape = (args.layers, args.heads, args.head_dim, args.block_size)
+    effort = (3, 24, 1 << 24) if args.quick else (15, 200, 1 << 30)
+    return AppendConfig(tuple(args.batch), *shape, device, dtype, *effort)
 
 
 def append_targets(
@@ -284,24 +277,16 @@ class Rig:
         self.config = config
         self.batch = batch
         self.sync = synchronizer(config.device)
-        self.kv = KVBlockManager(
-            num_layers=config.layers,
-            num_heads=config.heads,
-            head_dim=config.head_dim,
-            block_size=config.block_size,
-            max_blocks_per_layer=2 * batch + 1,
-            device=config.device,
-            dtype=config.dtype,
-            policy=NO_TRITON,
-            layers_per_group=layers_per_group,
-        )
+        shape = (config.layers, config.heads, config.head_dim, config.block_size, 2 * batch + 1)
+        memory = (config.device, config.dtype, NO_TRITON)
+        self.kv = KVBlockManager(*shape, *memory, layers_per_group=layers_per_group)
         for cache in (self.kv.keys, self.kv.values):
             cache.copy_(torch.rand_like(cache[0]).expand_as(cache))  # zeros may move faster
         groups = range(0, config.layers, layers_per_group)
         self.groups: list[list[list[int]]] = [[[] for _ in range(batch)] for _ in groups]
         self._second_holder: list[int] = []
-        shape = (config.layers, batch, config.heads, config.head_dim)
-        keys = torch.rand(shape, device=config.device, dtype=config.dtype)
+        new = (config.layers, batch, config.heads, config.head_dim)
+        keys = torch.rand(new, device=config.device, dtype=config.dtype)
         layers = range(config.layers)
         self.tokens = list(zip(layers, keys.unbind(0), (-keys).unbind(0), strict=True))
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.gates.time.bootstrap import median_interval
-from pytest_roseinfer.gates.time.verdict import Interval, Verdict, verdict_of
+from pytest_roseinfer.gates.time.interval import Verdict, median_interval, verdict_of
 from pytest_roseinfer.gates.time.worker_process import CannotMeasure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pytest_roseinfer.gates.time.interval import Interval
     from pytest_roseinfer.gates.time.worker_process import Ready, Worker
 
 
@@ -56,6 +56,10 @@ class Plan:
     least_steps: int = 3
     """In a turn: the first one finds the other's data in the processor's caches."""
     series_per_process: int = 1
+
+    def without_shortcuts(self) -> Plan:
+        """The plan that goes to its end, however clear the ratio is before."""
+        return replace(self, looks=self.looks[-1:])
 
 
 @dataclass(slots=True)
@@ -115,7 +119,7 @@ class Comparing:
             enough = self._measure_up_to(look.series, begin)
             if not enough:
                 break
-            interval = interval_of(self._ratios, look.error)
+            interval = median_interval(self._ratios, look.error)
             verdict = verdict_of(interval, self._plan.margin)
             if verdict is not Verdict.UNSURE:
                 break
@@ -204,7 +208,3 @@ def paired_ratio(there: list[list[float]], here: list[list[float]]) -> float:
     ]
     rounds = [(first + second) / 2 for first, second in zip(logs[::2], logs[1::2], strict=True)]
     return math.exp(median(rounds))
-
-
-def interval_of(ratios: list[float], error: float) -> Interval:
-    return Interval(*median_interval(ratios, error))

@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.gates.time.noise_floor import told_apart
-from pytest_roseinfer.gates.time.verdict import Verdict
+from pytest_roseinfer.gates.time.interval import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +50,23 @@ class Timed:
                 f"{comparison.seconds:.0f} s; its margin is {self.margin:.1%}"
             )
         return ""
+
+
+def told_apart(comparison: Comparison, margin: float) -> str:
+    """Which slowdowns the gate would find here, in words.
+
+    It fires where the whole interval lies beyond the margin. Half an interval beyond it, that
+    is as likely as not; a whole one beyond it, next to certain.
+    """
+    half = comparison.interval.half_width
+    if comparison.doubt:
+        return f"nothing can be said: {comparison.doubt}"
+    return (
+        f"against itself {comparison.ratio - 1:+.2%}, give or take {half:.2%} after "
+        f"{len(comparison.ratios)} series ({comparison.seconds:.0f} s): with a margin of "
+        f"{margin:.1%}, a slowdown of {margin + half:.1%} is found every other time, one of "
+        f"{margin + 2 * half:.1%} nearly always"
+    )
 
 
 def facts(timings: Timings) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from pytest_roseinfer.gates.work.cost_gate import CostGate
 from pytest_roseinfer.gates.work.cost_verdict import judge
 from pytest_roseinfer.gates.work.measure_work import Step, measure_work
 from pytest_roseinfer.gates.work.own_code import OwnCode
-from pytest_roseinfer.gates.work.step_work import CannotCompare
-from pytest_roseinfer.gates.work.work_versions import versions_here
+from pytest_roseinfer.gates.work.step_work import CannotCompare, versions_here
 from pytest_roseinfer.plugin import markers
 
 if TYPE_CHECKING:

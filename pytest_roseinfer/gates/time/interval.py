@@ -1,7 +1,9 @@
-"""How far a median can be trusted, from nothing but the values it is the median of."""
+"""How far a median can be trusted, and what that says about the ratio of two times."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
 from math import comb
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,40 @@ _SEED = 20_011
 """The same values always give the same interval: a verdict can be computed again."""
 
 
-def median_interval(values: Sequence[float], error: float) -> tuple[float, float]:
+class Verdict(StrEnum):
+    SAME = "SAME"
+    FASTER = "FASTER"
+    SLOWER = "SLOWER"
+    UNSURE = "UNSURE"
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The bounds of the time here over the time there."""
+
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
+    def __str__(self) -> str:
+        return f"{self.low:.3f} to {self.high:.3f}"
+
+
+def verdict_of(interval: Interval, margin: float) -> Verdict:
+    """Say only what holds for the whole interval; ``margin`` 0.02 tolerates 2% more time."""
+    if interval.low > 1 + margin:
+        return Verdict.SLOWER
+    if interval.high < 1 / (1 + margin):
+        return Verdict.FASTER
+    if interval.low >= 1 / (1 + margin) and interval.high <= 1 + margin:
+        return Verdict.SAME
+    return Verdict.UNSURE
+
+
+def median_interval(values: Sequence[float], error: float) -> Interval:
     """Where the median lies, wrong in at most ``error`` of all cases on either side.
 
     The percentile bootstrap, and never narrower than the interval between two of the sorted
@@ -29,7 +64,7 @@ def median_interval(values: Sequence[float], error: float) -> tuple[float, float
     medians = np.median(np.asarray(values)[chosen], axis=1)
     low, high = np.quantile(medians, [error, 1 - error])
     ordered = sorted(values)
-    return min(float(low), ordered[rank - 1]), max(float(high), ordered[-rank])
+    return Interval(min(float(low), ordered[rank - 1]), max(float(high), ordered[-rank]))
 
 
 def _outermost(count: int, error: float) -> int:
