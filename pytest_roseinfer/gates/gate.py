@@ -43,7 +43,7 @@ class Gate(ABC):
         return gate
 
     def to_json(self) -> Any:
-        """What a worker hands to its controller; None if gates of this kind are for one process."""
+        """Return what a worker hands to its controller; None if there is nothing."""
         return None
 
     def add(self, seen: Any) -> None:

@@ -89,7 +89,7 @@ _LIMITS: dict[str, tuple[str, float]] = {
 _LIMITS_BATCH = 64
 _LIMITS_SHAPE = ("cuda", torch.bfloat16, 12, 12, 64)
 _LIMITS_PATHS = ("triton_full_batch", "triton_identity_pos")
-"""Where an engine's steps end up: sequences at one position, or each at its own."""
+"""An engine's steps take these: sequences are at one position, or each at its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +321,7 @@ class Work:
     policy: AppendPolicy
     call: Callable[[], object]
     counted: int
-    """How often ``path`` is counted per call."""
+    """A call counts ``path`` so many times."""
     launches: int
     """Kernels and copies per call, about."""
     endless: bool = False
@@ -425,7 +425,7 @@ def clone_us(rig: Rig, path: Path, policy: AppendPolicy, steps: int) -> float:
 
 
 def clone_work(rig: Rig, path: Path, policy: AppendPolicy) -> Work:
-    """The same for the device, which sharing does not concern."""
+    """The same work for the device, whose time does not include the sharing."""
 
     def call() -> None:
         rig.share()

@@ -49,18 +49,9 @@ def _counts(text: str) -> tuple[int, ...]:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
-    add(
-        "--hf-model-id",
-        default="gpt2",
-        metavar="NAME",
-        help="a directory, a hub id, or tiny (default: gpt2)",
-    )
-    add(
-        "--random-weights",
-        action="store_true",
-        help="only the architecture of the name, gpt2 or llama-1b, with weights drawn by chance "
-        "and a local tokenizer; needs no network",
-    )
+    add("--hf-model-id", default="gpt2", metavar="NAME", help="directory, hub id, or tiny (gpt2)")
+    drawn = "an architecture by name, gpt2 or llama-1b, with random weights; needs no network"
+    add("--random-weights", action="store_true", help=drawn)
     add("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
     add("--dtype", help="float32, float16 or bfloat16 (default: by checkpoint and device)")
 
@@ -80,35 +71,14 @@ def add_requests(parser: argparse.ArgumentParser) -> None:
 
 def add_streams(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("streams").add_argument
-    add(
-        "--prompt-repeats",
-        type=_counts,
-        default=(1,),
-        metavar="N[,N...]",
-        help="times that the prompt is repeated within a request's; with several numbers the "
-        "requests take them in turns (default: 1)",
-    )
-    add(
-        "--tokenize-workers",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="threads that tokenize prompts before they are due (default: 0, when submitted)",
-    )
-    add(
-        "--submit-interval-ms",
-        type=_milliseconds,
-        default=0.0,
-        metavar="MS",
-        help="time between two requests (default: 0, all at once)",
-    )
-    add(
-        "--stream-interval",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="tokens handed over at a time, after the first (default: 1)",
-    )
+    repeats = "times that a request repeats the prompt; several numbers are taken in turns (1)"
+    add("--prompt-repeats", type=_counts, default=(1,), metavar="N[,N...]", help=repeats)
+    workers = "threads that tokenize prompts before they are due (0: when submitted)"
+    add("--tokenize-workers", type=whole(0), default=0, metavar="N", help=workers)
+    interval = "time between two requests (0: all at once)"
+    add("--submit-interval-ms", type=_milliseconds, default=0.0, metavar="MS", help=interval)
+    parts = "tokens handed over at a time, after the first (1)"
+    add("--stream-interval", type=whole(1), default=1, metavar="N", help=parts)
 
 
 def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -118,25 +88,16 @@ def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     switch = argparse.BooleanOptionalAction
     add("--max-batch-size", type=whole(1), metavar="N", help="requests that run at once")
     add("--block-size", type=whole(1), metavar="N", help="tokens of a block of the KV cache")
-    add(
-        "--no-prefix-cache",
-        dest="prefix_cache",
-        action="store_const",
-        const=False,
-        help="compute every prompt from its beginning",
-    )
-    add(
-        "--paged-attn",
-        dest="paged_attention",
-        action=switch,
-        help="attend with the Triton kernels, or with the reference",
-    )
-    add(
-        "--compile-layers",
-        action="store_const",
-        const=True,
-        help="torch.compile the layers of a model that has no fused kernels",
-    )
+    whole_prompts: dict[str, Any] = {
+        "dest": "prefix_cache",
+        "action": "store_const",
+        "const": False,
+    }
+    add("--no-prefix-cache", **whole_prompts, help="compute every prompt from its beginning")
+    kernels = "attend with the Triton kernels, or with the reference"
+    add("--paged-attn", dest="paged_attention", action=switch, help=kernels)
+    layers = "torch.compile the layers of a model that has no fused kernels"
+    add("--compile-layers", action="store_const", const=True, help=layers)
     add("--cuda-graph", action=switch, help="replay a step as one CUDA graph, or launch it")
     add("--run-ahead", type=whole(0), metavar="N", help="steps the device may be ahead")
     return group
@@ -146,23 +107,16 @@ def add_prefill(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--prefill-max-batch-size", type=whole(1), metavar="N", help="prompts in one step")
     add("--prefill-max-tokens", type=whole(1), metavar="N", help="prompt tokens of one step")
-    add(
-        "--prefill-admission-policy",
-        choices=ADMISSION_POLICIES,
-        help="begin prompts in order, or prefer those that fit whole into a step",
-    )
+    order = "begin prompts in order, or prefer those that fit whole into a step"
+    add("--prefill-admission-policy", choices=ADMISSION_POLICIES, help=order)
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("runs").add_argument
     add("--warmup-runs", type=whole(0), default=1, metavar="N", help="untimed, before (1)")
     add("--repeat-runs", type=whole(1), default=3, metavar="N", help="medians over these (3)")
-    add(
-        "--peers",
-        nargs="*",
-        metavar="NAME",
-        help="run the same work on other systems too: all that are known, or those named",
-    )
+    others = "run the same work on other systems too: all that are known, or those named"
+    add("--peers", nargs="*", metavar="NAME", help=others)
 
 
 def add_outputs(parser: argparse.ArgumentParser, *, plot: bool) -> None:

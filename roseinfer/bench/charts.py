@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _SIZE = (10.0, 5.0)
 _DPI = 150
 _WIDTH = 0.8
-"""Of the bars of one group together."""
+"""The bars of one group together are so wide."""
 
 
 def check(path: Path) -> None:

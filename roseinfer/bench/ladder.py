@@ -59,7 +59,7 @@ class RungRow:
     itl_p50_ms: float | None = None
     itl_p99_ms: float | None = None
     itl_at_boundary_p99_ms: float | None = None
-    """None where no sequence went on in a new block."""
+    """This is None where no sequence went on in a new block."""
     same_tokens: float | None = None
     start_up_s: float | None = None
     not_available: str | None = None
@@ -67,7 +67,7 @@ class RungRow:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What is the same on every rung, known once the first one is built."""
+    """The parts that every rung shares, known once the first one is built."""
 
     work: Work
     floor: MemoryFloor
@@ -137,7 +137,7 @@ class Ladder:
         self.device = resolve_device(args.device)
         self.ground: Ground | None = None
         self.best: ThroughputRow | None = None
-        """Of the last rung that ran."""
+        """The figures of the last rung that ran."""
         self._first_tokens: list[list[int]] | None = None
 
     def climb(self, all_rungs: Sequence[Rung]) -> list[RungRow]:

@@ -56,9 +56,9 @@ _APPENDS: tuple[tuple[str, Path, dict[str, Any]], ...] = (
 class Rung:
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of ``EngineConfig``, besides those that all rungs share."""
+    """Fields of ``EngineConfig``, besides those that all rungs share."""
     path: Path | None = None
-    """What must have written the cache in most steps, or another rung was measured."""
+    """This must have written the cache in most steps, or another rung was measured."""
 
     def why_not_on(self, device: torch.device) -> str:
         """The reason that it cannot be measured there, or nothing."""

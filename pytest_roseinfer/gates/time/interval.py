@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _RESAMPLES = 20_000
-"""So many that dozens of them lie outside of the narrowest tail that is asked about."""
+"""There are so many that dozens lie in the narrowest tail that is asked about."""
 _SEED = 20_011
 """The same values always give the same interval: a verdict can be computed again."""
 
@@ -50,7 +50,7 @@ def verdict_of(interval: Interval, margin: float) -> Verdict:
 
 
 def median_interval(values: Sequence[float], error: float) -> Interval:
-    """Where the median lies, wrong in at most ``error`` of all cases on either side.
+    """Bound the median, wrong in at most ``error`` of all cases on either side.
 
     The percentile bootstrap, and never narrower than the interval between two of the sorted
     values that holds for any shape of noise: of few values, resamples promise too much.

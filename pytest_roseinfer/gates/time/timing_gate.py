@@ -81,7 +81,7 @@ class TimingGate(Gate):
         return ""
 
     def _nothing_done(self) -> str:
-        """Why a run that was asked for a gate is no pass, if it is none."""
+        """Return why a run that was asked for the gate did not apply it, if it did not."""
         asked = settings.current().timing
         problem = ""
         if asked.paired and not self._results:

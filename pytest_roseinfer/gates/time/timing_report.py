@@ -27,18 +27,18 @@ class Timed:
 
     test: str
     there: str
-    """What it was compared with."""
+    """The name of the side it was compared with."""
     comparison: Comparison
     margin: float
     noise_floor: bool = False
-    """Whether both sides were the same code, to see what the machine makes of that."""
+    """True if both sides were the same code, to see what the machine makes of that."""
 
     @property
     def slower(self) -> bool:
         return self.comparison.verdict is Verdict.SLOWER and not self.noise_floor
 
     def in_words(self) -> str:
-        """What the table leaves open; empty where it leaves nothing."""
+        """Say what the table leaves open; empty where it leaves nothing open."""
         comparison = self.comparison
         if self.noise_floor:
             return f"{self.test}: {told_apart(comparison, self.margin)}"
@@ -86,7 +86,7 @@ def facts(timings: Timings) -> dict[str, Any]:
 
 
 def judged(timed: Timed) -> dict[str, Any]:
-    """What was decided, likewise."""
+    """The decision in numbers, for the same two places."""
     comparison = timed.comparison
     return {
         "against": timed.there,

@@ -96,7 +96,7 @@ class Tpot:
             )
 
     def _hold_to_baseline(self, factory: str, file: Path) -> None:
-        """Timed anew, after a comparison too: as the file's times were, or they say nothing."""
+        """Time the step anew, even after a comparison: in the way the file's times were taken."""
         if not self._asked.gpu:
             raise CannotMeasure(f"{absolute.OPTION} is about GPUs: run with --roseinfer-gpu")
         test, clock = self._request.node.nodeid, self._clock()
@@ -139,7 +139,7 @@ class Tpot:
 
 
 def _file_of(module: str) -> str:
-    """Where a module lies here, without importing more than the packages it is in."""
+    """Find the file of a module here, importing no more than the packages it is in."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):

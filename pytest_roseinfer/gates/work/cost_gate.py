@@ -75,7 +75,7 @@ class CostGate(Gate):
         return ""
 
     def _nothing_done(self) -> str:
-        """Why a run that was asked for the gate is no pass, if it is none."""
+        """Return why a run that was asked for the gate did not apply it, if it did not."""
         asked = settings.current()
         if asked.update_costs and not self._measured:
             return f"{UPDATE}: no test of this run measured a step"

@@ -28,9 +28,9 @@ class Group:
     """The version that decides about them beside the code under test: a baseline holds for it
     alone. ``TORCH`` stands for everything a test names in ``keyed_by`` too."""
     why: str
-    """Why they depend on it, or on nothing."""
+    """The reason why they depend on it, or on nothing."""
     as_sum: bool = False
-    """Only their sum counts; the single ones say where it comes from."""
+    """Only their sum is judged; the single counts say where it comes from."""
     must_not_drop: bool = False
     """Fewer of them means that something else does the work."""
 
@@ -66,12 +66,12 @@ class StepWork:
     """The work of one step."""
 
     tokens: int
-    """How many the step brought."""
+    """The step brought so many."""
     groups: Mapping[str, Mapping[str, int]]
     """For each group that was counted, how often each thing in it happened."""
 
     def differing(self, other: StepWork) -> list[str]:
-        """In words, every count that is not the same in both."""
+        """Name every count that is not the same in both, with both numbers."""
         found = []
         for group, counts in self.groups.items():
             others = other.groups[group]

@@ -114,7 +114,7 @@ class Run:
         self._not_started = still
 
     def record(self) -> RunRecord:
-        """What happened, with requests counted from the first one of this run."""
+        """Collect what happened, with requests counted from the first one of this run."""
         first = self._requests[0].id
         steps = [
             replace(step, requests=[number - first for number in step.requests])

@@ -84,7 +84,7 @@ class LatencyRow:
 
 
 def percentile_ms(seconds: Sequence[float], rank: float) -> float:
-    """Between two values where the rank falls between them, as numpy has it."""
+    """Interpolate between two values where the rank falls between them, as numpy does."""
     return float(np.percentile(seconds, rank)) * 1e3
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def in_process(work: Callable[..., Any], *arguments: Any, time_limit_s: float) -> Any:
-    """What ``work`` returns, or why it does not, in words. No process that it started is left."""
+    """Return what ``work`` returns, or say why it does not. No process that it started is left."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -65,7 +65,7 @@ class PeerRow:
 
 
 def named(names: Sequence[str] | None) -> tuple[str, ...]:
-    """None for none of them, and nothing in particular for all."""
+    """Check the names: None asks for no peer, and an empty list for all of them."""
     if names is None:
         return ()
     unknown = [name for name in names if name not in PEERS]

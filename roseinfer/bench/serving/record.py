@@ -55,18 +55,18 @@ class Timeline:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """None for a single token: there is nothing between it and another."""
+        """The mean gap between tokens; None for a single token."""
         if len(self.tokens) == 1:
             return None
         return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1)
 
     @property
     def inter_token_latencies(self) -> list[float]:
-        """Between one handing over and the next, however many tokens each brings."""
+        """The gaps from one handing over to the next, however many tokens each brings."""
         return self.gaps_before(lambda _: True)
 
     def gaps_before(self, wanted: Callable[[int], bool]) -> list[float]:
-        """Those before the tokens of a wanted number, from 0 on."""
+        """The gaps before tokens whose number, counted from 0, is wanted."""
         gaps = []
         earlier = None
         for moment, tokens in groupby(enumerate(self.tokens), key=itemgetter(1)):
@@ -76,7 +76,7 @@ class Timeline:
         return gaps
 
     def in_parts(self, interval: int) -> Timeline:
-        """The same if only the first token came at once, and those after it ``interval`` a time."""
+        """Hand over the first token at once, and those after it ``interval`` at a time."""
         last = len(self.tokens) - 1
         shown = (min(-(-at // interval) * interval, last) for at in range(last + 1))
         return Timeline(self.arrived, self.started, tuple(self.tokens[at] for at in shown))
