@@ -10,8 +10,6 @@ SHIPPED_TARGETS = (
     "pytest_roseinfer.targets.roseinfer_kv:PerLayerManager",
     "pytest_roseinfer.targets.roseinfer_engine:RoseinferEngine",
 )
-WORKER_COSTS = "roseinfer_costs"
-"""Where a worker of pytest-xdist leaves the work it counted for its controller."""
 
 
 @dataclass(frozen=True, slots=True)

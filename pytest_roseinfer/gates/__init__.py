@@ -1,1 +1,1 @@
-"""Gates: a decode step that does more work fails, and nothing else does."""
+"""Gates fail a run: because a step does more work, or because it takes longer."""

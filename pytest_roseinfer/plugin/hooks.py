@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import settings
+from pytest_roseinfer.gates import gate
 from pytest_roseinfer.plugin import markers, options
 
 if TYPE_CHECKING:
@@ -23,11 +24,9 @@ if TYPE_CHECKING:
 
 pytest_plugins = ("pytest_roseinfer.plugin.fixtures",)
 
-_WORKER_SAW = "roseinfer_coverage"
 _WORKER_ERROR = "roseinfer_usage_error"
 _OUTER = pytest.StashKey[tuple[settings.Settings, "Coverage | None"]]()
 """What belongs to a pytest run that started this one in its own process."""
-_PROBLEMS = pytest.StashKey[dict[str, list[str]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,14 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.set_current(asked)
     options.check_targets(config, asked)
     if asked.costs_requested or asked.update_costs:
-        from pytest_roseinfer.gates.work.cost_run import CostRun
+        from pytest_roseinfer.gates.work.cost_gate import CostGate
 
-        CostRun.of(config)
-
+        CostGate.of(config)
     if asked.timing.requested:
-        from pytest_roseinfer.gates.time.timing_run import TimingRun
+        from pytest_roseinfer.gates.time.timing_gate import TimingGate
 
-        TimingRun.of(config)
+        TimingGate.of(config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -132,9 +130,11 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     asked = settings.current()
     settings.set_current(markers.budget(item, asked))
     try:
-        return (yield)
+        result = yield
     finally:
         settings.set_current(asked)
+    gate.require_checks(item)
+    return result
 
 
 @pytest.hookimpl(wrapper=True)
@@ -180,44 +180,21 @@ def pytest_testnodedown(node: Any) -> None:
     output = getattr(node, "workeroutput", {})
     if error := output.get(_WORKER_ERROR):
         raise pytest.UsageError(error)
-    if seen := output.get(_WORKER_SAW):
-        from pytest_roseinfer.running import coverage
-
-        coverage.current().add(seen)
-    if seen := output.get(settings.WORKER_COSTS):
-        from pytest_roseinfer.gates.work.cost_run import CostRun
-
-        CostRun.of(node.config).add(seen)
+    gate.take_over(node.config, output)
 
 
 @pytest.hookimpl(tryfirst=True)  # before the JUnit file is written
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("collectonly"):
+        return
     asked = settings.current()
-    used = (
-        "pytest_roseinfer.running.coverage" in sys.modules or asked.named_targets or asked.reports
-    )
-    if not used or session.config.getoption("collectonly"):
-        return
-    from pytest_roseinfer.running import coverage
+    if "pytest_roseinfer.running.coverage" in sys.modules or asked.named_targets or asked.reports:
+        from pytest_roseinfer.report.coverage_gate import CoverageGate
 
-    seen = coverage.current()
-    output = getattr(session.config, "workeroutput", None)
-    if output is not None:
-        output[_WORKER_SAW] = seen.to_json()
-        return
-    from pytest_roseinfer.report.finish import finish
-
-    problems = finish(session, seen, asked)
-    session.config.stash[_PROBLEMS] = problems
-    if problems and session.exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        CoverageGate.of(session.config)
+    gate.finish(session)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    problems = terminalreporter.config.stash.get(_PROBLEMS, None)
-    if problems is None:
-        return
-    from pytest_roseinfer.report.terminal import show
-    from pytest_roseinfer.running import coverage
-
-    show(terminalreporter, coverage.current(), settings.current(), problems)
+    if not terminalreporter.config.getoption("collectonly"):
+        gate.show(terminalreporter)

@@ -9,22 +9,46 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from pytest_roseinfer.settings import Settings
 
 _GPU = "roseinfer_gpu"
 _BUDGET = "roseinfer"
-_BUDGET_ARGUMENTS = ("examples", "steps")
 _COSTS = "roseinfer_costs"
-_COSTS_ARGUMENTS = ("packages", "keyed_by", "must_not_drop")
 _TPOT = "roseinfer_tpot"
-_TPOT_ARGUMENTS = {
-    "margin": "a number above 0 and below 1",
-    "seconds": "a number above 0",
-    "cpus": "a whole number from 1",
-    "series_per_process": "a whole number from 1",
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and _number(value)
+
+
+def _share(value: Any) -> bool:
+    return _number(value) and value < 1
+
+
+def _names(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
+
+
+_WHOLE = ("a whole number from 1", _whole)
+_NAMES = ("a list of names", _names)
+_ARGUMENTS: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
+    _BUDGET: {"examples": _WHOLE, "steps": _WHOLE},
+    _COSTS: {"packages": _NAMES, "keyed_by": _NAMES, "must_not_drop": _NAMES},
+    _TPOT: {
+        "margin": ("a number above 0 and below 1", _share),
+        "seconds": ("a number above 0", _number),
+        "cpus": _WHOLE,
+        "series_per_process": _WHOLE,
+    },
 }
+"""What each argument must be, in words and as a check."""
+_SHOWN = {_BUDGET: "{}=N", _COSTS: "{}=[...]", _TPOT: "{}"}
 LINES = (
     f"{_GPU}: needs a GPU; runs with --roseinfer-gpu",
     f"{_BUDGET}(examples=N, steps=N): how hard to look here, unless the command line says",
@@ -41,12 +65,15 @@ def check(items: Iterable[pytest.Item]) -> None:
         for marker in item.iter_markers(_GPU):
             if marker.args or marker.kwargs:
                 raise pytest.UsageError(f"{item.nodeid}: the marker {_GPU} takes no arguments")
-        for marker in item.iter_markers(_BUDGET):
-            _check_budget(item, marker)
-        for marker in item.iter_markers(_COSTS):
-            _check_costs(item, marker)
-        for marker in item.iter_markers(_TPOT):
-            _check_tpot(item, marker)
+        for name in _ARGUMENTS:
+            for marker in item.iter_markers(name):
+                _check_arguments(item, marker)
+        for name in (_COSTS, _TPOT):
+            if item.get_closest_marker(name) and name not in getattr(item, "fixturenames", ()):
+                raise pytest.UsageError(
+                    f"{item.nodeid}: marked {name}, it does not take the fixture of this name, and "
+                    "so compares nothing"
+                )
         _check_shipped(item)
 
 
@@ -59,28 +86,30 @@ def skip_without_gpu(items: Iterable[pytest.Item]) -> None:
 
 def budget(item: pytest.Item, asked: Settings) -> Settings:
     """The settings for one test: what its marker says and the command line leaves open."""
-    numbers = {"examples": asked.examples, "steps": asked.steps}
-    for marker in reversed([*item.iter_markers(_BUDGET)]):  # the closest says last
-        numbers |= {
-            name: number
-            for name, number in marker.kwargs.items()
-            if item.config.getoption(f"--roseinfer-{name}") is None
-        }
+    numbers = {"examples": asked.examples, "steps": asked.steps} | {
+        name: number
+        for name, number in _said(item, _BUDGET).items()
+        if item.config.getoption(f"--roseinfer-{name}") is None
+    }
     return replace(asked, examples=numbers["examples"], steps=numbers["steps"])
 
 
 def costs(item: pytest.Item) -> dict[str, tuple[str, ...]]:
-    """The names that a test's markers say, for each argument; the closest marker says last."""
-    said: dict[str, tuple[str, ...]] = dict.fromkeys(_COSTS_ARGUMENTS, ())
-    for marker in reversed([*item.iter_markers(_COSTS)]):
-        said |= {name: tuple(names) for name, names in marker.kwargs.items()}
-    return said
+    """The names that a test's markers say, for each argument."""
+    return dict.fromkeys(_ARGUMENTS[_COSTS], ()) | {
+        name: tuple(names) for name, names in _said(item, _COSTS).items()
+    }
 
 
 def tpot(item: pytest.Item) -> dict[str, Any]:
-    """What a test's markers say about its timing; the closest marker says last."""
+    """What a test's markers say about its timing."""
+    return _said(item, _TPOT)
+
+
+def _said(item: pytest.Item, name: str) -> dict[str, Any]:
+    """The arguments of all markers of that name; the closest says last."""
     said: dict[str, Any] = {}
-    for marker in reversed([*item.iter_markers(_TPOT)]):
+    for marker in reversed([*item.iter_markers(name)]):
         said |= marker.kwargs
     return said
 
@@ -101,69 +130,25 @@ def _check_shipped(item: pytest.Item) -> None:
 
 
 def is_shipped(item: pytest.Item) -> bool:
-    """Whether it is a test of ``conformance()``."""
+    """True for a test of ``conformance()``."""
     shipped = sys.modules.get("pytest_roseinfer.running.shipped_tests")
     owner = getattr(item, "cls", None)
     return shipped is not None and owner is not None and issubclass(owner, shipped.ShippedTests)
 
 
-def _check_tpot(item: pytest.Item, marker: pytest.Mark) -> None:
-    unknown = [repr(argument) for argument in marker.args]
-    unknown += [name for name in marker.kwargs if name not in _TPOT_ARGUMENTS]
-    if unknown:
-        raise pytest.UsageError(
-            f"{item.nodeid}: the marker {_TPOT} does not take {', '.join(unknown)}, only "
-            f"{', '.join(_TPOT_ARGUMENTS)}"
-        )
-    for name, number in marker.kwargs.items():
-        expected = _TPOT_ARGUMENTS[name]
-        kinds = int if "whole" in expected else (int, float)
-        if (
-            isinstance(number, bool)
-            or not isinstance(number, kinds)
-            or number <= 0
-            or (name == "margin" and number >= 1)
-        ):
-            raise pytest.UsageError(
-                f"{item.nodeid}: the marker {_TPOT} has {name}={number!r}: expected {expected}"
-            )
-    if _TPOT not in getattr(item, "fixturenames", ()):
-        raise pytest.UsageError(
-            f"{item.nodeid}: marked {_TPOT}, it does not take the fixture of this name, and so "
-            "compares nothing"
-        )
-
-
-def _check_budget(item: pytest.Item, marker: pytest.Mark) -> None:
-    _refuse_unknown(item, marker, {name: f"{name}=N" for name in _BUDGET_ARGUMENTS})
-    for name, number in marker.kwargs.items():
-        if not isinstance(number, int) or number < 1:
-            raise pytest.UsageError(
-                f"{item.nodeid}: the marker {_BUDGET} has {name}={number!r}: expected a whole "
-                "number from 1"
-            )
-
-
-def _check_costs(item: pytest.Item, marker: pytest.Mark) -> None:
-    _refuse_unknown(item, marker, {name: f"{name}=[...]" for name in _COSTS_ARGUMENTS})
-    for name, names in marker.kwargs.items():
-        if not isinstance(names, (list, tuple)) or not all(isinstance(each, str) for each in names):
-            raise pytest.UsageError(
-                f"{item.nodeid}: the marker {_COSTS} has {name}={names!r}: expected a list of names"
-            )
-    if _COSTS not in getattr(item, "fixturenames", ()):
-        raise pytest.UsageError(
-            f"{item.nodeid}: marked {_COSTS}, it does not take the fixture of this name, and so "
-            "compares nothing"
-        )
-
-
-def _refuse_unknown(item: pytest.Item, marker: pytest.Mark, known: dict[str, str]) -> None:
+def _check_arguments(item: pytest.Item, marker: pytest.Mark) -> None:
+    known = _ARGUMENTS[marker.name]
     unknown = [repr(argument) for argument in marker.args]
     unknown += [name for name in marker.kwargs if name not in known]
     if unknown:
-        *others, last = known.values()
+        *others, last = map(_SHOWN[marker.name].format, known)
         raise pytest.UsageError(
             f"{item.nodeid}: the marker {marker.name} does not take {', '.join(unknown)}, only "
             f"{', '.join(others)} and {last}"
         )
+    for name, value in marker.kwargs.items():
+        expected, holds = known[name]
+        if not holds(value):
+            raise pytest.UsageError(
+                f"{item.nodeid}: the marker {marker.name} has {name}={value!r}: expected {expected}"
+            )

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.report.github_summary import add_to_github_summary
 from pytest_roseinfer.report.html import page
 from pytest_roseinfer.report.terminal import searched, table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     import pytest
@@ -42,17 +41,14 @@ def add_junit_properties(config: pytest.Config, seen: Coverage) -> None:
             xml.add_global_property(f"roseinfer.{name}.{row.name}", str(row.times))
 
 
-def add_github_summary(
+def in_markdown(
     seen: Coverage, asked: Settings, problems: Mapping[str, Sequence[str]]
-) -> None:
-    """Append the tables to what a step of a GitHub workflow shows."""
-    if not seen.targets:
-        return
-    lines: list[str] = []
+) -> Iterator[str]:
+    """The tables as a step of a GitHub workflow shows them."""
     for name, target in seen.targets.items():
-        lines += [f"### roseinfer: `{name}`", "", searched(target, asked), ""]
-        lines += [table(target.rows(), "github"), ""]
-        lines += [f"- **failed**: {problem}" for problem in problems.get(name, ())]
-        lines.append("")
-    lines += [f"- **failed**: {problem}" for problem in problems.get("", ())]
-    add_to_github_summary(lines)
+        yield from (f"### roseinfer: `{name}`", "", searched(target, asked), "")
+        yield from (table(target.rows(), "github"), "")
+        yield from (f"- **failed**: {problem}" for problem in problems.get(name, ()))
+        yield ""
+    if seen.targets:
+        yield from (f"- **failed**: {problem}" for problem in problems.get("", ()))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
+from pytest_roseinfer.gates.gate import show_problems
 from pytest_roseinfer.plugin.environment import describe_device, described
 
 if TYPE_CHECKING:
@@ -31,10 +32,10 @@ def show(
             reporter.line(f"not offered: {', '.join(target.not_offered)}")
         if rows := target.rows():
             reporter.line(table(rows, "simple"))
-        _show_problems(reporter, problems.get(name, ()))
+        show_problems(reporter, problems.get(name, ()))
     if problems.get(""):
         reporter.section("roseinfer")
-        _show_problems(reporter, problems[""])
+        show_problems(reporter, problems[""])
 
 
 def searched(target: TargetCoverage, asked: Settings) -> str:
@@ -53,8 +54,3 @@ def table(rows: Sequence[Reached], style: str) -> str:
         headers=("", "name", "must equal", "times reached", "verdict"),
         tablefmt=style,
     )
-
-
-def _show_problems(reporter: pytest.TerminalReporter, problems: Sequence[str]) -> None:
-    for problem in problems:
-        reporter.line(f"FAILED: {problem}", red=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.errors import ConfigError
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 _SIZE = (10.0, 5.0)
 _DPI = 150
 _WIDTH = 0.8
-"""Of the bars of one group together."""
+"""The bars of one group together are so wide."""
 
 
 def check(path: Path) -> None:
@@ -36,7 +35,7 @@ def check(path: Path) -> None:
 
 
 def redraw(saved: Path, path: Path) -> None:
-    """From a report that ``--json`` wrote."""
+    """Draw the chart of a report that ``--json`` wrote."""
     check(path)
     try:
         document = json.loads(saved.read_text(encoding="utf-8"))
@@ -106,46 +105,26 @@ def _grouped(
 def _draw_ladder(figure: Figure, document: Document) -> None:
     axes = figure.subplots()
     floor = document["facts"]["floor_ms"]
-    bars = _ladder_bars(document)
-    for place, bar in enumerate(bars):
-        axes.barh(place, bar.step_ms or 0.0, color=bar.color)
-        where = axes.get_yaxis_transform()
-        color = "black" if bar.step_ms is None else "white"
-        axes.text(0.01, place, bar.label, transform=where, va="center", fontsize=8, color=color)
-    spikes = [(bar.spike_ms, place) for place, bar in enumerate(bars) if bar.spike_ms]
-    if spikes:
-        axes.plot(*zip(*spikes, strict=True), "k|", ms=12, label="ITL p99 at block boundaries")
+    rungs = document["tables"]["rungs"]
+    # Our own row among the peers is the last rung.
+    peers = document["tables"]["peers"][1:]
+    bars = [(row["rung"], row["step_ms"], "tab:blue") for row in rungs]
+    bars += [(row["system"], row["ms_per_step"], "tab:gray") for row in peers]
+    where = axes.get_yaxis_transform()
+    for place, (_, step_ms, color) in enumerate(bars):
+        axes.barh(place, step_ms or 0.0, color=color)
+        said, ink = (f"{step_ms:.3g} ms", "white") if step_ms else ("not measured", "black")
+        axes.text(0.01, place, said, transform=where, va="center", fontsize=8, color=ink)
+    spikes = {at: row["itl_at_boundary_p99_ms"] for at, row in enumerate(rungs)}
+    if drawn := [(spike, at) for at, spike in spikes.items() if spike]:
+        axes.plot(*zip(*drawn, strict=True), "k|", ms=12, label="ITL p99 at block boundaries")
     axes.axvline(floor, color="tab:red", linestyle="--", label=f"memory floor {floor:.3g} ms")
     axes.set_xscale("log")
     axes.set_xlim(left=floor / 3)
-    axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
+    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axes.invert_yaxis()
     axes.set_xlabel("a decode step, milliseconds (log)")
     figure.legend(fontsize=8, loc="outside lower center", ncols=2)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bar:
-    name: str
-    step_ms: float | None
-    spike_ms: float | None
-    color: str
-
-    @property
-    def label(self) -> str:
-        return "not measured" if self.step_ms is None else f"{self.step_ms:.3g} ms"
-
-
-def _ladder_bars(document: Document) -> list[_Bar]:
-    """The rungs, then whom else the work was given to; our own row among those is the last rung."""
-    tables = document["tables"]
-    return [
-        *(
-            _Bar(row["rung"], row["step_ms"], row["itl_at_boundary_p99_ms"], "tab:blue")
-            for row in tables["rungs"]
-        ),
-        *(_Bar(row["system"], row["ms_per_step"], None, "tab:gray") for row in tables["peers"][1:]),
-    ]
 
 
 def _draw_trace(figure: Figure, document: Document) -> None:

@@ -1,7 +1,7 @@
-"""What benchmarks say: tables for people, JSON for programs, and which machine it was.
+"""A benchmark's report: tables for people, JSON for programs, and the machine it ran on.
 
-A row of a table is one of the frozen dataclasses here. Its fields are the JSON names and,
-with spaces, the column headings; None is a number that this machine cannot supply.
+A row of a table is a frozen dataclass. Its fields are the JSON names and, with spaces, the
+column headings; None is a number that this machine cannot supply.
 """
 
 from __future__ import annotations
@@ -21,22 +21,6 @@ from tabulate import tabulate
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from roseinfer.bench.timing import Timing
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """The facts without which a time means nothing."""
-
-    device: str
-    host: str
-    cpus: int
-    torch_threads: int
-    python: str
-    torch: str
-    triton: str | None
-    transformers: str | None
-
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -50,8 +34,10 @@ class Table:
     def text(self) -> str:
         headings = [field.name.replace("_", " ") for field in fields(self.rows[0])]
         values = [[getattr(row, field.name) for field in fields(row)] for row in self.rows]
-        columns = zip(*values, strict=True)
-        numeric = [not any(isinstance(value, str) for value in column) for column in columns]
+        numeric = [
+            not any(isinstance(value, str) for value in column)
+            for column in zip(*values, strict=True)
+        ]
         body = tabulate(
             [[_cell(value) for value in row] for row in values],
             headings,
@@ -63,203 +49,66 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    benchmark: str
-    command: str
-    date: str
-    machine: Machine
-    config: Mapping[str, Any]
-    facts: Mapping[str, float]
-    """What was measured once for the whole run."""
-    tables: tuple[Table, ...]
-    """One without rows is left out of the text and is an empty list in the JSON."""
-
-    def text(self) -> str:
-        machine = ", ".join(f"{key} {value}" for key, value in asdict(self.machine).items())
-        config = ", ".join(f"{key} {value}" for key, value in self.config.items())
-        facts = ", ".join(f"{key.replace('_', ' ')} {_cell(v)}" for key, v in self.facts.items())
-        head = f"$ {self.command}\n{self.date}\n{machine}\n{config}\n{facts}"
-        return "\n\n".join([head, *self._printed()])
-
-    def _printed(self) -> list[str]:
-        return [table.text() for table in self.tables if table.printed and table.rows]
-
-    def document(self) -> dict[str, Any]:
-        """What is written as JSON, and what charts are drawn from."""
-        return {
-            "benchmark": self.benchmark,
-            "command": self.command,
-            "date": self.date,
-            "machine": asdict(self.machine),
-            "config": dict(self.config),
-            "facts": dict(self.facts),
-            "tables": {table.name: [asdict(row) for row in table.rows] for table in self.tables},
-        }
-
-    def write_json(self, path: Path) -> None:
-        path.write_text(json.dumps(self.document(), indent=2, default=str) + "\n", encoding="utf-8")
-
-
-@dataclass(frozen=True, slots=True)
-class WriteRow:
-    """Moving data once: a layer's tokens or, in a clone, every sequence's block of all layers."""
-
-    batch: int
-    path_that_ran: str
-    host_us: float
-    host_min_us: float
-    device_us: float | None
-    """A call's kernels, each at its median duration by the profiler, summed."""
-    graph_us: float | None
-    """Time per call inside a replayed CUDA graph of many calls."""
-    floor_us: float
-    times_floor: float
-    """Device time over floor; host time on a CPU, which is its own device."""
-
-    @classmethod
-    def of(
-        cls,
-        batch: int,
-        path: str,
-        host: Timing,
-        device_us: float | None,
-        graph: Timing | None,
-        floor_us: float,
-    ) -> WriteRow:
-        return cls(
-            batch=batch,
-            path_that_ran=path,
-            host_us=host.median_us,
-            host_min_us=host.min_us,
-            device_us=device_us,
-            graph_us=graph and graph.median_us,
-            floor_us=floor_us,
-            times_floor=(device_us or host.median_us) / floor_us,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """One token for every sequence in all layers. Planning is host time, steps end to end."""
-
-    batch: int
-    path_that_ran: str
-    plan_us: float | None
-    plan_min_us: float | None
-    plan_mean_us: float | None
-    """Over the tokens of a whole block: once in it, all sequences roll over to a new block."""
-    per_layer_us: float
-    per_layer_min_us: float
-    per_layer_speedup: float
-    grouped_us: float | None
-    grouped_min_us: float | None
-    grouped_speedup: float | None
-
-    @classmethod
-    def of(
-        cls,
-        batch: int,
-        path: str,
-        *,
-        loop: Timing,
-        per_layer: Timing,
-        grouped: Timing | None,
-        plan: Timing | None,
-        plan_block: Timing | None,
-    ) -> StepRow:
-        """``loop`` is the baseline, which has itself nothing to plan and nothing to group."""
-        return cls(
-            batch=batch,
-            path_that_ran=path,
-            plan_us=plan and plan.median_us,
-            plan_min_us=plan and plan.min_us,
-            plan_mean_us=plan_block and plan_block.median_us,
-            per_layer_us=per_layer.median_us,
-            per_layer_min_us=per_layer.min_us,
-            per_layer_speedup=loop.median_us / per_layer.median_us,
-            grouped_us=grouped and grouped.median_us,
-            grouped_min_us=grouped and grouped.min_us,
-            grouped_speedup=grouped and loop.median_us / grouped.median_us,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class UnavailableRow:
     path: str
     not_available: str
 
 
-@dataclass(frozen=True, slots=True)
-class TargetRow:
-    target: str
-    path_that_ran: str
-    wanted: str
-    measured: float | None
-    verdict: str
+class Report:
+    """``document`` is what is written as JSON, and what charts are drawn from.
+
+    ``facts`` were measured once for the whole run. A table without rows is left out of the text
+    and is an empty list in the JSON.
+    """
+
+    def __init__(
+        self,
+        benchmark: str,
+        command: str,
+        device: torch.device,
+        config: Mapping[str, Any],
+        tables: Sequence[Table],
+        facts: Mapping[str, float] | None = None,
+    ) -> None:
+        self._tables = tables
+        self.document: dict[str, Any] = {
+            "benchmark": benchmark,
+            "command": command,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": _machine(device),
+            "config": dict(config),
+            "facts": dict(facts or {}),
+            "tables": {table.name: [asdict(row) for row in table.rows] for table in tables},
+        }
+
+    def text(self) -> str:
+        said = self.document
+        named = [", ".join(f"{k} {v}" for k, v in said[part].items()) for part in _DESCRIBED]
+        facts = ", ".join(f"{k.replace('_', ' ')} {_cell(v)}" for k, v in said["facts"].items())
+        head = "\n".join([f"$ {said['command']}", said["date"], *named, facts])
+        shown = [table.text() for table in self._tables if table.printed and table.rows]
+        return "\n\n".join([head, *shown])
+
+    def write_json(self, path: Path) -> None:
+        path.write_text(json.dumps(self.document, indent=2, default=str) + "\n", encoding="utf-8")
 
 
-@dataclass(frozen=True, slots=True)
-class ScalingRow:
-    """Planning a step, without tensors, with one of three quantities varied."""
-
-    varied: str
-    sequences: int
-    tokens_each: int
-    blocks_in_use: int
-    plan_us: float
-    us_per_sequence: float
+_DESCRIBED = ("machine", "config")
 
 
-@dataclass(frozen=True, slots=True)
-class PoolRow:
-    """A pool filled by sequences, their block lists included."""
-
-    blocks_in_use: int
-    build_s: float
-    bytes_per_block: float
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulingRow:
-    running: int
-    waiting: int
-    step_us: float
-    us_per_running: float
-
-
-def judge(
-    path: str, measured: Mapping[str, float | None], limits: Mapping[str, str]
-) -> list[TargetRow]:
-    """One verdict per limit, ``<= 25`` or ``>= 40``; never a guess for what has no number."""
-    rows = []
-    for target, wanted in limits.items():
-        sense, bound = wanted.split()
-        value = measured[target]
-        if value is None:
-            verdict = "not measured"
-        else:
-            met = value <= float(bound) if sense == "<=" else value >= float(bound)
-            verdict = "met" if met else "missed"
-        rows.append(TargetRow(target, path, wanted, value, verdict))
-    return rows
-
-
-def this_machine(device: torch.device) -> Machine:
+def _machine(device: torch.device) -> dict[str, Any]:
+    """The facts without which a time means nothing."""
     host = _cpu_name()
-    return Machine(
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else host,
-        host=host,
-        cpus=os.cpu_count() or 1,
-        torch_threads=torch.get_num_threads(),
-        python=platform.python_version(),
-        torch=torch.__version__,
-        triton=_version("triton"),
-        transformers=_version("transformers"),
-    )
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else host,
+        "host": host,
+        "cpus": os.cpu_count() or 1,
+        "torch_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "transformers": _version("transformers"),
+    }
 
 
 def _version(distribution: str) -> str | None:

@@ -1,40 +1,38 @@
-"""How long things take: on the host, on the device, and in rounds that share the drift.
+"""How long calls take: on the host, on the device, and in rounds that share the drift.
 
 Machines change speed while they are measured. So nothing is repeated twenty times in a row:
 every round takes one sample of everything, and the median over rounds is what counts.
-And no time is believed before ``path_counts`` has said that the intended path ran.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 from roseinfer.errors import RoseinferError
-from roseinfer.kv.paths import Path
+from roseinfer.kernels.runtime import is_interpreted, why_unusable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
-    from roseinfer.kv.paths import PathCounts
-
 Key = TypeVar("Key", bound="Hashable")
-Measured = TypeVar("Measured")
 
 _GRAPH_REPLAYS = 10
 _BANDWIDTH_REPEATS = 7
 
 
-@final
+class WrongPath(RoseinferError, RuntimeError):
+    """Another path ran than the one being measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Microseconds per call over all rounds."""
@@ -43,53 +41,12 @@ class Timing:
     min_us: float
 
 
-class WrongPath(RoseinferError, RuntimeError):
-    """Another path ran than the one being measured."""
-
-
-@contextmanager
-def only(counts: PathCounts, path: Path, times: int) -> Iterator[None]:
-    """Raise unless exactly ``path`` moves data in here, ``times`` times."""
-    before = Counter(counts)
-    yield
-    grown = Counter(counts) - before
-    ran = {key.value: count for key, count in grown.items() if isinstance(key, Path)}
-    if ran != ({path.value: times} if times else {}):
-        raise WrongPath(
-            f"{path.value} was to run {times} times, and what ran is {ran or 'nothing'}: "
-            "the policy that the benchmark sets for this path no longer leads to it"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A call to measure, and what it must be counted as."""
-
-    counts: PathCounts
-    path: Path
-    counted: int
-    """How often ``path`` is counted per call."""
-    launches: int
-    """Kernels and copies per call, about."""
-    call: Callable[[], object]
-    restart: Callable[[], None]
-    """Comes before every series of calls, untimed."""
-    room: int
-    """Most calls in a series."""
-    sync: Callable[[], None]
-
-    def series(
-        self,
-        measure: Callable[[Callable[[], object], int, Callable[[], None]], Measured],
-        calls: int,
-    ) -> Measured:
-        self.restart()
-        with only(self.counts, self.path, self.counted * calls):
-            return measure(self.call, calls, self.sync)
-
-    def sampler(self, most_launches: int, *, wait: bool) -> Callable[[], float]:
-        calls = max(1, min(self.room, most_launches // self.launches))
-        return partial(self.series, partial(time_calls, wait=wait), calls)
+def why_triton_cannot_be_timed(device: torch.device) -> str:
+    """The reason why times of kernels would mean nothing here; empty where they can be taken."""
+    reason = why_unusable(device)
+    if not reason and is_interpreted():
+        return "Triton's interpreter is on, and its speed says nothing about the kernels"
+    return reason
 
 
 @contextmanager
@@ -108,10 +65,14 @@ def one_thread() -> Iterator[None]:
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:
-    """What to call to wait until the device has nothing left to do."""
+    """The function to call to wait until the device has nothing left to do."""
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
-    return lambda: None
+    return _no_wait
+
+
+def _no_wait() -> None:
+    """The host is its own device."""
 
 
 def in_rounds(
@@ -130,7 +91,11 @@ def in_rounds(
 
 
 def time_calls(
-    call: Callable[[], object], calls: int, sync: Callable[[], None], *, wait: bool = False
+    call: Callable[[], object],
+    calls: int,
+    sync: Callable[[], None] = _no_wait,
+    *,
+    wait: bool = False,
 ) -> float:
     """Microseconds of host time per call; with ``wait``, until the device is done as well.
 
@@ -190,18 +155,23 @@ def graph_sampler(
             call()
 
     def sample() -> float:
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         graph.replay()  # the first replay uploads the graph
         sync()
-        begin.record()
+        begin = device_mark()
         for _ in range(_GRAPH_REPLAYS):
             graph.replay()
-        end.record()
+        end = device_mark()
         sync()
         return float(begin.elapsed_time(end)) * 1e3 / (_GRAPH_REPLAYS * calls)
 
     return sample
+
+
+def device_mark() -> torch.cuda.Event:
+    """An event that notes when the device gets to it."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
@@ -209,9 +179,9 @@ def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
     source = torch.rand(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     sync = synchronizer(device)
-    samples = in_rounds(
-        {"copy": lambda: time_calls(lambda: target.copy_(source), 4, sync, wait=True)},
-        _BANDWIDTH_REPEATS,
-        "copy bandwidth",
-    )
-    return 2 * num_bytes / samples["copy"].median_us * 1e6
+
+    def copy() -> float:
+        return time_calls(lambda: target.copy_(source), 4, sync, wait=True)
+
+    taken = in_rounds({"copy": copy}, _BANDWIDTH_REPEATS, "copy bandwidth")["copy"]
+    return 2 * num_bytes / taken.median_us * 1e6

@@ -13,25 +13,20 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, Path
-from roseinfer.bench.__main__ import append_targets, main
-from roseinfer.bench.kernels import append
-from roseinfer.bench.kernels.append import AppendConfig, Rig
-from roseinfer.bench.reporting import (
-    PoolRow,
-    ScalingRow,
+from roseinfer.bench import append_bench as append
+from roseinfer.bench.__main__ import main
+from roseinfer.bench.append_bench import (
+    AppendConfig,
+    Rig,
     StepRow,
     TargetRow,
-    UnavailableRow,
     WriteRow,
-)
-from roseinfer.bench.timing import (
-    WrongPath,
-    busy_us_per_call,
-    in_rounds,
-    one_thread,
+    append_targets,
     only,
-    time_calls,
 )
+from roseinfer.bench.append_planning import PoolRow, ScalingRow
+from roseinfer.bench.reporting import UnavailableRow
+from roseinfer.bench.timing import WrongPath, busy_us_per_call, in_rounds, one_thread, time_calls
 
 if TYPE_CHECKING:
     import pathlib
@@ -174,9 +169,9 @@ def test_a_series_that_takes_another_path_raises(build: Any) -> None:
     layers_per_group = 1 if build is append.per_layer_step else CONFIG.layers
     rig = Rig(CONFIG, 2, layers_per_group)
     policy = append.WRITES[Path.TORCH_SCALAR]
-    assert build(rig, Path.TORCH_SCALAR, policy).sampler(8, wait=True)() > 0
+    assert build(rig, Path.TORCH_SCALAR, policy).sampler(wait=True)() > 0
     with pytest.raises(WrongPath, match=r"torch_vector .*torch_scalar"):
-        build(rig, Path.TORCH_VECTOR, policy).sampler(8, wait=True)()
+        build(rig, Path.TORCH_VECTOR, policy).sampler(wait=True)()
 
 
 def test_plans_that_lead_to_another_path_raise() -> None:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roseinfer.bench import charts
+from roseinfer.bench import attention_bench, charts, ladder, step_trace
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.kernels import attention_bench
-from roseinfer.bench.serving import scheduler_bench, streaming_bench
+from roseinfer.bench.rungs import rungs
+from roseinfer.bench.serving import commands
+from roseinfer.bench.serving.commands import benchmark_scheduler, benchmark_streaming
 from roseinfer.bench.serving.peers import PEERS
-from roseinfer.bench.steps import ladder_bench, step_trace_bench
-from roseinfer.bench.steps.rungs import rungs
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
 (LINES,) = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "roseinfer.benchmark_scheduler": scheduler_bench.main,
-    "roseinfer.benchmark_streaming": streaming_bench.main,
+    "roseinfer.benchmark_scheduler": benchmark_scheduler,
+    "roseinfer.benchmark_streaming": benchmark_streaming,
     "roseinfer.bench": bench,
 }
 
@@ -37,9 +36,10 @@ def test_the_commands_are_understood(
     """Up to the measuring and the drawing, which are left out."""
     reached: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    benches = (scheduler_bench, streaming_bench, ladder_bench, step_trace_bench, attention_bench)
-    for module in benches:
-        monkeypatch.setattr(module, "_measure", lambda *args: reached.append(args))
+    for module in (ladder, step_trace, attention_bench):
+        monkeypatch.setattr(module, "_measure", reached.append)
+    for name in ("_schedule", "_stream"):
+        monkeypatch.setattr(commands, name, reached.append)
     monkeypatch.setattr(charts, "redraw", lambda *args: reached.append(args))
     python, dash_m, module_name, *words = shlex.split(line)
     assert (python, dash_m) == ("python", "-m")
@@ -50,8 +50,8 @@ def test_the_commands_are_understood(
 @pytest.mark.parametrize(
     ("main", "words"),
     [
-        (scheduler_bench.main, []),
-        (streaming_bench.main, []),
+        (benchmark_scheduler, []),
+        (benchmark_streaming, []),
         (bench, ["ladder"]),
         (bench, ["trace"]),
         (bench, ["attention"]),

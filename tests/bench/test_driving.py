@@ -11,8 +11,6 @@ import torch
 from roseinfer import LLM, EnginePath, SamplingParams
 from roseinfer.bench.serving.driving import (
     RequestFailed,
-    RunRecord,
-    StepRecord,
     naive,
     offline,
     online,
@@ -23,14 +21,12 @@ from roseinfer.bench.serving.figures import (
     LatencyRow,
     ThroughputRow,
     decode_floor_s,
-    decode_steps,
     latencies,
     median_row,
-    step_ms,
 )
-from roseinfer.bench.serving.prompt_feed import PromptFeed, tokenized
-from roseinfer.bench.serving.timeline import Timeline
-from roseinfer.bench.steps.memory_floor import MemoryFloor
+from roseinfer.bench.serving.memory_floor import MemoryFloor
+from roseinfer.bench.serving.prompts import Work, coming, tokenized
+from roseinfer.bench.serving.record import RunRecord, StepRecord, Timeline
 from tests.bench.clock import every_step_takes_a_second
 
 if TYPE_CHECKING:
@@ -54,7 +50,7 @@ def run(
     llm: LLM, drive: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch, workers: int = 0
 ) -> RunRecord:
     every_step_takes_a_second(llm, monkeypatch)
-    return perform(llm.engine, PromptFeed(PROMPTS, llm.tokenizer, workers), FOUR, drive)
+    return perform(llm.engine, Work(PROMPTS, FOUR), drive, llm.tokenizer, workers)
 
 
 def four_from(first: float) -> tuple[float, ...]:
@@ -110,7 +106,7 @@ def test_every_time_is_noted(way: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
     drive, timelines = WAYS[way]
     record = run(llm, drive, monkeypatch)
     assert record.timelines == timelines
-    assert record.ended == max(seen.tokens[-1] for seen in timelines)
+    assert record.steps[-1].ended == max(seen.tokens[-1] for seen in timelines)
     assert record.prompt_lengths == [3, 3, 3]
 
 
@@ -175,7 +171,7 @@ def test_a_token_that_is_not_handed_over_is_missed(
 
     monkeypatch.setattr(llm.engine, "step", forgetful)
     with pytest.raises(RequestFailed, match="generated 4 tokens and handed over 3"):
-        perform(llm.engine, PromptFeed(PROMPTS, llm.tokenizer), FOUR, offline)
+        perform(llm.engine, Work(PROMPTS, FOUR), offline)
 
 
 def test_a_request_that_fails_is_no_result(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +180,7 @@ def test_a_request_that_fails_is_no_result(llm: LLM, monkeypatch: pytest.MonkeyP
         lambda logits: torch.ones(len(logits), dtype=torch.bool),
     )
     with pytest.raises(RequestFailed, match=r"request 0 failed: .* NaN"):
-        perform(llm.engine, PromptFeed(PROMPTS, llm.tokenizer), FOUR, offline)
+        perform(llm.engine, Work(PROMPTS, FOUR), offline)
 
 
 # --------------------------------------------------------------------------------- prompts
@@ -205,19 +201,19 @@ class Slow:
 
 def test_workers_tokenize_from_the_beginning_on() -> None:
     slow = Slow()
-    with PromptFeed(("a", "bb", "ccc"), slow, workers=2) as feed:
-        assert len(feed) == 3
-        assert not feed.is_ready(0)
+    with coming(("a", "bb", "ccc"), slow, workers=2) as prompts:
+        assert len(prompts) == 3
+        assert not prompts[0].done()
         slow.may_go_on.set()
-        assert [feed.take(at) for at in range(3)] == [[1], [2], [3]]
-        assert feed.is_ready(2)
+        assert [prompt.result() for prompt in prompts] == [[1], [2], [3]]
+        assert prompts[2].done()
     assert slow.threads == {"tokenize"}
 
 
 def test_without_workers_the_engine_gets_the_text() -> None:
-    with PromptFeed(("a", "bb"), Slow()) as feed:
-        assert feed.is_ready(1)
-        assert feed.take(1) == "bb"
+    with coming(("a", "bb"), Slow()) as prompts:
+        assert prompts[1].done()
+        assert prompts[1].result() == "bb"
 
 
 def test_a_run_with_workers_generates_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +246,7 @@ def test_a_run_without_decoding_has_no_decode_figures(
 ) -> None:
     every_step_takes_a_second(llm, monkeypatch)
     one = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
-    record = perform(llm.engine, PromptFeed(PROMPTS, llm.tokenizer), one, offline)
+    record = perform(llm.engine, Work(PROMPTS, one), offline)
     row = ThroughputRow.of("offline", record, FLOOR)
     assert row.decode_s is row.decode_step_ms is row.decode_tok_per_s is row.times_floor is None
     rows = {row.what: row for row in latencies("offline", record.timelines)}
@@ -261,8 +257,8 @@ def test_a_run_without_decoding_has_no_decode_figures(
 def test_a_call_that_brings_two_tokens_of_a_request_is_two_steps() -> None:
     steps = [StepRecord(0, 1, [0]), StepRecord(1, 3, [0, 0])]
     record = RunRecord(0, steps, [Timeline(0, 0, (1, 3, 3))], [5], [[7, 7, 7]])
-    assert decode_steps(record) == steps[1:]
-    assert step_ms(steps[1]) == 1000.0
+    assert record.decode_steps() == steps[1:]
+    assert steps[1].pass_ms == 1000.0
     assert decode_floor_s(record, steps[1:], FLOOR) == (2 * 1000 + (6 + 7) * 10) / 1e3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections import Counter
 from typing import Any
 
@@ -10,14 +11,12 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, EngineConfig, Path
-from roseinfer.bench import charts, model_source
+from roseinfer.bench import charts, ladder, rungs
 from roseinfer.bench.__main__ import main
+from roseinfer.bench.ladder import RungRow, boundary_gaps
 from roseinfer.bench.model_source import ModelSource
-from roseinfer.bench.serving.driving import RunRecord
-from roseinfer.bench.serving.timeline import Timeline
-from roseinfer.bench.steps import ladder, rungs
-from roseinfer.bench.steps.ladder import LadderConfig, RungRow, boundary_gaps
-from roseinfer.bench.steps.rungs import Rung
+from roseinfer.bench.rungs import Rung
+from roseinfer.bench.serving.record import RunRecord, Timeline
 from tests.bench.test_serving_bench import is_chart
 
 SMALL = ["ladder", "--hf-model-id", "tiny", "--device", "cpu", "--batch", "3", "--block-size", "4"]
@@ -120,20 +119,22 @@ def test_a_rung_keeps_what_those_before_it_have() -> None:
     assert model == {**ahead, "fused_model": True}
 
 
-def test_a_switch_that_is_off_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = {"per_layer_kv", "append_policy"}
-    monkeypatch.setattr(rungs, "has_switch", older.__contains__)
-    first, *_, graph, _, _ = rungs.rungs(2)
-    assert first.supported_settings.keys() == older
-    assert graph.supported_settings == {"resident_decode": True, "cuda_graph": True}
-    monkeypatch.setattr(rungs, "has_switch", lambda _name: True)
-    assert first.supported_settings == first.settings
+ASKED = Namespace(
+    hf_model_id="tiny",
+    random_weights=False,
+    device="cpu",
+    dtype=None,
+    batch=2,
+    prompt_tokens=5,
+    max_new_tokens=6,
+    block_size=4,
+    warmup_runs=0,
+    repeat_runs=1,
+)
 
 
-def climb(*steps: Rung, config: LadderConfig | None = None) -> list[RungRow]:
-    source = ModelSource("tiny", random_weights=False, device="cpu", dtype=None)
-    asked = config or LadderConfig(source, 2, 5, 6, 4, warmup_runs=0, repeat_runs=1)
-    return ladder.Ladder(asked).climb(steps)
+def climb(*steps: Rung) -> list[RungRow]:
+    return ladder.Ladder(ASKED).climb(steps)
 
 
 def test_a_rung_on_which_another_path_runs_is_not_measured() -> None:
@@ -148,10 +149,7 @@ def test_a_rung_on_which_another_path_runs_is_not_measured() -> None:
     assert "torch_scalar was to write the cache, and ran 0 times" in wrong.not_available
 
 
-def test_what_the_build_or_the_machine_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    (row,) = climb(Rung("newer", {"telepathy": True}))
-    assert row.not_available == "the engine of this build has no switch telepathy"
-    monkeypatch.setattr(model_source, "has_switch", lambda _name: True)
+def test_what_the_machine_lacks_is_said() -> None:
     (row,) = climb(Rung("graph", {"resident_decode": True, "cuda_graph": True}))
     assert row.not_available is not None
     assert "Triton" in row.not_available
@@ -196,7 +194,5 @@ def test_gaps_at_boundaries_are_before_the_tokens_that_open_a_block() -> None:
 
 
 def test_the_settings_of_all_rungs_make_sense() -> None:
-    source = ModelSource("tiny", random_weights=False, device="cpu", dtype=None)
-    config = LadderConfig(source, 2, 5, 6, 4, warmup_runs=0, repeat_runs=1)
-    built = EngineConfig(**config.settings)
+    built = EngineConfig(**ladder.settings(ASKED))
     assert built.kv_cache_tokens == 2 * 4 * 4  # three blocks hold 11 tokens, and one to spare

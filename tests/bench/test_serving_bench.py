@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from roseinfer.bench import charts, model_source
+from roseinfer.bench import charts
 from roseinfer.bench.__main__ import main as bench
+from roseinfer.bench.arguments import engine_settings
 from roseinfer.bench.model_source import ModelSource
-from roseinfer.bench.options import engine_settings
-from roseinfer.bench.serving import scheduler_bench, streaming_bench
+from roseinfer.bench.serving import commands
+from roseinfer.bench.serving.commands import benchmark_scheduler, benchmark_streaming
 from roseinfer.bench.serving.figures import LatencyRow, ThroughputRow
 from roseinfer.errors import ConfigError
 
@@ -45,7 +46,7 @@ def is_chart(file: Path) -> bool:
 
 def test_the_scheduler_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chart = tmp_path / "chart.png"
-    found = document(scheduler_bench.main, ["--plot", str(chart)], tmp_path / "all.json")
+    found = document(benchmark_scheduler, ["--plot", str(chart)], tmp_path / "all.json")
     assert found["benchmark"] == "scheduler"
     assert found["command"].startswith("python -m roseinfer.benchmark_scheduler --hf-model-id tiny")
     assert found["config"]["model"] == "tiny"
@@ -70,7 +71,7 @@ def test_the_scheduler_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_one_mode_alone(tmp_path: Path) -> None:
-    found = document(scheduler_bench.main, ["--mode", "naive", "--pretok"], tmp_path / "one.json")
+    found = document(benchmark_scheduler, ["--mode", "naive", "--pretok"], tmp_path / "one.json")
     assert [row["run"] for row in found["tables"]["throughput"]] == ["naive"]
     assert found["tables"]["peers"] == []
 
@@ -86,7 +87,7 @@ def test_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "8",
     ]
     words += ["--prefill-admission-policy", "pack", "--plot", str(tmp_path / "chart.png")]
-    found = document(streaming_bench.main, words, tmp_path / "streaming.json")
+    found = document(benchmark_streaming, words, tmp_path / "streaming.json")
     assert found["benchmark"] == "streaming"
     (row,) = found["tables"]["throughput"]
     assert row["prompt_tokens"] == 5 + (3 * 5 + 2) + 5  # "Hello", and three with spaces between
@@ -98,7 +99,7 @@ def test_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_chart_is_drawn_later_from_the_json(tmp_path: Path) -> None:
-    document(streaming_bench.main, [], tmp_path / "streaming.json")
+    document(benchmark_streaming, [], tmp_path / "streaming.json")
     chart = tmp_path / "later.png"
     assert bench(["plot", str(tmp_path / "streaming.json"), str(chart)]) == 0
     assert is_chart(chart)
@@ -107,7 +108,7 @@ def test_a_chart_is_drawn_later_from_the_json(tmp_path: Path) -> None:
 def test_the_chart_shows_the_peers(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 
-    found = document(scheduler_bench.main, ["--mode", "offline"], tmp_path / "offline.json")
+    found = document(benchmark_scheduler, ["--mode", "offline"], tmp_path / "offline.json")
     ours, other, missing = (
         {"system": name, "completion_tok_per_s": speed}
         for name, speed in (("ours", 1.0), ("other", 250.0), ("missing", None))
@@ -140,7 +141,7 @@ def test_medians_are_over_the_repeats_alone(
 
     monkeypatch.setattr(ThroughputRow, "of", longer)
     runs = ["--mode", "offline", "--warmup-runs", "2", "--repeat-runs", "3"]
-    found = document(scheduler_bench.main, runs, tmp_path / "repeats.json")
+    found = document(benchmark_scheduler, runs, tmp_path / "repeats.json")
     assert seen == [10.0, 20.0, 30.0]
     (row,) = found["tables"]["throughput"]
     assert (row["fastest_s"], row["total_s"], row["slowest_s"]) == (10.0, 20.0, 30.0)
@@ -148,24 +149,24 @@ def test_medians_are_over_the_repeats_alone(
 
 def test_sampling_reaches_the_engine(tmp_path: Path) -> None:
     words = ["--do-sample", "--temperature", "0.5", "--top-k", "9", "--top-p", "0.8"]
-    config = document(streaming_bench.main, words, tmp_path / "sampled.json")["config"]
+    config = document(benchmark_streaming, words, tmp_path / "sampled.json")["config"]
     assert (config["temperature"], config["top_k"], config["top_p"]) == (0.5, 9, 0.8)
-    config = document(streaming_bench.main, [], tmp_path / "greedy.json")["config"]
+    config = document(benchmark_streaming, [], tmp_path / "greedy.json")["config"]
     assert (config["temperature"], config["ignore_eos"]) == (0.0, True)
 
 
 def test_engine_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
 
-    def note(args: Any, _repeats: Any) -> None:
+    def note(args: Any) -> None:
         given.append(engine_settings(args))
         raise ConfigError("enough")
 
-    monkeypatch.setattr(streaming_bench, "Serving", note)
+    monkeypatch.setattr(commands, "Serving", note)
     words = ["--max-batch-size", "7", "--block-size", "8", "--no-prefix-cache", "--no-paged-attn"]
     for more in (["--cuda-graph", "--run-ahead", "0"], ["--no-cuda-graph"], []):
         with pytest.raises(SystemExit):
-            streaming_bench.main([*words, *more])
+            benchmark_streaming([*words, *more])
     shared = {
         "max_batch_size": 7,
         "block_size": 8,
@@ -177,16 +178,6 @@ def test_engine_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None
         {**shared, "cuda_graph": False},
         shared,
     ]
-
-
-def test_a_switch_that_the_build_lacks_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_source, "has_switch", lambda name: name != "cuda_graph")
-    with pytest.raises(SystemExit) as exit_:
-        scheduler_bench.main([*SMALL, "--cuda-graph"])
-    assert exit_.value.code == 2
-    assert "the engine of this build has no switch cuda_graph" in capsys.readouterr().err
 
 
 REFUSED = {
@@ -211,7 +202,7 @@ REFUSED_STREAMING = {
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
-@pytest.mark.parametrize("main", [scheduler_bench.main, streaming_bench.main])
+@pytest.mark.parametrize("main", [benchmark_scheduler, benchmark_streaming])
 def test_what_makes_no_sense_is_refused(
     main: Callable[[list[str]], int],
     words: list[str],
@@ -229,7 +220,7 @@ def test_what_makes_no_sense_of_streams_is_refused(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        streaming_bench.main([*SMALL, *words])
+        benchmark_streaming([*SMALL, *words])
     assert message in capsys.readouterr().err
 
 
@@ -241,7 +232,7 @@ def test_without_matplotlib_nothing_is_measured_in_vain(
         importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
     )
     with pytest.raises(SystemExit):
-        scheduler_bench.main([*SMALL, "--plot", str(tmp_path / "chart.png")])
+        benchmark_scheduler([*SMALL, "--plot", str(tmp_path / "chart.png")])
     told = capsys.readouterr()
     assert "pip install 'roseinfer[plot]'" in told.err
     assert "python -m roseinfer.bench plot" in told.err
@@ -271,7 +262,7 @@ def test_requests_that_the_model_would_cut_short(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        streaming_bench.main([*SMALL, *words])
+        benchmark_streaming([*SMALL, *words])
     (line,) = capsys.readouterr().err.splitlines()
     assert "error: a prompt of" in line
     assert line.endswith("lower --max-new-tokens, or shorten prompts")
@@ -282,13 +273,13 @@ def test_peers_are_compared_with_what_they_do(
     mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        scheduler_bench.main([*SMALL, "--no-stop-on-eos", "--mode", mode, "--peers"])
+        benchmark_scheduler([*SMALL, "--no-stop-on-eos", "--mode", mode, "--peers"])
     assert f"drop --mode {mode}" in capsys.readouterr().err
 
 
 def test_sampling_that_chooses_the_likeliest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        scheduler_bench.main([*SMALL, "--do-sample", "--temperature", "0"])
+        benchmark_scheduler([*SMALL, "--do-sample", "--temperature", "0"])
     assert "drop --do-sample" in capsys.readouterr().err
 
 
@@ -297,7 +288,7 @@ def test_a_file_that_is_a_directory(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        scheduler_bench.main([*SMALL, option, str(tmp_path)])
+        benchmark_scheduler([*SMALL, option, str(tmp_path)])
     assert "this is a directory" in capsys.readouterr().err
 
 
@@ -309,12 +300,12 @@ def test_a_file_that_cannot_be_written(
     nowhere = tmp_path / "gone.png"
     nowhere.symlink_to(tmp_path / "no" / "folder.png")
     with pytest.raises(SystemExit):
-        scheduler_bench.main([*SMALL, option, str(nowhere)])
+        benchmark_scheduler([*SMALL, option, str(nowhere)])
     assert f"{option} {nowhere} cannot be written: No such file" in capsys.readouterr().err
     kept = tmp_path / "kept.png"
     kept.write_bytes(b"kept")
     with pytest.raises(SystemExit):
-        scheduler_bench.main([*SMALL, option, str(kept), "--top-k", "-1", "--do-sample"])
+        benchmark_scheduler([*SMALL, option, str(kept), "--top-k", "-1", "--do-sample"])
     assert kept.read_bytes() == b"kept"
 
 

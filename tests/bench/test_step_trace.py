@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from roseinfer import LLM
+from roseinfer.bench import step_trace
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.steps import step_trace
-from roseinfer.bench.steps.step_trace import (
+from roseinfer.bench.step_trace import (
     Traced,
-    _noted_replays,
-    _noted_waits,
     covered,
+    noted_replays,
+    noted_waits,
     row_of,
     spans_of,
 )
@@ -93,27 +93,27 @@ class Graph:
 
 
 def test_graphs_are_marked_where_they_begin_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_trace, "_mark", Mark)
+    monkeypatch.setattr(step_trace, "device_mark", Mark)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     before = time.perf_counter()
-    with _noted_replays() as replays:
+    with noted_replays() as replays:
         begun = time.perf_counter()
         Graph(3.0).replay()
         Mark.milliseconds += 10.0
         Graph(5.0).replay()
-    (first, second) = replays.intervals()
+    (first, second) = replays()
     assert before <= first[0] <= begun, "on the host's clock"
     assert first[1] - first[0] == pytest.approx(3e-3)
     assert second[0] - first[1] == pytest.approx(10e-3)
     assert second[1] - second[0] == pytest.approx(5e-3)
 
 
-@pytest.mark.parametrize("noted", [_noted_waits, _noted_replays])
+@pytest.mark.parametrize("noted", [noted_waits, noted_replays])
 def test_all_is_itself_again_whatever_happens(
     noted: Callable[[], AbstractContextManager[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_trace, "_mark", Mark)
+    monkeypatch.setattr(step_trace, "device_mark", Mark)
     real = torch.cuda.Event.synchronize, torch.cuda.CUDAGraph.replay
     with pytest.raises(KeyError), noted():
         raise KeyError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roseinfer.bench.serving.timeline import Timeline
+from roseinfer.bench.serving.record import Timeline
 
 KNOWN = Timeline(arrived=10.0, started=11.0, tokens=(13.0, 14.0, 16.0, 19.0))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.gates.time import experiment
 from pytest_roseinfer.gates.time.paired import Look, Plan
+from tests.gates import experiment
 
 if TYPE_CHECKING:
     from pathlib import Path

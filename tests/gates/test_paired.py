@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_roseinfer.gates.time.bootstrap import median_interval
-from pytest_roseinfer.gates.time.noise_floor import told_apart, whole
+from pytest_roseinfer.gates.time.interval import Interval, Verdict, median_interval, verdict_of
 from pytest_roseinfer.gates.time.paired import Comparing, Plan, paired_ratio
-from pytest_roseinfer.gates.time.verdict import Interval, Verdict, verdict_of
+from pytest_roseinfer.gates.time.timing_report import told_apart
 from pytest_roseinfer.gates.time.worker_process import CannotMeasure, cpus_for
 from tests.gates.simulated import READY, Machine, SimulatedWorker, compare, quiet
 
@@ -138,7 +137,7 @@ def test_verdicts(low: float, high: float, verdict: Verdict) -> None:
 def test_an_interval_of_few_values_is_no_narrower_than_any_noise_allows() -> None:
     """Of 10 values, all lie above the median once in 1024: at one in 1000 nothing less will do."""
     values = [float(value) for value in range(10)]
-    assert median_interval(values, 0.001) == (0.0, 9.0)
+    assert median_interval(values, 0.001) == Interval(0.0, 9.0)
     with pytest.raises(ValueError, match="9 values say nothing"):
         median_interval(values[:9], 0.001)
 
@@ -151,8 +150,8 @@ def test_an_interval_holds_the_median_as_often_as_it_says() -> None:
     draw = random.Random(3)
     outside = 0
     for _ in range(200):
-        low, high = median_interval([draw.expovariate(1) for _ in range(17)], 0.05)
-        outside += not low <= math.log(2) <= high
+        found = median_interval([draw.expovariate(1) for _ in range(17)], 0.05)
+        outside += not found.low <= math.log(2) <= found.high
     assert 2 <= outside <= 20  # of 200, where 10% are promised
 
 
@@ -162,7 +161,7 @@ def test_the_same_values_give_the_same_interval() -> None:
 
 
 def test_the_noise_floor_goes_to_the_end_and_says_what_can_be_told_apart() -> None:
-    comparison = compare(Machine(1), 1.0, whole(Plan()))
+    comparison = compare(Machine(1), 1.0, Plan().without_shortcuts())
     assert len(comparison.ratios) == Plan().looks[-1].series
     half = comparison.interval.half_width
     assert f"of {0.02 + half:.1%} is found every other time" in told_apart(comparison, 0.02)

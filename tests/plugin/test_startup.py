@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 HEAVY = {"torch", "triton", "transformers", "numpy", "hypothesis", "tabulate", "tokenizers"}
 ALLOWED = {
     "pytest_roseinfer",
+    "pytest_roseinfer.gates",
+    "pytest_roseinfer.gates.gate",
     "pytest_roseinfer.plugin",
     "pytest_roseinfer.plugin.fixtures",
     "pytest_roseinfer.plugin.markers",

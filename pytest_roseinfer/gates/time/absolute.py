@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 OPTION = "--roseinfer-tpot"
 UPDATE = "--roseinfer-update-tpot"
 TOLERATED = 0.10
-"""By how much a step may exceed its baseline: GPUs of one name differ by some percent."""
+"""A step may exceed its baseline by so much: GPUs of one name differ by some percent."""
 _PROCESSES = 3
 _FORMAT = 1
 
@@ -47,7 +47,7 @@ def measure_alone(plan: Plan, start: Callable[[int], Worker]) -> Timings:
 
 
 def exceeded(timings: Timings, file: Path, test: str) -> str:
-    """How the step exceeds its baseline, in words; empty if it does not."""
+    """Say by how much the step exceeds its baseline; empty if it does not."""
     was = baseline(read(file), file, test, timings.ready.device)
     now = 1e6 * median(timings.series_tpot)
     if now <= (1 + TOLERATED) * was:

@@ -1,4 +1,4 @@
-"""Whether a processor changed its speed, or was made to, while something was timed on it.
+"""These clocks tell if a processor changed its speed while something was timed on it.
 
 What both sides meet alike cancels, which is why the rest of a busy machine is no reason for
 doubt. A processor too hot for its clock is: it slows down whoever makes it work harder.
@@ -36,14 +36,14 @@ _REASONS = {
 
 
 class CpuClock:
-    """What Linux says of the CPUs; a virtual machine is told nothing, and doubts nothing."""
+    """Asks Linux about the CPUs; a virtual machine is told nothing, and doubts nothing."""
 
     def __init__(self, folder: Path = _CPUS) -> None:
         self._folder = folder
         self._before = self._read(_THROTTLED), self._read(_ALLOWED)
 
     def doubt(self) -> str:
-        """Why times taken since this was made are no good; empty where nothing speaks against."""
+        """Say why times taken since this was made are no good; empty if they are good."""
         throttled, allowed = self._before
         if self._read(_THROTTLED) != throttled:
             return "a CPU was throttled"
@@ -71,7 +71,7 @@ class GpuClock:
             )
 
     def doubt(self) -> str:
-        """As that of a CPU; ends the sampling."""
+        """End the sampling, and say the same of a GPU."""
         if self._sampler:
             self._sampler.terminate()
             self._sampler.wait()
@@ -89,7 +89,7 @@ class Sample:
 
     @classmethod
     def read(cls, line: str) -> Sample | None:
-        """None for what nvidia-smi says where it knows no number, and for half a line."""
+        """Read a line of nvidia-smi; None if it knew no number, or wrote half the line."""
         cells = [cell.strip() for cell in line.split(",")]
         try:
             mhz, utilization, reasons = cells

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.gates.time.bootstrap import median_interval
-from pytest_roseinfer.gates.time.verdict import Interval, Verdict, verdict_of
+from pytest_roseinfer.gates.time.interval import Verdict, median_interval, verdict_of
 from pytest_roseinfer.gates.time.worker_process import CannotMeasure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pytest_roseinfer.gates.time.interval import Interval
     from pytest_roseinfer.gates.time.worker_process import Ready, Worker
 
 
@@ -30,15 +30,15 @@ class Look:
 
     series: int
     error: float
-    """Of the interval, on either side."""
+    """The probability that the interval is wrong, on either side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long to measure, and what to make of it. Each number has its reason in docs/gates.md."""
+    """The effort of a comparison and its margin. Each number has its reason in docs/gates.md."""
 
     margin: float = 0.02
-    """By how much more time a token may take."""
+    """A token may take so much more time."""
     seconds: float = 300
     """The budget: a comparison that is unsure after so long stays unsure."""
     looks: tuple[Look, ...] = (
@@ -50,17 +50,21 @@ class Plan:
     )
     """The errors add up to less than one in 200, whatever the look that a comparison ends at."""
     rounds: int = 8
-    """Of a series; each side runs twice in each."""
+    """A series has so many; each side runs twice in each."""
     turn_seconds: float = 0.003
-    """How long a side runs before it is the other's turn, in whole steps."""
+    """A side runs so long, in whole steps, before it is the other's turn."""
     least_steps: int = 3
-    """In a turn: the first one finds the other's data in the processor's caches."""
+    """A turn has at least these: the first finds the other's data in the processor's caches."""
     series_per_process: int = 1
+
+    def without_shortcuts(self) -> Plan:
+        """The plan that goes to its end, however clear the ratio is before."""
+        return replace(self, looks=self.looks[-1:])
 
 
 @dataclass(slots=True)
 class Timings:
-    """One side's."""
+    """The times of one side."""
 
     ready: Ready
     turns: list[list[float]] = field(default_factory=list)
@@ -82,7 +86,7 @@ class Comparison:
     interval: Interval
     verdict: Verdict
     doubt: str
-    """Why the verdict is UNSURE whatever the interval says; empty if it does not have to be."""
+    """The reason to call the verdict UNSURE whatever the interval says; empty if there is none."""
     seconds: float
 
     @property
@@ -115,7 +119,7 @@ class Comparing:
             enough = self._measure_up_to(look.series, begin)
             if not enough:
                 break
-            interval = interval_of(self._ratios, look.error)
+            interval = median_interval(self._ratios, look.error)
             verdict = verdict_of(interval, self._plan.margin)
             if verdict is not Verdict.UNSURE:
                 break
@@ -131,7 +135,7 @@ class Comparing:
         )
 
     def _measure_up_to(self, series: int, begin: float) -> bool:
-        """Whether the budget allowed for so many; the first look is always afforded."""
+        """Return False if the budget ran out before so many; the first look is always afforded."""
         first = self._plan.looks[0].series
         while len(self._ratios) < series:
             if len(self._ratios) >= first and self._clock() - begin > self._plan.seconds:
@@ -161,7 +165,7 @@ class Comparing:
 
 
 def comparable(there: Timings, here: Timings) -> tuple[Timings, Timings]:
-    """Both, if they do the same work."""
+    """Return both if they do the same work, and raise otherwise."""
     if there.ready.tokens != here.ready.tokens:
         raise CannotMeasure(
             f"a step brings {here.ready.tokens} tokens here and {there.ready.tokens} there: their "
@@ -171,7 +175,7 @@ def comparable(there: Timings, here: Timings) -> tuple[Timings, Timings]:
 
 
 def steps_of_a_turn(plan: Plan, workers: Sequence[Worker]) -> int:
-    """Enough for the fastest of them; it has run before."""
+    """Find how many steps fill a turn of the fastest worker."""
     for worker in workers:
         worker.seconds(plan.least_steps)  # compiles, allocates
     step = min(median(worker.seconds(plan.least_steps)) for worker in workers)
@@ -204,7 +208,3 @@ def paired_ratio(there: list[list[float]], here: list[list[float]]) -> float:
     ]
     rounds = [(first + second) / 2 for first, second in zip(logs[::2], logs[1::2], strict=True)]
     return math.exp(median(rounds))
-
-
-def interval_of(ratios: list[float], error: float) -> Interval:
-    return Interval(*median_interval(ratios, error))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """Of one test, which must not use the fixture ``benchmark`` for anything else."""
+    """Records one test, which must not use the fixture ``benchmark`` for anything else."""
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self._now = 0.0

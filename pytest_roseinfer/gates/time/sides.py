@@ -29,7 +29,7 @@ def this_side(folder: Path, found_in: Sequence[str]) -> Side:
 
 @contextmanager
 def other_side(reference: str, here: Side, folder: Path) -> Iterator[Side]:
-    """What ``reference`` names, built where it cannot touch the project in ``folder``."""
+    """Build what ``reference`` names where it cannot touch the project in ``folder``."""
     path = folder / reference
     with tempfile.TemporaryDirectory(prefix="roseinfer-") as name:
         built = Path(name).resolve()
@@ -80,5 +80,5 @@ def _install(requirement: str, into: Path) -> None:
 
 
 def _is_installed(folder: Path) -> bool:
-    """Whether it belongs to an environment that happens to lie in the project."""
+    """Return True for a folder of an environment that happens to lie in the project."""
     return folder.is_relative_to(os.path.realpath(sys.prefix)) or "site-packages" in folder.parts

@@ -17,7 +17,7 @@ _WIDTH, _HEIGHT = 11.0, 3.2
 _DPI = 120
 _BINS = 40
 _OUTLIERS = 0.02
-"""Of the turns, so many at the slow end are off the chart: on a shared machine some take ages."""
+"""This share of the turns, the slowest, is off the chart: on a shared machine some take ages."""
 _COLOURS = {"SAME": "#4c72b0", "FASTER": "#2e8b57", "SLOWER": "#c44e52", "UNSURE": "#999999"}
 
 

@@ -9,9 +9,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.gates.time.noise_floor import told_apart
-from pytest_roseinfer.gates.time.verdict import Verdict
-from pytest_roseinfer.report.github_summary import add_to_github_summary
+from pytest_roseinfer.gates.time.interval import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,18 +27,18 @@ class Timed:
 
     test: str
     there: str
-    """What it was compared with."""
+    """The name of the side it was compared with."""
     comparison: Comparison
     margin: float
     noise_floor: bool = False
-    """Whether both sides were the same code, to see what the machine makes of that."""
+    """True if both sides were the same code, to see what the machine makes of that."""
 
     @property
     def slower(self) -> bool:
         return self.comparison.verdict is Verdict.SLOWER and not self.noise_floor
 
     def in_words(self) -> str:
-        """What the table leaves open; empty where it leaves nothing."""
+        """Say what the table leaves open; empty where it leaves nothing open."""
         comparison = self.comparison
         if self.noise_floor:
             return f"{self.test}: {told_apart(comparison, self.margin)}"
@@ -52,6 +50,23 @@ class Timed:
                 f"{comparison.seconds:.0f} s; its margin is {self.margin:.1%}"
             )
         return ""
+
+
+def told_apart(comparison: Comparison, margin: float) -> str:
+    """Which slowdowns the gate would find here, in words.
+
+    It fires where the whole interval lies beyond the margin. Half an interval beyond it, that
+    is as likely as not; a whole one beyond it, next to certain.
+    """
+    half = comparison.interval.half_width
+    if comparison.doubt:
+        return f"nothing can be said: {comparison.doubt}"
+    return (
+        f"against itself {comparison.ratio - 1:+.2%}, give or take {half:.2%} after "
+        f"{len(comparison.ratios)} series ({comparison.seconds:.0f} s): with a margin of "
+        f"{margin:.1%}, a slowdown of {margin + half:.1%} is found every other time, one of "
+        f"{margin + 2 * half:.1%} nearly always"
+    )
 
 
 def facts(timings: Timings) -> dict[str, Any]:
@@ -71,7 +86,7 @@ def facts(timings: Timings) -> dict[str, Any]:
 
 
 def judged(timed: Timed) -> dict[str, Any]:
-    """What was decided, likewise."""
+    """The decision in numbers, for the same two places."""
     comparison = timed.comparison
     return {
         "against": timed.there,
@@ -135,13 +150,3 @@ def table(results: Sequence[Timed], form: str) -> str:
 
 def _microseconds(timings: Timings) -> str:
     return f"{facts(timings)['tpot_p50_us']:.1f} us"
-
-
-def add_github_summary(results: Sequence[Timed], lines: Sequence[str]) -> None:
-    """Append what the terminal shows to what a step of a GitHub workflow shows."""
-    if not results:
-        return
-    head = f"### roseinfer: decode steps against {results[0].there}"
-    add_to_github_summary(
-        [head, "", table(results, "github"), "", *(f"- {line}" for line in lines)]
-    )

@@ -10,11 +10,10 @@ import pytest
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates.time import absolute, timing_report
 from pytest_roseinfer.gates.time.clocks import CpuClock, GpuClock
-from pytest_roseinfer.gates.time.noise_floor import whole
 from pytest_roseinfer.gates.time.paired import Comparing, Plan
 from pytest_roseinfer.gates.time.recording import Recording
+from pytest_roseinfer.gates.time.timing_gate import NEXT_TO_OTHERS, TimingGate
 from pytest_roseinfer.gates.time.timing_report import Timed
-from pytest_roseinfer.gates.time.timing_run import NEXT_TO_OTHERS, TimingRun
 from pytest_roseinfer.gates.time.worker_process import (
     CannotMeasure,
     Job,
@@ -37,7 +36,7 @@ class Tpot:
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self.checked = False
         self._request = request
-        self._run = TimingRun.of(request.config)
+        self._gate = TimingGate.of(request.config)
         self._asked = settings.current()
         marked = markers.tpot(request.node)
         wanted = None if self._asked.gpu else 1
@@ -74,8 +73,8 @@ class Tpot:
 
     def _compare(self, factory: str) -> None:
         asked = self._asked.timing
-        there, here = self._run.sides()
-        plan = whole(self._plan) if asked.noise_floor else self._plan
+        there, here = self._gate.sides()
+        plan = self._plan.without_shortcuts() if asked.noise_floor else self._plan
         comparison = Comparing(
             plan,
             lambda series: (
@@ -87,7 +86,7 @@ class Tpot:
         timed = Timed(
             self._request.node.nodeid, there.label, comparison, plan.margin, asked.noise_floor
         )
-        self._run.compared(timed)
+        self._gate.compared(timed)
         self._record(timed)
         if timed.slower and not asked.report_slower:
             pytest.fail(
@@ -97,23 +96,23 @@ class Tpot:
             )
 
     def _hold_to_baseline(self, factory: str, file: Path) -> None:
-        """Timed anew, after a comparison too: as the file's times were, or they say nothing."""
+        """Time the step anew, even after a comparison: in the way the file's times were taken."""
         if not self._asked.gpu:
             raise CannotMeasure(f"{absolute.OPTION} is about GPUs: run with --roseinfer-gpu")
         test, clock = self._request.node.nodeid, self._clock()
-        _, here = self._run.sides()
+        _, here = self._gate.sides()
         timings = absolute.measure_alone(
             self._plan, lambda series: self._worker(here, factory, series)
         )
         doubt = clock.doubt()
         if self._asked.timing.update_tpot:
             absolute.update(file, test, timings)
-            self._run.held_to_baseline(f"written: {file}")
+            self._gate.held_to_baseline(f"written: {file}")
             return
         more = absolute.exceeded(timings, file, test)
         if more and not doubt:
             pytest.fail(more, pytrace=False)
-        self._run.held_to_baseline(
+        self._gate.held_to_baseline(
             f"{test}: UNSURE because {doubt}" if doubt else f"{test}: within its baseline in {file}"
         )
 
@@ -140,7 +139,7 @@ class Tpot:
 
 
 def _file_of(module: str) -> str:
-    """Where a module lies here, without importing more than the packages it is in."""
+    """Find the file of a module here, importing no more than the packages it is in."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):

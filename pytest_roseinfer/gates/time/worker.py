@@ -25,7 +25,7 @@ OFFERS = {"step", "tokens", "floor_seconds", "path_counts", "clock"}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a factory returned."""
+    """The step that a factory returned, and what it offers beside it."""
 
     step: Callable[[], object]
     tokens: int
@@ -51,7 +51,7 @@ class Target:
 
 
 def host_seconds(target: Target, steps: int) -> list[float]:
-    """Of each step, by the clock; reading it costs less than a microsecond."""
+    """Time each step by the clock; reading it costs less than a microsecond."""
     step, clock = target.step, target.clock
     times = [clock()]
     for _ in range(steps):
@@ -61,7 +61,7 @@ def host_seconds(target: Target, steps: int) -> list[float]:
 
 
 def cuda_seconds(target: Target, steps: int) -> list[float]:
-    """Of each step, between events on the GPU; the host waits once, at the end."""
+    """Time each step between events on the GPU; the host waits once, at the end."""
     import torch
 
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]  # type: ignore[no-untyped-call]
@@ -124,7 +124,7 @@ def device() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what is imported and decides how fast a step is."""
+    """Name the versions of imported libraries that decide how fast a step is."""
     if not (imported := [name for name in _NAMES if name in sys.modules]):
         return {}
     from importlib import metadata  # which takes longer than many a worker lives

@@ -26,10 +26,10 @@ class CannotMeasure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What a worker says of itself once its step is built."""
+    """The facts that a worker reports once its step is built."""
 
     tokens: int
-    """That a step brings."""
+    """A step brings so many."""
     floor_seconds: float | None
     """A step cannot take less; None where the factory does not say."""
     own_modules: tuple[str, ...]
@@ -40,7 +40,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Where a side's code is, and what to call it."""
+    """The folders of a side's code, and its name."""
 
     label: str
     roots: tuple[str, ...]
@@ -51,19 +51,19 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a worker is to run, and where."""
+    """The step that a worker is to run, and the CPUs it runs on."""
 
     factory: str
     """``module:function``."""
     file: str = ""
-    """Where that module is here, for a side that has none."""
+    """The module's file on this side, for a side that has none."""
     cuda: bool = False
     cpus: tuple[int, ...] = ()
     """It keeps to these; empty for all."""
 
 
 class Worker(Protocol):
-    """What a comparison needs of one; tests have others."""
+    """The part of a worker that a comparison needs; tests bring others."""
 
     @property
     def ready(self) -> Ready: ...
@@ -162,5 +162,5 @@ def cpus_for(series: int, wanted: int | None, available: Sequence[int]) -> tuple
 
 
 def cpus_here() -> list[int]:
-    """Those this process may use, where the system lets it choose among them."""
+    """List the CPUs that this process may use; none where the system does not let it choose."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []

@@ -43,7 +43,7 @@ def read_costs(file: Path) -> dict[str, Any]:
 def baseline(
     steps: Mapping[str, Any], where: Where, versions: Mapping[str, str], file: Path
 ) -> StepWork:
-    """What ``where`` cost when it was recorded with these versions."""
+    """Find the work that was recorded for ``where`` with these versions."""
     test, step, device = where
     entry = steps.get(test, {}).get(step, {}).get(device)
     if entry is None:
@@ -64,7 +64,7 @@ def baseline(
 
 
 def as_entry(work: StepWork, versions: Mapping[str, str]) -> dict[str, Any]:
-    """As it stands in the file; a group in which nothing happened takes no line."""
+    """Lay the work out as in the file; a group in which nothing happened takes no line."""
     entry: dict[str, Any] = {TOKENS: work.tokens}
     for name, group in GROUPS.items():
         counts = entry.setdefault(versions[group.depends_on], {})

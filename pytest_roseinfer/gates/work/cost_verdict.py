@@ -23,7 +23,7 @@ class Change:
     now: int
     was: int
     tokens: int | None = None
-    """Of the step, where the count is to be shown for each of them too."""
+    """The tokens of the step, where the count is to be shown for each of them too."""
 
     def __str__(self) -> str:
         what = ", ".join(filter(None, (self.kind, self.name)))
@@ -36,10 +36,10 @@ class Change:
 
 @dataclass(slots=True)
 class CostVerdict:
-    """What became more, what became less, and which Python functions the difference is made of."""
+    """The changes of a step: what it does more of, what less, and which Python functions grew."""
 
     worse: list[Change] = field(default_factory=list)
-    """Why the step fails: more work, or something that must not drop and did."""
+    """These fail the step: they rose, or must not drop and did."""
     less: list[Change] = field(default_factory=list)
     grew: list[Change] = field(default_factory=list)
 

@@ -10,12 +10,11 @@ import pytest
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates.work.cost_file import NAME, UPDATE, as_entry, baseline, read_costs
-from pytest_roseinfer.gates.work.cost_run import CostRun
+from pytest_roseinfer.gates.work.cost_gate import CostGate
 from pytest_roseinfer.gates.work.cost_verdict import judge
 from pytest_roseinfer.gates.work.measure_work import Step, measure_work
 from pytest_roseinfer.gates.work.own_code import OwnCode
-from pytest_roseinfer.gates.work.step_work import CannotCompare
-from pytest_roseinfer.gates.work.work_versions import versions_here
+from pytest_roseinfer.gates.work.step_work import CannotCompare, versions_here
 from pytest_roseinfer.plugin import markers
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ class Costs:
 
     def __init__(self, item: pytest.Item) -> None:
         self.checked: set[str] = set()
-        self._run = CostRun.of(item.config)
+        self._gate = CostGate.of(item.config)
         self._asked = settings.current()
         self._marked = markers.costs(item)
         self._file = Path(self._asked.costs or item.path.parent / NAME)
@@ -71,7 +70,7 @@ class Costs:
         work = measure_work(step, OwnCode(self._marked["packages"]), device)
         where = (self._test, name, device)
         if self._asked.update_costs:
-            self._run.measured(self._file, where, as_entry(work, versions))
+            self._gate.measured(self._file, where, as_entry(work, versions))
             return
         self._judge(name, work, baseline(read_costs(self._file), where, versions, self._file))
 
@@ -80,6 +79,6 @@ class Costs:
         lines = "\n  ".join(verdict.in_words())
         if verdict.worse:
             more = f"{name} does more work than its baseline in {self._file}:\n  {lines}"
-            self._run.more(f"{self._test}, {more}")
+            self._gate.more(f"{self._test}, {more}")
             pytest.fail(f"{more}\nIf that is meant, {UPDATE} makes it the baseline.", pytrace=False)
-        self._run.compared(f"{self._test}, {name} does less:\n  {lines}" if lines else "")
+        self._gate.compared(f"{self._test}, {name} does less:\n  {lines}" if lines else "")

@@ -30,7 +30,7 @@ class Step:
     before: Callable[[], object] | None = None
     """Brings about, ahead of every step, what that step is about."""
     counters: Callable[[], Mapping[str, int]] | None = None
-    """What the code counts itself: numbers that only ever rise."""
+    """The code counts these itself: numbers that only ever rise."""
 
 
 def measure_work(step: Step, own: OwnCode, device: str) -> StepWork:
@@ -74,7 +74,7 @@ def _prepare(step: Step) -> None:
 
 
 def _own_counts(step: Step) -> Counter[str]:
-    """By name as text, whatever the code names them with."""
+    """Read the counters of the code under test, with names as text."""
     counts = step.counters() if step.counters else {}
     return Counter({str(name): times for name, times in counts.items()})
 

@@ -12,7 +12,8 @@ from collections import Counter, defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.gates.work.torch_functions import functions_to_count
+import torch
+
 from pytest_roseinfer.gates.work.triton_launches import interpreted_launches
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def count_python_calls(step: Callable[[], object], own: OwnCode) -> defaultdict[
     """
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     calls = counts["python_calls"]
-    by_code = functions_to_count()
+    by_code = _torch_functions()
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
@@ -58,6 +59,20 @@ def count_python_calls(step: Callable[[], object], own: OwnCode) -> defaultdict[
         finally:
             sys.setprofile(before)
     return counts
+
+
+def _torch_functions() -> dict[CodeType, tuple[str, str]]:
+    """Functions that wait for a device or hand it a graph: no operation tells of them.
+
+    They are known by their code, since callers may have taken hold of them long before; for
+    each comes the group it counts in and its name there.
+    """
+    waiting = (torch.cuda, torch.cuda.Stream, torch.cuda.Event, torch.accelerator, torch.cpu)
+    found = {
+        owner.synchronize.__code__: ("synchronisations", f"{owner.__name__}.synchronize")
+        for owner in waiting
+    }
+    return found | {torch.cuda.CUDAGraph.replay.__code__: ("graph_replays", "replays")}
 
 
 def _counted_elsewhere(_kernel: str) -> None:

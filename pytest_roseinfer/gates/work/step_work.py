@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 PYTHON = "python"
 TORCH = "torch"
@@ -26,9 +28,9 @@ class Group:
     """The version that decides about them beside the code under test: a baseline holds for it
     alone. ``TORCH`` stands for everything a test names in ``keyed_by`` too."""
     why: str
-    """Why they depend on it, or on nothing."""
+    """The reason why they depend on it, or on nothing."""
     as_sum: bool = False
-    """Only their sum counts; the single ones say where it comes from."""
+    """Only their sum is judged; the single counts say where it comes from."""
     must_not_drop: bool = False
     """Fewer of them means that something else does the work."""
 
@@ -64,12 +66,12 @@ class StepWork:
     """The work of one step."""
 
     tokens: int
-    """How many the step brought."""
+    """The step brought so many."""
     groups: Mapping[str, Mapping[str, int]]
     """For each group that was counted, how often each thing in it happened."""
 
     def differing(self, other: StepWork) -> list[str]:
-        """In words, every count that is not the same in both."""
+        """Name every count that is not the same in both, with both numbers."""
         found = []
         for group, counts in self.groups.items():
             others = other.groups[group]
@@ -79,3 +81,23 @@ class StepWork:
                 if counts.get(name, 0) != others.get(name, 0)
             ]
         return found
+
+
+def versions_here(keyed_by: Sequence[str]) -> Mapping[str, str]:
+    """For each thing that counts can depend on, what it is in this run.
+
+    Major and minor version: what a patch release changes of this would be a regression of it.
+    """
+    libraries = [f"{name} {_minor(name)}" for name in ("torch", *keyed_by)]
+    return {
+        PYTHON: f"python {sys.version_info.major}.{sys.version_info.minor}",
+        TORCH: ", ".join(libraries),
+        NOTHING: "any version",
+    }
+
+
+def _minor(distribution: str) -> str:
+    try:
+        return ".".join(metadata.version(distribution).split(".")[:2])
+    except metadata.PackageNotFoundError:
+        raise CannotCompare(f"keyed_by names {distribution}, which is not installed") from None

@@ -25,7 +25,7 @@ _READS = {"tolist", "numpy", "item", "__array__"} | {
 }
 """Methods of a tensor that hand its values to Python."""
 _NUMBERS = {"_local_scalar_dense", "item", "is_nonzero"}
-"""The same as operations, which torch calls itself where a tensor stands for a number."""
+"""These operations read too: torch calls them itself where a tensor stands for a number."""
 _WAITS = {"nonzero", "nonzero_numpy", "argwhere", "masked_select", "equal"} | {
     f"{kind}unique{which}" for kind in ("", "_") for which in ("2", "_dim", "_consecutive")
 }
@@ -33,7 +33,7 @@ _WAITS = {"nonzero", "nonzero_numpy", "argwhere", "masked_select", "equal"} | {
 _COPIES = {"copy_", "_to_copy", "to", "cpu", "cuda"}
 _MASKED = {"index", "index_put_", "index_put"}
 _FROM_HOST = "lift_fresh"
-"""What torch dispatches for every tensor that was made of data of the host."""
+"""Torch dispatches this for every tensor that is made of data of the host."""
 
 
 class TensorWork:
@@ -154,7 +154,7 @@ class _Called(TorchFunctionMode):
 
 
 def _argument(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation was given by that name, wherever it stands."""
+    """Find the argument of that name, given by place or by keyword."""
     names = [each.name for each in func._schema.arguments]
     at = names.index(name) if name in names else len(args)
     return args[at] if at < len(args) else kwargs.get(name)
@@ -170,7 +170,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _tensors(*values: Any) -> Iterator[torch.Tensor]:
-    """Those among the values that have memory of one piece, as sparse ones have not."""
+    """Find the tensors among the values, but sparse ones: their memory is not of one piece."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.layout is torch.strided:

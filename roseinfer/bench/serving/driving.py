@@ -7,97 +7,80 @@ brought are put on a list, and all else is worked out afterwards.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from roseinfer.bench.serving.timeline import Timeline
+from roseinfer.bench.serving.prompts import coming
+from roseinfer.bench.serving.record import RunRecord, StepRecord, Timeline
 from roseinfer.errors import RoseinferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
-    from roseinfer.bench.serving.prompt_feed import PromptFeed
+    from roseinfer.bench.serving.prompts import Work
     from roseinfer.config import SamplingParams
     from roseinfer.engine.engine import Engine
     from roseinfer.engine.request import Request
+    from roseinfer.llm import Prompt
 
 
 class RequestFailed(RoseinferError, RuntimeError):
     """A request ended otherwise than the benchmark can count."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """A call of ``Engine.step`` that brought tokens, and those before it that brought none."""
-
-    began: float
-    ended: float
-    requests: list[int]
-    """For every token, the number of the request it belongs to."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunRecord:
-    """What became of one run."""
-
-    began: float
-    steps: list[StepRecord]
-    timelines: list[Timeline]
-    prompt_lengths: list[int]
-    token_ids: list[list[int]]
-
-    @property
-    def ended(self) -> float:
-        return self.steps[-1].ended
-
-
 def perform(
-    engine: Engine, feed: PromptFeed, params: SamplingParams, drive: Callable[[Run], None]
+    engine: Engine,
+    work: Work,
+    drive: Callable[[Run], None],
+    tokenizer: Any = None,
+    workers: int = 0,
 ) -> RunRecord:
-    """Drive the engine through all requests of ``feed``. Runs share no prefixes."""
+    """Drive the engine through all requests. Runs share no prefixes."""
     if engine.prefixes is not None:
         engine.prefixes.clear()
-    run = Run(engine, feed, params)
-    with feed:
+    with coming(work.prompts, tokenizer, workers) as prompts:
+        run = Run(engine, prompts, work.params)
         drive(run)
     return run.record()
 
 
 class Run:
-    """One pass over the requests of a feed."""
+    """One pass over the requests."""
 
-    def __init__(self, engine: Engine, feed: PromptFeed, params: SamplingParams) -> None:
+    def __init__(
+        self, engine: Engine, prompts: Sequence[Future[Prompt]], params: SamplingParams
+    ) -> None:
         self._engine = engine
-        self._feed = feed
+        self._prompts = prompts
         self._params = params
         self._requests: list[Request] = []
         self._arrived: list[float] = []
         self._started: dict[int, float] = {}
         self._not_started: list[Request] = []
-        self._steps: list[tuple[float, float, list[int]]] = []
+        self._steps: list[StepRecord] = []
         self._fruitless_since: float | None = None
         self.began = time.perf_counter()
 
     @property
     def next(self) -> int:
-        """Which request is to be submitted next."""
+        """The number of the request that is to be submitted next."""
         return len(self._requests)
 
     @property
     def left(self) -> bool:
-        return len(self._requests) < len(self._feed)
+        return self.next < len(self._prompts)
 
     @property
     def busy(self) -> bool:
         return self._engine.has_work
 
     def ready(self) -> bool:
-        """Whether the next prompt can be had without waiting."""
-        return self._feed.is_ready(self.next)
+        """True if the next prompt can be had without waiting."""
+        return self._prompts[self.next].done()
 
     def submit(self, arrived: float) -> None:
-        request = self._engine.submit(self._feed.take(self.next), self._params)
+        request = self._engine.submit(self._prompts[self.next].result(), self._params)
         self._requests.append(request)
         self._not_started.append(request)
         self._arrived.append(arrived)
@@ -109,7 +92,8 @@ class Run:
         ended = time.perf_counter()
         since = began if self._fruitless_since is None else self._fruitless_since
         if updates:
-            self._steps.append((since, ended, [update.request.id for update in updates]))
+            requests = [update.request.id for update in updates]
+            self._steps.append(StepRecord(since, ended, requests))
             self._fruitless_since = None
         else:  # the device may have worked all the same, and be heard of later
             self._fruitless_since = since
@@ -130,11 +114,11 @@ class Run:
         self._not_started = still
 
     def record(self) -> RunRecord:
-        """What happened, counted from the first request."""
+        """Collect what happened, with requests counted from the first one of this run."""
         first = self._requests[0].id
         steps = [
-            StepRecord(began, ended, [number - first for number in numbers])
-            for began, ended, numbers in self._steps
+            replace(step, requests=[number - first for number in step.requests])
+            for step in self._steps
         ]
         times: list[list[float]] = [[] for _ in self._requests]
         for step in steps:
@@ -207,8 +191,3 @@ def paced(interval_s: float) -> Callable[[Run], None]:
 
 
 WAYS: dict[str, Callable[[Run], None]] = {"naive": naive, "online": online, "offline": offline}
-
-
-def tokens_of_one_request(step: StepRecord) -> int:
-    """Steps of the model that a record stands for: most tokens that one request got in it."""
-    return max(Counter(step.requests).values())

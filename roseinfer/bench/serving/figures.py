@@ -8,21 +8,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from roseinfer.bench.serving.driving import tokens_of_one_request
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from roseinfer.bench.serving.driving import RunRecord, StepRecord
-    from roseinfer.bench.serving.timeline import Timeline
-    from roseinfer.bench.steps.memory_floor import MemoryFloor
+    from roseinfer.bench.serving.memory_floor import MemoryFloor
+    from roseinfer.bench.serving.record import RunRecord, StepRecord, Timeline
 
 Row = TypeVar("Row", bound="ThroughputRow | LatencyRow")
 
 
 @dataclass(frozen=True, slots=True)
 class ThroughputRow:
-    """All requests of a run together."""
+    """All requests of a run together. docs/benchmarks.md says what each figure is."""
 
     run: str
     requests: int
@@ -30,25 +27,21 @@ class ThroughputRow:
     completion_tokens: int
     total_s: float
     decode_s: float | None
-    """Inside the steps that brought tokens and no request's first one."""
     decode_step_ms: float | None
-    """The median one; a call that brings several tokens of a request counts as as many steps."""
     completion_tok_per_s: float
     decode_tok_per_s: float | None
     total_tok_per_s: float
-    """Prompt tokens and generated ones, over the total time."""
     fastest_s: float
     slowest_s: float
-    """Of the runs' total times."""
     times_floor: float | None
-    """Decode time over the time the bytes read need at the measured copy bandwidth."""
 
     @classmethod
     def of(cls, name: str, record: RunRecord, floor: MemoryFloor) -> ThroughputRow:
         prompt, completion = sum(record.prompt_lengths), sum(map(len, record.token_ids))
-        total_s = record.ended - record.began
-        steps = decode_steps(record)
+        total_s = record.total_s
+        steps = record.decode_steps()
         decode_s = sum(step.ended - step.began for step in steps)
+        decoded = sum(len(step.requests) for step in steps)
         return cls(
             run=name,
             requests=len(record.timelines),
@@ -56,11 +49,9 @@ class ThroughputRow:
             completion_tokens=completion,
             total_s=total_s,
             decode_s=decode_s or None,
-            decode_step_ms=median(map(step_ms, steps)) if steps else None,
+            decode_step_ms=median(step.pass_ms for step in steps) if steps else None,
             completion_tok_per_s=completion / total_s,
-            decode_tok_per_s=(
-                sum(len(step.requests) for step in steps) / decode_s if steps else None
-            ),
+            decode_tok_per_s=decoded / decode_s if steps else None,
             total_tok_per_s=(prompt + completion) / total_s,
             fastest_s=total_s,
             slowest_s=total_s,
@@ -79,21 +70,21 @@ class LatencyRow:
 
     run: str
     what: str
-    p50_ms: float | None
-    p95_ms: float | None
-    p99_ms: float | None
-    mean_ms: float | None
+    p50_ms: float | None = None
+    p95_ms: float | None = None
+    p99_ms: float | None = None
+    mean_ms: float | None = None
 
     @classmethod
     def of(cls, run: str, what: str, seconds: Sequence[float]) -> LatencyRow:
         if not seconds:
-            return cls(run, what, None, None, None, None)
+            return cls(run, what)
         p50, p95, p99 = (percentile_ms(seconds, rank) for rank in (50, 95, 99))
         return cls(run, what, p50, p95, p99, fmean(seconds) * 1e3)
 
 
 def percentile_ms(seconds: Sequence[float], rank: float) -> float:
-    """Between two values where the rank falls between them, as numpy has it."""
+    """Interpolate between two values where the rank falls between them, as numpy does."""
     return float(np.percentile(seconds, rank)) * 1e3
 
 
@@ -113,22 +104,6 @@ def latencies(run: str, timelines: Sequence[Timeline]) -> list[LatencyRow]:
     ]
 
 
-def decode_steps(record: RunRecord) -> list[StepRecord]:
-    """The steps that brought tokens, but nobody's first one."""
-    begun: set[int] = set()
-    found = []
-    for step in record.steps:
-        before = len(begun)
-        begun.update(step.requests)
-        if len(begun) == before:
-            found.append(step)
-    return found
-
-
-def step_ms(step: StepRecord) -> float:
-    return (step.ended - step.began) / tokens_of_one_request(step) * 1e3
-
-
 def decode_floor_s(record: RunRecord, steps: Sequence[StepRecord], floor: MemoryFloor) -> float:
     """The weights once a step, and for every token what is stored of its request by then."""
     wanted = {id(step) for step in steps}
@@ -136,7 +111,7 @@ def decode_floor_s(record: RunRecord, steps: Sequence[StepRecord], floor: Memory
     passes = stored = 0
     for step in record.steps:
         counts = id(step) in wanted
-        passes += tokens_of_one_request(step) if counts else 0
+        passes += step.passes if counts else 0
         for number in step.requests:
             stored += lengths[number] if counts else 0
             lengths[number] += 1
@@ -149,8 +124,6 @@ def median_row(rows: Sequence[Row]) -> Row:
     for field in fields(rows[0]):
         found = [getattr(row, field.name) for row in rows]
         first = found[0]
-        if isinstance(first, (int, float)) and None not in found:
-            values[field.name] = type(first)(median(found))
-        else:
-            values[field.name] = first
+        numbers = isinstance(first, (int, float)) and None not in found
+        values[field.name] = type(first)(median(found)) if numbers else first
     return type(rows[0])(**values)

@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import time
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from statistics import median
+from typing import TYPE_CHECKING
 
+import torch
 from tqdm import tqdm
 
+from roseinfer.bench.model_source import ModelSource, collect
+from roseinfer.bench.serving.isolation import in_process
+from roseinfer.bench.timing import synchronizer
 from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import argparse
+    from collections.abc import Callable, Sequence
 
-    from roseinfer.bench.model_source import ModelSource
     from roseinfer.bench.serving.figures import ThroughputRow
-    from roseinfer.bench.serving.work import Work
+    from roseinfer.bench.serving.prompts import Work
+
+    Generate = Callable[[int], int]
+    """Continues all prompts by so many tokens; returns how many there are now."""
 
 CAPTION = """\
 The same prompts on other systems, all at once, the likeliest token up to the full length;
 medians over the repeated runs. ms per step: of theirs, the time for all tokens less that for
 one token each, by the tokens between; of ours, the median decode step. set-up that a system
 does in every call counts."""
-PEERS = ("transformers-static", "transformers-continuous", "vllm")
-"""``generate`` with a static cache, which compiles itself on a GPU; ``generate_batch``; vLLM."""
 TIME_LIMIT_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
 class PeerJob:
-    """The work, as JSON has it."""
+    """The work, in plain values that another process can be sent."""
 
-    source: dict[str, Any]
-    """Fields of ``ModelSource``."""
+    source: ModelSource
     prompts: list[list[int]]
     max_new_tokens: int
     max_batch_size: int
@@ -47,90 +47,163 @@ class PeerJob:
     repeat_runs: int
 
     @classmethod
-    def of(
-        cls, source: ModelSource, work: Work, slots: int, warmup_runs: int, repeat_runs: int
-    ) -> PeerJob:
-        """Of work whose prompts are tokens."""
-        return cls(
-            asdict(source),
-            [[int(token) for token in prompt] for prompt in work.prompts],
-            work.params.max_new_tokens,
-            slots,
-            warmup_runs,
-            repeat_runs,
-        )
+    def of(cls, args: argparse.Namespace, source: ModelSource, work: Work, slots: int) -> PeerJob:
+        """``work`` has prompts of tokens."""
+        prompts = [[int(token) for token in prompt] for prompt in work.prompts]
+        new, runs = work.params.max_new_tokens, (args.warmup_runs, args.repeat_runs)
+        return cls(source, prompts, new, slots, *runs)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRow:
     system: str
-    version: str | None
-    total_s: float | None
-    completion_tok_per_s: float | None
-    ms_per_step: float | None
-    not_available: str | None
-
-    @classmethod
-    def ours(cls, row: ThroughputRow) -> PeerRow:
-        return cls(
-            f"roseinfer, {row.run}",
-            None,
-            row.total_s,
-            row.completion_tok_per_s,
-            row.decode_step_ms,
-            None,
-        )
+    version: str | None = None
+    total_s: float | None = None
+    completion_tok_per_s: float | None = None
+    ms_per_step: float | None = None
+    not_available: str | None = None
 
 
 def named(names: Sequence[str] | None) -> tuple[str, ...]:
-    """None for none of them, and nothing in particular for all."""
+    """Check the names: None asks for no peer, and an empty list for all of them."""
     if names is None:
         return ()
     unknown = [name for name in names if name not in PEERS]
     if unknown:
         raise ConfigError(f"--peers {' '.join(unknown)}: there are {', '.join(PEERS)}")
-    return tuple(names) or PEERS
+    return tuple(names or PEERS)
 
 
-def compare(names: Sequence[str], job: PeerJob, ours: PeerRow) -> list[PeerRow]:
-    rows = [ours]
+def compare(names: Sequence[str], job: PeerJob, ours: ThroughputRow) -> list[PeerRow]:
+    """Our own row, then that of every peer."""
+    figures = (ours.total_s, ours.completion_tok_per_s, ours.decode_step_ms)
+    rows = [PeerRow(f"roseinfer, {ours.run}", None, *figures)]
     for name in tqdm(names, desc="peers", unit="peer", disable=None):
-        rows.append(measure(name, job))
+        found = in_process(measure, name, job, time_limit_s=TIME_LIMIT_S)
+        rows.append(found if isinstance(found, PeerRow) else PeerRow(name, not_available=found))
     return rows
 
 
-def measure(name: str, job: PeerJob, time_limit_s: float = TIME_LIMIT_S) -> PeerRow:
-    """A peer's figures, or why there are none."""
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder, "job.json"), Path(folder, "row.json")
-        asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
-        command = [sys.executable, "-m", "roseinfer.bench.serving.peer_process"]
-        told = Path(folder, "stderr")
-        status = _run([*command, name, str(asked), str(answered)], told, time_limit_s)
-        if status is None:
-            return _without(name, f"it took longer than {time_limit_s:g} s")
-        if status or not answered.exists():
-            lines = told.read_text(encoding="utf-8", errors="replace").split("\n")
-            said = [line.strip() for line in lines if line.strip()] or ["it said nothing"]
-            return _without(name, f"exit status {status}: {said[-1]}")
-        return PeerRow(**json.loads(answered.read_text(encoding="utf-8")))
+def transformers_static(job: PeerJob) -> Generate:
+    """``generate``, as many prompts at a time as the engine has slots."""
+    from transformers import GenerationConfig
 
+    network, size = job.source.network(), job.max_batch_size
+    slices = (job.prompts[at : at + size] for at in range(0, len(job.prompts), size))
+    batches = [_padded(prompts, network.device) for prompts in slices]
+    wait = synchronizer(network.device)
 
-def _run(command: Sequence[str], told: Path, time_limit_s: float) -> int | None:
-    """The exit status; None for a process that did not end in time. None it started is left."""
-    with told.open("wb") as stderr:
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+    def generate(new_tokens: int) -> int:
+        network.generation_config.eos_token_id = None  # or it would end there
+        config = GenerationConfig(
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            cache_implementation="static",
         )
-        try:
-            return process.wait(time_limit_s)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        made = 0
+        for ids, mask in batches:
+            found = network.generate(ids, attention_mask=mask, generation_config=config)
+            made += (found.shape[1] - ids.shape[1]) * len(found)
+        wait()
+        return made
+
+    return generate
 
 
-def _without(name: str, reason: str) -> PeerRow:
-    return PeerRow(name, None, None, None, None, reason)
+def _padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask, each prompt at the right end of its row."""
+    width = max(map(len, prompts))
+    ids = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def transformers_continuous(job: PeerJob) -> Generate:
+    """``generate_batch``, which sets itself up anew in every call."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    network = job.source.network()
+    batching = ContinuousBatchingConfig(max_requests_per_batch=job.max_batch_size)
+    wait = synchronizer(network.device)
+
+    def generate(new_tokens: int) -> int:
+        config = GenerationConfig(
+            max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        found = network.generate_batch(
+            job.prompts, generation_config=config, continuous_batching_config=batching
+        )
+        wait()
+        return sum(len(output.generated_tokens) for output in found.values())
+
+    return generate
+
+
+def vllm(job: PeerJob) -> Generate:
+    """vLLM with its own defaults, on the same weights."""
+    module = import_module("vllm")
+    name, dtype = job.source.name, job.source.dtype or "auto"
+    if job.source.random_weights:
+        network = job.source.network()
+        name, dtype = tempfile.mkdtemp(), str(network.dtype).removeprefix("torch.")
+        network.save_pretrained(name)
+        del network
+        collect()
+    engine = module.LLM(
+        model=name,
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        max_model_len=max(map(len, job.prompts)) + job.max_new_tokens,
+        max_num_seqs=job.max_batch_size,
+    )
+    prompts = [{"prompt_token_ids": ids} for ids in job.prompts]
+
+    def generate(new_tokens: int) -> int:
+        params = module.SamplingParams(
+            temperature=0.0, ignore_eos=True, max_tokens=new_tokens, detokenize=False
+        )
+        found = engine.generate(prompts, params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in found)
+
+    return generate
+
+
+PEERS: dict[str, tuple[Callable[[PeerJob], Generate], str]] = {
+    "transformers-static": (transformers_static, "transformers"),
+    "transformers-continuous": (transformers_continuous, "transformers"),
+    "vllm": (vllm, "vllm"),
+}
+"""Each with the distribution that it comes from."""
+
+
+def measure(name: str, job: PeerJob) -> PeerRow:
+    build, distribution = PEERS[name]
+    generate = build(job)
+    new = job.max_new_tokens
+    total_s = [_seconds(generate, new, job) for _ in range(job.warmup_runs + job.repeat_runs)]
+    taken = median(total_s[job.warmup_runs :])
+    speed = len(job.prompts) * new / taken
+    version = metadata.version(distribution)
+    return PeerRow(name, version, taken, speed, _ms_per_step(generate, taken, job))
+
+
+def _ms_per_step(generate: Generate, total_s: float, job: PeerJob) -> float | None:
+    """The mean over the steps after the first; None where noise exceeds them, or none are."""
+    if job.max_new_tokens == 1:
+        return None
+    _seconds(generate, 1, job)
+    first_s = median(_seconds(generate, 1, job) for _ in range(job.repeat_runs))
+    rounds = -(-len(job.prompts) // job.max_batch_size)
+    step_s = (total_s - first_s) / (job.max_new_tokens - 1) / rounds
+    return step_s * 1e3 if step_s > 0 else None
+
+
+def _seconds(generate: Generate, new_tokens: int, job: PeerJob) -> float:
+    begin = time.perf_counter()
+    made = generate(new_tokens)
+    elapsed = time.perf_counter() - begin
+    wanted = len(job.prompts) * new_tokens
+    if made != wanted:
+        raise RuntimeError(f"it made {made} tokens of {wanted}")
+    return elapsed

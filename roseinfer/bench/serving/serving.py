@@ -1,30 +1,29 @@
-"""Serving requests and timing it: what both serving benchmarks share."""
+"""Serving requests and timing it: the measuring that both serving benchmarks share."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from roseinfer.bench import reporting
+from roseinfer.bench.arguments import engine_settings, sampling
 from roseinfer.bench.model_source import ModelSource, collect
-from roseinfer.bench.options import engine_settings, sampling
 from roseinfer.bench.reporting import Report, Table
 from roseinfer.bench.serving import peers
 from roseinfer.bench.serving.driving import perform
 from roseinfer.bench.serving.figures import LatencyRow, ThroughputRow, latencies, median_row
-from roseinfer.bench.serving.prompt_feed import PromptFeed, tokenized
-from roseinfer.bench.serving.work import Work, repeated
-from roseinfer.bench.steps.memory_floor import MemoryFloor, memory_floor
+from roseinfer.bench.serving.memory_floor import memory_floor
+from roseinfer.bench.serving.prompts import Work, repeated, tokenized
 from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from roseinfer.bench.serving.driving import Run, RunRecord
+    from roseinfer.bench.serving.driving import Run
+    from roseinfer.bench.serving.record import RunRecord, Timeline
     from roseinfer.llm import LLM
 
 _THROUGHPUT = """\
@@ -41,11 +40,11 @@ and the next. latency: arrival to last token. queue wait: arrival to the first s
 class Serving:
     """An engine, the requests it is measured with, and how often."""
 
-    def __init__(self, args: argparse.Namespace, repeats: Sequence[int]) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self.source = ModelSource.of(args)
-        self.params = sampling(args)
         self._peers = peers.named(args.peers)
+        params = sampling(args)
         if self._peers and (args.do_sample or not args.no_stop_on_eos):
             raise ConfigError(
                 "--peers: all systems are to do the same work, which is the likeliest token up "
@@ -54,99 +53,70 @@ class Serving:
         begin = time.perf_counter()
         self.llm: LLM = self.source.llm(engine_settings(args))
         self._start_up_s = time.perf_counter() - begin
-        texts = repeated(args.prompt, repeats, args.num_requests)
+        texts = repeated(args.prompt, args.prompt_repeats, args.num_requests)
         if self.llm.tokenizer is None:
             raise ConfigError(f"{args.hf_model_id} has no tokenizer, and prompts are text")
-        self._check_length(max(texts, key=len))
-        prompts = tokenized(texts, self.llm.tokenizer) if args.pretok else texts
-        self.work = Work(prompts, self.params)
+        self._check_length(max(texts, key=len), params.max_new_tokens)
+        self.work = Work(tokenized(texts, self.llm.tokenizer) if args.pretok else texts, params)
 
-    def _check_length(self, longest: str) -> None:
+    def _check_length(self, longest: str, new: int) -> None:
         """A request that ends early brings fewer tokens than were asked for."""
         most = self.llm.engine.sessions.model.shape.max_length
         prompt = len(self.llm.tokenizer.encode(longest))
-        if prompt + self.params.max_new_tokens > most:
+        if prompt + new > most:
             raise ConfigError(
-                f"a prompt of {prompt} tokens and {self.params.max_new_tokens} new ones are more "
+                f"a prompt of {prompt} tokens and {new} new ones are more "
                 f"than the model's {most} positions: lower --max-new-tokens, or shorten prompts"
             )
 
-    def measure(
-        self, name: str, drive: Callable[[Run], None], floor: MemoryFloor
-    ) -> tuple[ThroughputRow, list[LatencyRow]]:
-        """One way of driving, over its repeated runs."""
-        records = self._records(name, drive)
-        interval = self._args.stream_interval
-        waits = [
-            latencies(name, [seen.in_parts(interval) for seen in record.timelines])
-            for record in records
-        ]
-        return (
-            ThroughputRow.over([ThroughputRow.of(name, record, floor) for record in records]),
-            [median_row(rows) for rows in zip(*waits, strict=True)],
-        )
-
-    def _records(self, name: str, drive: Callable[[Run], None]) -> list[RunRecord]:
-        warmups, repeats = self._args.warmup_runs, self._args.repeat_runs
-        records = []
-        workers = self._args.tokenize_workers
-        with tqdm(total=warmups + repeats, desc=name, unit="run", disable=None) as bar:
-            for turn in range(warmups + repeats):
-                feed = PromptFeed(self.work.prompts, self.llm.tokenizer, workers)
-                record = perform(self.llm.engine, feed, self.params, drive)
-                if turn >= warmups:
-                    records.append(record)
-                bar.update()
-        return records
-
-    def report(
-        self, benchmark: str, command: str, ways: Mapping[str, Callable[[Run], None]]
-    ) -> Report:
+    def report(self, benchmark: str, ways: Mapping[str, Callable[[Run], None]]) -> Report:
         """Measure every way of driving, then the peers."""
-        device = self.llm.engine.sessions.model.device
+        model, config = self.llm.engine.sessions.model, self.llm.config
         floor = memory_floor(self.source.skeleton(), self.llm)
         throughput: list[ThroughputRow] = []
         waits: list[LatencyRow] = []
         for name, drive in ways.items():
-            row, more = self.measure(name, drive, floor)
-            throughput.append(row)
-            waits += more
-        config = self._config()
+            records = self._records(name, drive)
+            runs = [ThroughputRow.of(name, record, floor) for record in records]
+            throughput.append(ThroughputRow.over(runs))
+            seen = [latencies(name, self._handed_over(record)) for record in records]
+            waits += [median_row(rows) for rows in zip(*seen, strict=True)]
         return Report(
-            benchmark=benchmark,
-            command=command,
-            date=reporting.now(),
-            machine=reporting.this_machine(device),
-            config=config,
-            facts={"start_up_s": self._start_up_s, **floor.facts()},
-            tables=(
+            benchmark,
+            self._args.command,
+            model.device,
+            {
+                **self.source.described(model.dtype),
+                **asdict(config),
+                **asdict(self.work.params),
+            },
+            (
                 Table("throughput", _THROUGHPUT, throughput),
                 Table("latencies", _LATENCIES, waits),
                 Table("peers", peers.CAPTION, self._compared(throughput[-1])),
             ),
+            {"start_up_s": self._start_up_s, **floor.facts()},
         )
 
-    def _config(self) -> dict[str, Any]:
-        model = self.llm.engine.sessions.model
-        return {
-            **self.source.described(model.dtype),
-            **asdict(self.llm.config),
-            **asdict(self.params),
-        }
+    def _records(self, name: str, drive: Callable[[Run], None]) -> list[RunRecord]:
+        args, llm = self._args, self.llm
+        turns = args.warmup_runs + args.repeat_runs
+        records = [
+            perform(llm.engine, self.work, drive, llm.tokenizer, args.tokenize_workers)
+            for _ in tqdm(range(turns), desc=name, unit="run", disable=None)
+        ]
+        return records[args.warmup_runs :]
+
+    def _handed_over(self, record: RunRecord) -> list[Timeline]:
+        return [seen.in_parts(self._args.stream_interval) for seen in record.timelines]
 
     def _compared(self, ours: ThroughputRow) -> list[peers.PeerRow]:
         """Lets go of the engine first: others need the memory."""
         if not self._peers:
             return []
-        prompts = tokenized(self.work.prompts, self.llm.tokenizer)
+        work = Work(tokenized(self.work.prompts, self.llm.tokenizer), self.work.params)
         slots = self.llm.config.max_batch_size
         del self.llm
         collect()
-        job = peers.PeerJob.of(
-            self.source,
-            Work(prompts, self.params),
-            slots,
-            self._args.warmup_runs,
-            self._args.repeat_runs,
-        )
-        return peers.compare(self._peers, job, peers.PeerRow.ours(ours))
+        job = peers.PeerJob.of(self._args, self.source, work, slots)
+        return peers.compare(self._peers, job, ours)

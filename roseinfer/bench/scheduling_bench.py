@@ -1,10 +1,14 @@
-"""What deciding on a step costs the host, by how many requests run and how many wait."""
+"""``scheduling``: the host's time to decide on a step, by how many requests run and wait."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 
-from roseinfer.bench.reporting import SchedulingRow
+from roseinfer.bench.arguments import add_outputs, whole
+from roseinfer.bench.reporting import Report, Table
 from roseinfer.bench.timing import in_rounds, time_calls
 from roseinfer.config import AppendPolicy, EngineConfig, SamplingParams
 from roseinfer.engine.prefix_cache import PrefixCache
@@ -13,20 +17,52 @@ from roseinfer.engine.scheduler import Scheduler
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.kv.sequence import InferenceSession
 
+if TYPE_CHECKING:
+    import argparse
+
+_CAPTION = """\
+Deciding on a step in which all running requests decode and nobody comes or goes, us of host
+time. Wanted: at most 2 us for each running request, whatever waits."""
 _PROMPT = 200
 _BLOCK_SIZE = 64
 _CALLS = 50
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulingRow:
+    running: int
+    waiting: int
+    step_us: float
+    us_per_running: float
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("scheduling", help="what deciding on a step costs the host")
+    option = parser.add_argument
+    option("--running", type=whole(1), nargs="+", default=[16, 64, 256, 1024], metavar="N")
+    option("--waiting", type=whole(0), nargs="+", default=[0, 10_000], metavar="N")
+    option("--quick", action="store_true", help="few rounds: does it run?")
+    add_outputs(parser, plot=False)
+    parser.set_defaults(run=_measure)
+
+
+def _measure(args: argparse.Namespace) -> Report:
+    rounds = 3 if args.quick else 30
+    rows = [
+        measure(running, waiting, rounds) for running in args.running for waiting in args.waiting
+    ]
+    tables = (Table("scheduling", _CAPTION, rows),)
+    return Report("scheduling", args.command, torch.device("cpu"), {"rounds": rounds}, tables)
+
+
 def measure(running: int, waiting: int, rounds: int) -> SchedulingRow:
-    """Steps in which every running request decodes and nobody comes or goes."""
     scheduler = _busy(running, waiting)
     step = scheduler.next_step()
     if len(step.decoding) != running or step.chunks:
         raise RuntimeError(f"{running} were to decode, not {len(step.decoding)}")
 
     def decide() -> float:
-        return time_calls(scheduler.next_step, _CALLS, lambda: None)
+        return time_calls(scheduler.next_step, _CALLS)
 
     microseconds = in_rounds({"step": decide}, rounds, "scheduling")["step"].median_us
     return SchedulingRow(running, waiting, microseconds, microseconds / running)

@@ -1,6 +1,6 @@
 """How often the paired comparison is wrong, tried on steps whose ratio is known.
 
-``python -m pytest_roseinfer.gates.time.experiment --runs 200 --slower 0 --log same.jsonl`` compares
+``python -m tests.gates.experiment --runs 200 --slower 0 --log same.jsonl`` compares
 a small decode step with itself 200 times; with ``--slower 5``, with one that does 5% more of the
 same work. ``docs/gates.md`` has what came out.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from pytest_roseinfer.gates.time.interval import Verdict
 from pytest_roseinfer.gates.time.paired import Comparing, Comparison, Plan
-from pytest_roseinfer.gates.time.verdict import Verdict
 from pytest_roseinfer.gates.time.worker_process import (
     Job,
     Side,

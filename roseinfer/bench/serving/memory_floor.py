@@ -10,8 +10,6 @@ from torch import nn
 from roseinfer.bench.timing import copy_bandwidth
 
 if TYPE_CHECKING:
-    import torch
-
     from roseinfer.llm import LLM
 
 _COPY_BYTES = {"cuda": 1 << 28, "cpu": 1 << 26}
@@ -42,13 +40,11 @@ class MemoryFloor:
 def memory_floor(skeleton: Any, llm: LLM) -> MemoryFloor:
     """``skeleton`` is the network as it was made, before an engine rearranged anything."""
     model = llm.engine.sessions.model
-    shape = model.shape
-    values = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
-    device: torch.device = model.device
+    values = 2 * model.shape.num_layers * model.shape.num_kv_heads * model.shape.head_dim
     return MemoryFloor(
         values_read(skeleton) * model.dtype.itemsize,
         values * model.dtype.itemsize,
-        copy_bandwidth(device, _COPY_BYTES[device.type]),
+        copy_bandwidth(model.device, _COPY_BYTES[model.device.type]),
     )
 
 

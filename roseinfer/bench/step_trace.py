@@ -1,4 +1,4 @@
-"""Where a steady decode step's time goes: what the host does while the device works.
+"""``trace``: the time of a steady decode step, the host's work beside the device's.
 
 No profiler takes part, which would slow down the host and nobody else: the host's clock is read
 around each step and each wait, and the device notes when it began with a step's graph and when it
@@ -10,22 +10,32 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
+from tqdm import tqdm
 
+from roseinfer.bench import arguments
+from roseinfer.bench.model_source import ModelSource
+from roseinfer.bench.reporting import Report, Table
+from roseinfer.bench.serving.prompts import random_prompts
+from roseinfer.bench.timing import device_mark
 from roseinfer.config import SamplingParams
 from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterable, Iterator
 
     from roseinfer.engine.engine import Engine
-    from roseinfer.engine.request import Request
     from roseinfer.llm import LLM
 
+_STEPS = """\
+All sequences decode, none comes or goes; medians. A step is what the host works and what it waits
+for the device. device works us: from when the device began with a step's graph until it was done
+with it, which is all it does in a step but a few small copies."""
+_SPANS = "Some of those steps: what ran from when to when."
 _SETTLE = 8
 """Steps before the first that is looked at."""
 _DRAWN = 4
@@ -43,7 +53,7 @@ class StepTimeRow:
     host_works_us: float
     host_waits_us: float
     device_works_us: float | None
-    """On a step's graph; None where none is replayed."""
+    """The time on a step's graph; None where none is replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +68,58 @@ class SpanRow:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """In seconds, on one clock, each in order."""
+    """The intervals of one trace, in seconds on one clock, in order."""
 
     steps: list[Interval]
     waits: list[Interval]
     device: list[Interval]
-    """From when it began with a step's graph until it was done with it."""
+    """Each begins and ends with a step's graph."""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("trace", help="what host and device do in a decode step")
+    arguments.add_model(parser)
+    option, whole = parser.add_argument_group("work").add_argument, arguments.whole
+    sizes = [1, 16, 64, 128, 256]
+    option("--sequences", type=whole(1), nargs="+", default=sizes, metavar="N")
+    option("--context", type=whole(1), default=128, help="tokens (%(default)s)")
+    option("--steps", type=whole(8), default=60, help="timed (%(default)s)")
+    arguments.add_outputs(parser, plot=True)
+    parser.set_defaults(run=_measure)
+
+
+def _measure(args: argparse.Namespace) -> Report:
+    source = ModelSource.of(args)
+    llm = source.llm({"max_batch_size": max(args.sequences)})
+    for sequences in args.sequences:
+        check(llm.engine, sequences, args.context, args.steps)
+    rows: list[StepTimeRow] = []
+    spans: list[SpanRow] = []
+    for sequences in tqdm(args.sequences, desc="trace", unit="size", disable=None):
+        row, some = measure(llm, sequences, args.context, args.steps)
+        rows.append(row)
+        spans += some
+    model = llm.engine.sessions.model
+    asked = {name: getattr(args, name) for name in ("context", "steps")}
+    config = {**source.described(model.dtype), **asked}
+    config["run_ahead"] = llm.config.lag(model.device.type)
+    tables = (Table("steps", _STEPS, rows), Table("spans", _SPANS, spans, printed=False))
+    return Report("trace", args.command, model.device, config, tables)
 
 
 def measure(
     llm: LLM, sequences: int, context: int, steps: int
 ) -> tuple[StepTimeRow, list[SpanRow]]:
-    """So many requests decode, none comes or goes."""
+    """Trace steps in which so many requests decode and none comes or goes."""
     engine = llm.engine
-    requests = _submit(engine, sequences, context, steps)
+    check(engine, sequences, context, steps)
+    new = _new(engine, sequences, context, steps)
+    params = SamplingParams(max_new_tokens=new, ignore_eos=True)
+    prompts = random_prompts(sequences, context, engine.sessions.model.shape.vocab_size)
+    requests = [engine.submit(prompt, params) for prompt in prompts]
     try:
-        _fill(engine, requests)
+        while not all(request.num_generated for request in requests):
+            engine.step()
         for _ in range(_SETTLE):
             engine.step()
         traced = trace(engine, steps)
@@ -87,67 +133,50 @@ def measure(
 def trace(engine: Engine, steps: int) -> Traced:
     if engine.sessions.kv.device.type != "cuda":
         return Traced(_timed(engine, steps), [], [])
-    with _noted_waits() as waits, _noted_replays() as replays:
+    with noted_waits() as waits, noted_replays() as replays:
         found = _timed(engine, steps)
-    return Traced(found, waits, replays.intervals())
+    return Traced(found, waits, replays())
 
 
 def _timed(engine: Engine, steps: int) -> list[Interval]:
-    clock = time.perf_counter
     found: list[Interval] = []
     for _ in range(steps):
-        begin = clock()
+        begin = time.perf_counter()
         engine.step()
-        found.append((begin, clock()))
+        found.append((begin, time.perf_counter()))
     return found
 
 
-class _Replays:
-    """When the device began with each graph and was done with it, told on the host's clock."""
-
-    def __init__(self) -> None:
-        self._first = _mark()
-        self._first.synchronize()
-        self._zero = time.perf_counter()
-        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def note(self, replay: Callable[[], None]) -> None:
-        begin = _mark()
-        replay()
-        self._marks.append((begin, _mark()))
-
-    def intervals(self) -> list[Interval]:
-        torch.cuda.synchronize()
-        return [(self._moment(begin), self._moment(end)) for begin, end in self._marks]
-
-    def _moment(self, mark: torch.cuda.Event) -> float:
-        milliseconds: float = self._first.elapsed_time(mark)
-        return self._zero + milliseconds / 1e3
-
-
 @contextmanager
-def _noted_replays() -> Iterator[_Replays]:
-    replays = _Replays()
+def noted_replays() -> Iterator[Callable[[], list[Interval]]]:
+    """When the device began with each graph and was done with it, told on the host's clock."""
+    first = device_mark()
+    first.synchronize()
+    zero = time.perf_counter()
+    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     real = torch.cuda.CUDAGraph.replay
 
-    def replay(self: torch.cuda.CUDAGraph) -> None:
-        replays.note(partial(real, self))
+    def replay(graph: torch.cuda.CUDAGraph) -> None:
+        begin = device_mark()
+        real(graph)
+        marks.append((begin, device_mark()))
 
-    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    def moment(mark: torch.cuda.Event) -> float:
+        return float(zero + first.elapsed_time(mark) / 1e3)
+
+    def intervals() -> list[Interval]:
+        torch.cuda.synchronize()
+        return [(moment(begin), moment(end)) for begin, end in marks]
+
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign, assignment]
     try:
-        yield replays
+        yield intervals
     finally:
         torch.cuda.CUDAGraph.replay = real  # type: ignore[method-assign]
 
 
-def _mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
 @contextmanager
-def _noted_waits() -> Iterator[list[Interval]]:
+def noted_waits() -> Iterator[list[Interval]]:
     """When the host waited for an event, which is all it waits for in a steady step."""
     waits: list[Interval] = []
     real = torch.cuda.Event.synchronize
@@ -168,18 +197,13 @@ def row_of(sequences: int, traced: Traced) -> StepTimeRow:
     lengths = [end - begin for begin, end in traced.steps]
     waited = [covered(traced.waits, step) for step in traced.steps]
     works = [length - wait for length, wait in zip(lengths, waited, strict=True)]
-    device = traced.device
-    return StepTimeRow(
-        sequences,
-        median(lengths) * 1e6,
-        median(works) * 1e6,
-        median(waited) * 1e6,
-        median(end - begin for begin, end in device) * 1e6 if device else None,
-    )
+    device = [end - begin for begin, end in traced.device]
+    step, work, wait = (median(seconds) * 1e6 for seconds in (lengths, works, waited))
+    return StepTimeRow(sequences, step, work, wait, median(device) * 1e6 if device else None)
 
 
 def spans_of(sequences: int, traced: Traced) -> list[SpanRow]:
-    """Of a few steps in the middle."""
+    """The spans of a few steps in the middle."""
     middle = len(traced.steps) // 2
     drawn = traced.steps[middle : middle + _DRAWN]
     begin, end = drawn[0][0], drawn[-1][1]
@@ -193,7 +217,7 @@ def spans_of(sequences: int, traced: Traced) -> list[SpanRow]:
 
 
 def covered(spans: Iterable[Interval], within: Interval) -> float:
-    """How much of an interval lies in any of ``spans``, which do not overlap."""
+    """Add up how much of an interval lies in ``spans``, which do not overlap."""
     begin, end = within
     return sum(max(0.0, min(last, end) - max(first, begin)) for first, last in spans)
 
@@ -223,20 +247,3 @@ def _new(engine: Engine, sequences: int, context: int, steps: int) -> int:
     """
     filling = sequences + sequences * context // engine.config.prefill_max_tokens
     return filling + _SETTLE + steps
-
-
-def _submit(engine: Engine, sequences: int, context: int, steps: int) -> list[Request]:
-    """Sequences of which none shares a block with another."""
-    check(engine, sequences, context, steps)
-    vocabulary = engine.sessions.model.shape.vocab_size
-    new = _new(engine, sequences, context, steps)
-    params = SamplingParams(max_new_tokens=new, ignore_eos=True)
-    prompts = (
-        [(7 * at + place) % vocabulary for place in range(context)] for at in range(sequences)
-    )
-    return [engine.submit(prompt, params) for prompt in prompts]
-
-
-def _fill(engine: Engine, requests: list[Request]) -> None:
-    while not all(request.num_generated for request in requests):
-        engine.step()

@@ -1,62 +1,49 @@
-"""What one run of pytest timed, and what the end of it makes of that.
-
-A plugin of its own, registered by the first test that takes the fixture, or where the command
-line asks for a timing: other runs have nothing of it.
-"""
+"""The gate of time: the two sides of a run, and what its tests found about them."""
 
 from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import pytest
+from typing import TYPE_CHECKING
 
 from pytest_roseinfer import settings
+from pytest_roseinfer.gates.gate import Gate, show_problems
 from pytest_roseinfer.gates.time import timing_report
 from pytest_roseinfer.gates.time.sides import other_side, this_side
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Iterable, Sequence
+
+    import pytest
 
     from pytest_roseinfer.gates.time.timing_report import Timed
     from pytest_roseinfer.gates.time.worker_process import Side
 
-_PLUGIN = "roseinfer-timing"
 NEXT_TO_OTHERS = (
     "decode steps are not timed by workers of pytest-xdist, which would time each other: run "
     "them without -n"
 )
 
 
-class TimingRun:
+class TimingGate(Gate):
     """Holds the two sides of a run, and adds up what its tests found."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._config = config
+        super().__init__(config)
         self._built = ExitStack()
+        config.add_cleanup(self._built.close)
         self._sides: tuple[Side, Side] | None = None
         self._results: list[Timed] = []
         self._lines: list[str] = []
         self._absolutes = 0
-        self._problem = ""
-
-    @staticmethod
-    def of(config: pytest.Config) -> TimingRun:
-        run = config.pluginmanager.get_plugin(_PLUGIN)
-        if run is None:
-            run = TimingRun(config)
-            config.pluginmanager.register(run, _PLUGIN)
-        assert isinstance(run, TimingRun)
-        return run
 
     def sides(self) -> tuple[Side, Side]:
         """There and here; without a revision to compare with, here twice."""
         if self._sides is None:
-            started_in = self._config.invocation_params.dir
+            started_in = self.config.invocation_params.dir
             # Without an ini file, pytest takes the folder of the other side into account.
-            folder = self._config.rootpath if self._config.inipath else started_in
+            folder = self.config.rootpath if self.config.inipath else started_in
             here = this_side(folder, [str(started_in), *sys.path])
             reference = settings.current().timing.against
             there = here
@@ -73,28 +60,13 @@ class TimingRun:
         self._absolutes += 1
         self._lines.append(line)
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        result = yield
-        tpot = getattr(item, "funcargs", {}).get("roseinfer_tpot")
-        if tpot is not None and not tpot.checked:
-            pytest.fail("the test took roseinfer_tpot and timed no step with it", pytrace=False)
-        return result
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if hasattr(self._config, "workerinput"):
-            return
+    def judge(self, *, passed: bool) -> Sequence[str]:
         self._lines += filter(None, (timed.in_words() for timed in self._results))
-        self._problem = self._write()
-        if session.exitstatus == pytest.ExitCode.OK and not self._config.getoption("collectonly"):
-            self._problem = self._problem or self._nothing_done()
-            if self._problem:
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        timing_report.add_github_summary(self._results, self._lines)
+        problem = self._write() or (self._nothing_done() if passed else "")
+        return [problem] if problem else []
 
     def _write(self) -> str:
-        """Keep the results where the command line says; why that failed, if so."""
+        """Keep the results where the command line says; return why that failed, if so."""
         where = settings.current().timing.folder
         if not (where and self._results):
             return ""
@@ -109,29 +81,31 @@ class TimingRun:
         return ""
 
     def _nothing_done(self) -> str:
-        """Why a run that was asked for a gate is no pass, if it is none."""
+        """Return why a run that was asked for the gate did not apply it, if it did not."""
         asked = settings.current().timing
         problem = ""
-        if (asked.against or asked.noise_floor) and not self._results:
+        if asked.paired and not self._results:
             option = "--roseinfer-against" if asked.against else "--roseinfer-noise-floor"
             problem = f"{option}: no test of this run compared a step"
         elif asked.tpot and not self._absolutes:
             problem = "--roseinfer-tpot: no test of this run compared a step with its baseline"
-        if problem and self._config.getoption("numprocesses", None):
+        if problem and self.config.getoption("numprocesses", None):
             problem += f"; {NEXT_TO_OTHERS}"
         return problem
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if not (self._results or self._lines or self._problem):
-            return
-        terminalreporter.section("roseinfer: times of decode steps")
+    def in_markdown(self) -> Iterable[str]:
         if self._results:
-            terminalreporter.line(f"there: {self._results[0].there}")
-            terminalreporter.line(timing_report.table(self._results, "simple"))
-        for line in self._lines:
-            terminalreporter.line(line)
-        if self._problem:
-            terminalreporter.line(f"FAILED: {self._problem}", red=True)
+            yield f"### roseinfer: decode steps against {self._results[0].there}"
+            yield from ("", timing_report.table(self._results, "github"), "")
+            yield from (f"- {line}" for line in self._lines)
 
-    def pytest_unconfigure(self) -> None:
-        self._built.close()
+    def show(self, reporter: pytest.TerminalReporter) -> None:
+        if not (self._results or self._lines or self.problems):
+            return
+        reporter.section("roseinfer: times of decode steps")
+        if self._results:
+            reporter.line(f"there: {self._results[0].there}")
+            reporter.line(timing_report.table(self._results, "simple"))
+        for line in self._lines:
+            reporter.line(line)
+        show_problems(reporter, self.problems)

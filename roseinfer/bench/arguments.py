@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from roseinfer.config import ADMISSION_POLICIES, SamplingParams
+from roseinfer.config import ADMISSION_POLICIES, EngineConfig, SamplingParams
 from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_ENGINE = (
-    "max_batch_size",
-    "block_size",
-    "prefix_cache",
-    "paged_attention",
-    "compile_layers",
-    "cuda_graph",
-    "run_ahead",
-    "prefill_max_batch_size",
-    "prefill_max_tokens",
-    "prefill_admission_policy",
-)
-"""Options that are settings of the engine, under their names there."""
-_CHOOSING = ("temperature", "top_k", "top_p")
-
-
 Number = TypeVar("Number", int, float)
+
+_CHOOSING = ("temperature", "top_k", "top_p")
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -41,7 +28,7 @@ def whole(least: int) -> Callable[[str], int]:
     return whole_number
 
 
-def milliseconds(text: str) -> float:
+def _milliseconds(text: str) -> float:
     number = _read(float, text, "number")
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
@@ -55,25 +42,16 @@ def _read(kind: Callable[[str], Number], text: str, what: str) -> Number:
         raise argparse.ArgumentTypeError(f"{text!r} is no {what}") from None
 
 
-def counts(text: str) -> tuple[int, ...]:
+def _counts(text: str) -> tuple[int, ...]:
     """``1,4``: a whole number of at least 1, or several."""
     return tuple(whole(1)(part) for part in text.split(","))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
-    add(
-        "--hf-model-id",
-        default="gpt2",
-        metavar="NAME",
-        help="a directory, a hub id, or tiny (default: gpt2)",
-    )
-    add(
-        "--random-weights",
-        action="store_true",
-        help="only the architecture of the name, gpt2 or llama-1b, with weights drawn by chance "
-        "and a local tokenizer; needs no network",
-    )
+    add("--hf-model-id", default="gpt2", metavar="NAME", help="directory, hub id, or tiny (gpt2)")
+    drawn = "an architecture by name, gpt2 or llama-1b, with random weights; needs no network"
+    add("--random-weights", action="store_true", help=drawn)
     add("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
     add("--dtype", help="float32, float16 or bfloat16 (default: by checkpoint and device)")
 
@@ -91,31 +69,35 @@ def add_requests(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, metavar="P", help="with --do-sample: of together probability P")
 
 
+def add_streams(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("streams").add_argument
+    repeats = "times that a request repeats the prompt; several numbers are taken in turns (1)"
+    add("--prompt-repeats", type=_counts, default=(1,), metavar="N[,N...]", help=repeats)
+    workers = "threads that tokenize prompts before they are due (0: when submitted)"
+    add("--tokenize-workers", type=whole(0), default=0, metavar="N", help=workers)
+    interval = "time between two requests (0: all at once)"
+    add("--submit-interval-ms", type=_milliseconds, default=0.0, metavar="MS", help=interval)
+    parts = "tokens handed over at a time, after the first (1)"
+    add("--stream-interval", type=whole(1), default=1, metavar="N", help=parts)
+
+
 def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Options under the names of ``EngineConfig``; each is None where nothing is said."""
     group = parser.add_argument_group("engine, as EngineConfig has it where nothing is said")
     add = group.add_argument
     switch = argparse.BooleanOptionalAction
     add("--max-batch-size", type=whole(1), metavar="N", help="requests that run at once")
     add("--block-size", type=whole(1), metavar="N", help="tokens of a block of the KV cache")
-    add(
-        "--no-prefix-cache",
-        dest="prefix_cache",
-        action="store_const",
-        const=False,
-        help="compute every prompt from its beginning",
-    )
-    add(
-        "--paged-attn",
-        dest="paged_attention",
-        action=switch,
-        help="attend with the Triton kernels, or with the reference",
-    )
-    add(
-        "--compile-layers",
-        action="store_const",
-        const=True,
-        help="torch.compile the layers of a model that has no fused kernels",
-    )
+    whole_prompts: dict[str, Any] = {
+        "dest": "prefix_cache",
+        "action": "store_const",
+        "const": False,
+    }
+    add("--no-prefix-cache", **whole_prompts, help="compute every prompt from its beginning")
+    kernels = "attend with the Triton kernels, or with the reference"
+    add("--paged-attn", dest="paged_attention", action=switch, help=kernels)
+    layers = "torch.compile the layers of a model that has no fused kernels"
+    add("--compile-layers", action="store_const", const=True, help=layers)
     add("--cuda-graph", action=switch, help="replay a step as one CUDA graph, or launch it")
     add("--run-ahead", type=whole(0), metavar="N", help="steps the device may be ahead")
     return group
@@ -125,23 +107,16 @@ def add_prefill(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--prefill-max-batch-size", type=whole(1), metavar="N", help="prompts in one step")
     add("--prefill-max-tokens", type=whole(1), metavar="N", help="prompt tokens of one step")
-    add(
-        "--prefill-admission-policy",
-        choices=ADMISSION_POLICIES,
-        help="begin prompts in order, or prefer those that fit whole into a step",
-    )
+    order = "begin prompts in order, or prefer those that fit whole into a step"
+    add("--prefill-admission-policy", choices=ADMISSION_POLICIES, help=order)
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("runs").add_argument
     add("--warmup-runs", type=whole(0), default=1, metavar="N", help="untimed, before (1)")
     add("--repeat-runs", type=whole(1), default=3, metavar="N", help="medians over these (3)")
-    add(
-        "--peers",
-        nargs="*",
-        metavar="NAME",
-        help="run the same work on other systems too: all that are known, or those named",
-    )
+    others = "run the same work on other systems too: all that are known, or those named"
+    add("--peers", nargs="*", metavar="NAME", help=others)
 
 
 def add_outputs(parser: argparse.ArgumentParser, *, plot: bool) -> None:
@@ -153,7 +128,7 @@ def add_outputs(parser: argparse.ArgumentParser, *, plot: bool) -> None:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Fields of ``EngineConfig``, those alone that something was said about."""
-    given = {name: getattr(args, name, None) for name in _ENGINE}
+    given = {field.name: getattr(args, field.name, None) for field in fields(EngineConfig)}
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -1,0 +1,117 @@
+"""A gate adds something up over the tests of a run, and fails a run that would else have passed.
+
+It is made by the first test that needs it, or where the command line asks for it. Workers of
+pytest-xdist have gates of their own, which their controller adds to its own and judges once.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Self
+
+_GATES = pytest.StashKey[dict[type["Gate"], "Gate"]]()
+_FROM_WORKER = "roseinfer_gates"
+_MUST_CHECK = {"roseinfer_costs": "checked", "roseinfer_tpot": "timed"}
+"""Fixtures that a test takes in vain if it never lets them do this to a step."""
+
+
+class Gate(ABC):
+    """One subject of a run; a subclass says what it adds up and when that is a failure."""
+
+    judged_last = False
+    """A gate that reports how the run ended is judged after those that may still fail it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.problems: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, config: pytest.Config) -> Self:
+        """The gate of this run, made where there is none yet."""
+        gates = config.stash.setdefault(_GATES, {})
+        if cls not in gates:
+            gates[cls] = cls(config)
+        gate = gates[cls]
+        assert isinstance(gate, cls)
+        return gate
+
+    def to_json(self) -> Any:
+        """Return what a worker hands to its controller; None if there is nothing."""
+        return None
+
+    def add(self, seen: Any) -> None:
+        """Add what ``to_json`` of a worker's gate returned."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def judge(self, *, passed: bool) -> Sequence[str]:
+        """Write what is to be written, and return the problems; ``passed`` says of the tests."""
+
+    @abstractmethod
+    def in_markdown(self) -> Iterable[str]:
+        """The lines of a GitHub step summary."""
+
+    @abstractmethod
+    def show(self, reporter: pytest.TerminalReporter) -> None:
+        """Write a section of the terminal's summary, if there is anything to say."""
+
+
+def show_problems(reporter: pytest.TerminalReporter, problems: Iterable[str]) -> None:
+    for problem in problems:
+        reporter.line(f"FAILED: {problem}", red=True)
+
+
+def finish(session: pytest.Session) -> None:
+    """Judge every gate of this run, or hand over what a worker saw."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        gates = _gates(session.config)
+        output[_FROM_WORKER] = {_name(gate): seen for gate in gates if (seen := gate.to_json())}
+        return
+    for gate in _gates(session.config):
+        gate.problems = gate.judge(passed=session.exitstatus == pytest.ExitCode.OK)
+        if gate.problems and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        _add_to_github_summary(gate.in_markdown())
+
+
+def take_over(config: pytest.Config, output: Mapping[str, Any]) -> None:
+    """Add what a worker saw to the gates of its controller."""
+    from pkgutil import resolve_name  # every run of pytest imports this file, and few have workers
+
+    for name, seen in output.get(_FROM_WORKER, {}).items():
+        resolve_name(name).of(config).add(seen)
+
+
+def show(reporter: pytest.TerminalReporter) -> None:
+    for gate in _gates(reporter.config):
+        gate.show(reporter)
+
+
+def require_checks(item: pytest.Item) -> None:
+    """Fail a test that took a gate's fixture and never used it."""
+    taken = getattr(item, "funcargs", {})
+    for fixture, done in _MUST_CHECK.items():
+        if fixture in taken and not taken[fixture].checked:
+            pytest.fail(f"the test took {fixture} and {done} no step with it", pytrace=False)
+
+
+def _gates(config: pytest.Config) -> list[Gate]:
+    return sorted(config.stash.get(_GATES, {}).values(), key=lambda gate: gate.judged_last)
+
+
+def _name(gate: Gate) -> str:
+    return f"{type(gate).__module__}:{type(gate).__qualname__}"
+
+
+def _add_to_github_summary(lines: Iterable[str]) -> None:
+    if file := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with open(file, "a", encoding="utf-8") as summary:
+            summary.writelines(f"{line}\n" for line in lines)

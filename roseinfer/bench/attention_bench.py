@@ -1,0 +1,199 @@
+"""``attention``: the cost of attending in a decode step, for one layer of some shape."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer.attention.paths import AttentionPath
+from roseinfer.attention.reference import append_and_attend_reference
+from roseinfer.bench.arguments import add_outputs, whole
+from roseinfer.bench.reporting import Report, Table, UnavailableRow
+from roseinfer.bench.timing import (
+    copy_bandwidth,
+    graph_sampler,
+    in_rounds,
+    synchronizer,
+    time_calls,
+    why_triton_cannot_be_timed,
+)
+from roseinfer.models.loading import resolve_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_ROWS = """\
+One layer's attention of one new token for each sequence, us per call; append_and_attend stores
+the token too. A shape is SEQUENCESxCONTEXT:QUERY HEADS/KV HEADSxHEAD SIZE. floor: all keys and
+values read once at the measured copy bandwidth. Caches take turns, so that none is in L2."""
+_SHAPES = {
+    "cuda": (
+        *("64x256:12/12x64", "64x1024:12/12x64", "128x128:12/12x64", "16x256:12/12x64"),
+        *("64x1024:32/8x128", "256x2048:32/8x128"),
+    ),
+    "cpu": ("4x256:12/12x64", "4x256:32/8x128"),
+}
+_DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+_COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+_SPREAD_BYTES = 1 << 30
+"""Caches of that many bytes take turns, so that none is still in a GPU's L2 cache."""
+_FEWEST_CALLS = 12
+_MOST_LAYERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    sequences: int
+    context: int
+    """Tokens of each that are attended to, the new one included."""
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+    _WRITTEN = re.compile(r"(\d+)x(\d+):(\d+)/(\d+)x(\d+)")
+
+    @classmethod
+    def read(cls, text: str) -> Shape:
+        """``64x1024:32/8x128``: sequences, context, query heads, KV heads, head size."""
+        found = cls._WRITTEN.fullmatch(text)
+        numbers = [int(number) for number in found.groups()] if found else [0]
+        if min(numbers) < 1:
+            raise argparse.ArgumentTypeError(f"{text} is no shape such as 64x1024:32/8x128")
+        if numbers[2] % numbers[3]:
+            raise argparse.ArgumentTypeError(
+                f"{text}: {numbers[3]} KV heads are no part of {numbers[2]} heads"
+            )
+        return cls(*numbers)
+
+    def __str__(self) -> str:
+        heads = f"{self.q_heads}/{self.kv_heads}x{self.head_dim}"
+        return f"{self.sequences}x{self.context}:{heads}"
+
+    def cache_bytes(self, dtype: torch.dtype) -> int:
+        """The keys and values that must be read."""
+        values = self.sequences * self.context * self.kv_heads * self.head_dim
+        return 2 * values * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRow:
+    shape: str
+    path: str
+    us: float
+    """Per call: on a GPU of many in a CUDA graph, else until it is done."""
+    floor_us: float
+    times_floor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """Sequences of one length whose blocks lie scattered, in as many layers as it takes."""
+
+    shape: Shape
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    tables: torch.Tensor
+    stored: torch.Tensor
+    """Without the new token."""
+
+    @classmethod
+    def of(cls, shape: Shape, block_size: int, device: torch.device, dtype: torch.dtype) -> Rig:
+        each = -(-shape.context // block_size)
+        blocks = shape.sequences * each
+        count = -(-_SPREAD_BYTES // shape.cache_bytes(dtype)) if device.type == "cuda" else 1
+        size = (2, max(2, min(_MOST_LAYERS, count)), blocks, shape.kv_heads, block_size)
+        caches = torch.empty((*size, shape.head_dim), device=device, dtype=dtype).uniform_(-1, 1)
+
+        def new(heads: int) -> torch.Tensor:
+            return torch.rand((shape.sequences, heads, shape.head_dim), device=device, dtype=dtype)
+
+        return cls(
+            shape,
+            new(shape.q_heads),
+            new(shape.kv_heads),
+            new(shape.kv_heads),
+            list(zip(caches[0], caches[1], strict=True)),
+            torch.randperm(blocks, device=device).view(shape.sequences, each),
+            torch.full((shape.sequences,), shape.context - 1, device=device),
+        )
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("attention", help="what attending in a decode step costs")
+    option = parser.add_argument
+    option("--shapes", type=Shape.read, nargs="+", metavar="SHAPE", help="as 64x1024:32/8x128")
+    option("--block-size", type=whole(1), default=64, help="%(default)s")
+    option("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
+    option("--rounds", type=whole(1), default=15, help="%(default)s")
+    add_outputs(parser, plot=False)
+    parser.set_defaults(run=_measure)
+
+
+def _measure(args: argparse.Namespace) -> Report:
+    device = resolve_device(args.device)
+    dtype = _DTYPES[device.type]
+    reason = why_triton_cannot_be_timed(device)
+    bandwidth = copy_bandwidth(device, _COPY_BYTES[device.type])
+    rows: list[AttentionRow] = []
+    for shape in args.shapes or map(Shape.read, _SHAPES[device.type]):
+        rig = Rig.of(shape, args.block_size, device, dtype)
+        rows += _measure_shape(rig, not reason, args.rounds, bandwidth)
+    missing = [UnavailableRow("the kernels", reason)] if reason else []
+    return Report(
+        "attention",
+        args.command,
+        device,
+        {"block_size": args.block_size, "dtype": str(dtype).removeprefix("torch.")},
+        (
+            Table("attention", _ROWS, rows),
+            Table("unavailable", "Paths that cannot be timed here.", missing),
+        ),
+        {"copy_bandwidth_gb_per_s": bandwidth / 1e9},
+    )
+
+
+def _measure_shape(rig: Rig, kernels: bool, rounds: int, bandwidth: float) -> list[AttentionRow]:
+    calls = max(_FEWEST_CALLS, len(rig.layers))
+    samplers = {path: _sampler(call, calls, rig) for path, call in _calls(rig, kernels).items()}
+    taken = in_rounds(samplers, rounds, str(rig.shape))
+    floor = rig.shape.cache_bytes(rig.query.dtype) / bandwidth * 1e6
+    return [
+        AttentionRow(str(rig.shape), path, us.median_us, floor, us.median_us / floor)
+        for path, us in taken.items()
+    ]
+
+
+def _sampler(call: Callable[[], object], calls: int, rig: Rig) -> Callable[[], float]:
+    sync = synchronizer(rig.query.device)
+    call()  # compiles what there is to compile
+    if rig.query.device.type == "cuda":
+        return graph_sampler(call, calls, sync)
+    return lambda: time_calls(call, 1, sync, wait=True)
+
+
+def _calls(rig: Rig, kernels: bool) -> dict[AttentionPath, Callable[[], object]]:
+    layers = cycle(rig.layers)
+    scale = rig.shape.head_dim**-0.5
+
+    def fused(kernel: Callable[..., torch.Tensor]) -> Callable[[], object]:
+        new = rig.query, rig.key, rig.value
+        return lambda: kernel(*new, *next(layers), rig.tables, rig.stored, scale)
+
+    if not kernels:
+        return {AttentionPath.SLOTS_REFERENCE: fused(append_and_attend_reference)}
+    from roseinfer.kernels.attend_decode import append_and_attend, paged_attention_decode
+
+    lengths = rig.stored + 1
+    return {
+        AttentionPath.APPEND_AND_ATTEND: fused(append_and_attend),
+        AttentionPath.DECODE_TRITON: lambda: paged_attention_decode(
+            rig.query, *next(layers), rig.tables, lengths, scale
+        ),
+    }

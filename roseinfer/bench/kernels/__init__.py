@@ -1,1 +1,0 @@
-"""Kernels timed by themselves."""

@@ -1,1 +1,0 @@
-"""Decode steps: what they are made of, and what each optimisation is worth."""

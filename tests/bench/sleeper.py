@@ -1,0 +1,19 @@
+"""Work that begins another process; it imports nothing that takes long to begin."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def begin_and(folder: str, wait: bool) -> str:
+    """Start a process that would sleep, and a file where temporary ones go."""
+    Path(folder, "temporary").write_text(tempfile.mkdtemp())
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    Path(folder, "pid").write_text(str(child.pid))
+    if wait:
+        child.wait()
+    print("this is no answer")
+    return "done"
