@@ -90,8 +90,9 @@ MUTANTS = (
     Mutant(
         "batch-committed-before-it-fits",
         "Rows are committed one by one; the one that finds no block leaves the others longer.",
-        _MANAGER,
+        "roseinfer.kv.per_layer",
         "        seen = self._survey(pool, block_ids_list, None)\n",
+        "        from roseinfer.kv import plan as planning\n\n"
         "        seen = planning.survey(pool, self.block_size, block_ids_list, None)\n",
         rows=(26,),
         targets=(PER_LAYER,),

@@ -1,0 +1,162 @@
+"""The calls of a manager for those who keep a block list for every layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from roseinfer.errors import BadArgument
+from roseinfer.kv.paths import Condition, Path, PathCounts
+from roseinfer.kv.plan import Apart
+
+if TYPE_CHECKING:
+    import torch
+
+    from roseinfer.kv.mover import DataMover
+    from roseinfer.kv.plan import AppendPlan, BlockLists, Counts, Survey
+    from roseinfer.kv.pool import BlockPool
+    from roseinfer.kv.storage import KVStorage
+
+
+class PerLayerCalls(ABC):
+    """Each call stores tokens in one layer alone, so it refuses lists that layers share.
+
+    ``append_token`` is the slow reference: whatever stores tokens in another way must leave the
+    whole cache as calls of it would. ``KVBlockManager`` supplies what is abstract here.
+    """
+
+    num_heads: int
+    head_dim: int
+    block_size: int
+    layers_per_group: int
+    path_counts: PathCounts
+    _storage: KVStorage
+    _mover: DataMover
+
+    def append_token(
+        self, layer_idx: int, block_ids: list[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Append one token, ``[heads, head_dim]``, to one sequence's list in one layer.
+
+        Every fast path must leave the whole cache as calls of this would.
+        """
+        pool = self._own_pool(layer_idx, "append_token")
+        self._check_inputs(key, value, (self.num_heads, self.head_dim))
+        if not isinstance(block_ids, list):
+            raise BadArgument(f"a block list must be a list, not {block_ids!r}")
+        storage = self._storage
+        key, value = storage.as_stored(key), storage.as_stored(value)
+        last = pool.held(block_ids[-1]) if block_ids else None
+        if last is None:
+            met = Condition.FRESH
+            info = pool.take(start=0, length=0)
+            block_ids.append(pool.first_id + info.block_index)
+        elif last.length == self.block_size:
+            shared = pool.refcounts[last.block_index] > 1
+            met = Condition.ROLLOVER_SHARED if shared else Condition.ROLLOVER
+            info = pool.take(start=last.start + last.length, length=0)
+            block_ids.append(pool.first_id + info.block_index)
+        elif pool.refcounts[last.block_index] > 1:
+            met = Condition.COPY_ON_WRITE
+            info = pool.take(start=last.start, length=last.length)
+            storage.copy_block(layer_idx, last.block_index, info.block_index)
+            pool.drop(last.block_index)
+            block_ids[-1] = pool.first_id + info.block_index
+        else:
+            met = Condition.IN_PLACE
+            info = last
+        storage.write_token(layer_idx, info.block_index, info.length, key, value)
+        info.length += 1
+        self.path_counts[met] += 1
+        self.path_counts[Path.PER_TOKEN] += 1
+
+    def append_token_batch(
+        self, layer_idx: int, block_ids_list: BlockLists, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Append row ``i`` of ``[batch, heads, head_dim]`` to ``block_ids_list[i]``.
+
+        A row whose list is None is padding: it may write to the scratch block only.
+        """
+        pool = self._own_pool(layer_idx, "append_token_batch")
+        self._check_inputs(key, value, (len(block_ids_list), self.num_heads, self.head_dim))
+        seen = self._survey(pool, block_ids_list, None)
+        if not self._mover.policy.batched:
+            for row, block_ids in enumerate(block_ids_list):
+                if block_ids is None:
+                    self.path_counts[Condition.PADDING] += 1
+                    continue
+                self.append_token(layer_idx, block_ids, key[row], value[row])
+            return
+        apart = self._rows_apart(seen, layer_idx, key, value)
+        plan = self._commit(pool, seen, None, apart)
+        self._mover.prepare(plan)
+        self._mover.write(plan, layer_idx, key, value)
+
+    def register_prefill_layer(
+        self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
+    ) -> list[int]:
+        """Store a whole prompt, ``[1, heads, tokens, head_dim]``, in new blocks; return them."""
+        self._own_pool(layer_idx, "register_prefill_layer")
+        num_tokens = key.shape[2] if key.dim() == 4 else 0
+        self._check_inputs(key, value, (1, self.num_heads, num_tokens, self.head_dim))
+        block_ids: list[int] = []
+        if num_tokens:
+            plan = self.plan_append(layer_idx, [block_ids], [num_tokens])
+            self._mover.write(plan, layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        return block_ids
+
+    def _own_pool(self, layer_idx: int, call: str) -> BlockPool:
+        if self.layers_per_group > 1:
+            raise BadArgument(
+                f"{call} moves one layer alone, and here {self.layers_per_group} layers share a "
+                "block list: use plan_append and write"
+            )
+        return self._pool(layer_idx)
+
+    def _rows_apart(
+        self, seen: Survey, layer_idx: int, key: torch.Tensor, value: torch.Tensor
+    ) -> Apart | None:
+        """The rows that the policy sends through ``append_token``, if there are any."""
+        policy = self._mover.policy
+        if policy.batched_rollover and policy.batched_copy_on_write:
+            return None
+        rows = frozenset(
+            row
+            for row, condition in seen.needs_block.items()
+            if condition is not Condition.PADDING
+            and not (
+                policy.batched_copy_on_write
+                if condition is Condition.COPY_ON_WRITE
+                else policy.batched_rollover
+            )
+        )
+
+        def append(row: int) -> None:
+            block_ids = seen.block_lists[row]
+            if block_ids is not None:
+                self.append_token(layer_idx, block_ids, key[row], value[row])
+
+        return Apart(rows, append) if rows else None
+
+    # --------------------------------------------------------------- what the manager supplies
+
+    @abstractmethod
+    def plan_append(
+        self, layer_idx: int, block_ids_list: BlockLists, num_tokens: Counts = None
+    ) -> AppendPlan: ...
+
+    @abstractmethod
+    def _pool(self, layer_idx: int) -> BlockPool: ...
+
+    @abstractmethod
+    def _check_inputs(
+        self, key: torch.Tensor, value: torch.Tensor, shape: tuple[int, ...]
+    ) -> None: ...
+
+    @abstractmethod
+    def _survey(self, pool: BlockPool, block_lists: BlockLists, counts: Counts) -> Survey: ...
+
+    @abstractmethod
+    def _commit(
+        self, pool: BlockPool, seen: Survey, counts: Counts, apart: Apart | None = None
+    ) -> AppendPlan: ...
