@@ -19,6 +19,7 @@ from roseinfer.bench.options import add_outputs, whole
 from roseinfer.bench.reporting import Report, Table, UnavailableRow, judge
 from roseinfer.bench.steps import ladder_bench, step_trace_bench
 from roseinfer.bench.timing import copy_bandwidth, one_thread
+from roseinfer.config import TRITON_SWITCH, AppendPolicy
 from roseinfer.errors import ConfigError
 from roseinfer.kv.paths import Path as KVPath
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roseinfer.bench.reporting import StepRow, TargetRow, WriteRow
-    from roseinfer.config import AppendPolicy
 
     _Policies = dict[KVPath, AppendPolicy]
 
@@ -189,7 +189,8 @@ def _plain(value: object) -> object:
 
 def _runnable(device: torch.device) -> tuple[_Policies, _Policies, list[UnavailableRow]]:
     """The writes and the clones that can be timed on ``device``, and why others cannot."""
-    reason = why_triton_cannot_be_timed(device)
+    switched_off = "" if AppendPolicy.from_env().triton else f"{TRITON_SWITCH} is off"
+    reason = why_triton_cannot_be_timed(device) or switched_off
     can_write, can_clone = (
         {path: policy for path, policy in all_of.items() if not (reason and path.needs_triton)}
         for all_of in (append.WRITES, append.CLONES)
