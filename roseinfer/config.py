@@ -79,11 +79,17 @@ class AppendPolicy:
         return self.triton_min_batch if own is None else own
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> AppendPolicy:
-        """The default policy with the ``ROSELLM_TRITON_KV_APPEND*`` variables applied."""
+    def from_env(
+        cls, environ: Mapping[str, str] | None = None, *, triton: bool = True
+    ) -> AppendPolicy:
+        """Return what the ``ROSELLM_TRITON_KV_APPEND*`` variables ask for.
+
+        This is the policy wherever none was given. ``triton`` is what holds where the switch is
+        not set.
+        """
         env = os.environ if environ is None else environ
         return cls(
-            triton=_switch(env, TRITON_SWITCH, default=cls().triton),
+            triton=_switch(env, TRITON_SWITCH, default=triton),
             triton_min_batch=_whole_number(env, TRITON_MIN_BATCH, default=cls().triton_min_batch),
             triton_full_batch_min_batch=(
                 _whole_number(env, TRITON_FULL_BATCH_MIN_BATCH, default=0)
@@ -196,9 +202,12 @@ class EngineConfig:
     per_layer_kv: bool = False
     """A block list for every layer, which the append policy's per-token switches need."""
     append_policy: AppendPolicy | None = None
-    """How the KV cache is written to; None for what the device does best."""
+    """How the KV cache is written to; None for what the environment asks for, and the kernels on
+    a GPU where it asks for nothing."""
 
     def __post_init__(self) -> None:
+        if self.append_policy is None:
+            AppendPolicy.from_env()  # refuses a bad variable now, before a model is loaded
         for name in ("max_batch_size", "block_size", "prefill_max_batch_size"):
             _require_at_least_1(name, getattr(self, name))
         _require_at_least_1("prefill_max_tokens", self.prefill_max_tokens)
@@ -266,7 +275,7 @@ class EngineConfig:
 
     def policy_for(self, device: str) -> AppendPolicy:
         """How the cache is written to on that kind of device."""
-        return self.append_policy or AppendPolicy(triton=device == "cuda")
+        return self.append_policy or AppendPolicy.from_env(triton=device == "cuda")
 
 
 def _are_texts(value: object) -> bool:

@@ -31,7 +31,7 @@ from roseinfer.bench.timing import (
     time_calls,
     why_triton_cannot_be_timed,
 )
-from roseinfer.config import AppendPolicy
+from roseinfer.config import TRITON_SWITCH, AppendPolicy
 from roseinfer.errors import ConfigError
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.kv.paths import Path
@@ -39,6 +39,8 @@ from roseinfer.kv.paths import Path
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    _Policies = dict[Path, AppendPolicy]
 
     from roseinfer.kv.paths import PathCounts
     from roseinfer.kv.plan import AppendPlan
@@ -175,17 +177,26 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=_measure)
 
 
+def _runnable(device: torch.device) -> tuple[_Policies, _Policies, list[UnavailableRow]]:
+    """The writes and the clones that can be timed on ``device``, and why others cannot."""
+    switched_off = "" if AppendPolicy.from_env().triton else f"{TRITON_SWITCH} is off"
+    reason = why_triton_cannot_be_timed(device) or switched_off
+    can_write, can_clone = (
+        {path: policy for path, policy in all_of.items() if not (reason and path.needs_triton)}
+        for all_of in (WRITES, CLONES)
+    )
+    missing = {*WRITES, *CLONES} - {*can_write, *can_clone}
+    rows = [UnavailableRow(path.value, reason) for path in Path if path in missing]
+    return can_write, can_clone, rows
+
+
 @one_thread()
 def _measure(args: argparse.Namespace) -> Report:
     config = _config(args)
     writes: list[WriteRow] = []
     steps: list[StepRow] = []
     clones: list[WriteRow] = []
-    reason = why_triton_cannot_be_timed(config.device)
-    can_write, can_clone = (
-        {path: policy for path, policy in all_of.items() if not (reason and path.needs_triton)}
-        for all_of in (WRITES, CLONES)
-    )
+    can_write, can_clone, unavailable = _runnable(config.device)
     bandwidth = copy_bandwidth(config.device, config.copy_bytes)
     for batch in config.batches:
         layered, grouped = Rig(config, batch, 1), Rig(config, batch, config.layers)
@@ -193,8 +204,6 @@ def _measure(args: argparse.Namespace) -> Report:
         steps += _measure_steps(layered, grouped, can_write)
         clones += _measure_clones(grouped, can_clone, bandwidth)
         del layered, grouped  # before the next two are built
-    missing = {*WRITES, *CLONES} - {*can_write, *can_clone}
-    unavailable = [UnavailableRow(path.value, reason) for path in Path if path in missing]
     return Report(
         "append",
         args.command,

@@ -45,7 +45,7 @@ class KVBlockManager(PerLayerCalls):
         max_blocks_per_layer: int,
         device: torch.device | str,
         dtype: torch.dtype,
-        policy: AppendPolicy = AppendPolicy(),  # noqa: B008  (frozen)
+        policy: AppendPolicy | None = None,
         *,
         layers_per_group: int = 1,
     ) -> None:
@@ -91,7 +91,11 @@ class KVBlockManager(PerLayerCalls):
             for group in range(num_layers // layers_per_group)
         ]
         self._mover = DataMover(
-            self._storage, layers_per_group, policy, self.path_counts, self.work_counts
+            self._storage,
+            layers_per_group,
+            policy or AppendPolicy.from_env(),
+            self.path_counts,
+            self.work_counts,
         )
 
     @property
