@@ -165,8 +165,8 @@ class KVCacheAdapter(Adapter):
 
         Query is ``[len(seqs), q_heads, head_dim]`` in the cache's dtype, as is what is
         returned; scores are scaled by ``head_dim ** -0.5``. ``q_heads`` is a multiple of the
-        cache's heads: with ``n`` to each, query head ``h`` attends to head ``h // n``. Nothing
-        is stored by it.
+        cache's heads, up to 16 to each: with ``n``, query head ``h`` attends to head
+        ``h // n``. Nothing is stored by it.
         """
         raise NotImplementedError
 

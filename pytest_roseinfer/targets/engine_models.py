@@ -18,6 +18,8 @@ LONG_POSITIONS = 1300
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
+    """A shape; the names of models say it as query heads, KV heads and the size of a head."""
+
     kind: str
     query: int
     kv: int
@@ -29,6 +31,9 @@ _SHAPES = {
     "gpt2": _Heads("gpt2", 2, 2, 12, POSITIONS),
     "llama": _Heads("llama", 4, 2, 6, POSITIONS),
     ODD: _Heads("llama", 4, 2, 6, POSITIONS),
+    "llama 10:2": _Heads("llama", 10, 2, 6, POSITIONS),
+    "llama 24:3": _Heads("llama", 24, 3, 6, POSITIONS),
+    "llama 32:2": _Heads("llama", 32, 2, 6, POSITIONS),
     "gpt2 1x16": _Heads("gpt2", 1, 1, 16),
     "llama 32:2x16": _Heads("llama", 32, 2, 16),
     "qwen3 4:4x16": _Heads("qwen3", 4, 4, 16),

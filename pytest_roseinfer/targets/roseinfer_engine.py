@@ -68,14 +68,23 @@ class RoseinferEngine(EngineAdapter):
         **{path.value: FastPath(equals=_ALONE) for path in _IN_ORDER},
         AttentionPath.DECODE_TRITON.value: FastPath(
             equals=AttentionPath.REFERENCE.value,
-            runs_with=[{"paged_attention": True}, {"paged_attention": True, "model": "llama"}],
+            runs_with=[
+                {"paged_attention": True},
+                {"paged_attention": True, "model": "llama"},
+                {"paged_attention": True, "model": "llama 10:2"},
+            ],
         ),
         AttentionPath.APPEND_AND_ATTEND.value: FastPath(
             equals=AttentionPath.SLOTS_REFERENCE.value,
-            runs_with=[_ON_KERNELS, {**_ON_KERNELS, "model": "llama"}],
+            runs_with=[
+                _ON_KERNELS,
+                {**_ON_KERNELS, "model": "llama"},
+                {**_ON_KERNELS, "model": "llama 32:2"},
+            ],
         ),
         AttentionPath.CHUNK_TRITON.value: FastPath(
-            equals=AttentionPath.REFERENCE.value, runs_with=[{"paged_attention": True}]
+            equals=AttentionPath.REFERENCE.value,
+            runs_with=[{"paged_attention": True}, {"paged_attention": True, "model": "llama 10:2"}],
         ),
         EnginePath.FUSED.value: FastPath(
             equals=_ALONE, runs_with=[{"fused_model": True, "model": "gpt2"}]
@@ -118,7 +127,7 @@ class RoseinferEngine(EngineAdapter):
         EnginePath.RESUMED.value: FastPath(equals=_ALONE, runs_with=[{"max_batch_size": 8}]),
     }
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "model": ("gpt2", "llama"),
+        "model": ("gpt2", "llama", "llama 10:2", "llama 24:3", "llama 32:2"),
         "prefix_cache": (True, False),
         "prefill_admission_policy": ("fifo", "pack"),
         "prefill_max_tokens": (100, 1, 3, 8),

@@ -126,7 +126,10 @@ def test_every_head_size_and_dtype(device: str, head_dim: int, dtype: torch.dtyp
     check(Case(device, [1, 4, 6], head_dim=head_dim, dtype=dtype))
 
 
-@pytest.mark.parametrize(("q_heads", "kv_heads"), [(1, 1), (4, 4), (4, 1), (6, 2), (20, 1)])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads"),
+    [(1, 1), (4, 4), (4, 1), (6, 2), (10, 2), (24, 3), (32, 2), (20, 1)],
+)
 def test_every_grouping_of_query_heads(device: str, q_heads: int, kv_heads: int) -> None:
     check(Case(device, [7, 2], q_heads=q_heads, kv_heads=kv_heads))
 

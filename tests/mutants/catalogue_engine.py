@@ -13,6 +13,7 @@ _SEQUENCE = "roseinfer.kv.sequence"
 _BATCH = "roseinfer.attention.triton"
 _CHUNK = "roseinfer.kernels.attend_chunks"
 _DECODE = "roseinfer.kernels.attend_decode"
+_REFERENCE = "roseinfer.attention.reference"
 
 
 def _mutant(
@@ -270,6 +271,43 @@ MUTANTS = (
         _DECODE,
         "    heads = kv_head * GROUP + members\n",
         "    heads = members * (Q_HEADS // GROUP) + kv_head\n",
+    ),
+    _mutant(
+        "many-query-heads-dealt-out",
+        "In decode, more than 4 query heads to a KV head are dealt out over the KV heads.",
+        _DECODE,
+        "    heads = kv_head * GROUP + members\n",
+        "    heads = kv_head * GROUP + members\n"
+        "    if GROUP > 4:\n"
+        "        heads = members * (Q_HEADS // GROUP) + kv_head\n",
+    ),
+    _mutant(
+        "many-query-heads-dealt-out-in-chunks",
+        "In a prompt's chunks, more than 4 query heads to a KV head are dealt out.",
+        _CHUNK,
+        "    head = kv_head * GROUP + member\n",
+        "    head = kv_head * GROUP + member\n"
+        "    if GROUP > 4:\n"
+        "        head = member * tl.num_programs(1) + kv_head\n",
+    ),
+    Mutant(
+        "many-query-heads-dealt-out-by-the-reference",
+        "In attention without kernels, more than 4 query heads to a KV head are dealt out.",
+        _REFERENCE,
+        "    per_kv_head = query.float().view(tokens, kv_heads, q_heads // kv_heads, -1)\n",
+        "    per_kv_head = query.float().view(tokens, kv_heads, q_heads // kv_heads, -1)\n"
+        "    if q_heads > 4 * kv_heads:\n"
+        "        per_kv_head = query.float().view(tokens, -1, kv_heads, query.shape[2])\n"
+        "        per_kv_head = per_kv_head.transpose(1, 2)\n",
+    ),
+    _mutant(
+        "many-query-heads-dealt-out-in-slots",
+        "In resident decode without kernels, more than 4 query heads to a KV head are dealt out.",
+        _REFERENCE,
+        "    grouped = query.float().view(slots, kv_heads, q_heads // kv_heads, head_dim)\n",
+        "    grouped = query.float().view(slots, kv_heads, q_heads // kv_heads, head_dim)\n"
+        "    if q_heads > 4 * kv_heads:\n"
+        "        grouped = query.float().view(slots, -1, kv_heads, head_dim).transpose(1, 2)\n",
     ),
     _mutant(
         "scores-not-scaled",
