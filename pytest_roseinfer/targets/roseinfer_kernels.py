@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from pytest_roseinfer.adapters.bad_call import BadCall
 from pytest_roseinfer.adapters.cache import CacheFull, CacheSpec, KVCacheAdapter, Ledger
 from pytest_roseinfer.adapters.fast_path import FastPath
-from pytest_roseinfer.invariants.bad_calls import BadCall
 from roseinfer import BadArgument
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-_append = importlib.import_module("roseinfer.kv." + "append_triton")
-_clone = importlib.import_module("roseinfer.kv." + "clone_triton")
+_append = importlib.import_module("roseinfer.kernels." + "append")
+_clone = importlib.import_module("roseinfer.kernels." + "clone")
 
 LAYOUTS = ("plain", "pairs", "tokens_first", "gaps", "slow_dims")
 _GUARD = 7.0
