@@ -196,12 +196,12 @@ def _module_in(target: str, modules: Mapping[str, str]) -> str | None:
     return target or None
 
 
-def _reached(module: str, graph: Mapping[str, set[str | None]]) -> set[str]:
+def _reached(module: str, graph: Mapping[str, set[str]]) -> set[str]:
     """What a module imports, and what that imports, and so on."""
     reached: set[str] = set()
     due = [module]
     while due:
-        new = {other for other in graph[due.pop()] if other} - reached
+        new = graph[due.pop()] - reached
         reached |= new
         due += new
     return reached

@@ -51,6 +51,7 @@ def add_github_summary(
     lines: list[str] = []
     for name, target in seen.targets.items():
         lines += [f"### roseinfer: `{name}`", "", searched(target, asked), ""]
+        lines += [f"checked: {target.checks}", ""] if target.checked else []
         lines += [table(target.rows(), "github"), ""]
         lines += [f"- **failed**: {problem}" for problem in problems.get(name, ())]
         lines.append("")

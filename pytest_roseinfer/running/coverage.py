@@ -64,6 +64,11 @@ class TargetCoverage:
         """The slow paths that others must equal."""
         return [name for name in dict.fromkeys(self.paths.values()) if name not in self.paths]
 
+    @property
+    def checks(self) -> str:
+        """How often each invariant was checked, in words; none of an engine."""
+        return ", ".join(f"{name} {times}" for name, times in self.checked.items())
+
     def rows(self) -> list[Reached]:
         paths = [self._row("path", name, twin) for name, twin in self.paths.items()]
         return paths + [self._row("condition", name, "") for name in self.conditions]

@@ -73,7 +73,7 @@ class Machine:
         )
         self.counts: Counter[str] = Counter()
         """How often each path ran and each condition was met."""
-        self.checked: Counter[str] = Counter()
+        self.checked = Counter({each.name: 0 for each in INVARIANTS})
         """How often each invariant was checked."""
         self.done: list[Operation] = []
         self.seen: set[int] = set()

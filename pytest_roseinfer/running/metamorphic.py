@@ -57,7 +57,7 @@ def check_every_option(adapter: type[KVCacheAdapter], history: History) -> Check
     for options in _settings(adapter):
         spec = replace(history.spec, options={**usual, **options})
         machine = _ran(adapter, _with(replace(history, spec=spec), steps))
-        checked += machine.checked
+        checked.update(machine.checked)
         if first is None:
             first = machine
         else:
@@ -102,11 +102,12 @@ def _check_alike(
     adapter: type[KVCacheAdapter], history: History, other: History, difference: str
 ) -> Checked:
     one = _ran(adapter, history)
-    if other == history:
-        return one.checked
-    two = _ran(adapter, other)
-    _compare(one, two, difference)
-    return one.checked + two.checked
+    checked = Counter(one.checked)
+    if other != history:
+        two = _ran(adapter, other)
+        _compare(one, two, difference)
+        checked.update(two.checked)
+    return checked
 
 
 def _compare(one: Machine, other: Machine, difference: str) -> None:
