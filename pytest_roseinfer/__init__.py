@@ -31,6 +31,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pytest_roseinfer.adapters.bad_call import BadCall as BadCall
     from pytest_roseinfer.adapters.cache import CacheFull as CacheFull
     from pytest_roseinfer.adapters.cache import CacheSpec as CacheSpec
     from pytest_roseinfer.adapters.cache import KVCacheAdapter as KVCacheAdapter
@@ -45,14 +46,13 @@ if TYPE_CHECKING:
     from pytest_roseinfer.engines.run import run_forks as run_forks
     from pytest_roseinfer.engines.run import run_mix as run_mix
     from pytest_roseinfer.findings.divergence import Divergence as Divergence
-    from pytest_roseinfer.invariants.bad_calls import BadCall as BadCall
     from pytest_roseinfer.oracle import Oracle as Oracle
     from pytest_roseinfer.running.conformance import conformance as conformance
     from pytest_roseinfer.running.machine import run_history as run_history
 
 _HOMES = {
     "Asked": "pytest_roseinfer.engines.mix",
-    "BadCall": "pytest_roseinfer.invariants.bad_calls",
+    "BadCall": "pytest_roseinfer.adapters.bad_call",
     "CacheFull": "pytest_roseinfer.adapters.cache",
     "CacheSpec": "pytest_roseinfer.adapters.cache",
     "Divergence": "pytest_roseinfer.findings.divergence",

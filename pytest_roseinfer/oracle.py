@@ -63,6 +63,18 @@ class Page:
     holders: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Tokens that are written together."""
+
+    rows: Sequence[tuple[int, int]]
+    """Sequences, and how many of the tokens each gets, as the last it then has."""
+    tokens: Sequence[int]
+    """All of them, row by row."""
+    layout: str = "plain"
+    """How they lie in memory when they are handed over."""
+
+
 @dataclass(slots=True)
 class Oracle:
     """Sequences of tokens on pages, with as many pages as the cache has blocks."""
@@ -74,12 +86,19 @@ class Oracle:
     sequences: dict[int, list[Page]] = field(default_factory=dict)
     lives: Counter[int] = field(default_factory=Counter)
     """How many sequences of each name were freed."""
+    reserved: list[Written] = field(default_factory=list)
+    """Tokens that count as stored, since there is room for them, but are not written yet."""
 
     def tokens(self, seq: int) -> list[int]:
         return [token for page in self.sequences.get(seq, []) for token in page.tokens]
 
     def length(self, seq: int) -> int:
         return sum(len(page.tokens) for page in self.sequences.get(seq, []))
+
+    def unwritten(self, seq: int) -> int:
+        """How many of a sequence's tokens, the last it has, are not written yet."""
+        rows = [row for due in self.reserved for row in due.rows]
+        return sum(count for name, count in rows if name == seq)
 
     def pages_used(self) -> int:
         return len({id(page) for pages in self.sequences.values() for page in pages})

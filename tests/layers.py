@@ -163,3 +163,44 @@ def _base(path: str, node: ast.ImportFrom) -> str:
         return node.module or ""
     package = path.split("/")[: -node.level]
     return ".".join([*package, *([node.module] if node.module else [])])
+
+
+def circles(sources: Mapping[str, str]) -> list[list[str]]:
+    """The modules that import each other, however many steps apart; type-only imports count."""
+    paths = {_dotted(path): path for path in sources}
+    graph = {
+        module: {
+            imported
+            for found in imports(path, ast.parse(sources[path]))
+            if (imported := _module_in(found.target, paths)) not in (None, module)
+        }
+        for module, path in paths.items()
+    }
+    reached = {module: _reached(module, graph) for module in graph}
+    found = {
+        tuple(sorted(other for other in reached[module] if module in reached[other]))
+        for module in graph
+    }
+    return sorted(list(circle) for circle in found if circle)
+
+
+def _dotted(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _module_in(target: str, modules: Mapping[str, str]) -> str | None:
+    """The module that a dotted name is, or is found in."""
+    while target and target not in modules:
+        target = target.rpartition(".")[0]
+    return target or None
+
+
+def _reached(module: str, graph: Mapping[str, set[str]]) -> set[str]:
+    """What a module imports, and what that imports, and so on."""
+    reached: set[str] = set()
+    due = [module]
+    while due:
+        new = graph[due.pop()] - reached
+        reached |= new
+        due += new
+    return reached

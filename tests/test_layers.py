@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import roseinfer
-from tests.layers import TORCH_FREE, violations
+from tests.layers import TORCH_FREE, circles, violations
 from tests.python_process import ROOT, run_python
 
 if TYPE_CHECKING:
@@ -159,6 +159,32 @@ def test_a_violation_is_caught(path: str, source: str, reason: str) -> None:
 @pytest.mark.parametrize(("path", "source"), RIGHT.values(), ids=RIGHT)
 def test_what_is_allowed_is_left_alone(path: str, source: str) -> None:
     assert violations({path: source}, PUBLIC) == []
+
+
+KNOWN_CIRCLES = [
+    ["roseinfer.engine.admission", "roseinfer.engine.scheduler"],
+    ["roseinfer.models.causal", "roseinfer.models.trial"],
+]
+"""Those that are still to be broken: none may be added."""
+
+
+def test_no_module_imports_what_imports_it() -> None:
+    assert circles(sources("roseinfer", "pytest_roseinfer")) == KNOWN_CIRCLES
+
+
+CIRCLES: list[tuple[dict[str, str], list[str]]] = [
+    ({"a": "import p.b", "b": "from p import a"}, ["p.a", "p.b"]),
+    ({"a": "from p.b import f", "b": "import p.c", "c": "from . import a"}, ["p.a", "p.b", "p.c"]),
+    ({"a": "if TYPE_CHECKING: import p.b", "b": "def f():\n import p.a"}, ["p.a", "p.b"]),
+    ({"a": "import p.b", "b": "importlib.import_module('p.a')"}, ["p.a", "p.b"]),
+    ({"__init__": "from p.a import f", "a": "from p import f"}, ["p", "p.a"]),
+]
+
+
+@pytest.mark.parametrize(("files", "circle"), CIRCLES)
+def test_a_circle_is_found(files: dict[str, str], circle: list[str]) -> None:
+    beside = {"p/__init__.py": "", "p/z.py": "import p.a"}
+    assert circles({**beside, **{f"p/{name}.py": text for name, text in files.items()}}) == [circle]
 
 
 LOADED = "; import json, sys; print(json.dumps([m for m in {heavy} if m in sys.modules]))"

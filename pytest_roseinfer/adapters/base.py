@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+_Method = TypeVar("_Method", bound="Callable[..., Any]")
+
+
+def required(method: _Method) -> _Method:
+    """Every adapter of the kind must define this method."""
+    method.__dict__["offered"] = "required"
+    return method
+
+
+def optional(method: _Method) -> _Method:
+    """This method is tested where an adapter defines it."""
+    method.__dict__["offered"] = "optional"
+    return method
 
 
 class Adapter:
@@ -15,8 +29,22 @@ class Adapter:
     """Methods that every adapter of the kind must define."""
     optional: ClassVar[tuple[str, ...]] = ()
     """Methods that are tested where they are defined."""
+    abilities: ClassVar[frozenset[str]] = frozenset()
+    """The optional methods that this adapter defines."""
     paths: ClassVar[Mapping[str, Any]] = {}
     conditions: ClassVar[Sequence[str]] = ()
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if Adapter in cls.__bases__:  # a kind of adapter
+            cls.required, cls.optional = cls._marked("required"), cls._marked("optional")
+        cls.abilities = frozenset(filter(cls.defines, cls.optional))
+
+    @classmethod
+    def _marked(cls, mark: str) -> tuple[str, ...]:
+        own = vars(cls).items()
+        return tuple(name for name, each in own if getattr(each, "offered", "") == mark)
 
     @classmethod
     def defines(cls, name: str) -> bool:
@@ -25,15 +53,5 @@ class Adapter:
         return getattr(cls, name) is not getattr(kind, name)
 
     @classmethod
-    def paths_on(cls, device: str) -> dict[str, Any]:
-        """Its fast paths that can run on a device."""
-        kind = device.partition(":")[0]
-        return {name: path for name, path in cls.paths.items() if path.device in (None, kind)}
-
-    @classmethod
     def missing(cls) -> list[str]:
         return [name for name in cls.required if not cls.defines(name)]
-
-    @classmethod
-    def offered(cls) -> list[str]:
-        return [name for name in cls.optional if cls.defines(name)]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_roseinfer.adapters.base import Adapter
+from pytest_roseinfer.adapters.base import Adapter, optional, required
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
+    from pytest_roseinfer.adapters.bad_call import BadCall
     from pytest_roseinfer.adapters.fast_path import FastPath
-    from pytest_roseinfer.invariants.bad_calls import BadCall
 
 
 class CacheFull(Exception):
@@ -57,30 +57,9 @@ class KVCacheAdapter(Adapter):
     Sequences are named by integers of the harness's choosing; a name never seen before, or
     freed since, is an empty sequence. Tensors are ``[layers, tokens, heads, head_dim]``.
 
-    An ability is offered by overriding its method, and tested when it is:
-    ``append_many``, ``append_padded``, ``prefill``, ``reserve`` with ``fill``, ``fork``,
-    ``free``, ``gather``, ``attend``, ``set_options``, ``table``, ``ledger``, ``arena``,
-    ``path_counts`` and ``bad_calls``.
+    An ability is offered by overriding its method, and tested when it is; ``reserve`` goes with
+    ``fill``.
     """
-
-    required = ("make", "append", "peek")
-    optional = (
-        "append_many",
-        "append_padded",
-        "prefill",
-        "reserve",
-        "fill",
-        "fork",
-        "free",
-        "gather",
-        "attend",
-        "set_options",
-        "table",
-        "ledger",
-        "arena",
-        "path_counts",
-        "bad_calls",
-    )
 
     full_errors: ClassVar[tuple[type[BaseException], ...]] = (CacheFull,)
     """What ``append`` and friends raise, changing nothing, when there is no room."""
@@ -106,14 +85,17 @@ class KVCacheAdapter(Adapter):
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
     """Dtypes the cache can be built with."""
 
+    @required
     def make(self, spec: CacheSpec) -> None:
         """Build an empty cache of this shape."""
         raise NotImplementedError(f"{type(self).__name__} must define make(spec)")
 
+    @required
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Append token ``i`` of ``[layers, len(seqs), heads, head_dim]`` to ``seqs[i]``."""
         raise NotImplementedError(f"{type(self).__name__} must define append(seqs, key, value)")
 
+    @required
     def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Everything stored for a sequence in one layer, ``[tokens, heads, head_dim]`` each.
 
@@ -121,18 +103,26 @@ class KVCacheAdapter(Adapter):
         """
         raise NotImplementedError(f"{type(self).__name__} must define peek(seq, layer)")
 
+    @optional
     def append_many(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Append ``counts[i]`` tokens to ``seqs[i]``; a sequence's tokens lie together."""
         raise NotImplementedError
 
+    @optional
     def append_padded(
         self, seqs: Sequence[int | None], key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """As ``append``, but a row whose sequence is None is padding and belongs to nobody."""
         raise NotImplementedError
 
+    @optional
+    def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Start a new sequence with a whole prompt."""
+        raise NotImplementedError
+
+    @optional
     def reserve(self, seqs: Sequence[int], counts: Sequence[int]) -> object:
         """Make room for ``counts[i]`` more tokens of ``seqs[i]``, to be written later.
 
@@ -140,26 +130,27 @@ class KVCacheAdapter(Adapter):
         """
         raise NotImplementedError
 
+    @optional
     def fill(self, reservation: Any, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the tokens room was made for."""
         raise NotImplementedError
 
-    def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Start a new sequence with a whole prompt."""
-        raise NotImplementedError
-
+    @optional
     def fork(self, parent: int, child: int) -> None:
         """Start ``child`` as a copy of ``parent``, sharing what can be shared."""
         raise NotImplementedError
 
+    @optional
     def free(self, seq: int) -> None:
         """Forget a sequence; its name is used again for new ones."""
         raise NotImplementedError
 
+    @optional
     def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What the cache itself returns for a sequence, shaped as in ``peek``."""
         raise NotImplementedError
 
+    @optional
     def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
         """Attention of one token of each sequence over all that is stored for it.
 
@@ -170,31 +161,32 @@ class KVCacheAdapter(Adapter):
         """
         raise NotImplementedError
 
+    @optional
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Change the switches of a live cache."""
         raise NotImplementedError
 
+    @optional
     def table(self, seq: int, layer: int) -> list[int]:
         """The blocks of a sequence, as indices into ``arena``'s block dimension."""
         raise NotImplementedError
 
+    @optional
     def ledger(self, layer: int) -> Ledger:
         """The cache's own books for one layer."""
         raise NotImplementedError
 
+    @optional
     def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The live storage, ``[layers, blocks, heads, block_size, head_dim]`` views of it."""
         raise NotImplementedError
 
+    @optional
     def path_counts(self) -> Mapping[str, int]:
         """How often each path ran and each condition was met since ``make``."""
         raise NotImplementedError
 
+    @optional
     def bad_calls(self) -> Iterable[BadCall]:
         """Calls that must be refused, or leave no trace, in the state the cache is in now."""
         raise NotImplementedError
-
-
-def abilities(adapter: type[KVCacheAdapter]) -> frozenset[str]:
-    """The optional methods an adapter class defines."""
-    return frozenset(adapter.offered())

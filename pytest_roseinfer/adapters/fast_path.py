@@ -34,3 +34,6 @@ class FastPath:
             given = getattr(self, name)
             if isinstance(given, Mapping):
                 raise TypeError(f"{name}={given!r}: expected several settings, as in [{given!r}]")
+
+    def runs_on(self, device: str) -> bool:
+        return self.device in (None, device.partition(":")[0])

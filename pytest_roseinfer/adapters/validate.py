@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.adapters.cache import KVCacheAdapter
+from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.adapters.fast_path import FastPath
 from pytest_roseinfer.oracle import FORK_SHARES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_roseinfer.adapters.base import Adapter
-    from pytest_roseinfer.adapters.engine import EngineAdapter
 
-
-def refuse_mistakes(adapter: type[KVCacheAdapter]) -> None:
+def refuse_mistakes(adapter: type[Adapter]) -> None:
     """Raise ``TypeError`` for a class that is no usable adapter; the message says why."""
-    if not (isinstance(adapter, type) and issubclass(adapter, KVCacheAdapter)):
+    if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
         raise TypeError(f"conformance() takes a subclass of KVCacheAdapter, not {adapter!r}")
-    refuse_missing(adapter)
-    if adapter.fork_shares not in FORK_SHARES:
-        known = ", ".join(map(repr, FORK_SHARES))
-        shares = adapter.fork_shares
-        raise TypeError(f"{adapter.__name__}.fork_shares is {shares!r}: choose one of {known}")
-    refuse_wrong_paths(adapter)
-
-
-def refuse_wrong_paths(adapter: type[KVCacheAdapter | EngineAdapter]) -> None:
-    """Raise ``TypeError`` for a path that cannot be aimed at."""
-    for mistake in _wrong_paths(adapter):
+    if missing := adapter.missing():
+        raise TypeError(f"{adapter.__name__} must define {', '.join(missing)}")
+    for mistake in chain(_wrong_shares(adapter), _wrong_paths(adapter)):
         raise TypeError(f"{adapter.__name__}{mistake}")
 
 
-def refuse_missing(adapter: type[Adapter]) -> None:
-    """Raise ``TypeError`` for a class that lacks what every adapter of its kind must define."""
-    if missing := adapter.missing():
-        raise TypeError(f"{adapter.__name__} must define {', '.join(missing)}")
+def _wrong_shares(adapter: type[Adapter]) -> Iterator[str]:
+    shares = getattr(adapter, "fork_shares", FORK_SHARES[0])
+    if shares not in FORK_SHARES:
+        known = ", ".join(map(repr, FORK_SHARES))
+        yield f".fork_shares is {shares!r}: choose one of {known}"
 
 
-def _wrong_paths(adapter: type[KVCacheAdapter | EngineAdapter]) -> Iterator[str]:
+def _wrong_paths(adapter: type[Adapter]) -> Iterator[str]:
     for name, path in adapter.paths.items():
         if not isinstance(path, FastPath):
             twin = repr(path) if isinstance(path, str) else "..."

@@ -1,4 +1,6 @@
-"""What is written for a token: bits coded by sequence, position, layer, head, and K or V.
+"""What is written for a token, and how it lies in memory.
+
+Bits are coded by sequence, position, layer, head, and K or V.
 
 Every element of every token differs, so a misplaced one shows, and what is found in the
 wrong place can be decoded back to where it belongs. A token is asked for after every step from
@@ -23,6 +25,28 @@ if TYPE_CHECKING:
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x2545F4914F6CDD1D
 _MIX = 0x1B873593CC9E2D51
+
+VIEWS = ("plain", "fused", "transposed", "strided")
+"""Names for ``lay_out`` that change strides alone."""
+LAYOUTS = (*VIEWS, "apart", "wider")
+"""All names. ``apart``, where keys and values differ, is none of one tensor."""
+
+
+def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same ``[layers, tokens, heads, head_dim]`` values with other strides or dtype."""
+    if layout == "fused":  # one third of a wider tensor, as a qkv projection leaves it
+        wide = tensor.new_empty((*tensor.shape[:2], 3, *tensor.shape[2:]))
+        wide[:, :, 1] = tensor
+        return wide[:, :, 1]
+    if layout == "transposed":  # [heads, tokens] in memory, as a prompt's keys are
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "strided":  # every other element of the last dimension
+        wide = tensor.new_empty((*tensor.shape, 2))
+        wide[..., 1] = tensor
+        return wide[..., 1]
+    if layout == "wider":  # a dtype the cache must convert from, losing nothing
+        return tensor.float()
+    return tensor.clone()
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,6 +85,22 @@ class Source:
 
     def words(self) -> str:
         return f"{token_words(self.token)}, layer {self.layer}, head {self.head}, {self.kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What one head of one slot should hold, and what it holds, in words."""
+
+    head: int
+    kind: str
+    """K or V."""
+    expected: str
+    found: str
+    token: int | None
+    """The token found, if it is one."""
+
+    def words(self) -> str:
+        return f"expected {self.expected}, found {self.found}"
 
 
 @dataclass(slots=True)
@@ -118,9 +158,28 @@ class Payload:
             bits = (bits & ~high) | low
         return bits.view(self.dtype)
 
-    def decode(self, row: torch.Tensor, layer: int, head: int, tokens: Sequence[int]) -> str:
-        """Say whose bits ``[head_dim]`` these are, looking first where they were found."""
-        return self.words(row, self.source(row, layer, head, tokens))
+    def inputs(self, tokens: Sequence[int], layout: str) -> list[torch.Tensor]:
+        """Keys and values of tokens in all layers, laid out to be handed to a cache."""
+        if layout == "wider" and not self.finite:
+            layout = "plain"  # NaN patterns survive no conversion
+        layouts = ("fused", "transposed") if layout == "apart" else (layout, layout)
+        both = zip(self.all_layers(tokens), layouts, strict=True)
+        return [lay_out(tensor, own) for tensor, own in both]
+
+    def contents(
+        self,
+        want: torch.Tensor,
+        got: torch.Tensor,
+        layer: int,
+        head: int,
+        kind: str,
+        known: Sequence[int],
+    ) -> Contents:
+        """Two rows ``[head_dim]`` in words, as far as ``known`` tokens explain them."""
+        expected = self.words(want, self.source(want, layer, head, known))
+        source = self.source(got, layer, head, known)
+        found = self.words(got, source)
+        return Contents(head, kind, expected, found, source.token if source else None)
 
     def words(self, row: torch.Tensor, source: Source | None) -> str:
         if source:

@@ -8,29 +8,19 @@ out. Payloads are never drawn, they are coded (see ``payload``).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hypothesis import strategies as st
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter, abilities
-from pytest_roseinfer.cases.history import (
-    Append,
-    AppendMany,
-    AppendPadded,
-    Fill,
-    Fork,
-    Free,
-    History,
-    Operation,
-    Prefill,
-    Reserve,
-    SetOptions,
-    apply_to_oracle,
-    changed_by,
-    fits_oracle,
-)
-from pytest_roseinfer.cases.layouts import LAYOUTS, VIEWS, lay_out
+from pytest_roseinfer.adapters.cache import CacheSpec
+from pytest_roseinfer.cases.history import History
+from pytest_roseinfer.cases.operations.append import Append
+from pytest_roseinfer.cases.operations.fill import Fill
+from pytest_roseinfer.cases.operations.fork import Fork
+from pytest_roseinfer.cases.operations.operation import MOST_SEQUENCES, OPERATIONS
+from pytest_roseinfer.cases.operations.prefill import Prefill
+from pytest_roseinfer.cases.payload import LAYOUTS, VIEWS, lay_out
 from pytest_roseinfer.oracle import Oracle
 
 if TYPE_CHECKING:
@@ -38,15 +28,17 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.adapters.engine import EngineAdapter
+    from pytest_roseinfer.cases.operations.operation import Operation
 
+_T = TypeVar("_T")
 HEAD_DIMS = (4, 1, 5, 8, 80, 96)
 BLOCK_SIZES = (4, 1, 2, 3, 5, 8, 16, 128)
 _HEADS = (1, 2, 3) * 3 + (40,)
 """More than a kernel's tile may hold at once, now and then."""
 _POOLS = (8, 2, 5, 12, 16, 24)
 """Blocks of a layer: soon all taken, or just enough for a batch of sequences."""
-_MOST_SEQUENCES = 6
 _MOST_TOKENS = 300
 
 
@@ -87,8 +79,9 @@ def switches(
     others = [(name, value) for name, values in choices.items() for value in values[1:]]
     if not others:
         return st.just(usual)
-    here = adapter.paths_on(settings.current().device)
-    paths = list(here.values()) if aim is None else [adapter.paths[aim]]
+    device = settings.current().device
+    here = [path for path in adapter.paths.values() if path.runs_on(device)]
+    paths = here if aim is None else [adapter.paths[aim]]
     switches = [path.runs_with or [{}] for path in paths] or [[{}]]
     aims = st.sampled_from(switches).flatmap(st.sampled_from)
     changes = st.lists(st.sampled_from(others), max_size=3)
@@ -146,7 +139,10 @@ def block_tables(draw: st.DrawFn, *, num_blocks: int, most_rows: int = 6) -> lis
 
 @dataclass(slots=True)
 class _Writer:
-    """Draws one history, keeping an oracle beside it so that every step makes sense."""
+    """Draws one history, keeping an oracle beside it so that every step makes sense.
+
+    It is what operations are drawn with: see ``operations.operation.Writer``.
+    """
 
     draw: st.DrawFn
     adapter: type[KVCacheAdapter]
@@ -156,8 +152,6 @@ class _Writer:
     """How many were used by now."""
     vacant: list[int] = field(default_factory=list)
     """Those of them that no sequence has, in the order in which they were given up."""
-    waiting: list[set[int]] = field(default_factory=list)
-    """Sequences of each reservation not yet filled: until then they are left alone."""
 
     def fresh(self, count: int) -> tuple[int, ...]:
         """Names that no sequence has: new ones, and vacant ones, most often the latest of these."""
@@ -172,17 +166,44 @@ class _Writer:
 
     @property
     def live(self) -> list[int]:
-        """Sequences that may be used now."""
-        waiting = set().union(*self.waiting)
-        return [seq for seq in self.oracle.sequences if seq not in waiting]
+        """Sequences whose tokens are all written: the others are left alone until they are."""
+        unwritten = {seq for due in self.oracle.reserved for seq, _ in due.rows}
+        return [seq for seq in self.oracle.sequences if seq not in unwritten]
+
+    @property
+    def crowded(self) -> bool:
+        return len(self.oracle.sequences) >= MOST_SEQUENCES
 
     @property
     def tight(self) -> bool:
-        """Whether the next batch may find no room: freeing lets the history go on."""
-        return self.oracle.capacity - self.oracle.pages_used() < 2
+        return self._free < 2
+
+    @property
+    def _free(self) -> int:
+        return self.oracle.capacity - self.oracle.pages_used()
+
+    @property
+    def has_switches(self) -> bool:
+        return bool(self.adapter.option_choices)
+
+    def pick(self, choices: Sequence[_T]) -> _T:
+        return self.draw(st.sampled_from(choices))
+
+    def between(self, least: int, most: int) -> int:
+        return self.draw(st.integers(least, most))
+
+    def batch(self, fresh: Sequence[int]) -> tuple[int, ...]:
+        return self.draw(append_batches(self.live, fresh))
+
+    def count(self, seq: int) -> int:
+        size, stored = self.oracle.block_size, self.oracle.length(seq)
+        return self.draw(boundary_lengths(size, stored=stored, free=self._free))
 
     def layout(self) -> str:
-        return self.draw(st.sampled_from(LAYOUTS))
+        return self.pick(LAYOUTS)
+
+    def switches(self) -> dict[str, Any]:
+        return self.draw(switches(self.adapter))
 
     def begin(self, tail: str) -> None:
         """Open with sequences of which some share blocks, or anyhow.
@@ -199,94 +220,30 @@ class _Writer:
                 self.start(length)
         else:
             self.start(lengths[tail])
-        for _ in range(self.draw(st.integers(1, 2))):
-            self.take(Fork(self.draw(st.sampled_from(self.live)), *self.fresh(1)))
+        for _ in range(self.between(1, 2)):
+            self.take(Fork.of_any(self))
 
     def start(self, length: int) -> None:
         """A new sequence, of its full length if the cache takes prompts."""
         (seq,) = self.fresh(1)
-        if "prefill" in abilities(self.adapter):
+        if "prefill" in self.adapter.abilities:
             self.take(Prefill(seq, length, self.layout()))
             return
         for _ in range(min(length, 5)):
             self.take(Append((seq,), self.layout()))
 
-    def append(self) -> Operation:
-        crowded = len(self.live) >= _MOST_SEQUENCES
-        most = (0 if crowded else 1) if self.live else 3
-        fresh = self.fresh(self.draw(st.integers(0 if self.live else 1, most)))
-        return Append(self.draw(append_batches(self.live, fresh)), self.layout())
-
-    def append_every(self) -> Operation:
-        return Append(tuple(self.live), self.layout())
-
-    def append_many(self) -> Operation:
-        seqs = self.draw(append_batches(self.live, self.fresh(1)))
-        counts = tuple(self._count(seq) for seq in seqs)
-        return AppendMany(seqs, counts, self.layout())
-
-    def append_padded(self) -> Operation:
-        seqs: list[int | None] = list(self.draw(append_batches(self.live, self.fresh(1))))
-        for _ in range(self.draw(st.integers(1, 3))):
-            seqs.insert(self.draw(st.integers(0, len(seqs))), None)
-        return AppendPadded(tuple(seqs), self.layout())
-
-    def reserve(self) -> Operation:
-        seqs = self.draw(append_batches(self.live, self.fresh(1)))
-        return Reserve(seqs, tuple(self._count(seq) for seq in seqs), self.layout())
-
-    def prefill(self) -> Operation:
-        (seq,) = self.fresh(1)
-        return Prefill(seq, self._count(seq), self.layout())
-
-    def fork(self) -> Operation:
-        return Fork(self.draw(st.sampled_from(self.live)), *self.fresh(1))
-
-    def free(self) -> Operation:
-        return Free(self.draw(st.sampled_from(self.live)))
-
-    def set_options(self) -> Operation:
-        return SetOptions(self.draw(switches(self.adapter)))
-
-    def _count(self, seq: int) -> int:
-        stored = self.oracle.length(seq)
-        free = self.oracle.capacity - self.oracle.pages_used()
-        return self.draw(boundary_lengths(self.oracle.block_size, stored=stored, free=free))
-
     def moves(self) -> list[Callable[[], Operation]]:
-        """What may be done next; twice listed is twice as likely."""
-        can = abilities(self.adapter)
-        crowded = len(self.oracle.sequences) >= _MOST_SEQUENCES
-        moves = [self.append] * 3
-        if "append_many" in can:
-            moves.append(self.append_many)
-        if "append_padded" in can:
-            moves.append(self.append_padded)
-        if {"reserve", "fill"} <= can:
-            moves.append(self.reserve)
-            moves += [Fill] * (2 * bool(self.waiting))
-        if "prefill" in can and not crowded:
-            moves += [self.prefill] * 2
-        if self.live:
-            moves += [self.append_every] * 3
-            if "fork" in can and not crowded:
-                moves += [self.fork] * 4
-            if "free" in can:
-                moves += [self.free] * (8 if self.tight else 2)
-            if "set_options" in can and self.adapter.option_choices:
-                moves += [self.set_options] * 2
-        return moves
+        """What may be done next, the simplest first; twice listed is twice as likely."""
+        kinds = [kind for kind in OPERATIONS.values() if kind.needs <= self.adapter.abilities]
+        moves = [move for kind in kinds for move in kind.moves(self)]
+        moves.sort(key=lambda move: move.rank)
+        return [move.draw for move in moves for _ in range(move.times)]
 
     def take(self, step: Operation) -> None:
-        bounded = "ledger" in abilities(self.adapter)
-        if not bounded and not fits_oracle(self.oracle, step):
-            return
-        fits = apply_to_oracle(self.oracle, step)
-        if isinstance(step, Reserve) and fits:
-            self.waiting.append(set(step.seqs))
-        elif isinstance(step, Fill):
-            self.waiting.pop(0)
-        named = changed_by(step)
+        bounded = "ledger" in self.adapter.abilities
+        if not step.apply(self.oracle) and not bounded:
+            return  # it may hold more than the oracle knows
+        named = step.changed()
         self.names = max([self.names, *(seq + 1 for seq in named)])
         self.vacant = [
             name
@@ -313,7 +270,7 @@ def histories(
     spec = draw(cache_specs(dtypes=adapter.dtypes, options=options, device=device))
     oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares)
     writer = _Writer(draw, adapter, oracle)
-    if "fork" in abilities(adapter):
+    if "fork" in adapter.abilities:
         tails = ("anyhow", "partial", "full", "begun", "mixed", "mixed")
         writer.begin(draw(st.sampled_from(tails)))
     for _ in range(most_steps):
@@ -323,6 +280,6 @@ def histories(
         if move is None:
             break
         writer.take(move())
-    while writer.waiting:
+    while oracle.reserved:
         writer.take(Fill())
     return History(spec, tuple(writer.steps), finite=draw(st.booleans()))

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pytest_roseinfer.findings.difference import Difference
+from pytest_roseinfer.findings.divergence import Difference
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.engine import EngineAdapter
@@ -20,7 +20,7 @@ class MixDivergence(Difference):
     """An engine whose requests got something else than they get alone. Carries the mix."""
 
     def __init__(self, mix: RequestMix, what: str) -> None:
-        super().__init__(what, mix.words())
+        super().__init__(what, mix.words)
         self.mix = mix
 
 

@@ -13,7 +13,6 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.engines.run import run_forks, run_mix
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.shipped_tests import ShippedTests
-from pytest_roseinfer.search.budget import in_turns, turns_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,9 +43,9 @@ class EngineTests(ShippedTests):
         target.searched = True
         examples = round(settings.current().examples * _SHARE)
         missing = partial(target.still_missing, since=Counter(target.counts))
-        for aim, turn, due in in_turns(target.paths, examples, _EXAMPLES_OF_A_TURN):
+        for aim, turn, due in coverage.in_turns(target.paths, examples, _EXAMPLES_OF_A_TURN):
             self._search(run_mix, due, aim, turn)
-        for aim, turn, due in turns_again(missing, _EXAMPLES_OF_A_TURN):
+        for aim, turn, due in coverage.turns_again(missing, _EXAMPLES_OF_A_TURN):
             self._search(run_mix, due, aim, turn)
             if self.adapter.defines("forked"):  # which may be all that takes this path
                 self._search(run_forks, _FORKS_AGAIN, aim, turn)

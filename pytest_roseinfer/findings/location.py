@@ -8,31 +8,16 @@ from typing import TYPE_CHECKING
 from pytest_roseinfer.cases.payload import as_bits, same_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     import torch
 
-    from pytest_roseinfer.running.machine import Machine
+    from pytest_roseinfer.cases.payload import Contents
+    from pytest_roseinfer.running.observation import Observation, Pair
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """What one head of one slot should hold, and what it holds, in words."""
-
-    head: int
-    kind: str
-    """K or V."""
-    expected: str
-    found: str
-    token: int | None
-    """The token found, if it is one."""
-
-    def words(self) -> str:
-        return f"expected {self.expected}, found {self.found}"
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """A sequence, one of its blocks, or a slot of that, in one layer."""
 
     layer: int
@@ -45,60 +30,36 @@ class Place:
     contents: Contents | None = None
 
 
-def place_of_token(
-    machine: Machine, layer: int, seq: int, position: int, contents: Contents
-) -> Place:
-    page, slot = divmod(position, machine.spec.block_size)
-    return Place(layer, {seq: page}, slot=slot, contents=contents)
-
-
-def place_of_block(
-    machine: Machine,
+def location_of_block(
+    seen: Observation,
     layer: int,
     block: int,
     slot: int | None = None,
     contents: Contents | None = None,
-) -> Place:
+) -> Location:
     """A block, in every table that names it."""
-    seqs = machine.oracle.sequences if "table" in machine.can else ()
-    tables = {seq: list(machine.adapter.table(seq, layer)) for seq in seqs}
+    tables = seen.after.tables_of(layer)
     holders = {seq: table.index(block) for seq, table in tables.items() if block in table}
-    return Place(layer, holders, block, slot, contents)
-
-
-def contents_of(
-    machine: Machine,
-    want: torch.Tensor,
-    got: torch.Tensor,
-    layer: int,
-    head: int,
-    kind: str,
-    known: Sequence[int],
-) -> Contents:
-    """Of one head of one token, ``[head_dim]``, as far as ``known`` tokens explain it."""
-    payload = machine.payload
-    expected = payload.decode(want, layer, head, known)
-    source = payload.source(got, layer, head, known)
-    found = payload.words(got, source)
-    return Contents(head, kind, expected, found, source.token if source else None)
+    return Location(layer, holders, block, slot, contents)
 
 
 def find_change(
-    machine: Machine, kind: str, expected: torch.Tensor, found: torch.Tensor
-) -> Place | None:
-    """The first slot in which two arenas differ, if there is one."""
-    for layer in range(machine.spec.num_layers):
-        if not same_bits(expected[layer], found[layer]):
-            return place_of_change(machine, layer, kind, expected[layer], found[layer])[0]
+    seen: Observation, expected: Pair | None, found: Pair | None
+) -> tuple[str, Location] | None:
+    """The first slot in which two arenas differ, and K or V, if both are shown and do."""
+    for kind, was, now in zip("KV", expected or (), found or (), strict=True):
+        for layer in range(seen.spec.num_layers):
+            if not same_bits(was[layer], now[layer]):
+                return kind, location_of_change(seen, layer, kind, was[layer], now[layer])[0]
     return None
 
 
-def place_of_change(
-    machine: Machine, layer: int, kind: str, expected: torch.Tensor, found: torch.Tensor
-) -> tuple[Place, Contents]:
+def location_of_change(
+    seen: Observation, layer: int, kind: str, expected: torch.Tensor, found: torch.Tensor
+) -> tuple[Location, Contents]:
     """The first slot in which ``[blocks, heads, block_size, head_dim]`` differ: they do."""
     wrong = (as_bits(expected) != as_bits(found)).any(-1)
     block, head, slot = wrong.nonzero()[0].tolist()
     rows = expected[block, head, slot], found[block, head, slot]
-    contents = contents_of(machine, *rows, layer, head, kind, sorted(machine.seen))
-    return place_of_block(machine, layer, block, slot, contents), contents
+    contents = seen.payload.contents(*rows, layer, head, kind, sorted(seen.seen))
+    return location_of_block(seen, layer, block, slot, contents), contents

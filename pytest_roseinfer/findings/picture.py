@@ -9,9 +9,9 @@ from pytest_roseinfer.oracle import token_label
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_roseinfer.findings.location import Place
-    from pytest_roseinfer.oracle import Page
-    from pytest_roseinfer.running.machine import Machine
+    from pytest_roseinfer.findings.location import Location
+    from pytest_roseinfer.oracle import Oracle, Page
+    from pytest_roseinfer.running.observation import Snapshot
 
 _FIRST, _LAST = 4, 3
 """Tokens of a long page that are shown in any case."""
@@ -19,108 +19,109 @@ Tables = dict[int, "list[int] | str"]
 """By sequence; in its place, why a table cannot be read."""
 
 
-def picture(machine: Machine, place: Place | None) -> str:
+def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: Snapshot) -> str:
     """The tokens the oracle expects and the tables the cache keeps, the wrong place marked.
 
-    Of a known place, only that layer and the sequences it has to do with are drawn.
+    Of a known location, only that layer and the sequences it has to do with are drawn.
     """
-    layers = [place.layer] if place else range(machine.spec.num_layers)
-    tables = {layer: _tables(machine, layer) for layer in layers if "table" in machine.can}
-    seqs = list(machine.oracle.sequences)
+    layers = [location.layer] if location else range(num_layers)
+    tables = {layer: _tables(shown, layer) for layer in layers if shown.tables is not None}
+    seqs = list(oracle.sequences)
     lines = []
-    if place:
-        seqs = _involved(machine, place, tables.get(place.layer, {}))
-        lines.append(_legend(place))
-    lines += _draw_pages(machine, place, seqs)
+    if location:
+        seqs = _involved(oracle, location, tables.get(location.layer, {}))
+        lines.append(_legend(location))
+    lines += _draw_pages(oracle, location, seqs)
     for layer, of_layer in tables.items():
-        lines += _draw_tables(machine, place, layer, {seq: of_layer[seq] for seq in seqs})
+        own = {seq: of_layer[seq] for seq in seqs}
+        lines += _draw_tables(location, layer, own, _refcounts(shown, layer))
     return "\n".join(lines)
 
 
-def _tables(machine: Machine, layer: int) -> Tables:
-    return {seq: _table(machine, seq, layer) for seq in machine.oracle.sequences}
+def _tables(shown: Snapshot, layer: int) -> Tables:
+    tables = shown.tables or {}
+    return {seq: _table(table) for (seq, at), table in tables.items() if at == layer}
 
 
-def _table(machine: Machine, seq: int, layer: int) -> list[int] | str:
-    try:
-        return list(machine.adapter.table(seq, layer))
-    except Exception as error:  # the cache is broken; the picture must not be
-        return f"unreadable, {type(error).__name__}: {error}"
+def _table(shown: list[int] | Exception) -> list[int] | str:
+    if isinstance(shown, Exception):  # the cache is broken; the picture must not be
+        return f"unreadable, {type(shown).__name__}: {shown}"
+    return shown
 
 
-def _involved(machine: Machine, place: Place, tables: Tables) -> list[int]:
+def _involved(oracle: Oracle, location: Location, tables: Tables) -> list[int]:
     """Holders of the place, who shares a block with them, and whose token was found there."""
-    everyone = machine.oracle.sequences
+    everyone = oracle.sequences
 
     def held(seq: int) -> set[tuple[str, int]]:
         pages = {("page", id(page)) for page in everyone[seq]}
         table = tables.get(seq, ())
         return pages if isinstance(table, str) else pages | {("block", each) for each in table}
 
-    wrong = {each for seq in place.holders for each in held(seq)}
-    token = place.contents.token if place.contents else None
+    wrong = {each for seq in location.holders for each in held(seq)}
+    token = location.contents.token if location.contents else None
     involved = [
         seq
         for seq in everyone
-        if seq in place.holders or held(seq) & wrong or token in machine.oracle.tokens(seq)
+        if seq in location.holders or held(seq) & wrong or token in oracle.tokens(seq)
     ]
     return involved or list(everyone)
 
 
-def _legend(place: Place) -> str:
+def _legend(location: Location) -> str:
     """What the mark means, and all that is known of what it marks."""
-    said = f"> < marks what is wrong in layer {place.layer}"
-    if place.block is not None:
-        said += f", block {place.block}"
-    if place.contents is None:
-        return said
-    return f"{said}, head {place.contents.head}, {place.contents.kind}: {place.contents.words()}"
+    said = f"> < marks what is wrong in layer {location.layer}"
+    if location.block is not None:
+        said += f", block {location.block}"
+    if contents := location.contents:
+        said += f", head {contents.head}, {contents.kind}: {contents.words()}"
+    return said
 
 
-def _draw_pages(machine: Machine, place: Place | None, seqs: Sequence[int]) -> list[str]:
+def _draw_pages(oracle: Oracle, location: Location | None, seqs: Sequence[int]) -> list[str]:
     lines = ["what should be stored, page by page (sequence.token, x holders where shared):"]
+    slot = location.slot if location else None
     for seq in seqs:
-        wrong = _wrong_page(place, seq)
-        pages = machine.oracle.sequences[seq]
+        wrong = _wrong_page(location, seq)
         shown = (
-            _page(page, is_wrong=at == wrong, slot=place.slot if place and at == wrong else None)
-            for at, page in enumerate(pages)
+            _page(page, is_wrong=at == wrong, slot=slot if at == wrong else None)
+            for at, page in enumerate(oracle.sequences[seq])
         )
-        lines.append(f"  {_name(place, seq)}: {' '.join(shown)}")
-    if others := len(machine.oracle.sequences) - len(seqs):
+        lines.append(f"  {_name(location, seq)}: {' '.join(shown)}")
+    if others := len(oracle.sequences) - len(seqs):
         lines.append(f"  other sequences, not drawn: {others}")
     return lines
 
 
-def _draw_tables(machine: Machine, place: Place | None, layer: int, tables: Tables) -> list[str]:
+def _draw_tables(
+    location: Location | None, layer: int, tables: Tables, refcounts: Mapping[int, int]
+) -> list[str]:
     lines = [f"tables of layer {layer} (block, x its refcount):"]
-    refcounts = _refcounts(machine, layer)
     for seq, table in tables.items():
         if isinstance(table, list):
-            wrong = _wrong_page(place, seq)
+            wrong = _wrong_page(location, seq)
             table = " ".join(
                 _marked(_block(block, refcounts), at == wrong) for at, block in enumerate(table)
             )
-        lines.append(f"  {_name(place, seq)}: {table}")
-    if place and place.block is not None and not place.holders:
-        lines.append(f"  of no sequence: {_marked(_block(place.block, refcounts))}")
+        lines.append(f"  {_name(location, seq)}: {table}")
+    if location and location.block is not None and not location.holders:
+        lines.append(f"  of no sequence: {_marked(_block(location.block, refcounts))}")
     return lines
 
 
-def _refcounts(machine: Machine, layer: int) -> Mapping[int, int]:
-    try:
-        return machine.adapter.ledger(layer).refcounts if "ledger" in machine.can else {}
-    except Exception:  # as in _table; a block whose count is not known says so
-        return {}
+def _refcounts(shown: Snapshot, layer: int) -> Mapping[int, int]:
+    """Those of the books, if they can be read; a block whose count is not known says so."""
+    ledger = shown.ledgers[layer] if shown.ledgers else None
+    return {} if ledger is None or isinstance(ledger, Exception) else ledger.refcounts
 
 
-def _wrong_page(place: Place | None, seq: int) -> int | None:
-    return place.holders.get(seq) if place else None
+def _wrong_page(location: Location | None, seq: int) -> int | None:
+    return location.holders.get(seq) if location else None
 
 
-def _name(place: Place | None, seq: int) -> str:
+def _name(location: Location | None, seq: int) -> str:
     """Marked where nothing smaller can be."""
-    wrong = place is not None and seq in place.holders and place.holders[seq] is None
+    wrong = location is not None and seq in location.holders and location.holders[seq] is None
     return _marked(f"sequence {seq}", wrong)
 
 

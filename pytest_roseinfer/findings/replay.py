@@ -22,7 +22,7 @@ def replay(file: str) -> int:
     os.environ.update(trace["environment"])
 
     from pytest_roseinfer.findings import reproduce
-    from pytest_roseinfer.findings.difference import Difference
+    from pytest_roseinfer.findings.divergence import Difference
 
     example = reproduce.example_of(trace)
     _need_device(file, example)

@@ -26,13 +26,14 @@ from pytest_roseinfer.running.metamorphic import (
 )
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable
 
     from pytest_roseinfer.adapters.base import Adapter
 
 Example = History | RequestMix
 _OF_MIXES = (run_mix, run_forks)
-CHECKS: dict[str, Callable[[type[Any], Any], object]] = {
+CHECKS: dict[str, Callable[[type[Any], Any], Counter[str]]] = {
     check.__name__: check
     for check in (
         run_history, check_permuted, check_split, check_copied, check_every_option, *_OF_MIXES,

@@ -6,55 +6,36 @@ Each must raise what it says and leave every bit and every book as it was.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.findings.finding import Finding
 from pytest_roseinfer.findings.location import find_change
-from pytest_roseinfer.running.snapshot import books_of
+from pytest_roseinfer.invariants.invariant import BAD_CALL, invariant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pytest_roseinfer.running.machine import Machine
+    from pytest_roseinfer.running.observation import Called, Observation
 
 
-@dataclass(frozen=True, slots=True)
-class BadCall:
-    """One call, and what must come of it."""
-
-    words: str
-    """What is done, as in "free_blocks with a block of another layer"."""
-    call: Callable[[], object]
-    errors: tuple[type[BaseException], ...] = ()
-    """What it must raise. Empty for a call that is fine and undoes itself."""
-
-
-def check_bad_calls(machine: Machine) -> None:
-    """Make every bad call the adapter knows; fail the machine where one goes through."""
-    arena = None
-    if "arena" in machine.can:
-        keys, values = machine.adapter.arena()
-        arena = (keys.clone(), values.clone())
-    books = books_of(machine)
-    for bad in machine.adapter.bad_calls():
-        _make(machine, bad)
-        if books_of(machine) != books:
-            machine.fail(f"{bad.words} changed the books")
-    if arena is None:
-        return
-    for kind, was, now in zip("KV", arena, machine.adapter.arena(), strict=True):
-        if place := find_change(machine, kind, was, now):
-            what = f"a call that was to be refused changed what is stored in {kind}"
-            machine.fail(what, place=place)
+@invariant(rank=1, needs=("bad_calls",), after=(BAD_CALL,))
+def bad_calls(seen: Observation) -> Finding | None:
+    """A bad call raised what it must, and changed nothing."""
+    if seen.called is None:
+        return None
+    if wrong := _wrong_answer(seen.called):
+        return wrong
+    if seen.after.books() != seen.before.books():
+        return Finding(f"{seen.called.call.words} changed the books")
+    if change := find_change(seen, seen.before.arena, seen.after.arena):
+        kind, location = change
+        return Finding(f"a call that was to be refused changed what is stored in {kind}", location)
+    return None
 
 
-def _make(machine: Machine, bad: BadCall) -> None:
-    try:
-        bad.call()
-    except bad.errors:
-        return
-    except Exception as error:
-        machine.fail(f"{bad.words} raised {type(error).__name__}: {error}", error)
-    if bad.errors:
+def _wrong_answer(called: Called) -> Finding | None:
+    bad, error = called.call, called.raised
+    if error is not None and not isinstance(error, bad.errors):
+        return Finding(f"{bad.words} raised {type(error).__name__}: {error}", cause=error)
+    if error is None and bad.errors:
         names = " or ".join(kind.__name__ for kind in bad.errors)
-        machine.fail(f"{bad.words} went through; it must raise {names}")
+        return Finding(f"{bad.words} went through; it must raise {names}")
+    return None

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.cases.history import changed_by, fits_oracle, is_write
+from pytest_roseinfer.findings.finding import Finding
+from pytest_roseinfer.invariants.invariant import ATTENTION, OPERATION, invariant
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.cases.history import Operation
+    from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.oracle import Oracle
+    from pytest_roseinfer.running.observation import Observation
 
 LAST_POSITION = "last_position"
 """A row began at the last position of its block, the others being filled."""
@@ -20,13 +22,22 @@ NAME_USED_AGAIN = "name_used_again"
 OWN_CONDITIONS = (LAST_POSITION, OUT_OF_ROOM_MID_BATCH, NAME_USED_AGAIN)
 
 
+@invariant(rank=5, needs=("path_counts",), after=(OPERATION, ATTENTION))
+def own_conditions(seen: Observation) -> Finding | None:
+    """A cache leaves out of its counts what the harness counts itself."""
+    for name in seen.ran:
+        if name in OWN_CONDITIONS and name in seen.declared.conditions:
+            return Finding(f"path_counts() counts {name!r}, which the harness counts itself")
+    return None
+
+
 def own_conditions_met(oracle: Oracle, step: Operation) -> Counter[str]:
     """Which of them a step meets that is about to be done."""
     met: Counter[str] = Counter()
-    rows = step.rows() if is_write(step) else []
-    if fits_oracle(oracle, step):
+    rows = step.rows()
+    if step.fits(oracle):
         met[LAST_POSITION] = sum(_begins_at_the_last_position(oracle, seq) for seq, _ in rows)
-        met[NAME_USED_AGAIN] = sum(_begins_again(oracle, seq) for seq in changed_by(step))
+        met[NAME_USED_AGAIN] = sum(_begins_again(oracle, seq) for seq in step.changed())
     else:
         met[OUT_OF_ROOM_MID_BATCH] = int(bool(rows) and oracle.fits(rows[:1]))
     return +met

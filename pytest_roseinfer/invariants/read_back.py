@@ -5,80 +5,65 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.cases.payload import as_bits, same_bits
-from pytest_roseinfer.findings.location import Place, contents_of, place_of_token
+from pytest_roseinfer.findings.finding import Finding
+from pytest_roseinfer.findings.location import Location
+from pytest_roseinfer.invariants.invariant import invariant
 
 if TYPE_CHECKING:
-    from typing import NoReturn
-
     import torch
 
-    from pytest_roseinfer.running.machine import Machine
+    from pytest_roseinfer.running.observation import Observation, Pair
 
 
-def check_read_back(machine: Machine) -> None:
-    routes = ["peek", "gather"] if "gather" in machine.can else ["peek"]
-    for seq in machine.oracle.sequences:
-        tokens = machine.oracle.tokens(seq)
-        written = len(tokens) - _unwritten(machine, seq)
-        expected = machine.payload.all_layers(tokens[:written])
-        for layer in range(machine.spec.num_layers):
-            for route in routes:
-                found = _read(machine, route, seq, layer)
-                if written < len(tokens):
-                    found = (found[0][:written], found[1][:written])
-                _compare(machine, seq, layer, route, [cache[layer] for cache in expected], found)
+@invariant(rank=1)
+def read_back(seen: Observation) -> Finding | None:
+    """Each sequence reads back what the oracle says was written to it."""
+    expected: dict[int, Pair] = {}
+    for (route, seq, layer), found in seen.after.reads.items():
+        if isinstance(found, Exception):
+            what = f"{route}({seq}, {layer}) raised {type(found).__name__}: {found}"
+            return Finding(what, Location(layer, {seq: None}), found)
+        if seq not in expected:
+            expected[seq] = seen.payload.all_layers(_written(seen, seq))
+        # Room that was reserved holds anything until it is filled.
+        written = expected[seq][0].shape[1]
+        unwritten = seen.oracle.unwritten(seq)
+        for kind, want, got in zip("KV", expected[seq], found, strict=True):
+            own = got[:written] if unwritten else got
+            if not same_bits(want[layer], own.contiguous()):
+                return _difference(seen, route, seq, layer, kind, want[layer], own)
+    return None
 
 
-def _unwritten(machine: Machine, seq: int) -> int:
-    """How many of a sequence's tokens have room but were not written yet."""
-    rows = [row for due in machine.reserved for row in due.step.rows()]
-    return sum(count for name, count in rows if name == seq)
+def _written(seen: Observation, seq: int) -> list[int]:
+    tokens = seen.oracle.tokens(seq)
+    return tokens[: len(tokens) - seen.oracle.unwritten(seq)]
 
 
-def _read(machine: Machine, route: str, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    try:
-        found: tuple[torch.Tensor, torch.Tensor] = getattr(machine.adapter, route)(seq, layer)
-    except Exception as error:
-        what = f"{route}({seq}, {layer}) raised {type(error).__name__}: {error}"
-        machine.fail(what, error, place=Place(layer, {seq: None}))
-    return found
-
-
-def _compare(
-    machine: Machine,
-    seq: int,
-    layer: int,
+def _difference(
+    seen: Observation,
     route: str,
-    expected: list[torch.Tensor],
-    found: tuple[torch.Tensor, torch.Tensor],
-) -> None:
-    for kind, want, got in zip("KV", expected, found, strict=True):
-        if not same_bits(want, got.contiguous()):
-            _fail(machine, seq, layer, f"{route}: sequence {seq}, layer {layer}", kind, want, got)
-
-
-def _fail(
-    machine: Machine,
     seq: int,
     layer: int,
-    where: str,
     kind: str,
     want: torch.Tensor,
     got: torch.Tensor,
-) -> NoReturn:
+) -> Finding:
     """Say where two ``[tokens, heads, head_dim]`` first differ, and what each holds there."""
-    where, whole = f"{where}, {kind}", Place(layer, {seq: None})
+    where = f"{route}: sequence {seq}, layer {layer}, {kind}"
+    whole = Location(layer, {seq: None})
     if want.shape != got.shape:
         shapes = f"expected shape {list(want.shape)}, found {list(got.shape)}"
-        machine.fail(f"{where}: {shapes}", place=whole)
+        return Finding(f"{where}: {shapes}", whole)
     if want.dtype != got.dtype:
-        machine.fail(f"{where}: expected {want.dtype}, found {got.dtype}", place=whole)
+        return Finding(f"{where}: expected {want.dtype}, found {got.dtype}", whole)
     wrong = (as_bits(want) != as_bits(got.contiguous())).any(-1)
     at, head = wrong.nonzero()[0].tolist()
-    known = [*machine.oracle.tokens(seq), *machine.seen]
-    contents = contents_of(machine, want[at, head], got[at, head], layer, head, kind, known)
-    machine.fail(
+    known = [*seen.oracle.tokens(seq), *seen.seen]
+    contents = seen.payload.contents(want[at, head], got[at, head], layer, head, kind, known)
+    page, slot = divmod(at, seen.spec.block_size)
+    return Finding(
         f"{where}: position {at}, head {head} ({int(wrong.sum())} of {wrong.numel()} wrong): "
         f"{contents.words()}",
-        place=place_of_token(machine, layer, seq, at, contents),
+        Location(layer, {seq: page}, slot=slot, contents=contents),
     )

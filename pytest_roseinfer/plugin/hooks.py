@@ -143,11 +143,11 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show a difference as its message alone: the way to it leads through the harness."""
     report = yield
-    difference = sys.modules.get("pytest_roseinfer.findings.difference")
-    if call.excinfo is None or difference is None or item.config.getoption("fulltrace"):
+    divergence = sys.modules.get("pytest_roseinfer.findings.divergence")
+    if call.excinfo is None or divergence is None or item.config.getoption("fulltrace"):
         return report
     failure = call.excinfo.value
-    if isinstance(failure, difference.Difference):
+    if isinstance(failure, divergence.Difference):
         shown = call.excinfo.getrepr(style="value", chain=False)
         if shown.reprcrash:  # what the short summary says
             shown.reprcrash.message = failure.what

@@ -47,6 +47,8 @@ def in_markdown(
     """The tables as a step of a GitHub workflow shows them."""
     for name, target in seen.targets.items():
         yield from (f"### roseinfer: `{name}`", "", searched(target, asked), "")
+        if target.checked:
+            yield from (f"checked: {target.checks}", "")
         yield from (table(target.rows(), "github"), "")
         yield from (f"- **failed**: {problem}" for problem in problems.get(name, ()))
         yield ""

@@ -82,6 +82,8 @@ def _target(target: Target) -> str:
     abilities = {"searched": state, "tested": ", ".join(target["tested"])}
     if target["not_offered"]:
         abilities["not offered"] = ", ".join(target["not_offered"])
+    if checked := target["checked"]:
+        abilities["checked"] = ", ".join(f"{name} {times}" for name, times in checked.items())
     figure = (
         f"<figure>{plot(target)}<figcaption>Steps in which a path (row) ran while a condition "
         "(column) was met; the first column counts all its runs.</figcaption></figure>"

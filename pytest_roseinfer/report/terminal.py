@@ -30,6 +30,8 @@ def show(
         reporter.line(f"tested: {', '.join(target.tested)}")
         if target.not_offered:
             reporter.line(f"not offered: {', '.join(target.not_offered)}")
+        if target.checked:
+            reporter.line(f"checked: {target.checks}")
         if rows := target.rows():
             reporter.line(table(rows, "simple"))
         show_problems(reporter, problems.get(name, ()))

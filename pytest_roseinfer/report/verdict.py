@@ -40,6 +40,8 @@ class Target(TypedDict):
     problems: list[str]
     tested: list[str]
     not_offered: list[str]
+    checked: dict[str, int]
+    """How often each invariant was checked."""
     rows: list[Row]
     times: dict[str, int]
     """How often each path ran, slow twins included."""
@@ -95,6 +97,7 @@ def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Targe
         "problems": list(problems),
         "tested": ["make", "append", "peek", *target.tested],
         "not_offered": target.not_offered,
+        "checked": dict(target.checked),
         "rows": [
             {
                 "kind": row.kind,

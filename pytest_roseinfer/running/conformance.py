@@ -12,22 +12,19 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, overload
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapters.cache import abilities
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.adapters.validate import refuse_missing, refuse_mistakes, refuse_wrong_paths
+from pytest_roseinfer.adapters.validate import refuse_mistakes
 from pytest_roseinfer.findings.reproduce import CHECKS
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.machine import Machine
 from pytest_roseinfer.running.shipped_tests import ShippedTests
-from pytest_roseinfer.search.budget import in_turns, turns_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_roseinfer.adapters.base import Adapter
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
-    from pytest_roseinfer.cases.history import History, Operation
-    from pytest_roseinfer.running.coverage import TargetCoverage
+    from pytest_roseinfer.cases.history import History
 
 _EXAMPLES_OF_A_TURN = 12
 
@@ -43,13 +40,19 @@ class ConformanceTests(ShippedTests):
         target.searched = True
 
         def check(history: History) -> None:
-            _WatchedMachine(self.adapter, history, target).run()
+            machine = Machine(self.adapter, history)
+            try:
+                for counted in machine.steps():
+                    target.note(counted)
+            finally:
+                target.checked.update(machine.checked)
             target.histories += 1
 
         examples = settings.current().examples
         missing = partial(target.still_missing, since=Counter(target.counts))
-        turns = in_turns(target.paths, examples, _EXAMPLES_OF_A_TURN)
-        for aim, turn, due in chain(turns, turns_again(missing, _EXAMPLES_OF_A_TURN)):
+        turns = coverage.in_turns(target.paths, examples, _EXAMPLES_OF_A_TURN)
+        again = coverage.turns_again(missing, _EXAMPLES_OF_A_TURN)
+        for aim, turn, due in chain(turns, again):
             self._search(check, "run_history", due, aim, turn)
 
     def test_permuting_a_batch_permutes_the_result(self) -> None:
@@ -59,7 +62,7 @@ class ConformanceTests(ShippedTests):
         self._compare("check_split", share=0.1)
 
     def test_fork_then_append_equals_copy_then_append(self) -> None:
-        if "fork" not in abilities(self.adapter):
+        if "fork" not in self.adapter.abilities:
             _skip(f"{self.adapter.__name__} does not offer fork()")
         self._compare("check_copied", share=0.1)
 
@@ -71,7 +74,12 @@ class ConformanceTests(ShippedTests):
     def _compare(self, name: str, *, share: float) -> None:
         check = CHECKS[name]
         examples = max(1, int(settings.current().examples * share))
-        self._search(lambda history: check(self.adapter, history), name, examples)
+        target = coverage.current().of(self.adapter)
+
+        def compare(history: History) -> None:
+            target.checked.update(check(self.adapter, history))
+
+        self._search(compare, name, examples)
 
     def _search(
         self,
@@ -84,7 +92,6 @@ class ConformanceTests(ShippedTests):
         from pytest_roseinfer.cases.strategies import histories
         from pytest_roseinfer.search.search import search
 
-        coverage.current().of(self.adapter)
         asked = settings.current()
         search(
             self.adapter,
@@ -103,29 +110,13 @@ def conformance(adapter: type[Adapter]) -> type[ShippedTests]: ...
 def conformance(adapter: type[Any]) -> type[ShippedTests]:
     """A test class for one adapter: ``TestMyCache = conformance(MyCache)``."""
     settings.choose_kernel_runtime()
-    if isinstance(adapter, type) and issubclass(adapter, EngineAdapter):
+    refuse_mistakes(adapter)
+    tests: type[ShippedTests] = ConformanceTests
+    if issubclass(adapter, EngineAdapter):
         from pytest_roseinfer.engines.tests import EngineTests
 
-        refuse_missing(adapter)
-        refuse_wrong_paths(adapter)
-        return type(f"Test{adapter.__name__}", (EngineTests,), {"adapter": adapter})
-    refuse_mistakes(adapter)
-    return type(f"Test{adapter.__name__}", (ConformanceTests,), {"adapter": adapter})
-
-
-class _WatchedMachine(Machine):
-    """Notes which paths and conditions every step met, and which of them together."""
-
-    def __init__(
-        self, adapter: type[KVCacheAdapter], history: History, target: TargetCoverage
-    ) -> None:
-        super().__init__(adapter, history)
-        self._target = target
-
-    def step(self, step: Operation) -> None:
-        before = Counter(self.counts)
-        super().step(step)
-        self._target.note(self.counts - before)
+        tests = EngineTests
+    return type(f"Test{adapter.__name__}", (tests,), {"adapter": adapter})
 
 
 def _skip(reason: str) -> NoReturn:

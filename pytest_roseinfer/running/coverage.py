@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pytest_roseinfer.adapters.base import Adapter
 
 REQUIRED_TIMES = 3
 """How often a path or condition must be reached: once may be luck, and says little."""
+
+_TURNS_AGAIN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class TargetCoverage:
     counts: Counter[str] = field(default_factory=Counter)
     together: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """For every path, in how many of the steps that took it each condition was met."""
+    checked: Counter[str] = field(default_factory=Counter)
+    """How often each invariant was checked."""
     histories: int = 0
     searched: bool = False
     """Whether the run began to search this target's histories, which is what reaches paths."""
@@ -58,6 +63,11 @@ class TargetCoverage:
     def twins(self) -> list[str]:
         """The slow paths that others must equal."""
         return [name for name in dict.fromkeys(self.paths.values()) if name not in self.paths]
+
+    @property
+    def checks(self) -> str:
+        """How often each invariant was checked, in words; none of an engine."""
+        return ", ".join(f"{name} {times}" for name, times in self.checked.items())
 
     def rows(self) -> list[Reached]:
         paths = [self._row("path", name, twin) for name, twin in self.paths.items()]
@@ -107,6 +117,7 @@ class TargetCoverage:
             "not_offered": self.not_offered,
             "counts": dict(self.counts),
             "together": {name: dict(met) for name, met in self.together.items()},
+            "checked": dict(self.checked),
             "histories": self.histories,
             "searched": self.searched,
             "failed": self.failed,
@@ -117,6 +128,7 @@ class TargetCoverage:
         self.counts.update(seen["counts"])
         for name, met in seen["together"].items():
             self.together[name].update(met)
+        self.checked.update(seen["checked"])
         self.histories += seen["histories"]
         self.searched |= seen["searched"]
         self.failed |= seen["failed"]
@@ -136,15 +148,12 @@ class Coverage:
     def of(self, adapter: type[Adapter]) -> TargetCoverage:
         name = name_of(adapter)
         if name not in self._targets:
-            offered = adapter.offered()
+            offered, device = adapter.abilities, settings.current().device
             self._targets[name] = TargetCoverage(
-                {
-                    name: path.equals
-                    for name, path in adapter.paths_on(settings.current().device).items()
-                },
+                {name: path.equals for name, path in adapter.paths.items() if path.runs_on(device)},
                 list(adapter.conditions),
-                [*adapter.required, *offered],
-                [method for method in adapter.optional if method not in offered],
+                [*adapter.required, *(each for each in adapter.optional if each in offered)],
+                [each for each in adapter.optional if each not in offered],
             )
         return self._targets[name]
 
@@ -184,6 +193,34 @@ def set_current(coverage: Coverage) -> None:
 def name_of(adapter: type[Adapter]) -> str:
     """``package.module:Class``."""
     return f"{adapter.__module__}:{adapter.__qualname__}"
+
+
+def in_turns(
+    paths: Iterable[str], examples: int, of_a_turn: int
+) -> Iterator[tuple[str | None, str, int]]:
+    """Searches as (path to aim at, name of the turn, examples due).
+
+    In turns: a bug on the last path is not found only after all the others' examples. Without
+    paths there is nothing to aim at, and None stands for that.
+    """
+    aims: list[str | None] = [*paths] or [None]
+    turns = max(1, round(examples / len(aims) / of_a_turn))
+    searches = list(product(range(turns), aims))
+    for at, (turn, aim) in enumerate(searches):
+        due = (at + 1) * examples // len(searches) - at * examples // len(searches)
+        yield aim, str(turn), max(1, due)
+
+
+def turns_again(
+    still_missing: Callable[[], Iterable[str | None]], of_a_turn: int
+) -> Iterator[tuple[str | None, str, int]]:
+    """Searches that follow those, aimed at what is still missing until nothing is.
+
+    Bad luck with the examples is no verdict. What so many more do not reach, none will.
+    """
+    for turn in range(_TURNS_AGAIN):
+        for aim in still_missing():
+            yield aim, f"again {turn}", of_a_turn
 
 
 def _times(count: int) -> str:

@@ -1,29 +1,51 @@
-"""Runs a history on a cache and its oracle side by side, checking everything after each step."""
+"""Runs a history on a cache and its oracle side by side, and has each step judged.
+
+The machine acts: it drives the cache, asks it for attention, makes its bad calls, and poisons
+the blocks it gives back. What it saw of each step is an observation, and invariants judge that.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pytest_roseinfer.adapters.cache import KVCacheAdapter, abilities
-from pytest_roseinfer.cases.payload import Payload
+import torch
+
+from pytest_roseinfer import invariants
+from pytest_roseinfer.adapters.cache import Ledger
+from pytest_roseinfer.cases.history import History
+from pytest_roseinfer.cases.operations.operation import Driven
+from pytest_roseinfer.cases.payload import Payload, lay_out
+from pytest_roseinfer.discover import import_all
 from pytest_roseinfer.findings.divergence import Divergence
-from pytest_roseinfer.invariants.arena import check_arena, slots_of
-from pytest_roseinfer.invariants.attention import EVERY, check_attention
-from pytest_roseinfer.invariants.bad_calls import check_bad_calls
-from pytest_roseinfer.invariants.counts import check_counts, conditions_met
-from pytest_roseinfer.invariants.own_conditions import own_conditions_met
-from pytest_roseinfer.invariants.ownership import check_ownership
-from pytest_roseinfer.invariants.read_back import check_read_back
+from pytest_roseinfer.findings.finding import Finding
+from pytest_roseinfer.invariants.attention import EVERY, questions
+from pytest_roseinfer.invariants.counts import conditions_met
+from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANTS, OPERATION
+from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
 from pytest_roseinfer.oracle import Oracle
-from pytest_roseinfer.running.execute import Reservation, do
-from pytest_roseinfer.running.snapshot import books_of, take_snapshot
+from pytest_roseinfer.running.observation import (
+    Attended,
+    Called,
+    Declared,
+    Observation,
+    Outcome,
+    Snapshot,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from typing import NoReturn
 
-    from pytest_roseinfer.cases.history import History, Operation
-    from pytest_roseinfer.findings.location import Place
+    from pytest_roseinfer.adapters.bad_call import BadCall
+    from pytest_roseinfer.adapters.cache import KVCacheAdapter
+    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.running.observation import Pair
+
+_T = TypeVar("_T")
+
+import_all(invariants)
 
 
 class Machine:
@@ -33,66 +55,228 @@ class Machine:
         self, adapter_type: type[KVCacheAdapter], history: History, *, attends: bool = True
     ) -> None:
         self.history = history
-        self.attends = attends
-        """Whether attention is looked at: of two runs that are compared, it need not be."""
-        self.spec = history.spec
-        self.can = abilities(adapter_type)
-        self.oracle = Oracle(self.spec.block_size, self.spec.num_blocks, adapter_type.fork_shares)
-        self.payload = Payload(self.spec, history.finite)
+        self.spec = spec = history.spec
+        self.can = adapter_type.abilities
+        self.attends = attends and "attend" in self.can
+        """Attention is looked at: of two runs that are compared, it need not be."""
+        self.oracle = Oracle(spec.block_size, spec.num_blocks, adapter_type.fork_shares)
+        self.payload = Payload(spec, history.finite)
         self.adapter = adapter_type()
-        self.adapter.make(self.spec)
+        self.adapter.make(spec)
+        self.driven = Driven(self.adapter, spec.options)
+        self.declared = Declared(
+            self.adapter.paths,
+            self.adapter.conditions,
+            self.adapter.row_conditions,
+            self.adapter.fork_shares,
+            self.adapter.scratch_blocks,
+        )
         self.counts: Counter[str] = Counter()
         """How often each path ran and each condition was met."""
+        self.checked = Counter({each.name: 0 for each in INVARIANTS})
+        """How often each invariant was checked."""
         self.done: list[Operation] = []
         self.seen: set[int] = set()
         """Every token that was ever to be written."""
-        self.reserved: list[Reservation] = []
-        """Those not filled yet, the oldest first."""
-        self.options = self.spec.options
-        """The switches as they stand."""
         if "arena" in self.can:
             for cache in self.adapter.arena():
                 cache.fill_(float("nan"))
+        self.now = self.look()
+        """What the cache showed after the latest step."""
 
     def run(self) -> Counter[str]:
         """Do every step; return how often each path ran and condition was met."""
-        for step in self.history.operations:
-            self.step(step)
-        if "bad_calls" in self.can:
-            check_bad_calls(self)
+        for _ in self.steps():
+            pass
         return self.counts
 
-    def step(self, step: Operation) -> None:
-        before = take_snapshot(self)
-        met = conditions_met(self.oracle, step)
-        own_met = own_conditions_met(self.oracle, step)
-        self.done.append(step)
-        outcome = do(self, step)
-        check_read_back(self)
-        if {"ledger", "table"} <= self.can:
-            check_ownership(self)
-        if not outcome.fits and books_of(self) != before.books:
-            self.fail("a step that found no room changed the books")
-        slots = slots_of(self, outcome)
-        if before.arena is not None:
-            check_arena(self, outcome, slots, before)
-        if "path_counts" in self.can:
-            check_counts(self, outcome, before.counts, met, slots)
-        self._count_declared(own_met)
-        if "attend" in self.can and self.attends and self._is_time_to_attend():
-            check_attention(self)
+    def steps(self) -> Iterator[Counter[str]]:
+        """Do one step after the other; say after each what was counted in it."""
+        for operation in self.history.operations:
+            before = Counter(self.counts)
+            self.step(operation)
+            yield self.counts - before
+        if "bad_calls" in self.can:
+            for bad in self.adapter.bad_calls():
+                self._make_bad_call(bad)
 
-    def _count_declared(self, met: Counter[str]) -> None:
-        declared = self.adapter.conditions
-        self.counts.update({name: times for name, times in met.items() if name in declared})
+    def step(self, operation: Operation) -> None:
+        own = Counter[str]()
+        if any(name in OWN_CONDITIONS for name in self.declared.conditions):
+            own = own_conditions_met(self.oracle, operation)
+        self.done.append(operation)
+        outcome = self._do(operation)
+        before, self.now = self.now, self.look(reads=True)
+        self._judge(OPERATION, before, outcome, self.now, operation=operation)
+        declared = self.declared.conditions
+        self.counts.update({name: times for name, times in own.items() if name in declared})
+        self._poison_what_was_freed(before)
+        if self.attends and self._is_time_to_attend():
+            self._ask_for_attention()
+
+    # ----------------------------------------------------------------------------- acting
+
+    def _do(self, operation: Operation) -> Outcome:
+        """Do a step to the oracle and the cache, which must refuse it where it does not fit."""
+        oracle, driven, rows = self.oracle, self.driven, operation.rows()
+        met = conditions_met(oracle, operation) if self.declared.row_conditions else Counter[str]()
+        written = operation.written(oracle)
+        free = oracle.capacity - oracle.pages_used()
+        room = f" ({oracle.pages_needed(rows)} blocks needed, {free} free)" if rows else ""
+        fits = operation.apply(oracle)
+        if written:
+            self.seen.update(written.tokens)
+            tokens = operation.inputs(written.tokens)
+            driven.key, driven.value = self.payload.inputs(tokens, written.layout)
+        driven.planned_with = driven.options
+        name = operation.called
+        try:
+            operation.drive(driven)
+        except self.adapter.full_errors as error:
+            if fits:
+                self.fail(Finding(f"refused a {name} that fits{room}: {error}", cause=error))
+        except Exception as error:
+            what = f"the {name} raised {type(error).__name__}: {error}"
+            self.fail(Finding(what, cause=error))
+        else:
+            if not fits:
+                self.fail(Finding(f"accepted a {name} that does not fit{room}"))
+        if written:
+            # A cache that keeps what it was handed reads nonsense from here on.
+            driven.key.fill_(float("nan"))
+            driven.value.fill_(float("nan"))
+        if not fits:
+            return Outcome(fits, driven.planned_with)
+        return Outcome(fits, driven.planned_with, written, met)
+
+    def _poison_what_was_freed(self, before: Snapshot) -> None:
+        """Overwrite the blocks that were given back, in the cache and in what is known of it."""
+        if before.arena is None or self.now.arena is None or "table" not in self.can:
+            return
+        for layer in range(self.spec.num_layers):
+            for block in before.owners(layer).keys() - self.now.owners(layer).keys():
+                for cache in (*self.adapter.arena(), *self.now.arena):
+                    cache[layer, block].fill_(float("nan"))
 
     def _is_time_to_attend(self) -> bool:
         return len(self.done) % EVERY == 0 or len(self.done) == self.history.size
 
-    def fail(
-        self, what: str, cause: BaseException | None = None, *, place: Place | None = None
-    ) -> NoReturn:
-        raise Divergence(self, what, place) from cause
+    def _ask_for_attention(self) -> None:
+        answers: list[Attended] = []
+        for seqs, query, layout, layer in questions(self.payload, self.oracle, len(self.done)):
+            laid_out = lay_out(query[None], layout)[0]
+            try:
+                found: Any = self.adapter.attend(list(seqs), laid_out, layer)
+            except Exception as error:
+                found = error
+            answers.append(Attended(seqs, layer, query, found))
+            if isinstance(found, Exception):
+                break
+        if not answers:
+            return
+        before, after = self.now, self.look(copies=False)
+        outcome = Outcome(True, self.driven.options)
+        # What is stored is what it was, so its copy serves the next step too.
+        self.now = replace(before, counts=after.counts)
+        self._judge(ATTENTION, before, outcome, after, attended=answers)
+
+    def _make_bad_call(self, bad: BadCall) -> None:
+        raised: BaseException | None = None
+        try:
+            bad.call()
+        except BaseException as error:
+            if not isinstance(error, (Exception, *bad.errors)):
+                raise
+            raised = error
+        outcome, after = Outcome(True, self.driven.options), self.look(copies=False)
+        self._judge(BAD_CALL, self.now, outcome, after, called=Called(bad, raised))
+
+    # ---------------------------------------------------------------------------- looking
+
+    def look(self, *, reads: bool = False, copies: bool = True) -> Snapshot:
+        """What the cache shows; without ``copies``, what is stored is shown as it lies there."""
+        read = self._reads() if reads else {}
+        books = self._books()
+        arena = self.adapter.arena() if "arena" in self.can else None
+        if arena and copies:
+            arena = (arena[0].clone(), arena[1].clone())
+        counts = self.adapter.path_counts() if "path_counts" in self.can else {}
+        counted = Counter({str(name): times for name, times in counts.items()})
+        return replace(books, reads=read, arena=arena, counts=counted)
+
+    def _reads(self) -> dict[tuple[str, int, int], Pair | Exception]:
+        routes = ("peek", "gather") if "gather" in self.can else ("peek",)
+        return {
+            (route, seq, layer): _asked(_read, getattr(self.adapter, route), seq, layer)
+            for seq in self.oracle.sequences
+            for layer in range(self.spec.num_layers)
+            for route in routes
+        }
+
+    def _books(self) -> Snapshot:
+        """Tables and ledgers alone."""
+        adapter, layers = self.adapter, range(self.spec.num_layers)
+        tables, ledgers = None, []
+        if "table" in self.can:
+            seqs = self.oracle.sequences
+            tables = {
+                (seq, layer): _asked(lambda at: list(adapter.table(*at)), (seq, layer))
+                for layer in layers
+                for seq in seqs
+            }
+        if "ledger" in self.can:
+            ledgers = [_asked(_copied, adapter.ledger, layer) for layer in layers]
+        return Snapshot(tables=tables, ledgers=ledgers)
+
+    # ---------------------------------------------------------------------------- judging
+
+    def _judge(
+        self, kind: str, before: Snapshot, outcome: Outcome, after: Snapshot, **what: Any
+    ) -> None:
+        """Hand what was seen of a step to all invariants that are due."""
+        seen = self.observation(after, before=before, outcome=outcome, **what)
+        for each in INVARIANTS:
+            if kind in each.after and each.needs <= self.can:
+                self.checked[each.name] += 1
+                if finding := each.check(seen):
+                    self.fail(finding)
+        if kind != BAD_CALL:
+            self.counts.update(seen.ran)
+
+    def observation(self, after: Snapshot, **what: Any) -> Observation:
+        return Observation(
+            spec=self.spec,
+            after=after,
+            oracle=self.oracle,
+            payload=self.payload,
+            seen=self.seen,
+            declared=self.declared,
+            **what,
+        )
+
+    def fail(self, finding: Finding) -> NoReturn:
+        done = History(self.spec, tuple(self.done), finite=self.payload.finite)
+        raise Divergence(finding, done, self.oracle, self._books()) from finding.cause
+
+
+def _asked(ask: Callable[..., _T], *of: Any) -> _T | Exception:
+    """What comes of asking a cache, which may be so broken that it raises."""
+    try:
+        return ask(*of)
+    except Exception as error:
+        return error
+
+
+def _read(route: Callable[[int, int], Pair], seq: int, layer: int) -> Pair:
+    """A copy of what a sequence reads back: the next read may use the same memory."""
+    keys, values = route(seq, layer)
+    like = torch.contiguous_format
+    return keys.clone(memory_format=like), values.clone(memory_format=like)
+
+
+def _copied(ledger: Callable[[int], Ledger], layer: int) -> Ledger:
+    shown = ledger(layer)
+    return Ledger(dict(shown.refcounts), list(shown.free), shown.total)
 
 
 def run_history(adapter: type[KVCacheAdapter], history: History) -> Counter[str]:

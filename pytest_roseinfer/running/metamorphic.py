@@ -2,82 +2,68 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.cases.history import (
-    Append,
-    Copy,
-    Fork,
-    History,
-    Operation,
-    SetOptions,
-    apply_to_oracle,
-    is_write,
-)
 from pytest_roseinfer.cases.payload import same_bits
-from pytest_roseinfer.findings.location import Place, find_change
+from pytest_roseinfer.findings.finding import Finding
+from pytest_roseinfer.findings.location import Location, find_change
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.machine import Machine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
+    from pytest_roseinfer.cases.history import History
+    from pytest_roseinfer.cases.operations.operation import Operation
+
+Checked = Counter[str]
+"""How often each invariant was checked."""
 
 
-def check_permuted(adapter: type[KVCacheAdapter], history: History) -> None:
+def check_permuted(adapter: type[KVCacheAdapter], history: History) -> Checked:
     """Appending to sequences in another order changes no sequence."""
-
-    def turned(step: Append) -> list[Operation]:
-        return [replace(step, seqs=step.seqs[::-1])]
-
     history = _roomy(adapter, history)
-    _check_alike(adapter, history, _with_appends(history, turned), "its batches in reverse order")
+    turned = _with(history, (step.reversed() for step in history.operations))
+    return _check_alike(adapter, history, turned, "its batches in reverse order")
 
 
-def check_split(adapter: type[KVCacheAdapter], history: History) -> None:
+def check_split(adapter: type[KVCacheAdapter], history: History) -> Checked:
     """Two appends of half the rows each do what one of all rows does."""
-
-    def halved(step: Append) -> list[Operation]:
-        at = len(step.seqs) // 2
-        halves = [step.seqs[:at], step.seqs[at:]]
-        return [replace(step, seqs=half) for half in halves if half]
-
     history = _roomy(adapter, history)
-    _check_alike(adapter, history, _with_appends(history, halved), "its batches split in two")
+    split = _with(history, (half for step in history.operations for half in step.halves()))
+    return _check_alike(adapter, history, split, "its batches split in two")
 
 
-def check_copied(adapter: type[KVCacheAdapter], history: History) -> None:
+def check_copied(adapter: type[KVCacheAdapter], history: History) -> Checked:
     """A fork behaves as a sequence of its own with the same tokens."""
     history = _roomy(adapter, history)
     oracle = Oracle(history.spec.block_size, history.spec.num_blocks)
     steps: list[Operation] = []
     for step in history.operations:
-        if isinstance(step, Fork):
-            steps.append(Copy(step.parent, step.child, oracle.length(step.parent)))
-        else:
-            steps.append(step)
-        apply_to_oracle(oracle, step)
-    copied = replace(history, operations=tuple(steps))
-    _check_alike(adapter, history, copied, "copies in place of its forks")
+        steps.append(step.unshared(oracle))
+        step.apply(oracle)
+    return _check_alike(adapter, history, _with(history, steps), "copies in place of its forks")
 
 
-def check_every_option(adapter: type[KVCacheAdapter], history: History) -> None:
+def check_every_option(adapter: type[KVCacheAdapter], history: History) -> Checked:
     """The same history under every setting of every switch ends in the same bits."""
-    steps = tuple(step for step in history.operations if not isinstance(step, SetOptions))
+    steps = [step for step in history.operations if "set_options" not in step.needs]
     usual = {name: values[0] for name, values in adapter.option_choices.items()}
+    checked: Checked = Counter()
     first: Machine | None = None
     for options in _settings(adapter):
-        same = replace(
-            history, spec=replace(history.spec, options={**usual, **options}), operations=steps
-        )
-        machine = _ran(adapter, same)
+        spec = replace(history.spec, options={**usual, **options})
+        machine = _ran(adapter, _with(replace(history, spec=spec), steps))
+        checked.update(machine.checked)
         if first is None:
             first = machine
         else:
             _compare(first, machine, f"options {options}")
             _compare_arenas(first, machine, f"options {options}")
+    return checked
 
 
 def _settings(adapter: type[KVCacheAdapter]) -> Iterator[dict[str, Any]]:
@@ -93,22 +79,16 @@ def _roomy(adapter: type[KVCacheAdapter], history: History) -> History:
     """What the history gets done, on a cache so large that its copies would fit as well."""
     spec = history.spec
     oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares)
-    steps = tuple(step for step in history.operations if apply_to_oracle(oracle, step))
+    steps = [step for step in history.operations if step.apply(oracle)]
     endless = Oracle(spec.block_size, capacity=1 << 40)
     blocks = 1
     for step in steps:
-        if is_write(step):
-            blocks += endless.pages_needed(step.rows())
-        elif isinstance(step, Fork):
-            blocks += len(endless.sequences[step.parent]) + 1
-        apply_to_oracle(endless, step)
-    return replace(history, spec=replace(spec, num_blocks=blocks), operations=steps)
+        blocks += step.blocks_unshared(endless)
+        step.apply(endless)
+    return _with(replace(history, spec=replace(spec, num_blocks=blocks)), steps)
 
 
-def _with_appends(history: History, change: Callable[[Append], list[Operation]]) -> History:
-    steps: list[Operation] = []
-    for step in history.operations:
-        steps += change(step) if isinstance(step, Append) else [step]
+def _with(history: History, steps: Iterable[Operation]) -> History:
     return replace(history, operations=tuple(steps))
 
 
@@ -120,10 +100,14 @@ def _ran(adapter: type[KVCacheAdapter], history: History) -> Machine:
 
 def _check_alike(
     adapter: type[KVCacheAdapter], history: History, other: History, difference: str
-) -> None:
+) -> Checked:
     one = _ran(adapter, history)
+    checked = Counter(one.checked)
     if other != history:
-        _compare(one, _ran(adapter, other), difference)
+        two = _ran(adapter, other)
+        _compare(one, two, difference)
+        checked.update(two.checked)
+    return checked
 
 
 def _compare(one: Machine, other: Machine, difference: str) -> None:
@@ -131,19 +115,19 @@ def _compare(one: Machine, other: Machine, difference: str) -> None:
         for layer in range(one.spec.num_layers):
             pairs = zip(one.adapter.peek(seq, layer), other.adapter.peek(seq, layer), strict=True)
             if not all(same_bits(a.contiguous(), b.contiguous()) for a, b in pairs):
-                other.fail(
-                    f"sequence {seq}, layer {layer} differs from the run without {difference}",
-                    place=Place(layer, {seq: None}),
-                )
+                what = f"sequence {seq}, layer {layer} differs from the run without {difference}"
+                other.fail(Finding(what, Location(layer, {seq: None})))
 
 
 def _compare_arenas(one: Machine, other: Machine, difference: str) -> None:
     if "arena" not in one.can:
         return
     scratch = list(one.adapter.scratch_blocks)
-    for kind, was, now in zip("KV", one.adapter.arena(), other.adapter.arena(), strict=True):
-        expected = was.clone()
-        expected[:, scratch] = now[:, scratch]
-        if place := find_change(other, kind, expected, now):
-            what = f"the whole cache differs from the run without {difference}"
-            other.fail(what, place=place)
+    expected, found = one.look().arena, other.look(copies=False)
+    if expected is None or found.arena is None:
+        return
+    for was, now in zip(expected, found.arena, strict=True):
+        was[:, scratch] = now[:, scratch]
+    if change := find_change(other.observation(found), expected, found.arena):
+        what = f"the whole cache differs from the run without {difference}"
+        other.fail(Finding(what, change[1]))

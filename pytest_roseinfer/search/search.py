@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import seed as seeded
 from hypothesis import settings as hypothesis_settings
@@ -11,9 +13,8 @@ from hypothesis.errors import Flaky
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.findings import reproduce
-from pytest_roseinfer.findings.difference import Difference
+from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
-from pytest_roseinfer.search.interpreter import undisturbed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,18 @@ if TYPE_CHECKING:
     from pytest_roseinfer.findings.reproduce import Example
 
 _Example = TypeVar("_Example", "History", "RequestMix")
+_OBJECTS = 20_000
+"""New objects between two collections of garbage, in place of CPython's 700: Triton's
+interpreter makes thousands in every operation and leaves hardly a cycle behind."""
+_FRAME_WORDS = 1 << 17
+"""The size of ``undisturbed``'s own frame.
+
+CPython lays frames into chunks of 16 KiB and gives a chunk back to the system as soon as its
+last frame is gone. A loop whose calls happen to begin at the end of a chunk maps and unmaps
+memory in every round; that can cost a quarter of a run, and comes and goes with the number of
+frames outside. A frame of a megabyte is given a chunk of two, and the other half of that is
+more than all the frames inside can fill.
+"""
 
 
 def search(
@@ -53,7 +66,7 @@ def search(
         if found is None:
             _note(failure, example, _saved(adapter, example, replayed_by, repr(failure)))
             raise
-        found.args = (f"{found}\n\n{_saved(adapter, example, replayed_by, str(found))}",)
+        found.added.append(_saved(adapter, example, replayed_by, str(found)))
         raise found from found.__cause__
 
 
@@ -109,9 +122,9 @@ def _difference(failure: BaseException) -> Difference | None:
     if isinstance(failure, Flaky):
         for part in getattr(failure, "exceptions", ()):
             if isinstance(part, Difference):
-                part.args = (
-                    f"{part}\n\nThe same passed when it was tried again: what happens depends on "
-                    "more than what is done.",
+                part.added.append(
+                    "The same passed when it was tried again: what happens depends on more than "
+                    "what is done."
                 )
                 return part
     return None
@@ -126,3 +139,21 @@ def _saved(adapter: type[Adapter], example: Example, check: str, message: str) -
 def _note(failure: BaseException, example: Example, how: str) -> None:
     """Say after an error on what it was raised, in place of Hypothesis's own note."""
     vars(failure)["__notes__"] = [f"\non {example.words()}\n\n{how}".rstrip()]
+
+
+def undisturbed(search: Callable[[], object]) -> None:
+    """Call ``search`` with room for its frames, little garbage collection and one thread.
+
+    Tensors as small as these only wait for further threads.
+    """
+    threads, thresholds = torch.get_num_threads(), gc.get_threshold()
+    torch.set_num_threads(1)
+    gc.set_threshold(_OBJECTS, *thresholds[1:])
+    try:
+        search()
+    finally:
+        torch.set_num_threads(threads)
+        gc.set_threshold(*thresholds)
+
+
+undisturbed.__code__ = undisturbed.__code__.replace(co_stacksize=_FRAME_WORDS)

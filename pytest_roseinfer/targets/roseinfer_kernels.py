@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from pytest_roseinfer.adapters.bad_call import BadCall
 from pytest_roseinfer.adapters.cache import CacheFull, CacheSpec, KVCacheAdapter, Ledger
 from pytest_roseinfer.adapters.fast_path import FastPath
-from pytest_roseinfer.invariants.bad_calls import BadCall
 from roseinfer import BadArgument
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from roseinfer import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from pytest_roseinfer.invariants.bad_calls import BadCall
+    from pytest_roseinfer.adapters.bad_call import BadCall
 
 
 _PER_TOKEN = Path.PER_TOKEN.value

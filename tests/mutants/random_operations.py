@@ -10,23 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.adapters.cache import CacheSpec, abilities
-from pytest_roseinfer.cases.history import (
-    Append,
-    AppendMany,
-    AppendPadded,
-    Fill,
-    Fork,
-    Free,
-    History,
-    Operation,
-    Prefill,
-    Reserve,
-    SetOptions,
-    apply_to_oracle,
-    fits_oracle,
-)
-from pytest_roseinfer.cases.layouts import LAYOUTS
+from pytest_roseinfer.adapters.cache import CacheSpec
+from pytest_roseinfer.cases.history import History
+from pytest_roseinfer.cases.operations.append import Append
+from pytest_roseinfer.cases.operations.append_many import AppendMany
+from pytest_roseinfer.cases.operations.append_padded import AppendPadded
+from pytest_roseinfer.cases.operations.fill import Fill
+from pytest_roseinfer.cases.operations.fork import Fork
+from pytest_roseinfer.cases.operations.free import Free
+from pytest_roseinfer.cases.operations.prefill import Prefill
+from pytest_roseinfer.cases.operations.reserve import Reserve
+from pytest_roseinfer.cases.operations.set_options import SetOptions
+from pytest_roseinfer.cases.payload import LAYOUTS
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.machine import run_history
 from tests.mutants.random_search import search_at_random
@@ -36,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
+    from pytest_roseinfer.cases.operations.operation import Operation
     from tests.mutants.hunt import Found
     from tests.mutants.tally import Tally
 
@@ -92,7 +88,7 @@ class _Writer:
     names: int = 0
 
     def moves(self) -> list[Callable[[], Operation]]:
-        can = abilities(self.target)
+        can = self.target.abilities
         offered: list[tuple[str, Callable[[], Operation]]] = [
             ("append", self._append),
             ("prefill", lambda: Prefill(self._new(), self._count(), self._layout())),
@@ -111,10 +107,10 @@ class _Writer:
         return [move for name, move in offered if name == "append" or name in can]
 
     def take(self, step: Operation) -> None:
-        fits = fits_oracle(self.oracle, step)
-        if not fits and "ledger" not in abilities(self.target):
+        fits = step.fits(self.oracle)
+        if not fits and "ledger" not in self.target.abilities:
             return  # it may hold more than the oracle knows
-        apply_to_oracle(self.oracle, step)
+        step.apply(self.oracle)
         if isinstance(step, Reserve) and fits:
             self.waiting.append(set(step.seqs))
         elif isinstance(step, Fill):

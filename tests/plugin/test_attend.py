@@ -10,15 +10,19 @@ import torch
 
 import roseinfer.kernels.attend_decode as decode
 from pytest_roseinfer import CacheSpec, Divergence, History, KVCacheAdapter, run_history
-from pytest_roseinfer.cases.history import Append, Fork, Free, Prefill, Reserve
-from pytest_roseinfer.invariants.attention import attention
+from pytest_roseinfer.cases.operations.append import Append
+from pytest_roseinfer.cases.operations.fork import Fork
+from pytest_roseinfer.cases.operations.free import Free
+from pytest_roseinfer.cases.operations.prefill import Prefill
+from pytest_roseinfer.cases.operations.reserve import Reserve
+from pytest_roseinfer.invariants.attention import attention_by_formula
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.plugin.caches import attending_caches as caches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pytest_roseinfer.cases.history import Operation
+    from pytest_roseinfer.cases.operations.operation import Operation
     from tests.plugin.conftest import Project
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -84,7 +88,7 @@ def test_the_oracle_is_attention() -> None:
         query[None, :, None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None],
         enable_gqa=True,
     )  # fmt: skip
-    torch.testing.assert_close(attention(query, keys, values).float(), expected[0, :, 0])
+    torch.testing.assert_close(attention_by_formula(query, keys, values).float(), expected[0, :, 0])
 
 
 SHARED = (Prefill(0, 6), Fork(0, 1), Append((1, 0)), Append((0,)))

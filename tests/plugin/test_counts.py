@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, FastPath, History, Oracle, run_history
-from pytest_roseinfer.cases.history import (
-    Append,
-    AppendMany,
-    AppendPadded,
-    Fork,
-    Free,
-    Prefill,
-    SetOptions,
-    apply_to_oracle,
-)
+from pytest_roseinfer.cases.operations.append import Append
+from pytest_roseinfer.cases.operations.append_many import AppendMany
+from pytest_roseinfer.cases.operations.append_padded import AppendPadded
+from pytest_roseinfer.cases.operations.fork import Fork
+from pytest_roseinfer.cases.operations.free import Free
+from pytest_roseinfer.cases.operations.prefill import Prefill
+from pytest_roseinfer.cases.operations.set_options import SetOptions
 from pytest_roseinfer.invariants.counts import conditions_met
 from tests.plugin.caches.paged_cache import PagedCache
 
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.cases.history import Operation
+    from pytest_roseinfer.cases.operations.operation import Operation
 
 SIZE = 2
 
@@ -35,7 +32,7 @@ def met(*steps: Operation) -> dict[str, int]:
     """What the last step finds after the others."""
     oracle = Oracle(SIZE, capacity=20)
     for step in steps[:-1]:
-        apply_to_oracle(oracle, step)
+        step.apply(oracle)
     return dict(conditions_met(oracle, steps[-1]))
 
 

@@ -80,10 +80,12 @@ def test_workers_add_up() -> None:
     for counts in ({"fast": 2}, {"fast": 1, "rare": 4}):
         part = Coverage()
         part._targets["mine:Cache"] = reached(**counts)
+        part._targets["mine:Cache"].checked.update(read_back=4, attention=0)
         whole.add(part.to_json())
     target = whole.targets["mine:Cache"]
     assert (target.histories, target.searched, target.failed) == (20, True, False)
     assert target.counts == {"fast": 3, "rare": 4}
+    assert target.checks == "read_back 8, attention 0"
 
 
 def test_the_same_verdict_with_workers_as_without(project: Project) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, History
-from pytest_roseinfer.cases.history import Append
+from pytest_roseinfer.cases.operations.append import Append
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,8 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.cases.history import Fork, Prefill
+from pytest_roseinfer.cases.operations.fork import Fork
+from pytest_roseinfer.cases.operations.prefill import Prefill
 from pytest_roseinfer.running import coverage
 from tests.plugin.caches.paged_cache import PagedCache
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.cases.history import Operation
+    from pytest_roseinfer.cases.operations.operation import Operation
 
 
 class SharesNothing(PagedCache):

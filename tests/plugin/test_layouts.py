@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_roseinfer.cases.layouts import VIEWS, lay_out
+from pytest_roseinfer.cases.payload import VIEWS, lay_out
 from pytest_roseinfer.cases.strategies import strided_views
 
 TENSOR = torch.arange(2 * 3 * 2 * 4, dtype=torch.float32).view(2, 3, 2, 4)

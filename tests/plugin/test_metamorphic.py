@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, History
-from pytest_roseinfer.cases.history import Append, Fork
+from pytest_roseinfer.cases.operations.append import Append
+from pytest_roseinfer.cases.operations.fork import Fork
 from pytest_roseinfer.running.metamorphic import check_copied, check_permuted, check_split
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_roseinfer import KVCacheAdapter
-    from pytest_roseinfer.cases.history import Operation
+    from pytest_roseinfer.cases.operations.operation import Operation
 
 ONE_BY_ONE = (Append((0,)), Append((1,)))
 TOGETHER = (*ONE_BY_ONE, Append((0, 1)))

@@ -18,7 +18,10 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.cases.history import Append, Fork, Free, Prefill, apply_to_oracle, changed_by
+from pytest_roseinfer.cases.operations.append import Append
+from pytest_roseinfer.cases.operations.fork import Fork
+from pytest_roseinfer.cases.operations.free import Free
+from pytest_roseinfer.cases.operations.prefill import Prefill
 from pytest_roseinfer.cases.strategies import histories
 from pytest_roseinfer.oracle import padding_token, token_label, token_of, token_words
 from pytest_roseinfer.running import coverage
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_roseinfer import KVCacheAdapter
-    from pytest_roseinfer.cases.history import Operation
+    from pytest_roseinfer.cases.operations.operation import Operation
 
 SPEC = CacheSpec(num_layers=2, num_heads=2, block_size=2, num_blocks=12)
 LATE = 3
@@ -66,7 +69,7 @@ def test_a_cache_that_remembers_is_found(adapter: type[KVCacheAdapter], number: 
         conformance(adapter)().test_histories()
     steps = failure.value.history.operations
     freed = {step.seq for step in steps if isinstance(step, Free)}
-    assert freed & set(changed_by(steps[-1]))
+    assert freed & set(steps[-1].changed())
 
 
 @pytest.mark.parametrize("adapter", [GroupedManager, DynamicCacheAdapter])
@@ -89,14 +92,14 @@ def test_every_step_that_begins_a_sequence_takes_such_names(
         freed: dict[int, int] = {}
         oracle = Oracle(history.spec.block_size, history.spec.num_blocks, adapter.fork_shares)
         for at, step in enumerate(history.operations):
-            for seq in changed_by(step):
+            for seq in step.changed():
                 if seq in freed and seq not in oracle.sequences:
                     kind = type(step).__name__
                     soon[kind] += at - freed[seq] == 1
                     late[kind] += at - freed[seq] >= LATE
             if isinstance(step, Free):
                 freed[step.seq] = at
-            apply_to_oracle(oracle, step)
+            step.apply(oracle)
 
     note()
     expected = {"Append", "AppendMany", "Prefill", "Fork"}
@@ -148,7 +151,7 @@ def test_each_life_writes_tokens_of_its_own() -> None:
     for step in LIVES:
         if isinstance(step, Append):
             written += oracle.new_tokens(step.rows())
-        assert apply_to_oracle(oracle, step)
+        assert step.apply(oracle)
     assert len(set(written)) == len(written)
     assert oracle.tokens(0) == [token_of(0, 0, life=2)]
     assert oracle.tokens(1) == [token_of(1, 0, life=2)]
@@ -156,7 +159,7 @@ def test_each_life_writes_tokens_of_its_own() -> None:
 
 def test_a_name_that_found_no_room_has_had_no_life() -> None:
     oracle = Oracle(block_size=2, capacity=1)
-    assert not apply_to_oracle(oracle, Prefill(0, 3))
+    assert not Prefill(0, 3).apply(oracle)
     assert oracle.new_tokens([(0, 1)]) == [token_of(0, 0)]
 
 

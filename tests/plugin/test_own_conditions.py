@@ -10,18 +10,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, run_history
-from pytest_roseinfer.cases.history import (
-    Append,
-    AppendMany,
-    AppendPadded,
-    Copy,
-    Fork,
-    Free,
-    Prefill,
-    Reserve,
-    SetOptions,
-    apply_to_oracle,
-)
+from pytest_roseinfer.cases.operations.append import Append
+from pytest_roseinfer.cases.operations.append_many import AppendMany
+from pytest_roseinfer.cases.operations.append_padded import AppendPadded
+from pytest_roseinfer.cases.operations.copy import Copy
+from pytest_roseinfer.cases.operations.fork import Fork
+from pytest_roseinfer.cases.operations.free import Free
+from pytest_roseinfer.cases.operations.prefill import Prefill
+from pytest_roseinfer.cases.operations.reserve import Reserve
+from pytest_roseinfer.cases.operations.set_options import SetOptions
 from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.plugin.caches.paged_cache import PagedCache
@@ -30,7 +27,7 @@ from tests.plugin.test_reference import names
 
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
-    from pytest_roseinfer.cases.history import Operation
+    from pytest_roseinfer.cases.operations.operation import Operation
     from tests.plugin.conftest import Project
 
 LAST = {"last_position": 1}
@@ -43,7 +40,7 @@ def met(*steps: Operation, block_size: int = 3) -> dict[str, int]:
     """What the last step meets after the others, in three blocks."""
     oracle = Oracle(block_size, capacity=3)
     for step in steps[:-1]:
-        assert apply_to_oracle(oracle, step)
+        assert step.apply(oracle)
     return dict(own_conditions_met(oracle, steps[-1]))
 
 

@@ -61,6 +61,9 @@ def test_every_file_that_was_asked_for_is_written(
     assert target["not_offered"][:2] == ["append_many", "append_padded"]
     assert times.keys() == {"all_rows", "new_block"}
     assert min(times.values()) > 3
+    checked = target["checked"]
+    assert checked["read_back"] == checked["arena"] == checked["counts"] > 25
+    assert checked["attention"] == checked["bad_calls"] == 0  # the cache offers neither
     assert 0 < target["together"]["all_rows"]["new_block"] < target["times"]["all_rows"]
 
     assert "caches.paged_cache:PagedCache" in (project.path / "out/reached.html").read_text()
@@ -70,6 +73,10 @@ def test_every_file_that_was_asked_for_is_written(
     }
     summary = (project.path / "summary.md").read_text()
     assert summary.startswith("# from an earlier step\n### roseinfer: `caches.paged_cache:Paged")
+    told = ", ".join(f"{name} {count}" for name, count in checked.items())
+    assert f"\nchecked: {told}\n" in summary
+    assert told in (project.path / "out/reached.html").read_text()
+    result.stdout.fnmatch_lines([f"checked: {told}"])
     (row,) = [line for line in summary.splitlines() if line.startswith("| path")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells == ["path", "all_rows", "row_by_row", str(times["all_rows"]), "equal"]

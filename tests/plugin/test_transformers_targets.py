@@ -13,8 +13,11 @@ import transformers
 from transformers import DynamicCache
 
 from pytest_roseinfer import Divergence, conformance, settings
-from pytest_roseinfer.adapters.cache import CacheSpec, abilities
-from pytest_roseinfer.cases.history import Append, Fork, History, Prefill
+from pytest_roseinfer.adapters.cache import CacheSpec
+from pytest_roseinfer.cases.history import History
+from pytest_roseinfer.cases.operations.append import Append
+from pytest_roseinfer.cases.operations.fork import Fork
+from pytest_roseinfer.cases.operations.prefill import Prefill
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.machine import run_history
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter
@@ -73,7 +76,7 @@ def test_it_conforms(adapter: type[KVCacheAdapter]) -> None:
 
 @pytest.mark.parametrize("adapter", OFFERED)
 def test_what_it_offers(adapter: type[KVCacheAdapter]) -> None:
-    assert abilities(adapter) == OFFERED[adapter]
+    assert adapter.abilities == OFFERED[adapter]
 
 
 def test_the_suite_runs_it_by_name(project: Project) -> None:

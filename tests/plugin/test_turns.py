@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer.running.coverage import REQUIRED_TIMES, TargetCoverage
-from pytest_roseinfer.search.budget import turns_again
+from pytest_roseinfer.running.coverage import REQUIRED_TIMES, TargetCoverage, turns_again
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pytest_roseinfer.search.interpreter import undisturbed
+from pytest_roseinfer.search.search import undisturbed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,0 +1,42 @@
+"""Giving a sequence up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.cases.operations.operation import Move, Operation, operation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pytest_roseinfer.cases.operations.operation import Driven, Writer
+    from pytest_roseinfer.oracle import Oracle
+
+
+@operation
+@dataclass(frozen=True, slots=True)
+class Free(Operation):
+    """Forget a sequence; its name may be used again."""
+
+    seq: int
+
+    needs = frozenset({"free"})
+
+    def words(self) -> str:
+        return f"free sequence {self.seq}"
+
+    def changed(self) -> list[int]:
+        return [self.seq]
+
+    def change(self, oracle: Oracle) -> None:
+        oracle.free(self.seq)
+
+    def drive(self, cache: Driven) -> None:
+        cache.adapter.free(self.seq)
+
+    @classmethod
+    def moves(cls, writer: Writer) -> Iterable[Move]:
+        if writer.live:
+            # Where the next batch may find no room, freeing lets the history go on.
+            yield Move(8, 8 if writer.tight else 2, lambda: cls(writer.pick(writer.live)))

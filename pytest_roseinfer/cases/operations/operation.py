@@ -1,0 +1,222 @@
+"""The contract of an operation, and the registry that knows every one by its name.
+
+A new operation is one new file in this folder: a frozen dataclass under ``@operation``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+from pytest_roseinfer.oracle import Written
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from pytest_roseinfer.adapters.cache import KVCacheAdapter
+    from pytest_roseinfer.oracle import Oracle
+
+Rows = list[tuple[int, int]]
+"""Sequences, and how many tokens each gets."""
+MOST_SEQUENCES = 6
+"""Histories begin no more beside each other."""
+_T = TypeVar("_T")
+_Kind = TypeVar("_Kind", bound="Operation")
+
+
+@dataclass(slots=True)
+class Driven:
+    """A cache under test, and what an operation needs in order to drive it."""
+
+    adapter: KVCacheAdapter
+    options: Mapping[str, Any]
+    """The switches as they stand."""
+    planned_with: Mapping[str, Any] = field(default_factory=dict)
+    """The switches under which the present step was planned."""
+    reserved: list[tuple[object, Mapping[str, Any]]] = field(default_factory=list)
+    """For each reservation not filled yet: what the cache returned, and the switches then."""
+    key: Any = None
+    value: Any = None
+    """What the present step writes: ``[layers, tokens, heads, head_dim]`` tensors."""
+
+
+class Writer(Protocol):
+    """What an operation may ask for while it is drawn."""
+
+    oracle: Oracle
+
+    @property
+    def live(self) -> list[int]:
+        """Sequences that may be used now."""
+
+    @property
+    def crowded(self) -> bool:
+        """Another sequence would be one too many."""
+
+    @property
+    def tight(self) -> bool:
+        """The next batch may find no room."""
+
+    def pick(self, choices: Sequence[_T]) -> _T: ...
+
+    def between(self, least: int, most: int) -> int: ...
+
+    def fresh(self, count: int) -> tuple[int, ...]:
+        """Names that no sequence has."""
+
+    def batch(self, fresh: Sequence[int]) -> tuple[int, ...]:
+        """Live and fresh sequences to append to."""
+
+    def count(self, seq: int) -> int:
+        """A number of tokens that ends a sequence near the boundary of a block."""
+
+    @property
+    def has_switches(self) -> bool: ...
+
+    def layout(self) -> str: ...
+
+    def switches(self) -> dict[str, Any]:
+        """A value for every switch of the adapter."""
+
+
+class Move(NamedTuple):
+    """One way to draw an operation."""
+
+    rank: int
+    """Moves of a lower rank are simpler; Hypothesis shrinks towards them."""
+    times: int
+    """How often it is listed among all moves: twice is twice as likely."""
+    draw: Callable[[], Operation]
+
+
+class Operation:
+    """One step of a history. What is defined here suits most; a kind overrides the rest."""
+
+    __slots__ = ()
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Abilities that an adapter must offer for it to be drawn."""
+    called: ClassVar[str] = "step"
+    """What a failure calls it."""
+    in_parts: ClassVar[bool] = False
+    """A cache may be handed its tokens one by one, so that its rows are no batch."""
+
+    def words(self) -> str:
+        raise NotImplementedError
+
+    def rows(self) -> Rows:
+        """The rows that it appends to the books of a cache."""
+        return []
+
+    def padding(self) -> int:
+        """How many rows belong to nobody."""
+        return 0
+
+    def changed(self) -> list[int]:
+        """The sequences that it begins, adds to or frees."""
+        return [seq for seq, _ in self.rows()]
+
+    # ------------------------------------------------------------------ on the oracle
+
+    def written(self, oracle: Oracle) -> Written | None:  # noqa: ARG002
+        """The tokens that it is about to store."""
+        return None
+
+    def fits(self, oracle: Oracle) -> bool:
+        """There is room for it."""
+        return oracle.fits(self.rows())
+
+    def apply(self, oracle: Oracle) -> bool:
+        """Do it to the oracle; False, and nothing is changed, when it does not fit."""
+        if fits := self.fits(oracle):
+            self.change(oracle)
+        return fits
+
+    def change(self, oracle: Oracle) -> None:
+        """Do to the oracle what fits."""
+
+    # ------------------------------------------------------------------- on a cache
+
+    def inputs(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The tokens that the cache is handed, padding included."""
+        return tokens
+
+    def drive(self, cache: Driven) -> None:
+        """Do it to a cache."""
+        raise NotImplementedError
+
+    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+        """It may copy blocks though it stores no token."""
+        return False
+
+    # ------------------------------------------- other histories that must end alike
+
+    def reversed(self) -> Operation:
+        """The same with the rows of a batch in reverse order."""
+        return self
+
+    def halves(self) -> list[Operation]:
+        """The same as two batches of half the rows each."""
+        return [self]
+
+    def unshared(self, oracle: Oracle) -> Operation:  # noqa: ARG002
+        """The same without sharing what the oracle holds."""
+        return self
+
+    def blocks_unshared(self, oracle: Oracle) -> int:
+        """How many blocks that takes at most."""
+        return oracle.pages_needed(self.rows())
+
+    # ------------------------------------------------------------------ as a drawing
+
+    @classmethod
+    def moves(cls, writer: Writer) -> Iterable[Move]:  # noqa: ARG003
+        """The ways to draw one now; none where none makes sense."""
+        return ()
+
+    # --------------------------------------------------------------------- as JSON
+
+    def to_json(self) -> dict[str, Any]:
+        return {"do": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Operation:
+        fields = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in data.items()
+            if name != "do"
+        }
+        return OPERATIONS[data["do"]](**fields)
+
+
+class Write(Operation):
+    """An operation that stores new tokens of its rows at once."""
+
+    __slots__ = ()
+
+    called = "write"
+    layout: str
+
+    def written(self, oracle: Oracle) -> Written | None:
+        return Written(self.rows(), oracle.new_tokens(self.rows()), self.layout)
+
+    def change(self, oracle: Oracle) -> None:
+        oracle.append(self.rows(), oracle.new_tokens(self.rows()))
+
+
+OPERATIONS: dict[str, type[Operation]] = {}
+"""Every kind of operation, by the name that a trace gives it."""
+
+
+def operation(kind: type[_Kind]) -> type[_Kind]:
+    """Register a kind of operation."""
+    OPERATIONS[kind.__name__] = kind
+    return kind
+
+
+def listed(seqs: Sequence[int]) -> str:
+    return f"sequence{'s' * (len(seqs) != 1)} {', '.join(map(str, seqs))}"
+
+
+def laid_out(layout: str) -> str:
+    return "" if layout == "plain" else f" (inputs {layout})"

@@ -1,0 +1,59 @@
+"""Room for tokens that are written later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.cases.operations.operation import Move, Operation, operation
+from pytest_roseinfer.oracle import Written
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pytest_roseinfer.cases.operations.operation import Driven, Rows, Writer
+    from pytest_roseinfer.oracle import Oracle
+
+
+@operation
+@dataclass(frozen=True, slots=True)
+class Reserve(Operation):
+    """Room for several tokens of some sequences, which a ``Fill`` writes later.
+
+    The oracle takes them as stored from now on, and knows which are not written yet.
+    """
+
+    seqs: tuple[int, ...]
+    counts: tuple[int, ...]
+    layout: str = "plain"
+
+    needs = frozenset({"reserve", "fill"})
+    called = "write"
+
+    def rows(self) -> Rows:
+        return list(zip(self.seqs, self.counts, strict=True))
+
+    def words(self) -> str:
+        each = ", ".join(f"{count} of sequence {seq}" for seq, count in self.rows())
+        return f"reserve room for tokens: {each}"
+
+    def change(self, oracle: Oracle) -> None:
+        tokens = oracle.new_tokens(self.rows())
+        oracle.append(self.rows(), tokens)
+        oracle.reserved.append(Written(self.rows(), tokens, self.layout))
+
+    def drive(self, cache: Driven) -> None:
+        handle = cache.adapter.reserve(self.seqs, self.counts)
+        cache.reserved.append((handle, cache.options))
+
+    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+        return True
+
+    @classmethod
+    def moves(cls, writer: Writer) -> Iterable[Move]:
+        yield Move(3, 1, lambda: cls._drawn(writer))
+
+    @classmethod
+    def _drawn(cls, writer: Writer) -> Reserve:
+        seqs = writer.batch(writer.fresh(1))
+        return cls(seqs, tuple(writer.count(seq) for seq in seqs), writer.layout())

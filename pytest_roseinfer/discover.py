@@ -1,0 +1,16 @@
+"""Importing a folder whose files register what they hold."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+def import_all(folder: ModuleType) -> None:
+    """Import every file of a package, in the order of their names."""
+    for found in pkgutil.iter_modules(folder.__path__):
+        importlib.import_module(f"{folder.__name__}.{found.name}")

@@ -1,0 +1,53 @@
+"""What an invariant is, and the registry that knows every one.
+
+A new invariant is one new file in this folder: a function under ``@invariant``, which is handed
+what was seen of a cache around one step and returns what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pytest_roseinfer.findings.finding import Finding
+    from pytest_roseinfer.running.observation import Observation
+
+    Check = Callable[[Observation], Finding | None]
+
+OPERATION, ATTENTION, BAD_CALL = "operation", "attention", "bad call"
+"""The kinds of step that an observation can be of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Invariant:
+    """A check, and when it is due."""
+
+    name: str
+    check: Check
+    rank: int
+    """Of several findings, that of the lowest rank is told: it explains most."""
+    needs: frozenset[str]
+    """What an adapter must offer for it."""
+    after: frozenset[str]
+    """The kinds of step that it judges."""
+
+
+INVARIANTS: list[Invariant] = []
+"""Every invariant that was imported."""
+
+
+def invariant(
+    *, rank: int, needs: Iterable[str] = (), after: Iterable[str] = (OPERATION,)
+) -> Callable[[Check], Check]:
+    """Register a function as an invariant, under its own name."""
+
+    def register(check: Check) -> Check:
+        found = Invariant(check.__name__, check, rank, frozenset(needs), frozenset(after))
+        INVARIANTS.append(found)
+        INVARIANTS.sort(key=lambda each: each.rank)
+        return check
+
+    return register

@@ -1,0 +1,257 @@
+"""Every invariant passes an observation of a right cache, and finds its fault in a wrong one.
+
+The cache has blocks of two tokens. Sequence 0 just got its third token, which began block 2;
+sequence 1 has one token, in block 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pytest_roseinfer import BadCall, CacheSpec, FastPath, Ledger, Oracle
+from pytest_roseinfer.cases.operations.append import Append
+from pytest_roseinfer.cases.operations.append_padded import AppendPadded
+from pytest_roseinfer.cases.payload import Payload
+from pytest_roseinfer.invariants.arena import arena
+from pytest_roseinfer.invariants.attention import attention, attention_by_formula
+from pytest_roseinfer.invariants.bad_calls import bad_calls
+from pytest_roseinfer.invariants.counts import counts
+from pytest_roseinfer.invariants.invariant import INVARIANTS
+from pytest_roseinfer.invariants.own_conditions import own_conditions
+from pytest_roseinfer.invariants.ownership import ownership
+from pytest_roseinfer.invariants.read_back import read_back
+from pytest_roseinfer.invariants.refused import refused
+from pytest_roseinfer.oracle import Written, padding_token, token_of
+from pytest_roseinfer.running.observation import (
+    Attended,
+    Called,
+    Declared,
+    Observation,
+    Outcome,
+    Snapshot,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_roseinfer.running.observation import Pair
+
+SPEC = CacheSpec(num_layers=1, num_heads=2, head_dim=4, block_size=2, num_blocks=4)
+PAYLOAD = Payload(SPEC)
+DECLARED = Declared(
+    paths={"fast": FastPath("slow", never_with=[{"fast": False}], one_position=True)},
+    conditions=("fresh", "full", "last_position"),
+    row_conditions={"fresh": "fresh", "rollover": "full"},
+)
+NEW = token_of(0, 2)
+
+
+def stored(*tokens: tuple[int, int, int]) -> Pair:
+    """An arena of poison with each of (block, position, token) in it."""
+    keys, values = (torch.full((1, 4, 2, 2, 4), float("nan")) for _ in range(2))
+    for block, position, token in tokens:
+        key, value = PAYLOAD.layer([token], 0)
+        keys[0, block, :, position], values[0, block, :, position] = key[0], value[0]
+    return keys, values
+
+
+OLD = [(0, 0, token_of(0, 0)), (0, 1, token_of(0, 1)), (1, 0, token_of(1, 0))]
+
+
+def observed() -> Observation:
+    """What is seen of a right cache."""
+    oracle = Oracle(SPEC.block_size, SPEC.num_blocks)
+    rows = [(0, 2), (1, 1)]
+    oracle.append(rows, oracle.new_tokens(rows))
+    oracle.append([(0, 1)], [NEW])
+    reads = {("peek", seq, 0): PAYLOAD.layer(oracle.tokens(seq), 0) for seq in oracle.sequences}
+    return Observation(
+        spec=SPEC,
+        operation=Append((0,)),
+        before=Snapshot(
+            tables={(0, 0): [0], (1, 0): [1]},
+            ledgers=[Ledger({0: 1, 1: 1}, [2, 3], 4)],
+            arena=stored(*OLD),
+            counts=Counter(fast=4, fresh=2),
+        ),
+        outcome=Outcome(True, {"fast": True}, Written([(0, 1)], [NEW]), Counter(rollover=1)),
+        after=Snapshot(
+            reads=reads,
+            tables={(0, 0): [0, 2], (1, 0): [1]},
+            ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4)],
+            arena=stored(*OLD, (2, 0, NEW)),
+            counts=Counter(fast=5, fresh=2, full=1),
+        ),
+        oracle=oracle,
+        payload=PAYLOAD,
+        seen={token for _, _, token in OLD} | {NEW},
+        declared=DECLARED,
+    )
+
+
+def after(**shown: Any) -> Observation:
+    """The same with something else in the cache afterwards."""
+    seen = observed()
+    return replace(seen, after=replace(seen.after, **shown))
+
+
+def refusing(**shown: Any) -> Observation:
+    """A step that was refused: the cache is as it was, but for what is ``shown``."""
+    seen = observed()
+    shown = {"ledgers": seen.before.ledgers, "tables": seen.before.tables, **shown}
+    return replace(
+        seen,
+        outcome=Outcome(fits=False),
+        after=replace(seen.before, **shown),
+        operation=Append((5,)),
+    )
+
+
+def reading(found: Any) -> Observation:
+    return after(reads={("gather", 1, 0): found})
+
+
+def counting(**counted: int) -> Observation:
+    return after(counts=Counter(counted))
+
+
+def padded(*, scratch: frozenset[int]) -> Observation:
+    """A row of padding was written into block 3."""
+    declared = replace(DECLARED, scratch_blocks=scratch)
+    seen = after(arena=stored(*OLD, (2, 0, NEW), (3, 1, padding_token(1))))
+    return replace(seen, operation=AppendPadded((0, None)), declared=declared)
+
+
+QUERY = torch.linspace(-1, 1, 16).view(1, 4, 4)
+
+
+def attending(found: Any = None, **shown: Any) -> Observation:
+    """Sequence 0 was asked for attention, with two query heads to a KV head."""
+    seen = after(**shown)
+    if found is None:
+        found = attention_by_formula(QUERY[0], *PAYLOAD.layer(seen.oracle.tokens(0), 0))[None]
+    answer = Attended([0], 0, QUERY, found)
+    asked = Outcome(options={"fast": True})
+    return replace(seen, operation=None, before=observed().after, outcome=asked, attended=[answer])
+
+
+def calling(
+    raised: BaseException | None, *errors: type[BaseException], **shown: Any
+) -> Observation:
+    seen = after(**shown)
+    called = Called(BadCall("a bad call", lambda: None, errors), raised)
+    return replace(seen, operation=None, before=observed().after, called=called)
+
+
+SHARED = {(0, 0): [0, 2], (1, 0): [0]}
+LATER = stored((3, 1, token_of(1, 0)), *OLD, (2, 0, NEW))
+CHANGED = {"ledgers": [Ledger({0: 1, 1: 1, 2: 2}, [3], 4)]}
+
+RIGHT: dict[Callable[[Observation], Any], list[Observation]] = {
+    read_back: [observed()],
+    ownership: [observed()],
+    refused: [observed(), refusing(), refusing(ledgers=[Ledger({0: 1, 1: 1}, [3, 2], 4)])],
+    arena: [observed(), padded(scratch=frozenset({3}))],
+    counts: [observed(), attending(counts=observed().after.counts + Counter(fast=1))],
+    own_conditions: [observed()],
+    attention: [attending()],
+    bad_calls: [calling(KeyError("x"), KeyError), calling(None)],
+}
+WRONG: list[tuple[Callable[[Observation], Any], Observation, str]] = [
+    (read_back, reading(KeyError(1)), "gather(1, 0) raised KeyError: 1"),
+    (read_back, reading(PAYLOAD.layer([token_of(1, 0), NEW], 0)), "found [2, 2, 4]"),
+    (
+        read_back,
+        reading(PAYLOAD.layer([NEW], 0)),
+        "gather: sequence 1, layer 0, K: position 0, head 0 (2 of 2 wrong): expected sequence 1, "
+        "token 0, layer 0, head 0, K, found sequence 0, token 2, layer 0, head 0, K",
+    ),
+    (ownership, after(**CHANGED), "layer 0: refcounts {0: 1, 1: 1, 2: 2} but the tables hold"),
+    (ownership, after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3, 3], 4)]), "names a block twice"),
+    (ownership, after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [2], 4)]), "[2] are free and held"),
+    (ownership, after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [], 4)]), "are not the 4 there are"),
+    (
+        ownership,
+        after(tables=SHARED, ledgers=[Ledger({0: 2, 2: 1}, [1, 3], 4)]),
+        "block 0 of sequence 1 is shared with a sequence that must have one of its own by now",
+    ),
+    (
+        ownership,
+        after(tables={(0, 0): [0], (1, 0): [1]}, ledgers=observed().before.ledgers),
+        "sequence 0 has 1 blocks for 3 tokens; 2 are right",
+    ),
+    (refused, refusing(tables=observed().after.tables), "found no room changed the books"),
+    (arena, after(arena=stored(*OLD)), "block 2, position 0, head 0: expected sequence 0, token 2"),
+    (arena, after(arena=LATER), "block 3, position 1, head 0: expected poison, found sequence 1"),
+    (
+        arena,
+        padded(scratch=frozenset()),
+        "block 3, position 1, head 0: expected poison, found bits",
+    ),
+    (counts, counting(fast=5, fresh=2, full=1, odd=1), "path 'odd' ran and is not declared"),
+    (counts, counting(fast=5, fresh=1, full=1), "the count of 'fresh' went down by 1"),
+    (counts, counting(fast=4, fresh=2, full=1), "tokens were written and no path was counted"),
+    (counts, counting(fast=5, fresh=3), "counted as {'fresh': 1, 'full': 0}; the rows met"),
+    (
+        counts,
+        replace(observed(), outcome=replace(observed().outcome, options={"fast": False})),
+        "path 'fast' was counted, which fast=False rules out",
+    ),
+    (
+        counts,
+        replace(observed(), outcome=Outcome(True, {}, None, Counter(rollover=1))),
+        "paths ['fast'] were counted though nothing was written",
+    ),
+    (
+        counts,
+        replace(
+            observed(),
+            outcome=Outcome(
+                True, {}, Written([(0, 2)], [token_of(0, 1), NEW]), Counter(rollover=1)
+            ),
+        ),
+        "these rows needed positions [0, 1]",
+    ),
+    (
+        own_conditions,
+        counting(fast=5, last_position=1),
+        "path_counts() counts 'last_position', which the harness counts itself",
+    ),
+    (attention, attending(IndexError("row")), "attend([0], query, 0) raised IndexError: row"),
+    (attention, attending(QUERY[:, :2]), "attend: expected shape [1, 4, 4], found [1, 2, 4]"),
+    (
+        attention,
+        attending(attention_by_formula(QUERY[0], *PAYLOAD.layer([token_of(1, 0)], 0))[None]),
+        "as it would be over sequence 1",
+    ),
+    (attention, attending(**CHANGED), "attend changed the books"),
+    (attention, attending(arena=LATER), "attend changed what is stored"),
+    (bad_calls, calling(None, KeyError), "a bad call went through; it must raise KeyError"),
+    (bad_calls, calling(ValueError("x"), KeyError), "a bad call raised ValueError: x"),
+    (bad_calls, calling(None, **CHANGED), "a bad call changed the books"),
+    (bad_calls, calling(None, arena=LATER), "changed what is stored in K"),
+]
+
+
+def test_every_invariant_is_tried_here() -> None:
+    tried = {check.__name__ for check in RIGHT}
+    assert tried == {check.__name__ for check, _, _ in WRONG} == {each.name for each in INVARIANTS}
+
+
+@pytest.mark.parametrize("check", RIGHT, ids=lambda check: check.__name__)
+def test_what_is_right_passes(check: Callable[[Observation], Any]) -> None:
+    assert [check(seen) for seen in RIGHT[check]] == [None] * len(RIGHT[check])
+
+
+@pytest.mark.parametrize(("check", "seen", "said"), WRONG, ids=[case[2][:40] for case in WRONG])
+def test_what_is_wrong_is_found(
+    check: Callable[[Observation], Any], seen: Observation, said: str
+) -> None:
+    finding = check(seen)
+    assert finding is not None
+    assert said in finding.what

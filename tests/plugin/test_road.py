@@ -1,0 +1,67 @@
+"""The road from a test that comes with the plugin to what it finds wrong is short."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import pytest_roseinfer
+import roseinfer
+from pytest_roseinfer import Divergence, conformance, settings
+from pytest_roseinfer.running import coverage
+from tests.plugin.caches.list_cache import ListCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import FrameType
+
+    import torch
+
+MOST = 12
+PACKAGES = [Path(package.__path__[0]) for package in (pytest_roseinfer, roseinfer)]
+
+
+class Negates(ListCache):
+    """A small cache that is wrong from its first token on."""
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        super().append(seqs, -key, value)
+
+
+def road(test: Callable[[], None]) -> list[str]:
+    """The files of both packages that are entered from a call to the first failing assertion."""
+    files: dict[str, None] = {}
+    end = Divergence.__init__.__code__
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            files[frame.f_code.co_filename] = None
+        elif event == "return" and frame.f_code is end:
+            sys.setprofile(None)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        with pytest.raises(Divergence):
+            test()
+    finally:
+        sys.setprofile(before)
+    found = [(Path(file), root) for file in files for root in PACKAGES]
+    return [str(file.relative_to(root.parent)) for file, root in found if file.is_relative_to(root)]
+
+
+def test_at_most_twelve_files_lead_to_a_failing_assertion() -> None:
+    asked, seen = settings.current(), coverage.current()
+    try:
+        settings.set_current(settings.Settings(examples=5, seed=1))
+        for _ in range(2):  # the first time, modules are imported on the way
+            coverage.set_current(coverage.Coverage())
+            entered = road(conformance(Negates)().test_histories)
+    finally:
+        settings.set_current(asked)
+        coverage.set_current(seen)
+    print("\n".join(entered))
+    assert len(entered) <= MOST
