@@ -31,6 +31,12 @@ def test_readme_has_one_command_to_verify_and_one_to_test() -> None:
     assert "pytest" in test
 
 
+def test_the_files_of_the_short_run_are_there() -> None:
+    named = re.findall(r"tests/[\w/]+\.py", (ROOT / "README.md").read_text())
+    assert named
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     lines = [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
     assert readme_commands()[1] in lines
@@ -76,3 +82,13 @@ def test_every_constraint_is_exact() -> None:
     pins = [line for line in lines if line and not line.startswith("#")]
     assert any(pin.startswith("torch==") for pin in pins)
     assert [pin for pin in pins if not re.match(r"^[\w.-]+==[\w.]+(; .*)?$", pin)] == []
+
+
+def test_an_upper_bound_names_the_break_it_is_for() -> None:
+    """Else it keeps people with a newer version out for nothing."""
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    requirements = [line for line in lines if re.match(r' +"[\w.-]+ *[<>=!~]', line)]
+    assert any("torch>=" in line for line in requirements)
+    assert [
+        line for line in requirements if re.search(r"<|==\d|~=", line) and "#" not in line
+    ] == []
