@@ -25,7 +25,7 @@ _APPEND_SWITCHES = (
 )
 MOST_AHEAD = 16
 _LARGEST = 3.4e38
-"""Of the numbers that a device, with its 32-bit floats, can be told."""
+"""Devices are told numbers as 32-bit floats, and this is about the largest."""
 _LEAST_PENALTY = 1e-38
 ADMISSION_POLICIES = ("fifo", "pack")
 
@@ -251,30 +251,30 @@ class EngineConfig:
         object.__setattr__(self, "attention_backend", meant)
 
     def decodes_in_slots(self, device: str) -> bool:
-        """Whether sequences that decode are resident on that kind of device."""
+        """Return True if sequences that decode are resident on that kind of device."""
         wanted = device == "cuda" if self.resident_decode is None else self.resident_decode
         return wanted and not self.per_layer_kv
 
     def fuses(self, device: str) -> bool:
-        """Whether models run on fused kernels on that kind of device."""
+        """Return True if models run on fused kernels on that kind of device."""
         return device == "cuda" if self.fused_model is None else self.fused_model
 
     def pads_head(self, device: str) -> bool:
-        """Whether heads over odd vocabularies are padded on that kind of device."""
+        """Return True if heads over odd vocabularies are padded on that kind of device."""
         return device == "cuda" if self.pad_head is None else self.pad_head
 
     def replays_graphs(self, device: str) -> bool:
-        """Whether their steps are replayed from graphs there."""
+        """Return True if steps of resident sequences are replayed from graphs there."""
         return device == "cuda" and self.cuda_graph is not False
 
     def lag(self, device: str) -> int:
-        """How many steps may be on their way there when another is launched."""
+        """So many steps may be in flight there when another is launched."""
         if self.run_ahead is not None:
             return self.run_ahead
         return 2 if device == "cuda" else 0
 
     def policy_for(self, device: str) -> AppendPolicy:
-        """How the cache is written to on that kind of device."""
+        """The policy by which the cache is written to on that kind of device."""
         return self.append_policy or AppendPolicy.from_env(triton=device == "cuda")
 
 

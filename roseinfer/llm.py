@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What became of one prompt."""
+    """The outcome of one prompt."""
 
     prompt: Prompt
     token_ids: list[int]
@@ -40,9 +40,9 @@ class RequestOutput:
     finish_reason: str
     """``stop``, ``length``, ``cancelled`` or ``error``."""
     logprobs: list[float] | None = None
-    """Of each token, if they were asked for."""
+    """One for each token, if they were asked for."""
     error: str | None = None
-    """What went wrong, where something did."""
+    """The message of the error that ended it, if one did."""
 
 
 class LLM:

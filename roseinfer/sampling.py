@@ -83,7 +83,7 @@ class SamplingBatch:
         return torch.where(self.temperature == 0, certain, drawn)
 
     def _penalise(self, logits: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-        """In float64, where no penalty that may be asked for makes a logit infinite."""
+        """Apply penalties in float64, where none that may be asked for makes a logit infinite."""
         if not self.penalised or seen is None:
             return logits
         logits = logits.double()
@@ -115,7 +115,7 @@ def rows_without_a_distribution(logits: torch.Tensor) -> torch.Tensor:
 
 
 def log_probability(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Of the chosen tokens, by the model's own logits, before any parameter applies."""
+    """The chosen tokens' log-probability by the model's own logits, without any parameter."""
     return logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 

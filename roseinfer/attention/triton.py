@@ -154,7 +154,7 @@ class TritonAttention(AttentionBackend):
 
 
 def _tokens_of_a_program(group_size: int, longest: int) -> int:
-    """How many tokens of a sequence a program takes, where the longest has so many new ones."""
+    """Choose how many tokens a program takes when the longest sequence has ``longest`` new."""
     heads = 1 << (group_size - 1).bit_length()
     wanted = 1 << (longest - 1).bit_length()
     return max(1, _LEAST_ROWS // heads, min(_MOST_ROWS // heads, wanted))

@@ -48,7 +48,7 @@ class Readback:
         self._buffers: list[_Buffer] = []
 
     def start(self, vector: torch.Tensor) -> Arrival:
-        """What is changed in ``vector`` from now on does not arrive."""
+        """Start copying ``vector`` as it is now; later changes to it do not arrive."""
         buffer = self._buffers.pop() if self._buffers else self._new_buffer()
         count = len(vector)
         buffer.host[:count].copy_(vector, non_blocking=True)

@@ -68,8 +68,8 @@ class ResidentDecode:
 
     @staticmethod
     def takes(params: SamplingParams) -> bool:
-        """Whether such a request can decode here: it needs no more of a step than its token,
-        and no less of its past than the newest one."""
+        """Return True for a request that needs nothing of a step but its token, and nothing of
+        its past but its newest token: it can decode here."""
         return params.repetition_penalty == 1 and not params.logprobs
 
     def enter(
@@ -122,7 +122,7 @@ class ResidentDecode:
         return self._readback.start(self._step.chosen[:extent])
 
     def _due(self, residents: Sequence[Resident], spare: int) -> list[Resident]:
-        """Those that need a block now, and a few of those that soon will.
+        """The sequences that need a block now, and a few of those that soon will.
 
         Sequences that began together fill their blocks together, and to serve all of them in
         one step would be felt as a pause.
@@ -162,7 +162,7 @@ class DecodeStep:
         self._path_counts = path_counts
         with lasting():
             self.chosen = torch.zeros_like(slots.tokens)
-            """What the last step chose for each slot, -1 where there was nothing to choose."""
+            """The token that the last step chose for each slot; -1 where it could not."""
 
     @torch.inference_mode()
     def run(self, count: int, *, greedy: bool) -> None:

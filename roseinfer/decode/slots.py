@@ -1,4 +1,4 @@
-"""What a decode step needs of every sequence, in rows on the device.
+"""Rows on the device that hold all that a decode step needs of each sequence.
 
 The host says where a sequence's blocks are, how long it is and how its tokens are chosen, and
 uploads a row only when one of these changed in a way the device cannot know. What the last
@@ -53,9 +53,9 @@ _BLOCKS = len(_COLUMN)
 class _Occupant:
     session: InferenceSession
     fields: _Fields
-    """As they are in a row, but for the length."""
+    """The fields of its row, but for the length, which grows."""
     known: int = 0
-    """How many of its blocks the device was told of; only the last of them may have changed."""
+    """The device knows so many of its blocks; only the last of them may have changed."""
 
 
 class DecodeSlots:
@@ -140,7 +140,7 @@ class DecodeSlots:
         self._changed.clear()
 
     def _upload_blocks(self) -> None:
-        """How long a row is stays as it is there: the device counts by itself."""
+        """Upload new blocks alone: the device counts the lengths itself."""
         places: list[int] = []
         numbers: list[int] = []
         for slot in self._grown:
@@ -197,7 +197,7 @@ class DecodeSlots:
         return self._rows[:count, _BLOCKS:]
 
     def sampling(self, count: int, *, greedy: bool) -> SamplingBatch:
-        """How each of the first rows chooses its tokens, as views of the rows."""
+        """The sampling parameters of the first rows, as views of them."""
         rows = self._rows[:count]
         floats = rows.view(torch.float32)[:, ::2]  # the lower half of each 64 bits
         return SamplingBatch(

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Update:
-    """What a step brought for one request. Not frozen, which would cost a microsecond a token."""
+    """One step brings this for one request. Freezing it would cost a microsecond a token."""
 
     request: Request
     token_id: int | None
     """None where it ended without one."""
     text: str
-    """What can be shown now and could not before."""
+    """The text that can be shown now and could not before."""
     finish_reason: FinishReason | None = None
     """Why this is the request's last update; None where more will come."""
 
@@ -72,12 +72,12 @@ class Engine:
         self._supply = BlockSupply(kv, self.prefixes, self._runner.withdraw)
         self._scheduler = Scheduler(config, self._supply)
         self._run_ahead = config.lag(kv.device.type) if resident else 0
-        self._air: deque[list[Flight]] = deque()
-        """What was launched and has not landed, step by step."""
+        self._in_flight: deque[list[Flight]] = deque()
+        """The steps that are launched and whose tokens nobody has read yet, oldest first."""
         self._updates: list[Update] = []
-        """What has landed and nobody was told yet: a step that breaks off tells nothing."""
+        """Updates that nobody was told yet: a step that breaks off returns none."""
         self._broken: list[Request] = []
-        """Those of the step that broke off last."""
+        """The requests of the step that broke off last."""
         self._tokenizer = tokenizer
         self._new_detokenizer = detokenizers(tokenizer) if tokenizer else None
         self._end_tokens = frozenset(end_tokens)
@@ -173,7 +173,7 @@ class Engine:
     # ----------------------------------------------------------------------------- steps
 
     def step(self) -> list[Update]:
-        """Launch what is due; what has arrived for each request that got a token or ended.
+        """Launch what is due, and return an update for each request that got a token or ended.
 
         Up to ``run_ahead`` steps stay on their way while the host goes on. A step that raises is
         done again by the next one, unless its requests are cancelled or ended by ``fail_step``.
@@ -182,18 +182,18 @@ class Engine:
         try:
             if step:
                 self._launch(step)
-            # Of those in the air one lands where none is launched.
-            self._land(self._run_ahead if step else len(self._air) - 1)
+            # Where no step is launched, the oldest one in flight lands.
+            self._land(self._run_ahead if step else len(self._in_flight) - 1)
         except BaseException:
             self._break_off(step)
             raise
         if not self._scheduler.running:
-            self._air.clear()  # tokens that follow an end
+            self._in_flight.clear()  # tokens that follow an end
         updates, self._updates = self._updates, []
         return updates
 
     def fail_step(self, error: Exception) -> list[Update]:
-        """End the requests of the step that has just raised ``error``; what there is to tell."""
+        """End the requests of the step that has just raised ``error``, and return the updates."""
         for request in self._broken:
             if request.finish_reason is None:
                 request.error = StepFailed(error)
@@ -203,34 +203,37 @@ class Engine:
         return updates
 
     def _break_off(self, step: Step) -> None:
-        """Nobody knows how far it came: what is stored is stored anew, and what is on its way
-        is computed again. What its own requests have stored is shared with nobody."""
+        """Give up a step that raised: nobody knows how far it came.
+
+        All running requests start over, and tokens in flight are computed again. What the
+        step's own requests have stored is shared with nobody.
+        """
         in_step = [*step.decoding, *(request for request, _ in step.chunks)]
-        # A step of nobody's waits for tokens of those that run.
+        # An empty step waits for tokens of the requests that run.
         self._broken = in_step or list(self._scheduler.running.values())
         for request in self._broken:
             self._supply.spoil(request)
-        self._air.clear()
+        self._in_flight.clear()
         self._scheduler.start_over()
         self._runner.start_over()
 
     def _land(self, most: int) -> None:
         """Read the tokens of all steps but the last ``most``, and of those waited for."""
         while self._must_land(most):
-            for flight in self._air.popleft():
+            for flight in self._in_flight.popleft():
                 # One by one: where one raises, those before it are kept.
                 self._updates += starmap(self._take, flight.land())
 
     def _must_land(self, most: int) -> bool:
-        """Whether more steps are on their way than may be, or one that somebody waits for."""
-        air = self._air
-        return len(air) > max(0, most) or any(each.urgent for step in air for each in step)
+        """Return True if too many steps are in flight, or somebody waits for one of them."""
+        steps = self._in_flight
+        return len(steps) > max(0, most) or any(each.urgent for step in steps for each in step)
 
     def _launch(self, step: Step) -> None:
         self._supply.ensure(step.blocks)
         self._count(step)
         # One without tokens counts too: those behind it are to land as late as any, not later.
-        self._air.append(self._runner.launch(step))
+        self._in_flight.append(self._runner.launch(step))
         for request, _ in step.chunks:
             if request.pending:
                 self._supply.note_stored(request)
@@ -267,7 +270,7 @@ class Engine:
         return Update(request, token, text)
 
     def _turn_of(self, request: Request, length: int) -> bool:
-        """Once for every block that it fills, and not when all fill theirs who began together."""
+        """Requests take turns, each once a block, at different steps if they began together."""
         return (length - request.id) % self._block_size == 0
 
     def _last(self, request: Request, token: int | None, text: str, reason: FinishReason) -> Update:
@@ -293,7 +296,7 @@ class Engine:
     def _count(self, step: Step) -> None:
         """Note which paths a step is about to take."""
         counts = self.path_counts
-        if self._air and self._air[-1]:
+        if self._in_flight and self._in_flight[-1]:
             counts[EnginePath.RUN_AHEAD] += 1
         if step.overtaken:
             counts[EnginePath.OVERTAKEN] += step.overtaken

@@ -1,4 +1,4 @@
-"""One request, and the blocks that requests hold: the pool's, and those of cached prefixes."""
+"""A request, and the supply of blocks that requests take from and give back to."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Request:
 
     @property
     def token_ids(self) -> list[int]:
-        """What was generated."""
+        """The generated tokens."""
         return self.session.token_ids[self.prompt_length :]
 
     @property

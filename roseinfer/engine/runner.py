@@ -264,7 +264,7 @@ class StepRunner:
         return Flight(requests, rows, self._tokens.start(chosen), logprobs, urgent=stay)
 
     def _enter(self, requests: list[Request], chosen: torch.Tensor) -> bool:
-        """Let those decode on the device who can; whether some are left who have to go on."""
+        """Give slots to the requests that can have one; return True if some must go on without."""
         entering = []
         stay = False
         for row, request in enumerate(requests):
@@ -296,7 +296,7 @@ class StepRunner:
         return self._sampling[1]
 
     def _seen(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
-        """Which tokens each request has already, its prompt's included."""
+        """Mark the tokens that each request has already, its prompt's included."""
         seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
         for row, request in enumerate(requests):
             if request.params.repetition_penalty != 1:

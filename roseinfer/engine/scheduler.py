@@ -1,4 +1,4 @@
-"""Which requests do how much in the next step. No tensor is touched here.
+"""The scheduler decides which requests do how much in the next step. It touches no tensor.
 
 Every running request that has only its newest token to store takes part in each step. What
 is left of a step's limits goes to prompts (``PromptShare``). When blocks run out, prefixes
@@ -52,7 +52,7 @@ class Supply(Protocol):
 
 @dataclass(slots=True)
 class Step:
-    """What the next forward pass is made of."""
+    """The work of the next forward pass."""
 
     decoding: list[Request] = field(default_factory=list)
     """Requests that store their newest token."""
@@ -95,8 +95,11 @@ class Scheduler:
         return any(request.in_flight for request in self.running.values())
 
     def next_step(self) -> Step:
-        """What to do now; nothing only where there are no requests, or where it depends on
-        tokens in flight: who ends with them, and who must make room for others."""
+        """Decide what to do now.
+
+        The step is empty when there are no requests, or when tokens in flight decide: they may
+        end a request, and otherwise one must make room for the others.
+        """
         if not (self.running or self.waiting):
             return Step()
         dropped = False
@@ -120,10 +123,10 @@ class Scheduler:
         raise self._stuck()
 
     def _decoding(self) -> Step | None:
-        """The requests that have one token to store, once there are blocks for all.
+        """A step for the requests that have one token to store, with blocks for all of them.
 
-        None where somebody must make room and tokens in flight may end others: until they have
-        landed, nobody is let in to take what there is.
+        None when some request must make room, and tokens in flight may end one: nothing is
+        preempted or admitted until they have landed.
         """
         while True:
             decoding = []
@@ -158,7 +161,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _stuck(self) -> OutOfBlocks:
-        """Of a request that was let in and does not even fit alone: a fault of ours."""
+        """The error for an admitted request that does not even fit alone: a fault of ours."""
         request = next(iter(self.running.values()), None) or self.waiting[0]
         return OutOfBlocks(
             needed=self._supply.needed(request.session, request.pending),
@@ -177,8 +180,8 @@ class PromptShare:
     tokens: int
     prompts: int
     blocks: int
-    """Those that nothing was promised of. What a prompt will take is promised when it is let
-    in, so that prompts do not run each other out of blocks half way."""
+    """Blocks that are promised to nobody. A prompt is promised all that it will take when it is
+    admitted, so that prompts do not run each other out of blocks half way."""
 
     @classmethod
     def of(cls, config: EngineConfig, supply: Supply, step: Step) -> PromptShare:
@@ -257,7 +260,7 @@ class PromptShare:
         self.prompts -= 1
 
     def _count(self, pending: int) -> int:
-        """How many of a prompt's tokens this step may store."""
+        """Count the tokens of a prompt that this step may store."""
         if self.prompts < 1 or self.tokens < 1:
             return 0
         if self.config.chunked_prefill:

@@ -25,15 +25,15 @@ from roseinfer.kernels.runtime import is_interpreted, launch, starts_early
 
 _MOST_PARTS = 32
 _PROCESSORS = 132
-"""Of the largest GPUs."""
+"""The largest GPUs have about so many."""
 _PROGRAMS_WANTED = 3 * _PROCESSORS
 _MOST_LARGE_PROGRAMS = 6 * _PROCESSORS
 """With more, programs with a small tile and a single warp are faster."""
 _LARGE_TILE = 64
 """Tokens that a program looks at together."""
 _TILE_BYTES = 1 << 14
-"""Of a tile's keys, at most. A program takes two to three times that of shared memory, of which
-some GPUs have 64 KiB."""
+"""A tile's keys take at most so many. A program takes two to three times that of shared memory, of
+which some GPUs have 64 KiB."""
 _AT_ONCE = 8 * _PROCESSORS
 """Up to so many programs, the kernel behind is let in before all have ended. With more, it would
 take the place of those that have not begun."""
@@ -224,7 +224,7 @@ def _check(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) ->
 
 
 def _limit(most_tokens: int, lengths: torch.Tensor, *, tight: bool) -> int:
-    """How far the interpreter counts: the tables of slots are wider than any sequence needs."""
+    """The interpreter counts up to this: tables of slots are wider than any sequence needs."""
     return most_tokens if tight else max(1, int(lengths.max()))
 
 
@@ -241,7 +241,7 @@ def _tile(programs: int, head_bytes: int) -> tuple[int, int]:
 
 
 def _num_parts(rows: int, most_tokens: int) -> int:
-    """Of the context of so many sequences' KV heads: a power of two, so that kernels are few, and
+    """Choose the number of parts of a context: a power of two, so that kernels are few, and
     no more than it takes for the longest that a table has room for."""
     if is_interpreted():  # where a program costs the same whatever it does
         return 1

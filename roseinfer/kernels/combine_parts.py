@@ -1,4 +1,4 @@
-"""What the parts of a context say, put together: the end of a split attention."""
+"""The end of a split attention: the results of a context's parts are combined."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def _whole_tiles(rows: int, outputs: int) -> tuple[int, int, int, int]:
 
 
 def _num_parts(inputs: int, strips: int) -> int:
-    """As few parts as make for programs enough, of one to four tiles each."""
+    """Choose the fewest parts, of one to four tiles each, that give enough programs."""
     tiles = triton.cdiv(inputs, _TILE_K)
     each = triton.cdiv(tiles, triton.cdiv(_PROGRAMS_WANTED, strips))
     return int(triton.cdiv(tiles, min(each, 4)))

@@ -76,7 +76,7 @@ class KVBlockManager(PerLayerCalls):
         self.layers_per_group = layers_per_group
         self.path_counts: PathCounts = PathCounts()
         self.work_counts: Counter[str] = Counter()
-        """What every step costs on the host, by ``Work``."""
+        """The host's work of every step, by ``Work``."""
         self._storage = KVStorage(
             (num_layers, max_blocks_per_layer, num_heads, block_size, head_dim),
             torch.device(device),
@@ -118,7 +118,7 @@ class KVBlockManager(PerLayerCalls):
 
     @property
     def policy(self) -> AppendPolicy:
-        """Which optimisations may run. May be replaced between calls."""
+        """It says which optimisations may run, and may be replaced between calls."""
         return self._mover.policy
 
     @policy.setter
@@ -145,7 +145,7 @@ class KVBlockManager(PerLayerCalls):
     def reserve(
         self, layer_idx: int, block_ids_list: Sequence[list[int]], num_tokens: Sequence[int]
     ) -> None:
-        """As ``plan_append``, for a writer that finds the slots by itself: there is no plan.
+        """Make room as ``plan_append`` does, for a writer that finds the slots without a plan.
 
         The lists count the tokens as stored. ``truncate`` takes back what was not written.
         """
@@ -292,7 +292,7 @@ class KVBlockManager(PerLayerCalls):
         block_lists: Sequence[list[int] | None],
         counts: Sequence[int] | None,
     ) -> Survey:
-        """What an append meets, once it is known to find all the blocks it needs."""
+        """Survey an append, and raise unless there are all the blocks that it needs."""
         seen = planning.survey(pool, self.block_size, block_lists, counts)
         needed = seen.blocks_needed
         if needed > pool.num_free:

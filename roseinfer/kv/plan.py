@@ -1,4 +1,4 @@
-"""What an append needs, row by row: look first, then commit.
+"""Plans of appends, row by row: look first, then commit.
 
 ``survey`` reads and raises; ``commit`` changes metadata and cannot fail once the pool was
 found large enough. Neither touches a tensor.
@@ -225,7 +225,7 @@ def commit(
 
 
 def reserve(pool: BlockPool, block_size: int, seen: Survey, counts: Sequence[int]) -> AppendPlan:
-    """As ``commit``, for a writer who finds the slots: of the plan only the copies are complete."""
+    """Commit for a writer that finds the slots itself: the plan lists only the copies in full."""
     plan = commit(pool, block_size, seen)
     for index, block_ids, count in zip(plan.blocks, seen.block_lists, counts, strict=True):
         for _ in _fill(pool, block_size, pool.infos[index], block_ids, count - 1):

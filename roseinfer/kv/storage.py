@@ -29,7 +29,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SLOTS = 64
 _FIRST_CAPACITY = 256
 _SPARE = 3
-"""What starting each of three columns on 16 bytes can cost."""
+"""Three columns that each start on 16 bytes may take so many more."""
 _MOST_IN_RING = 1 << 14
 """Most indices that go through the ring: 8 MiB of it. A prompt of thousands goes apart."""
 _MOST_SHAPES = 8
@@ -59,7 +59,7 @@ class KVStorage:
         self._value_slots = [layer.transpose(1, 2) for layer in self.value_layers]
 
     def as_stored(self, new: torch.Tensor) -> torch.Tensor:
-        """What will be written for ``new``: the one place where dtypes are converted."""
+        """``new`` in the cache's dtype. Nothing else converts dtypes."""
         if new.requires_grad:
             new = new.detach()
         return new if new.dtype is self.dtype else new.to(self.dtype)

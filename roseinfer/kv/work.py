@@ -1,4 +1,4 @@
-"""What a cache and the attention over it do for every step, counted where it is done."""
+"""Names for the work that a cache and the attention over it do in every step."""
 
 from __future__ import annotations
 

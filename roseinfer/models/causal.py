@@ -48,7 +48,7 @@ def attend(
     roseinfer_attention: Attention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer: ``[1, heads, tokens, head_dim]`` each."""
+    """Transformers calls this in every layer, with ``[1, heads, tokens, head_dim]`` each."""
     asked = {name for name, asks in kwargs.items() if asks is not None} - _HARMLESS
     if attention_mask is not None:
         asked.add("a mask")
@@ -75,7 +75,7 @@ class CausalModel:
     """A transformers model that keeps its keys and values in our cache."""
 
     paths: tuple[EnginePath, ...] = ()
-    """What a forward pass counts as, where it does not run on the model's modules as they are."""
+    """The paths that a forward pass is counted under, if it does not run on plain modules."""
 
     def __init__(self, model: Any, *, max_length: int | None = None) -> None:
         """Take over ``model``: its attention is ours from here on."""

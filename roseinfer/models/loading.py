@@ -1,4 +1,4 @@
-"""From a name to a model on a device, its tokenizer, and a cache as large as there is room."""
+"""Loading: a name becomes a model on a device, its tokenizer, and a cache that fills the room."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 _SHARE_OF_MEMORY = 0.85
-"""Of a GPU's free memory, that the cache takes; activations need the rest."""
+"""The cache takes this share of a GPU's free memory; activations need the rest."""
 _MOST_ON_CPU = 2 << 30
 """Bytes of a cache in main memory that nobody gave a size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What an engine is built from."""
+    """The parts that an engine is built from."""
 
     model: CausalModel
     kv: KVBlockManager

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import linear, pad
 
 _WIDTH = 64
-"""What a head's outputs are made a multiple of. Where rows of logits begin off 16 bytes, which
+"""A head's outputs are made a multiple of this. Where rows of logits begin off 16 bytes, which
 8 outputs of two bytes make, matrix products fall back to kernels several times slower."""
 _NEEDED = 8
 

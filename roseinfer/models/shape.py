@@ -1,4 +1,4 @@
-"""What the cache and the engine need to know of a model."""
+"""The sizes of a model, as the cache and the engine need them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     """A forward pass of tokens at positions, to the logits of each."""
 
     class Mask(Protocol):
-        """Whether tokens at some positions see those at others."""
+        """A mask answers True where a token at one position sees the token at another."""
 
         def __call__(
             self,
@@ -53,7 +53,7 @@ class _Noted:
     handed: list[torch.Tensor] = field(default_factory=list)
     """Queries, keys and values of every layer, and the logits: ``[tokens, ...]`` each."""
     masks: dict[Mask, str] = field(default_factory=dict)
-    """Those that were handed over as well, and the class of a module that was."""
+    """The masks that were handed over, each with the class of a module that got it."""
 
     def attend_new(
         self,
@@ -70,7 +70,7 @@ class _Noted:
         return torch.zeros_like(query)
 
     def agrees(self, other: _Noted, row: slice = slice(None)) -> bool:
-        """Whether both were handed the same, but for rounding."""
+        """Return True if both were handed the same, but for rounding."""
         return (self.layers, self.scales) == (other.layers, other.scales) and all(
             _alike(one[row], another[row])
             for one, another in zip(self.handed, other.handed, strict=True)
@@ -78,7 +78,7 @@ class _Noted:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they are equal but for rounding, NaN being equal to anything."""
+    """Return True if they are equal but for rounding; NaN equals anything."""
     tolerance: float = torch.finfo(one.dtype).eps ** 0.5
     largest, apart = one.nan_to_num().abs().max(), (one - other).nan_to_num().abs().max()
     return bool(apart <= tolerance * largest)

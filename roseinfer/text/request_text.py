@@ -1,4 +1,4 @@
-"""What the tokens of a request read as, up to a stop string if it has any."""
+"""The text of a request's tokens, up to a stop string if it has any."""
 
 from __future__ import annotations
 
