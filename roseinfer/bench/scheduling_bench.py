@@ -10,20 +10,18 @@ import torch
 from roseinfer.bench.arguments import add_outputs, whole
 from roseinfer.bench.reporting import Report, Table
 from roseinfer.bench.timing import in_rounds, time_calls
-from roseinfer.config import AppendPolicy, EngineConfig, SamplingParams
-from roseinfer.engine.prefix_cache import PrefixCache
-from roseinfer.engine.request import BlockSupply, Request
-from roseinfer.engine.scheduler import Scheduler
-from roseinfer.kv.manager import KVBlockManager
-from roseinfer.kv.sequence import InferenceSession
+from roseinfer.config import SamplingParams
+from roseinfer.llm import LLM
 
 if TYPE_CHECKING:
     import argparse
 
+    from roseinfer.engine.scheduler import Scheduler
+
 _CAPTION = """\
 Deciding on a step in which all running requests decode and nobody comes or goes, us of host
 time. Wanted: at most 2 us for each running request, whatever waits."""
-_PROMPT = 200
+_PROMPT = 2
 _BLOCK_SIZE = 64
 _CALLS = 50
 
@@ -69,33 +67,20 @@ def measure(running: int, waiting: int, rounds: int) -> SchedulingRow:
 
 
 def _busy(running: int, waiting: int) -> Scheduler:
-    """A scheduler in steady state, its bookkeeping real and its cache without content."""
-    config = EngineConfig(max_batch_size=running, block_size=_BLOCK_SIZE)
-    blocks = running * (-(-_PROMPT // _BLOCK_SIZE) + 1)
-    kv = KVBlockManager(
-        1, 1, 1, _BLOCK_SIZE, blocks + 1, "cpu", torch.float32, AppendPolicy(triton=False)
-    )
-    scheduler = Scheduler(config, BlockSupply(kv, PrefixCache(kv), lambda _: None))
-    for number in range(running + waiting):
-        request = _request(number)
-        if number < running:
-            session = request.session
-            kv.plan_append(0, session.block_lists, [_PROMPT - 1])
-            session.stored = _PROMPT - 1
-            session.room = len(session.block_lists[0]) * _BLOCK_SIZE
-            scheduler.running[number] = request
-        else:
-            scheduler.add(request)
-    return scheduler
-
-
-def _request(number: int) -> Request:
-    return Request(
-        number,
-        SamplingParams(),
-        seed=number,
-        prompt_length=_PROMPT,
-        most_tokens=16,
-        session=InferenceSession([[]], list(range(_PROMPT))),
-        text=None,
-    )
+    """The scheduler of an engine in which so many requests decode and others wait."""
+    prompt = [1] * _PROMPT
+    engine = LLM(
+        "tiny",
+        device="cpu",
+        max_batch_size=running,
+        block_size=_BLOCK_SIZE,
+        kv_cache_tokens=(running + 1) * _BLOCK_SIZE,
+        prefill_max_batch_size=running,
+        prefill_max_tokens=running * _PROMPT,
+    ).engine
+    for _ in range(running):
+        engine.submit(prompt, SamplingParams())
+    engine.step()
+    for _ in range(waiting):
+        engine.submit(prompt, SamplingParams())
+    return engine._scheduler

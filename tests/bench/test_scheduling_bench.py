@@ -9,6 +9,7 @@ import pytest
 
 from roseinfer.bench import scheduling_bench
 from roseinfer.bench.__main__ import main
+from roseinfer.engine.engine import Engine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,13 +28,7 @@ def test_its_rows_are_those_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_state_that_is_not_steady_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = scheduling_bench._request
-
-    def half_stored(number: int) -> object:
-        request = real(number)
-        request.session.token_ids += [1, 2, 3]
-        return request
-
-    monkeypatch.setattr(scheduling_bench, "_request", half_stored)
+    """As it is before the prompts are stored."""
+    monkeypatch.setattr(Engine, "step", lambda _engine: [])
     with pytest.raises(RuntimeError, match="4 were to decode, not 0"):
         scheduling_bench.measure(4, 0, 1)
