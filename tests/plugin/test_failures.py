@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_roseinfer import CacheSpec, History
 from pytest_roseinfer.cases.operations.append import Append
+from pytest_roseinfer.cases.operations.operation import OPERATIONS
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.plugin.conftest import Project
 
 SEARCH = ("--roseinfer-examples=40", "--roseinfer-seed=1")
@@ -154,6 +154,23 @@ def test_a_failure_of_two_runs_compared_is_replayed_as_such(project: Project) ->
     message = "the whole cache differs from the run without options {'from_the_end': True}"
     result.stdout.fnmatch_lines([f"*{message}*"])
     assert message in project.run_script().stderr
+
+
+def test_a_trace_of_before_still_runs(project: Project) -> None:
+    """It was saved when all operations stood in one file, and has each of them."""
+    file = Path(__file__).parent / "traces" / "every_operation.json"
+    steps = json.loads(file.read_text())["example"]["operations"]
+    assert {step["do"] for step in steps} == set(OPERATIONS)
+    result = project.pytest("--roseinfer-replay", str(file))
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(
+        [
+            "*1. prefill sequence 0 with 3 tokens (inputs fused)",
+            "*3. append one token to rows padding, 1, 0",
+            "*10. write the 7 tokens of sequence 0 again as 3",
+            "it ran through: nothing differed",
+        ]
+    )
 
 
 def test_a_trace_of_a_gpu_that_is_not_here(project: Project) -> None:
