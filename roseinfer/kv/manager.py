@@ -11,8 +11,7 @@ from roseinfer.config import AppendPolicy
 from roseinfer.errors import BadArgument, BadRefcount
 from roseinfer.kv import plan as planning
 from roseinfer.kv.mover import DataMover
-from roseinfer.kv.paths import Condition, PathCounts
-from roseinfer.kv.per_layer import PerLayerCalls
+from roseinfer.kv.paths import Condition, Path, PathCounts
 from roseinfer.kv.pool import BlockPool, KVBlockInfo
 from roseinfer.kv.storage import KVStorage
 from roseinfer.kv.work import Work
@@ -20,17 +19,17 @@ from roseinfer.kv.work import Work
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roseinfer.kv.plan import AppendPlan, BlockLists, Counts, Survey
+    from roseinfer.kv.plan import AppendPlan, Survey
 
 
-class KVBlockManager(PerLayerCalls):
+class KVBlockManager:
     """Keys and values of many sequences in blocks of ``block_size`` tokens.
 
     A sequence is a plain list of block ids, owned by the caller and changed in place. Ids
     are global: ``group * max_blocks_per_layer + index``. By default every layer is a group
     of its own, so a sequence has one list per layer. With ``layers_per_group`` larger,
     that many consecutive layers share one list: ``plan_append`` decides once where tokens
-    go and ``write`` is called once per layer. ``PerLayerCalls`` has the calls for a list per layer.
+    go and ``write`` is called once per layer.
 
     Block 0 of every group is never handed out. All calls of one manager belong on one
     CUDA stream, like those of any tensor.
@@ -125,10 +124,91 @@ class KVBlockManager(PerLayerCalls):
     def policy(self, policy: AppendPolicy) -> None:
         self._mover.policy = policy
 
-    # ---------------------------------------------------------------- tokens of a whole group
+    # ------------------------------------------------------------------ the slow reference
+
+    def append_token(
+        self, layer_idx: int, block_ids: list[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Append one token, ``[heads, head_dim]``, to one sequence's list in one layer.
+
+        Every fast path must leave the whole cache as calls of this would.
+        """
+        pool = self._own_pool(layer_idx, "append_token")
+        self._check_inputs(key, value, (self.num_heads, self.head_dim))
+        if not isinstance(block_ids, list):
+            raise BadArgument(f"a block list must be a list, not {block_ids!r}")
+        storage = self._storage
+        key, value = storage.as_stored(key), storage.as_stored(value)
+        last = pool.held(block_ids[-1]) if block_ids else None
+        if last is None:
+            met = Condition.FRESH
+            info = pool.take(start=0, length=0)
+            block_ids.append(pool.first_id + info.block_index)
+        elif last.length == self.block_size:
+            shared = pool.refcounts[last.block_index] > 1
+            met = Condition.ROLLOVER_SHARED if shared else Condition.ROLLOVER
+            info = pool.take(start=last.start + last.length, length=0)
+            block_ids.append(pool.first_id + info.block_index)
+        elif pool.refcounts[last.block_index] > 1:
+            met = Condition.COPY_ON_WRITE
+            info = pool.take(start=last.start, length=last.length)
+            storage.copy_block(layer_idx, last.block_index, info.block_index)
+            pool.drop(last.block_index)
+            block_ids[-1] = pool.first_id + info.block_index
+        else:
+            met = Condition.IN_PLACE
+            info = last
+        storage.write_token(layer_idx, info.block_index, info.length, key, value)
+        info.length += 1
+        self.path_counts[met] += 1
+        self.path_counts[Path.PER_TOKEN] += 1
+
+    # ----------------------------------------------------------------------- the fast paths
+
+    def append_token_batch(
+        self,
+        layer_idx: int,
+        block_ids_list: Sequence[list[int] | None],
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """Append row ``i`` of ``[batch, heads, head_dim]`` to ``block_ids_list[i]``.
+
+        A row whose list is None is padding: it may write to the scratch block only.
+        """
+        pool = self._own_pool(layer_idx, "append_token_batch")
+        self._check_inputs(key, value, (len(block_ids_list), self.num_heads, self.head_dim))
+        seen = self._survey(pool, block_ids_list, None)
+        if not self.policy.batched:
+            for row, block_ids in enumerate(block_ids_list):
+                if block_ids is None:
+                    self.path_counts[Condition.PADDING] += 1
+                    continue
+                self.append_token(layer_idx, block_ids, key[row], value[row])
+            return
+        apart = self._rows_apart(seen, layer_idx, key, value)
+        plan = self._commit(pool, seen, None, apart)
+        self._mover.prepare(plan)
+        self._mover.write(plan, layer_idx, key, value)
+
+    def register_prefill_layer(
+        self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
+    ) -> list[int]:
+        """Store a whole prompt, ``[1, heads, tokens, head_dim]``, in new blocks; return them."""
+        pool = self._own_pool(layer_idx, "register_prefill_layer")
+        num_tokens = key.shape[2] if key.dim() == 4 else 0
+        self._check_inputs(key, value, (1, self.num_heads, num_tokens, self.head_dim))
+        block_ids: list[int] = []
+        if num_tokens:
+            plan = self._plan(pool, [block_ids], [num_tokens])
+            self._mover.write(plan, layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        return block_ids
 
     def plan_append(
-        self, layer_idx: int, block_ids_list: BlockLists, num_tokens: Counts = None
+        self,
+        layer_idx: int,
+        block_ids_list: Sequence[list[int] | None],
+        num_tokens: Sequence[int] | None = None,
     ) -> AppendPlan:
         """Make room for tokens in all layers of ``layer_idx``'s group, and say where they go.
 
@@ -243,6 +323,14 @@ class KVBlockManager(PerLayerCalls):
             raise BadArgument(f"layer {layer_idx} of a cache with {self.num_layers} layers")
         return self._pools[layer_idx // self.layers_per_group]
 
+    def _own_pool(self, layer_idx: int, call: str) -> BlockPool:
+        if self.layers_per_group > 1:
+            raise BadArgument(
+                f"{call} moves one layer alone, and here {self.layers_per_group} layers share a "
+                "block list: use plan_append and write"
+            )
+        return self._pool(layer_idx)
+
     def _infos(self, pool: BlockPool, block_ids: Sequence[int]) -> list[KVBlockInfo]:
         """The records of a list that must be one sequence: all blocks are full but the last."""
         infos = [pool.held(block_id) for block_id in block_ids]
@@ -273,19 +361,58 @@ class KVBlockManager(PerLayerCalls):
                 f"the cache is on {device}; key is on {key.device}, value on {value.device}"
             )
 
-    def _plan(self, pool: BlockPool, block_lists: BlockLists, counts: Counts) -> AppendPlan:
+    def _rows_apart(
+        self, seen: Survey, layer_idx: int, key: torch.Tensor, value: torch.Tensor
+    ) -> planning.Apart | None:
+        """The rows that the policy sends through ``append_token``, if there are any."""
+        policy = self._mover.policy
+        if policy.batched_rollover and policy.batched_copy_on_write:
+            return None
+        rows = frozenset(
+            row
+            for row, condition in seen.needs_block.items()
+            if condition is not Condition.PADDING
+            and not (
+                policy.batched_copy_on_write
+                if condition is Condition.COPY_ON_WRITE
+                else policy.batched_rollover
+            )
+        )
+
+        def append(row: int) -> None:
+            block_ids = seen.block_lists[row]
+            if block_ids is not None:
+                self.append_token(layer_idx, block_ids, key[row], value[row])
+
+        return planning.Apart(rows, append) if rows else None
+
+    def _plan(
+        self,
+        pool: BlockPool,
+        block_lists: Sequence[list[int] | None],
+        counts: Sequence[int] | None,
+    ) -> AppendPlan:
         plan = self._commit(pool, self._survey(pool, block_lists, counts), counts)
         self._mover.prepare(plan)
         return plan
 
-    def _survey(self, pool: BlockPool, block_lists: BlockLists, counts: Counts) -> Survey:
+    def _survey(
+        self,
+        pool: BlockPool,
+        block_lists: Sequence[list[int] | None],
+        counts: Sequence[int] | None,
+    ) -> Survey:
         """What an append meets, once it is known to find all the blocks it needs."""
         seen = planning.survey(pool, self.block_size, block_lists, counts)
         pool.require(seen.blocks_needed)
         return seen
 
     def _commit(
-        self, pool: BlockPool, seen: Survey, counts: Counts, apart: planning.Apart | None = None
+        self,
+        pool: BlockPool,
+        seen: Survey,
+        counts: Sequence[int] | None,
+        apart: planning.Apart | None = None,
     ) -> AppendPlan:
         plan = planning.commit(pool, self.block_size, seen, counts, apart)
         self._note(seen, apart.rows if apart else frozenset())

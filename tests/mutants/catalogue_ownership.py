@@ -119,7 +119,7 @@ MUTANTS = (
     Mutant(
         "reference-dropped-before-the-copy",
         "Copy-on-write of a single token lets go of the shared block before it has a new one.",
-        "roseinfer.kv.per_layer",
+        _MANAGER,
         "            info = pool.take(start=last.start, length=last.length)\n"
         "            storage.copy_block(layer_idx, last.block_index, info.block_index)\n"
         "            pool.drop(last.block_index)\n",

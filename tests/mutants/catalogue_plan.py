@@ -90,9 +90,8 @@ MUTANTS = (
     Mutant(
         "batch-committed-before-it-fits",
         "Rows are committed one by one; the one that finds no block leaves the others longer.",
-        "roseinfer.kv.per_layer",
+        _MANAGER,
         "        seen = self._survey(pool, block_ids_list, None)\n",
-        "        from roseinfer.kv import plan as planning\n\n"
         "        seen = planning.survey(pool, self.block_size, block_ids_list, None)\n",
         rows=(26,),
         targets=(PER_LAYER,),
