@@ -6,11 +6,13 @@ Taking sources and not files, it can be handed one that breaks a rule and be see
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 LAYERS = (
     {"errors", "engine_paths"},
@@ -41,6 +43,22 @@ class Import:
     """Dotted name, an imported name included: ``roseinfer.kv.plan.AppendPlan``."""
     line: int
     at_runtime: bool
+
+
+MOST_FILES = 16
+
+
+def crowded(paths: Iterable[str]) -> dict[str, int]:
+    """Return the folders that hold more modules than fit into a room, and how many they hold."""
+    held = Counter(PurePath(path).parent.as_posix() for path in paths)
+    return {folder: number for folder, number in held.items() if number > MOST_FILES}
+
+
+def missing_rooms(paths: Iterable[str]) -> set[str]:
+    """Return what has a layer although roseinfer has no such room or file."""
+    inside = [PurePath(path).with_suffix("").parts[1:] for path in paths]
+    there = {".".join(parts[:depth]) for parts in inside for depth in (1, 2)}
+    return RANKS.keys() - there
 
 
 def violations(sources: Mapping[str, str], public: frozenset[str]) -> list[str]:

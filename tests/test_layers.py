@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import roseinfer
-from tests.layers import TORCH_FREE, circles, violations
+from tests.layers import MOST_FILES, TORCH_FREE, circles, crowded, missing_rooms, violations
 from tests.python_process import ROOT, run_python
 
 if TYPE_CHECKING:
@@ -24,6 +24,24 @@ def sources(*packages: str) -> dict[str, str]:
 
 def test_no_import_goes_against_the_layers() -> None:
     assert violations(sources("roseinfer", "pytest_roseinfer"), PUBLIC) == []
+
+
+def test_no_folder_holds_more_files_than_one_can_take_in() -> None:
+    assert crowded(sources("roseinfer", "pytest_roseinfer")) == {}
+
+
+def test_a_crowded_folder_is_found() -> None:
+    """Files of the folders within it do not count, and its ``__init__`` does."""
+    room = [f"roseinfer/kv/{number}.py" for number in range(MOST_FILES - 1)]
+    room += ["roseinfer/kv/__init__.py", "roseinfer/kv/inner/__init__.py"]
+    assert crowded(room) == {}
+    assert crowded([*room, "roseinfer/kv/more.py"]) == {"roseinfer/kv": MOST_FILES + 1}
+
+
+def test_every_layer_is_there() -> None:
+    assert missing_rooms(sources("roseinfer")) == set()
+    assert "decode" in missing_rooms(["roseinfer/kv/pool.py", "roseinfer/engine/sequences.py"])
+    assert "engine.sequences" not in missing_rooms(["roseinfer/engine/sequences.py"])
 
 
 def test_the_packages_were_looked_at() -> None:

@@ -6,7 +6,6 @@ found large enough. Neither touches a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,23 +14,18 @@ from roseinfer.kv.paths import Condition, Path
 from roseinfer.kv.pool import SCRATCH, KVBlockInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
     from roseinfer.kv.pool import BlockPool
-
-BlockLists = Sequence[list[int] | None]
-"""The block lists of a batch; None instead of a list is a row of padding."""
-Counts = Sequence[int] | None
-"""How many tokens each list is given; None for one each."""
 
 
 @dataclass(slots=True)
 class Survey:
     """What every row of a batch met. The lists run parallel to the rows."""
 
-    block_lists: BlockLists
+    block_lists: Sequence[list[int] | None]
     last_infos: list[KVBlockInfo]
     """The scratch block's, which is empty, for a row that has no block yet."""
     positions: list[int]
@@ -100,7 +94,12 @@ class AppendPlan:
         return bool(positions) and positions.count(positions[0]) == len(positions)
 
 
-def survey(pool: BlockPool, block_size: int, block_lists: BlockLists, counts: Counts) -> Survey:
+def survey(
+    pool: BlockPool,
+    block_size: int,
+    block_lists: Sequence[list[int] | None],
+    counts: Sequence[int] | None,
+) -> Survey:
     """Find out what every row will meet, as if the rows before it had been appended.
 
     A list that is None is a padding row: its token goes to the scratch block.
@@ -178,7 +177,7 @@ def _check_rows_are_distinct(seen: Survey) -> None:
         )
 
 
-def _check_lists_differ(lists: BlockLists) -> None:
+def _check_lists_differ(lists: Sequence[list[int] | None]) -> None:
     ids = [id(block_ids) for block_ids in lists if block_ids is not None]
     if len(set(ids)) < len(ids):
         ids = [id(lists) if block_ids is None else id(block_ids) for block_ids in lists]
@@ -203,7 +202,7 @@ def commit(
     pool: BlockPool,
     block_size: int,
     seen: Survey,
-    counts: Counts = None,
+    counts: Sequence[int] | None = None,
     apart: Apart | None = None,
 ) -> AppendPlan:
     """Take the blocks, in row order, and count every row's tokens as stored."""
@@ -263,7 +262,7 @@ def _extend_rows(
     pool: BlockPool,
     block_size: int,
     plan: AppendPlan,
-    block_lists: BlockLists,
+    block_lists: Sequence[list[int] | None],
     counts: Sequence[int],
 ) -> None:
     """Place the tokens after each row's first: its block is its own by now."""
