@@ -265,7 +265,7 @@ class EngineConfig:
         return 2 if device == "cuda" else 0
 
     def policy_for(self, device: str) -> AppendPolicy:
-        """The policy by which the cache is written to on that kind of device."""
+        """How the cache is written to on that kind of device."""
         return self.append_policy or AppendPolicy(triton=device == "cuda")
 
 
