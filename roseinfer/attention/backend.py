@@ -71,7 +71,11 @@ class Attention(Protocol):
 
 
 class AttentionBackend(ABC):
-    """Stores the new keys and values of every layer and attends to all that is stored."""
+    """Stores the new keys and values of every layer and attends to all that is stored.
+
+    Resident steps are captured in CUDA graphs: attending to a ``ResidentBatch`` reads nothing
+    back on the host.
+    """
 
     name: ClassVar[str]
     knows: ClassVar[frozenset[str]] = frozenset({"scale"})

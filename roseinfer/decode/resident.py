@@ -17,7 +17,6 @@ from roseinfer.kv.lasting import lasting
 from roseinfer.sampling import rows_without_a_distribution
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Callable, Sequence
 
     from roseinfer.attention.backend import AttentionBackend
@@ -57,9 +56,13 @@ class ResidentDecode:
         self._path_counts = attention.path_counts
         width = -(-model.shape.max_length // kv.block_size)
         self.slots = DecodeSlots(num_slots, width, attention.staging, kv.work_counts, kv.device)
-        advance = None if attention.name == "reference" else _load_advance(kv.device)
-        self._step = DecodeStep(model, self.slots, attention, advance, self._path_counts)
-        self._graphs = StepGraphs(self._step.run, self.slots, self._path_counts) if graphs else None
+        self._model = model
+        self._attention = attention
+        self._advance = None if attention.name == "reference" else _load_advance(kv.device)
+        with lasting():
+            self._chosen = torch.zeros_like(self.slots.tokens)
+            """The token that the last step chose for each slot; -1 where it could not."""
+        self._graphs = StepGraphs(self.step, self.slots, self._path_counts) if graphs else None
         self._readback = Readback(num_slots, torch.int64, kv.device)
         self._sizes = ladder(num_slots)
         self._num_sampled = 0
@@ -114,12 +117,35 @@ class ResidentDecode:
         self.slots.upload()
         extent = self.slots.extent
         count = next(size for size in self._sizes if size >= extent)
-        runner = self._graphs or self._step
-        runner.run(count, greedy=not self._num_sampled)
+        run = self._graphs.run if self._graphs else self.step
+        run(count, greedy=not self._num_sampled)
         for each in residents:
             each.session.stored += 1
         self._path_counts[EnginePath.RESIDENT] += 1
-        return self._readback.start(self._step.chosen[:extent])
+        return self._readback.start(self._chosen[:extent])
+
+    @torch.inference_mode()
+    def step(self, count: int, *, greedy: bool) -> None:
+        """Store the token of each of the first ``count`` slots and choose the next one.
+
+        This asks nothing of the host, so that it can be captured once and replayed.
+        """
+        slots = self.slots
+        for path in self._model.paths:
+            self._path_counts[path] += 1
+        lengths = slots.lengths(count)
+        self._attention.prepare(ResidentBatch(slots.tables(count), lengths))
+        logits = self._model.logits(slots.tokens[:count], lengths, None, self._attention)
+        if greedy and self._advance is not None:
+            self._path_counts[EnginePath.LIKELIEST] += 1
+            chosen, tokens = self._chosen[:count], slots.tokens[:count]
+            self._advance(logits, chosen, tokens, lengths, slots.active(count))
+            return
+        chosen = slots.sampling(count, greedy=greedy).choose(logits, lengths + 1)
+        chosen = torch.where(rows_without_a_distribution(logits), -1, chosen)
+        self._chosen[:count] = chosen
+        slots.tokens[:count] = chosen.clamp(min=0)
+        lengths += slots.active(count)
 
     def _due(self, residents: Sequence[Resident], spare: int) -> list[Resident]:
         """The sequences that need a block now, and a few of those that soon will.
@@ -142,47 +168,6 @@ class ResidentDecode:
         for each in residents:
             each.session.room = len(each.session.block_lists[0]) * self._kv.block_size
             self.slots.touch(each.slot)
-
-
-class DecodeStep:
-    """Asks nothing of the host, so that it can be captured once and replayed."""
-
-    def __init__(
-        self,
-        model: CausalModel,
-        slots: DecodeSlots,
-        attention: AttentionBackend,
-        advance: Callable[..., None] | None,
-        path_counts: Counter[str],
-    ) -> None:
-        self._model = model
-        self._slots = slots
-        self._attention = attention
-        self._advance = advance
-        self._path_counts = path_counts
-        with lasting():
-            self.chosen = torch.zeros_like(slots.tokens)
-            """The token that the last step chose for each slot; -1 where it could not."""
-
-    @torch.inference_mode()
-    def run(self, count: int, *, greedy: bool) -> None:
-        """Store the token of each of the first ``count`` slots and choose the next one."""
-        slots = self._slots
-        for path in self._model.paths:
-            self._path_counts[path] += 1
-        lengths = slots.lengths(count)
-        self._attention.prepare(ResidentBatch(slots.tables(count), lengths))
-        logits = self._model.logits(slots.tokens[:count], lengths, None, self._attention)
-        if greedy and self._advance is not None:
-            self._path_counts[EnginePath.LIKELIEST] += 1
-            chosen, tokens = self.chosen[:count], slots.tokens[:count]
-            self._advance(logits, chosen, tokens, lengths, slots.active(count))
-            return
-        chosen = slots.sampling(count, greedy=greedy).choose(logits, lengths + 1)
-        chosen = torch.where(rows_without_a_distribution(logits), -1, chosen)
-        self.chosen[:count] = chosen
-        slots.tokens[:count] = chosen.clamp(min=0)
-        lengths += slots.active(count)
 
 
 def ladder(most: int) -> list[int]:

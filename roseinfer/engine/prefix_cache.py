@@ -92,12 +92,7 @@ class PrefixCache:
         self._root = Entry(None, (), 0, 0, ())
         self._entries: dict[tuple[int, int], Entry] = {}
         self.unused: OrderedDict[Entry, None] = OrderedDict()
-        """Entries that nobody uses, the least recently used first."""
-
-    @property
-    def num_evictable(self) -> int:
-        """How many blocks of every group would come back if all were evicted."""
-        return len(self.unused)
+        """Entries that nobody uses, the least recently used first: all of them can be evicted."""
 
     def match(self, tokens: Sequence[int]) -> Match:
         """The longest cached prefix that leaves a token to compute, held from here on."""

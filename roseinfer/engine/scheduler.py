@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from roseinfer.errors import OutOfBlocks
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
 
     from roseinfer.config import EngineConfig
-    from roseinfer.engine.request import Request
-    from roseinfer.kv.sequence import InferenceSession
+    from roseinfer.engine.request import BlockSupply, Request
 
 
 _WINDOW = 64
@@ -28,26 +27,6 @@ _WINDOW = 64
 prompts may be begun in a step."""
 _PATIENCE = 8
 """Later requests that may be admitted before one that waits."""
-
-
-class Supply(Protocol):
-    """The blocks there are, as the scheduler sees them."""
-
-    @property
-    def available(self) -> int:
-        """Blocks that are free or could be freed at once."""
-
-    def needed(self, session: InferenceSession, count: int) -> int:
-        """Most blocks that storing so many tokens more can take."""
-
-    def start(self, request: Request) -> None:
-        """Let a request that has nothing stored begin with what is known of its prompt."""
-
-    def give_back(self, request: Request) -> None:
-        """Take back all that a request holds."""
-
-    def drop_prefixes(self) -> None:
-        """Keep no block but for the requests that hold it."""
 
 
 @dataclass(slots=True)
@@ -72,7 +51,7 @@ class Step:
 class Scheduler:
     """The requests that wait and those that run."""
 
-    def __init__(self, config: EngineConfig, supply: Supply) -> None:
+    def __init__(self, config: EngineConfig, supply: BlockSupply) -> None:
         self._config = config
         self._supply = supply
         self.waiting: deque[Request] = deque()
@@ -175,7 +154,7 @@ class PromptShare:
     """What one step does for prompts: it goes on with those begun, then begins new ones."""
 
     config: EngineConfig
-    supply: Supply
+    supply: BlockSupply
     step: Step
     tokens: int
     prompts: int
@@ -184,7 +163,7 @@ class PromptShare:
     admitted, so that prompts do not run each other out of blocks half way."""
 
     @classmethod
-    def of(cls, config: EngineConfig, supply: Supply, step: Step) -> PromptShare:
+    def of(cls, config: EngineConfig, supply: BlockSupply, step: Step) -> PromptShare:
         return cls(
             config,
             supply,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from roseinfer.errors import BadArgument
@@ -10,7 +9,7 @@ from roseinfer.kv.paths import Condition, Path
 from roseinfer.kv.plan import Apart
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -20,8 +19,11 @@ if TYPE_CHECKING:
     from roseinfer.kv.storage import DataMover, KVStorage
 
 
-class PerLayerCalls(ABC):
-    """Appends to one layer's block lists. Refused where several layers share a list."""
+class PerLayerCalls:
+    """Appends to one layer's block lists. Refused where several layers share a list.
+
+    The manager that has these calls has what they are made of.
+    """
 
     num_heads: int
     head_dim: int
@@ -30,6 +32,11 @@ class PerLayerCalls(ABC):
     path_counts: PathCounts
     _storage: KVStorage
     _mover: DataMover
+    _pool: Callable[[int], BlockPool]
+    _check_inputs: Callable[[torch.Tensor, torch.Tensor, tuple[int, ...]], None]
+    _plan: Callable[..., AppendPlan]
+    _survey: Callable[..., Survey]
+    _commit: Callable[..., AppendPlan]
 
     def append_token(
         self, layer_idx: int, block_ids: list[int], key: torch.Tensor, value: torch.Tensor
@@ -139,38 +146,3 @@ class PerLayerCalls(ABC):
                 self.append_token(layer_idx, block_ids, key[row], value[row])
 
         return Apart(rows, append) if rows else None
-
-    # ----------------------------------------------------------------- what the manager does
-
-    @abstractmethod
-    def _pool(self, layer_idx: int) -> BlockPool: ...
-
-    @abstractmethod
-    def _check_inputs(
-        self, key: torch.Tensor, value: torch.Tensor, shape: tuple[int, ...]
-    ) -> None: ...
-
-    @abstractmethod
-    def _plan(
-        self,
-        pool: BlockPool,
-        block_lists: Sequence[list[int] | None],
-        counts: Sequence[int] | None,
-    ) -> AppendPlan: ...
-
-    @abstractmethod
-    def _survey(
-        self,
-        pool: BlockPool,
-        block_lists: Sequence[list[int] | None],
-        counts: Sequence[int] | None,
-    ) -> Survey: ...
-
-    @abstractmethod
-    def _commit(
-        self,
-        pool: BlockPool,
-        seen: Survey,
-        counts: Sequence[int] | None,
-        apart: Apart | None = None,
-    ) -> AppendPlan: ...

@@ -92,7 +92,7 @@ def test_capturing_while_sequences_live_touches_no_block_of_theirs(
     before = [bits(cache[:, 1:]).clone() for cache in (kv.keys, kv.values)]
     rows, tokens = slots.tables(6).clone(), slots.tokens.clone()
     counts = decoding.sessions.path_counts.copy()
-    graphs = StepGraphs(decoding.decode._step.run, slots, decoding.sessions.path_counts)
+    graphs = StepGraphs(decoding.decode.step, slots, decoding.sessions.path_counts)
     for count in (1, 3, 6):
         graphs._capture(count, greedy)
     torch.cuda.synchronize()

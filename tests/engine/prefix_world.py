@@ -116,7 +116,7 @@ class World:
         self.poison()
 
     def evict(self, blocks: int) -> int:
-        evictable, free = self.cache.num_evictable, self.free_blocks
+        evictable, free = len(self.cache.unused), self.free_blocks
         freed = self.cache.evict(blocks)
         assert self.free_blocks == free + freed
         assert freed == min(blocks, evictable)
@@ -219,7 +219,7 @@ class World:
                 assert self.kv.block_info(block_id).length == len(entry.tokens)
         unused = [entry for entry in self.entries if not entry.users]
         assert set(self.cache.unused) == set(unused)
-        assert self.cache.num_evictable == len(unused)
+        assert len(self.cache.unused) == len(unused)
 
     def _check_order(self) -> None:
         """Nothing goes before what is unused below it."""
@@ -247,10 +247,10 @@ class World:
         for sequence in list(self.sequences):
             self.release(sequence)
             self.check()
-        assert self.cache.num_evictable == len(self.entries)
+        assert len(self.cache.unused) == len(self.entries)
         self.cache.clear()
         self.check()
-        assert self.cache.num_evictable == 0
+        assert len(self.cache.unused) == 0
         assert not self.entries
         assert not self.cache._root.children
         assert self.free_blocks == self.shape.blocks

@@ -72,7 +72,8 @@ class World:
     def __init__(self, *, blocks: int = 1000, size: int = 4, **config: Any) -> None:
         self.config = EngineConfig(block_size=size, **config)
         self.supply = Blocks(blocks, size)
-        self.scheduler = Scheduler(self.config, self.supply)
+        supply: Any = self.supply
+        self.scheduler = Scheduler(self.config, supply)
         self.requests: list[Request] = []
         self.admitted: list[int] = []
         """Ids in the order in which they first ran."""

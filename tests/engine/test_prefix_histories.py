@@ -206,7 +206,7 @@ class Run:
         copied = bool(room) and kv.refcount(last[0]) > 1
         needed = -(-max(0, num_tokens - room) // size) + copied
         missing = needed - self.world.free_blocks
-        if missing > self.world.cache.num_evictable:
+        if missing > len(self.world.cache.unused):
             self.release(sequence)
             return False
         if missing > 0:
