@@ -90,39 +90,26 @@ class AttentionRow:
     times_floor: float
 
 
-@dataclass(frozen=True, slots=True)
 class Rig:
     """Sequences of one length whose blocks lie scattered, in as many layers as it takes."""
 
-    shape: Shape
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    layers: list[tuple[torch.Tensor, torch.Tensor]]
-    tables: torch.Tensor
-    stored: torch.Tensor
-    """Without the new token."""
-
-    @classmethod
-    def of(cls, shape: Shape, block_size: int, device: torch.device, dtype: torch.dtype) -> Rig:
-        each = -(-shape.context // block_size)
-        blocks = shape.sequences * each
-        count = -(-_SPREAD_BYTES // shape.cache_bytes(dtype)) if device.type == "cuda" else 1
-        size = (2, max(2, min(_MOST_LAYERS, count)), blocks, shape.kv_heads, block_size)
-        caches = torch.empty((*size, shape.head_dim), device=device, dtype=dtype).uniform_(-1, 1)
-
+    def __init__(
+        self, shape: Shape, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         def new(heads: int) -> torch.Tensor:
             return torch.rand((shape.sequences, heads, shape.head_dim), device=device, dtype=dtype)
 
-        return cls(
-            shape,
-            new(shape.q_heads),
-            new(shape.kv_heads),
-            new(shape.kv_heads),
-            list(zip(caches[0], caches[1], strict=True)),
-            torch.randperm(blocks, device=device).view(shape.sequences, each),
-            torch.full((shape.sequences,), shape.context - 1, device=device),
-        )
+        self.shape = shape
+        self.new = new(shape.q_heads), new(shape.kv_heads), new(shape.kv_heads)
+        """The queries, keys and values of the new tokens."""
+        each = -(-shape.context // block_size)
+        blocks = shape.sequences * each
+        self.tables = torch.randperm(blocks, device=device).view(shape.sequences, each)
+        self.stored = torch.full((shape.sequences,), shape.context - 1, device=device)
+        count = -(-_SPREAD_BYTES // shape.cache_bytes(dtype)) if device.type == "cuda" else 1
+        size = (2, max(2, min(_MOST_LAYERS, count)), blocks, shape.kv_heads, block_size)
+        caches = torch.empty((*size, shape.head_dim), device=device, dtype=dtype).uniform_(-1, 1)
+        self.layers = list(zip(caches[0], caches[1], strict=True))
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -143,7 +130,7 @@ def _measure(args: argparse.Namespace) -> Report:
     bandwidth = copy_bandwidth(device, _COPY_BYTES[device.type])
     rows: list[AttentionRow] = []
     for shape in args.shapes or map(Shape.read, _SHAPES[device.type]):
-        rig = Rig.of(shape, args.block_size, device, dtype)
+        rig = Rig(shape, args.block_size, device, dtype)
         rows += _measure_shape(rig, not reason, args.rounds, bandwidth)
     missing = [UnavailableRow("the kernels", reason)] if reason else []
     return Report(
@@ -163,7 +150,7 @@ def _measure_shape(rig: Rig, kernels: bool, rounds: int, bandwidth: float) -> li
     calls = max(_FEWEST_CALLS, len(rig.layers))
     samplers = {path: _sampler(call, calls, rig) for path, call in _calls(rig, kernels).items()}
     taken = in_rounds(samplers, rounds, str(rig.shape))
-    floor = rig.shape.cache_bytes(rig.query.dtype) / bandwidth * 1e6
+    floor = rig.shape.cache_bytes(rig.new[0].dtype) / bandwidth * 1e6
     return [
         AttentionRow(str(rig.shape), path, us.median_us, floor, us.median_us / floor)
         for path, us in taken.items()
@@ -171,9 +158,10 @@ def _measure_shape(rig: Rig, kernels: bool, rounds: int, bandwidth: float) -> li
 
 
 def _sampler(call: Callable[[], object], calls: int, rig: Rig) -> Callable[[], float]:
-    sync = synchronizer(rig.query.device)
+    device = rig.stored.device
+    sync = synchronizer(device)
     call()  # compiles what there is to compile
-    if rig.query.device.type == "cuda":
+    if device.type == "cuda":
         return graph_sampler(call, calls, sync)
     return lambda: time_calls(call, 1, sync, wait=True)
 
@@ -183,8 +171,7 @@ def _calls(rig: Rig, kernels: bool) -> dict[AttentionPath, Callable[[], object]]
     scale = rig.shape.head_dim**-0.5
 
     def fused(kernel: Callable[..., torch.Tensor]) -> Callable[[], object]:
-        new = rig.query, rig.key, rig.value
-        return lambda: kernel(*new, *next(layers), rig.tables, rig.stored, scale)
+        return lambda: kernel(*rig.new, *next(layers), rig.tables, rig.stored, scale)
 
     if not kernels:
         return {AttentionPath.SLOTS_REFERENCE: fused(append_and_attend_reference)}
@@ -194,6 +181,6 @@ def _calls(rig: Rig, kernels: bool) -> dict[AttentionPath, Callable[[], object]]
     return {
         AttentionPath.APPEND_AND_ATTEND: fused(append_and_attend),
         AttentionPath.DECODE_TRITON: lambda: paged_attention_decode(
-            rig.query, *next(layers), rig.tables, lengths, scale
+            rig.new[0], *next(layers), rig.tables, lengths, scale
         ),
     }

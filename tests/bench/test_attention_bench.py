@@ -38,13 +38,11 @@ def test_its_rows_are_those_asked_for(
 
 def test_what_it_times_attends_to_the_whole_context() -> None:
     shape = Shape.read("2x70:4/2x16")
-    rig = Rig.of(shape, 64, torch.device("cpu"), torch.float32)
+    rig = Rig(shape, 64, torch.device("cpu"), torch.float32)
     keys, values = rig.layers[0]
 
     def out() -> torch.Tensor:
-        return append_and_attend_reference(
-            rig.query, rig.key, rig.value, keys, values, rig.tables, rig.stored, 0.25
-        )
+        return append_and_attend_reference(*rig.new, keys, values, rig.tables, rig.stored, 0.25)
 
     before = out()
     for position in range(69):  # the last is where the new token goes
