@@ -9,7 +9,7 @@ import torch
 
 from roseinfer import EnginePath, SamplingParams
 from roseinfer.decode.graphs import StepGraphs
-from roseinfer.decode.resident import DecodeStep
+from roseinfer.decode.resident import ResidentDecode
 from tests.decode.residents import GREEDY, PROMPTS, Decoding, alone
 from tests.kv.harness import assert_same_bits, bits
 
@@ -60,17 +60,17 @@ def test_garbage_does_not_end_a_capture(device: str, monkeypatch: pytest.MonkeyP
     dropped = [torch.cuda.CUDAGraph()]
     with torch.cuda.graph(dropped[0]):
         torch.zeros(1, device=device)
-    run = DecodeStep.run
+    step = ResidentDecode.step
 
-    def littering(self: DecodeStep, count: int, *, greedy: bool) -> None:
+    def littering(self: ResidentDecode, count: int, *, greedy: bool) -> None:
         if torch.cuda.is_current_stream_capturing() and dropped:
             garbage: list[object] = [dropped.pop()]
             garbage.append(garbage)
             del garbage
             assert len([[] for _ in range(5000)]) == 5000  # so many that they would be looked over
-        run(self, count, greedy=greedy)
+        step(self, count, greedy=greedy)
 
-    monkeypatch.setattr(DecodeStep, "run", littering)
+    monkeypatch.setattr(ResidentDecode, "step", littering)
     decoding = Decoding(device, slots=2, graphs=True)
     assert not dropped
     assert gc.isenabled()
