@@ -25,7 +25,7 @@ _APPEND_SWITCHES = (
 )
 MOST_AHEAD = 16
 _LARGEST = 3.4e38
-"""Devices are told numbers as 32-bit floats, and this is about the largest."""
+"""The largest number that a device, with its 32-bit floats, can be told."""
 _LEAST_PENALTY = 1e-38
 ADMISSION_POLICIES = ("fifo", "pack")
 
@@ -44,21 +44,21 @@ class AppendPolicy:
     """
 
     batched: bool = True
-    """Off: every row goes through ``append_token``."""
+    """If off, every row goes through ``append_token``."""
     batched_rollover: bool = True
-    """Off: rows that open a new block go through ``append_token``."""
+    """If off, rows that open a new block go through ``append_token``."""
     batched_copy_on_write: bool = True
-    """Off: rows that must copy a shared block go through ``append_token``."""
+    """If off, rows that must copy a shared block go through ``append_token``."""
     identity: bool = True
-    """Off: rows are gathered even when the batch covers all of them in order."""
+    """If off, rows are gathered even when the batch covers all of them in order."""
     scalar_position: bool = True
-    """Off: positions travel as a tensor even when all rows share one."""
+    """If off, positions travel as a tensor even when all rows share one."""
     triton: bool = True
-    """Off: torch operations write, whatever the device."""
+    """If off, torch operations write, whatever the device."""
     triton_min_batch: int = 1
-    """Tokens from which the Triton kernels write."""
+    """The least number of tokens that the Triton kernels write."""
     triton_full_batch_min_batch: int | None = None
-    """Tokens from which the full-batch kernel does; ``triton_min_batch`` when None."""
+    """The least number that the full-batch kernel writes; ``triton_min_batch`` when None."""
 
     def __post_init__(self) -> None:
         for name in _APPEND_SWITCHES:

@@ -1,4 +1,4 @@
-"""What the engine does to be fast; each must end in the tokens its slow twin ends in."""
+"""Names what the engine does to be fast. Each must give the tokens that its slow twin gives."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from enum import StrEnum
 
 
 class EnginePath(StrEnum):
-    """Counted once for every step or request that took it. The twin of all is one request
-    after the other, each with its whole prompt in one step and nothing shared."""
+    """A path is counted once for every step or request that takes it.
+
+    The slow twin of all of them runs one request after the other, each with its whole prompt in
+    one step and nothing shared.
+    """
 
     BATCHED = "engine_batched"
     """A step for several requests."""
@@ -32,10 +35,10 @@ class EnginePath(StrEnum):
     RESIDENT = "engine_resident"
     """A decode step of sequences whose state is on the device."""
     LIKELIEST = "engine_likeliest"
-    """Such a step, greedy for all, that ends on kernels which choose the tokens and advance."""
+    """A resident step, greedy for all, whose last kernels choose the tokens and advance."""
     GRAPH = "engine_graph"
     """A resident step replayed from a CUDA graph."""
     RUN_AHEAD = "engine_run_ahead"
     """A step launched before the tokens of the one before it were read."""
     CANCELLED = "engine_cancelled"
-    """A request that ended before its time, beside others or not."""
+    """A request that was cancelled, beside others or alone."""

@@ -29,7 +29,7 @@ could not be continued, 2 when nothing could be done: wrong usage, or a model th
 loaded."""
 
 _CHOOSING = ("top_k", "top_p", "min_p", "seed")
-"""Options that mean nothing where the most likely token is taken."""
+"""These options have no effect where the most likely token is taken."""
 _SAMPLING = (*_CHOOSING, "temperature", "repetition_penalty", "max_new_tokens")
 _ENGINE = (
     "max_batch_size",
@@ -41,7 +41,7 @@ _ENGINE = (
 )
 _FAILED, _NOTHING_DONE = 1, 2
 _INTERRUPTED, _NOBODY_READS = 128 + 2, 128 + 13
-"""As a shell reports the signals SIGINT and SIGPIPE."""
+"""These are the statuses by which a shell reports the signals SIGINT and SIGPIPE."""
 _TITLE_LENGTH = 60
 
 
@@ -180,7 +180,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _complain(what: object) -> None:
-    """In one line, also where a library's message has several."""
+    """Print an error in one line, even where a library's message has several."""
     print("roseinfer generate:", *str(what).split(), file=sys.stderr)
 
 
@@ -247,7 +247,7 @@ def _params(args: argparse.Namespace) -> SamplingParams:
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """The options that were given; of the others the defaults are elsewhere."""
+    """Return the options that were given. The engine has the defaults of the others."""
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
@@ -266,7 +266,10 @@ def _load(args: argparse.Namespace) -> LLM:
 
 @contextmanager
 def _interrupts_kill() -> Iterator[None]:
-    """While torch is imported: a KeyboardInterrupt amid its C++ ends in an abort and a dump."""
+    """Let Ctrl-C kill the process while torch is imported.
+
+    A KeyboardInterrupt amid its C++ would end in an abort and a dump.
+    """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield  # interrupts are ignored, or somebody else's affair
         return

@@ -1,7 +1,7 @@
-"""Text from the tokens of byte-level vocabularies, which stand for bytes and nothing else.
+"""Decodes tokens of byte-level vocabularies, each of which stands for bytes and nothing else.
 
-Those of GPT-2, Llama 3, Qwen and most newer models are. What a token adds then depends on no
-other token but for a character that is spread over several, and costs a look-up.
+GPT-2, Llama 3, Qwen and most newer models have such a vocabulary. What a token adds to the text
+is then a look-up, and depends on other tokens only where a character is spread over several.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import Any, NamedTuple
 from tokenizers.decoders import ByteLevel
 
 _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-"""The bytes that such a vocabulary writes as the character of that number."""
+"""Such a vocabulary writes each of these bytes as the character of the same number."""
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
 BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {
     chr(256 + at): byte for at, byte in enumerate(_OTHERS)
 }
-"""What a vocabulary writes for each byte."""
+"""The byte that each character of such a vocabulary stands for."""
 
 
 class Piece(NamedTuple):
-    """A token, where it begins with a character's first byte."""
+    """What a token adds to a text that ends in a whole character."""
 
     data: bytes
     text: str
-    """What is certain of it."""
+    """The characters that no later token can change."""
     rest: bytes
-    """The beginning of a character at its end."""
+    """The bytes at its end that begin a character and do not complete it."""
 
 
 class TokenPieces(dict[int, Piece]):
-    """Every token's, looked up when first asked for."""
+    """Maps each token to its piece, which is looked up when first asked for."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class TokenPieces(dict[int, Piece]):
 
     @staticmethod
     def serve(tokenizer: Any) -> bool:
-        """Whether a tokenizer decodes by bytes alone."""
+        """Return whether a tokenizer decodes by bytes alone."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         return isinstance(getattr(backend, "decoder", None), ByteLevel)
 
@@ -60,14 +60,14 @@ class TokenPieces(dict[int, Piece]):
 
 
 class ByteLevelDetokenizer:
-    """The text of one growing sequence of tokens. Special tokens have none."""
+    """Decodes one growing sequence of tokens. Special tokens add no text."""
 
     def __init__(self, pieces: TokenPieces) -> None:
         self._pieces = pieces
         self._rest = b""
 
     def add(self, token: int) -> str:
-        """The text that became certain with one more token."""
+        """Take one more token, and return the text that became certain with it."""
         data, text, rest = self._pieces[token]
         if self._rest:
             text, rest = _decode(self._rest + data)
@@ -75,12 +75,12 @@ class ByteLevelDetokenizer:
         return text
 
     def flush(self) -> str:
-        """The rest, once all tokens were added: what is incomplete, as replacement characters."""
+        """Return the rest after the last token: an incomplete character is a replacement one."""
         rest, self._rest = self._rest, b""
         return rest.decode(errors="replace")
 
 
 def _decode(data: bytes) -> tuple[str, bytes]:
-    """The text, and the bytes at the end that may be a character's beginning."""
+    """Return the text, and the bytes at the end that may begin a character."""
     text, used = utf_8_decode(data, "replace", False)
     return text, data[used:]

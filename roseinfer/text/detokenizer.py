@@ -1,4 +1,4 @@
-"""Text from tokens as they come, at a cost that does not grow with the text.
+"""Decodes tokens as they come, at a cost that does not grow with the text.
 
 Tokens cannot be decoded one by one: a character may be spread over several of them, and
 whether a space stands before a word depends on what came earlier. So a window of the latest
@@ -11,17 +11,17 @@ from typing import Protocol
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CHARACTER_BYTES = 4
-"""So many bytes that complete no character never will."""
+"""The most bytes of a character: so many that complete none never will."""
 _UNSURE = _CHARACTER_BYTES - 1
-"""Replacement characters at the end of a text that later bytes may turn into a character."""
+"""The most replacement characters that later bytes may still turn into one character."""
 _LATEST = _UNSURE * _UNSURE + _UNSURE
-"""Tokens whose last replacement characters, each for up to three bytes, do not depend on what
-stands before: three bytes in, decoders of UTF-8 agree on where a character begins."""
+"""How many tokens settle the last replacement characters, whatever stands before them: each
+of those is up to three bytes, and three bytes in, decoders agree on where a character begins."""
 _MOST_PENDING = _CHARACTER_BYTES + _LATEST
 
 
 class Decodes(Protocol):
-    """What is asked of a tokenizer; those of transformers do it."""
+    """A tokenizer as it is used here; those of transformers fit."""
 
     def decode(
         self,
@@ -35,30 +35,31 @@ class Decodes(Protocol):
 
 
 class Detokenizer:
-    """The text of one growing sequence of tokens. Special tokens have none.
+    """Decodes one growing sequence of tokens. Special tokens add no text.
 
-    All that is returned, joined, is ``decode(tokens, skip_special_tokens=True,
-    clean_up_tokenization_spaces=False)``. One thing is impossible: tokenizers in the manner
-    of Llama 2 (``ByteFallback``), on meeting a run of byte tokens that is not UTF-8, replace
-    every byte of it, also those of characters that were complete, and returned, long before.
-    Such characters stand; of the rest of the run every byte is replaced as ``decode`` would.
+    The texts that are returned, joined, equal ``decode(tokens, skip_special_tokens=True,
+    clean_up_tokenization_spaces=False)``, with one exception. Tokenizers like that of Llama 2
+    (``ByteFallback``) replace every byte of a run of byte tokens that is not UTF-8, also the bytes
+    of characters that were complete, and returned, long before. Those characters stand; every
+    later byte of the run is replaced as ``decode`` would.
     """
 
     def __init__(self, tokenizer: Decodes) -> None:
         self._tokenizer = tokenizer
         self._earlier: list[int] = []
         self._latest: list[int] = []
-        """The tokens of the two latest texts that ended in a whole character. With one only,
-        a blank text would leave the next at the beginning, where some decoders drop a space."""
+        """With ``_earlier``, the tokens of the two latest texts that ended in a whole character.
+        One would not do: after a blank text the next would stand at the beginning, where some
+        decoders drop a space."""
         self._pending: list[int] = []
-        """Tokens since then: they end in a character that may not be complete."""
+        """The tokens since then, which end in a character that may not be complete."""
         self._text = ""
-        """What all these tokens decode to."""
+        """The text of all these tokens."""
         self._returned = ""
-        """The part of it that was returned."""
+        """The part of that text which was returned."""
 
     def add(self, token: int) -> str:
-        """The text that became certain with one more token."""
+        """Take one more token, and return the text that became certain with it."""
         text = self._decode([*self._earlier, *self._latest, *self._pending, token])
         if text == self._text and not self._decode([token, token]):
             return ""  # a special token, or one beyond the vocabulary: it separates nothing
@@ -69,7 +70,7 @@ class Detokenizer:
         return self._return_what_is_certain()
 
     def flush(self) -> str:
-        """The rest, once all tokens were added: what is incomplete, as replacement characters."""
+        """Return the rest after the last token: an incomplete character is a replacement one."""
         if not self._pending:
             return ""
         rest = self._text[len(self._returned) :]
@@ -90,22 +91,22 @@ class Detokenizer:
         return new
 
     def _ends_in_a_piece_of_text(self) -> bool:
-        """A vocabulary may have the replacement character itself: it replaces no bytes."""
+        """Return whether the last token spells a replacement character, which replaces no bytes."""
         return _REPLACEMENT in self._tokenizer.convert_ids_to_tokens(self._pending[-1])
 
     def _settle(self) -> None:
-        """All of the text is returned, and the next token starts a new character."""
+        """Begin anew: all of the text was returned, and the next token starts a character."""
         self._earlier, self._latest, self._pending = self._latest, self._pending, []
         self._text = self._returned = self._decode(self._earlier + self._latest)
 
     def _forget_earlier(self) -> None:
-        """The pending byte tokens are not UTF-8, or not yet, and took what is before with them."""
+        """Decode the pending tokens alone: not being UTF-8 (yet), they spoil what precedes them."""
         self._earlier, self._latest, self._returned = [], [], ""
         self._text = self._decode(self._pending)
 
     def _shorten(self) -> None:
-        """Drop tokens in the middle. The first ones stay, for they show that a run of byte
-        tokens is invalid, and all its later bytes with it."""
+        """Drop pending tokens in the middle. The first ones stay, for they show that a run of byte
+        tokens is invalid, and so all its later bytes."""
         unsure = len(self._text) - len(self._returned)
         self._pending = self._pending[:_CHARACTER_BYTES] + self._pending[-_LATEST:]
         self._text = self._decode(self._earlier + self._latest + self._pending)
@@ -118,5 +119,5 @@ class Detokenizer:
 
 
 def _unsure(text: str) -> int:
-    """How many characters at the end may become others with the next token."""
+    """Return how many characters at the end the next token may change."""
     return min(_UNSURE, len(text) - len(text.rstrip(_REPLACEMENT)))

@@ -1,4 +1,4 @@
-"""Ending a text at the first stop string, wherever it was cut into pieces.
+"""Ends a text at the first stop string, wherever the text was cut into pieces.
 
 The stop strings are one automaton that each character moves once, so the cost is linear in
 the text whatever the pieces are and however alike the stop strings.
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _START = 0
-"""The state in which the text could be the beginning of nothing."""
+"""The state in which no end of the text begins a stop string."""
 
 
 class StopStrings:
-    """Watches one text. The stop string that is complete first ends it; of those complete at
-    the same character, the longest does, so that none of it is shown.
+    """Watches one text, which the stop string that is complete first ends.
 
-    Whichever ends first must win: nobody could know while the text grows whether one that
-    began earlier will ever be complete.
+    Where several are complete at the same character, the longest counts, so that none of it is
+    shown. One that began earlier but ends later cannot win: while the text grows, nobody knows
+    whether it will ever be complete.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -37,9 +37,9 @@ class StopStrings:
         self._met = False
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """What may be shown by now, and whether a stop string was met: then nothing follows.
+        """Take more text; return what may be shown by now, and whether a stop string ended it.
 
-        Held back is what could be the beginning of a stop string, and no more.
+        Only what could be the beginning of a stop string is held back.
         """
         if self._met:
             return "", True
@@ -54,7 +54,7 @@ class StopStrings:
         return self._show(len(self._held) - matcher.begun[self._state]), False
 
     def flush(self) -> str:
-        """What was held back, once the text has ended: no stop string goes on beyond."""
+        """Return what was held back, now that the text has ended and completes no stop string."""
         self._state = _START
         return self._show(len(self._held))
 
@@ -64,17 +64,17 @@ class StopStrings:
 
 
 class _Matcher:
-    """Aho and Corasick's automaton. A state is the longest end of the text that begins a stop."""
+    """Aho and Corasick's automaton: a state is the longest end of the text that begins a stop."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._longer: list[dict[str, int]] = [{}]
-        """From a state, the characters with which it begins a stop string still."""
+        """For each state, the characters that lead on, each with the state it leads to."""
         self._shorter = [_START]
-        """The state for the next shorter end of the text that begins a stop string."""
+        """For each state, that of the next shorter end of the text that begins a stop string."""
         self.begun = [0]
-        """How many characters of a stop string are there."""
+        """For each state, how many characters of a stop string are there."""
         self.complete = [0]
-        """The length of the longest stop string that ends here, or 0."""
+        """For each state, the length of the longest stop string that ends there, or 0."""
         for stop in stops:
             self._add(stop)
         self._connect()
@@ -97,7 +97,7 @@ class _Matcher:
         self.complete[state] = len(stop)
 
     def _connect(self) -> None:
-        """Shorter states first: each leads on to what its beginning leads to."""
+        """Give each state its next shorter one, which the states of shorter ends already have."""
         waiting = deque(self._longer[_START].values())
         while waiting:
             state = waiting.popleft()
