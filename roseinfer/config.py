@@ -250,18 +250,14 @@ class EngineConfig:
             )
         object.__setattr__(self, "attention_backend", meant)
 
+    def wants(self, switch: str, device: str) -> bool:
+        """Return True if a switch is on there; one that nobody set is on on a GPU."""
+        value: bool | None = getattr(self, switch)
+        return device == "cuda" if value is None else value
+
     def decodes_in_slots(self, device: str) -> bool:
         """Return True if sequences that decode are resident on that kind of device."""
-        wanted = device == "cuda" if self.resident_decode is None else self.resident_decode
-        return wanted and not self.per_layer_kv
-
-    def fuses(self, device: str) -> bool:
-        """Return True if models run on fused kernels on that kind of device."""
-        return device == "cuda" if self.fused_model is None else self.fused_model
-
-    def pads_head(self, device: str) -> bool:
-        """Return True if heads over odd vocabularies are padded on that kind of device."""
-        return device == "cuda" if self.pad_head is None else self.pad_head
+        return self.wants("resident_decode", device) and not self.per_layer_kv
 
     def replays_graphs(self, device: str) -> bool:
         """Return True if steps of resident sequences are replayed from graphs there."""

@@ -20,7 +20,6 @@ from roseinfer.sampling import SamplingBatch, log_probability, rows_without_a_di
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from roseinfer.config import SamplingParams
     from roseinfer.decode.readback import Arrival
     from roseinfer.decode.resident import ResidentDecode
     from roseinfer.engine.request import Request
@@ -277,7 +276,11 @@ class StepRunner:
         if entering and self._resident is not None:
             rows = [row for row, _ in entering]
             residents = self._resident.enter(
-                [_entering(request) for _, request in entering],
+                [
+                    # The last token is never stored.
+                    (request.session, request.params, request.seed, request.full_length - 1)
+                    for _, request in entering
+                ],
                 chosen if len(rows) == len(requests) else chosen[rows],
             )
             for (_, request), resident in zip(entering, residents, strict=True):
@@ -302,8 +305,3 @@ class StepRunner:
             if request.params.repetition_penalty != 1:
                 seen[row, request.session.token_ids] = True
         return seen
-
-
-def _entering(request: Request) -> tuple[InferenceSession, SamplingParams, int, int]:
-    most = request.full_length - 1  # the last one is never stored
-    return request.session, request.params, request.seed, most

@@ -92,7 +92,7 @@ def _check_what_is_asked_of(device: torch.device, config: EngineConfig) -> None:
 
 def _causal(network: Any, config: EngineConfig) -> CausalModel:
     """On fused kernels where there are some for the model, else as transformers runs it."""
-    if config.fuses(network.device.type):
+    if config.wants("fused_model", network.device.type):
         family = fused_family(network)
         if family is not None:
             if config.compile_layers:
@@ -101,7 +101,7 @@ def _causal(network: Any, config: EngineConfig) -> CausalModel:
                     "nothing is left to compile: leave it off, or have fused_model=False too"
                 )
             return family(network, max_length=config.max_length)
-    if config.pads_head(network.device.type):
+    if config.wants("pad_head", network.device.type):
         pad_head(network)
     causal = CausalModel(network, max_length=config.max_length)
     if isinstance(network.get_output_embeddings(), PaddedHead):
