@@ -22,7 +22,7 @@ class EngineAdapter(Adapter):
 
     vocabulary: ClassVar[int] = 32
     most_tokens: ClassVar[int] = 48
-    """Of a prompt and what follows it."""
+    """The most tokens of a prompt and what follows it."""
     lag: ClassVar[int] = 0
     """Steps by which the engine may bring a token later than it could."""
     paths: ClassVar[Mapping[str, FastPath]] = {}

@@ -25,7 +25,7 @@ class FastPath:
     device: str | None = None
     """The only kind of device it can run on, as ``"cuda"``; None where any will do."""
     one_position: bool = False
-    """Whether it can only write when all rows go to the same position of a block."""
+    """It can only write when all rows go to the same position of a block."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.equals, str):

@@ -199,6 +199,10 @@ class _Writer:
         size, stored = self.oracle.block_size, self.oracle.length(seq)
         return self.draw(boundary_lengths(size, stored=stored, free=self._free))
 
+    def rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        seqs = self.batch(self.fresh(1))
+        return seqs, tuple(self.count(seq) for seq in seqs)
+
     def layout(self) -> str:
         return self.pick(LAYOUTS)
 

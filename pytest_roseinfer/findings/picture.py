@@ -22,7 +22,7 @@ Tables = dict[int, "list[int] | str"]
 def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: Snapshot) -> str:
     """The tokens the oracle expects and the tables the cache keeps, the wrong place marked.
 
-    Of a known location, only that layer and the sequences it has to do with are drawn.
+    Where the location is known, only its layer and the sequences it has to do with are drawn.
     """
     layers = [location.layer] if location else range(num_layers)
     tables = {layer: _tables(shown, layer) for layer in layers if shown.tables is not None}

@@ -33,7 +33,7 @@ _MOST_HEADS = 6
 """KV heads to look at, over sequences and layers: interpreted, each takes milliseconds, so a
 cache with more than these in one layer is not asked at all."""
 _QUERY_HEADS = (1, 2, 4, 5, 8, 16)
-"""Of each KV head."""
+"""Query heads for each KV head."""
 
 
 def questions(

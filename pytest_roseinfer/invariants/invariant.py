@@ -28,7 +28,7 @@ class Invariant:
     name: str
     check: Check
     rank: int
-    """Of several findings, that of the lowest rank is told: it explains most."""
+    """Where several would find something, the lowest rank comes first: it explains most."""
     needs: frozenset[str]
     """What an adapter must offer for it."""
     after: frozenset[str]

@@ -47,9 +47,9 @@ class TargetCoverage:
     """How often each invariant was checked."""
     histories: int = 0
     searched: bool = False
-    """Whether the run began to search this target's histories, which is what reaches paths."""
+    """The run began to search this target's histories, which is what reaches paths."""
     failed: bool = False
-    """Whether a search found a difference, and stopped there."""
+    """A search found a difference, and stopped there."""
 
     def note(self, ran: Mapping[str, int]) -> None:
         """Add the paths that ran and the conditions that were met in one step."""

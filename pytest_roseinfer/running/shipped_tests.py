@@ -63,7 +63,7 @@ def _shipped_by(tests: type[ShippedTests]) -> dict[str, Callable[[Any], None]]:
 
 
 def excuses(mark: pytest.Mark) -> bool:
-    """Whether a mark says why a test fails, and lets it run all the same."""
+    """True if a mark says why a test fails, and lets it run all the same."""
     return mark.name == "xfail" and bool(mark.kwargs.get("reason")) and mark.kwargs.get("run", True)
 
 

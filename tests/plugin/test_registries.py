@@ -14,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 import pytest_roseinfer
 from pytest_roseinfer import CacheSpec, Divergence, History, run_history
 from pytest_roseinfer.cases.operations.append import Append
-from pytest_roseinfer.cases.operations.operation import OPERATIONS, Move, Operation, operation
+from pytest_roseinfer.cases.operations.operation import OPERATIONS, Move, Operation, register
 from pytest_roseinfer.cases.strategies import histories
 from pytest_roseinfer.findings.finding import Finding
 from pytest_roseinfer.invariants.invariant import INVARIANTS, invariant
@@ -50,7 +50,7 @@ def test_every_file_registers_one(folder: str, contract: str, registered: list[o
 
 
 def new_operation() -> type[Operation]:
-    @operation
+    @register
     @dataclass(frozen=True, slots=True)
     class Forget(Operation):
         """Leave the cache alone."""

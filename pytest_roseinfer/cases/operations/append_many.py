@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from pytest_roseinfer.cases.operations.operation import Move, Write, laid_out, operation
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from pytest_roseinfer.cases.operations.operation import Driven, Rows, Writer
+from pytest_roseinfer.cases.operations import operation
 
 
-@operation
+@operation.register
 @dataclass(frozen=True, slots=True)
-class AppendMany(Write):
+class AppendMany(operation.Write):
     """Several tokens to each of some sequences."""
 
     seqs: tuple[int, ...]
@@ -24,21 +18,16 @@ class AppendMany(Write):
 
     needs = frozenset({"append_many"})
 
-    def rows(self) -> Rows:
+    def rows(self) -> operation.Rows:
         return list(zip(self.seqs, self.counts, strict=True))
 
     def words(self) -> str:
         each = ", ".join(f"{count} to sequence {seq}" for seq, count in self.rows())
-        return f"append tokens: {each}{laid_out(self.layout)}"
+        return f"append tokens: {each}{self.laid_out()}"
 
-    def drive(self, cache: Driven) -> None:
+    def drive(self, cache: operation.Driven) -> None:
         cache.adapter.append_many(self.seqs, self.counts, cache.key, cache.value)
 
     @classmethod
-    def moves(cls, writer: Writer) -> Iterable[Move]:
-        yield Move(1, 1, lambda: cls._drawn(writer))
-
-    @classmethod
-    def _drawn(cls, writer: Writer) -> AppendMany:
-        seqs = writer.batch(writer.fresh(1))
-        return cls(seqs, tuple(writer.count(seq) for seq in seqs), writer.layout())
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        yield operation.Move(1, 1, lambda: cls(*writer.rows(), writer.layout()))

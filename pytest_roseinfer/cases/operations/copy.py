@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from pytest_roseinfer.cases.operations.operation import Write, operation
-from pytest_roseinfer.oracle import Written
-
-if TYPE_CHECKING:
-    from pytest_roseinfer.cases.operations.operation import Driven, Rows
-    from pytest_roseinfer.oracle import Oracle
+from pytest_roseinfer.cases.operations import operation
+from pytest_roseinfer.oracle import Oracle, Written
 
 
-@operation
+@operation.register
 @dataclass(frozen=True, slots=True)
-class Copy(Write):
+class Copy(operation.Write):
     """A new sequence with the tokens another has, written anew: a fork that shares nothing.
 
     It is never drawn. Histories with forks are compared with the same ones with copies.
@@ -28,7 +23,7 @@ class Copy(Write):
 
     in_parts = True
 
-    def rows(self) -> Rows:
+    def rows(self) -> operation.Rows:
         return [(self.child, self.count)]
 
     def words(self) -> str:
@@ -40,7 +35,7 @@ class Copy(Write):
     def change(self, oracle: Oracle) -> None:
         oracle.append(self.rows(), oracle.tokens(self.parent))
 
-    def drive(self, cache: Driven) -> None:
+    def drive(self, cache: operation.Driven) -> None:
         if "prefill" in cache.adapter.abilities:
             cache.adapter.prefill(self.child, cache.key, cache.value)
             return

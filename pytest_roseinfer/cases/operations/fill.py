@@ -5,18 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.cases.operations.operation import Move, Operation, operation
+from pytest_roseinfer.cases.operations import operation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from pytest_roseinfer.cases.operations.operation import Driven, Writer
     from pytest_roseinfer.oracle import Oracle, Written
 
 
-@operation
+@operation.register
 @dataclass(frozen=True, slots=True)
-class Fill(Operation):
+class Fill(operation.Operation):
     """Write the tokens of the oldest reservation that is still open."""
 
     needs = frozenset({"reserve", "fill"})
@@ -31,11 +28,11 @@ class Fill(Operation):
     def change(self, oracle: Oracle) -> None:
         oracle.reserved.pop(0)
 
-    def drive(self, cache: Driven) -> None:
+    def drive(self, cache: operation.Driven) -> None:
         handle, cache.planned_with = cache.reserved.pop(0)
         cache.adapter.fill(handle, cache.key, cache.value)
 
     @classmethod
-    def moves(cls, writer: Writer) -> Iterable[Move]:
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
         if writer.oracle.reserved:
-            yield Move(4, 2, cls)
+            yield operation.Move(4, 2, cls)

@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.cases.operations import operation
 from pytest_roseinfer.cases.operations.copy import Copy
-from pytest_roseinfer.cases.operations.operation import Move, Operation, operation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from pytest_roseinfer.cases.operations.operation import Driven, Writer
     from pytest_roseinfer.oracle import Oracle
 
 
-@operation
+@operation.register
 @dataclass(frozen=True, slots=True)
-class Fork(Operation):
+class Fork(operation.Operation):
     """A new sequence with all that another has, sharing what can be shared."""
 
     parent: int
@@ -37,7 +34,7 @@ class Fork(Operation):
     def change(self, oracle: Oracle) -> None:
         oracle.fork(self.parent, self.child)
 
-    def drive(self, cache: Driven) -> None:
+    def drive(self, cache: operation.Driven) -> None:
         cache.adapter.fork(self.parent, self.child)
 
     def copies_blocks(self, fork_shares: str) -> bool:
@@ -50,10 +47,10 @@ class Fork(Operation):
         return len(oracle.sequences[self.parent]) + 1
 
     @classmethod
-    def moves(cls, writer: Writer) -> Iterable[Move]:
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
         if writer.live and not writer.crowded:
-            yield Move(7, 4, lambda: cls.of_any(writer))
+            yield operation.Move(7, 4, lambda: cls.of_any(writer))
 
     @classmethod
-    def of_any(cls, writer: Writer) -> Fork:
+    def of_any(cls, writer: operation.Writer) -> Fork:
         return cls(writer.pick(writer.live), *writer.fresh(1))

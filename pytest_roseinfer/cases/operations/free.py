@@ -5,18 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.cases.operations.operation import Move, Operation, operation
+from pytest_roseinfer.cases.operations import operation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from pytest_roseinfer.cases.operations.operation import Driven, Writer
     from pytest_roseinfer.oracle import Oracle
 
 
-@operation
+@operation.register
 @dataclass(frozen=True, slots=True)
-class Free(Operation):
+class Free(operation.Operation):
     """Forget a sequence; its name may be used again."""
 
     seq: int
@@ -32,11 +29,11 @@ class Free(Operation):
     def change(self, oracle: Oracle) -> None:
         oracle.free(self.seq)
 
-    def drive(self, cache: Driven) -> None:
+    def drive(self, cache: operation.Driven) -> None:
         cache.adapter.free(self.seq)
 
     @classmethod
-    def moves(cls, writer: Writer) -> Iterable[Move]:
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
         if writer.live:
             # Where the next batch may find no room, freeing lets the history go on.
-            yield Move(8, 8 if writer.tight else 2, lambda: cls(writer.pick(writer.live)))
+            yield operation.Move(8, 8 if writer.tight else 2, lambda: cls(writer.pick(writer.live)))

@@ -1,17 +1,18 @@
 """The contract of an operation, and the registry that knows every one by its name.
 
-A new operation is one new file in this folder: a frozen dataclass under ``@operation``.
+A new operation is one new file in this folder: a frozen dataclass under ``@operation.register``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from pytest_roseinfer.oracle import Written
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.oracle import Oracle
@@ -70,6 +71,9 @@ class Writer(Protocol):
     def count(self, seq: int) -> int:
         """A number of tokens that ends a sequence near the boundary of a block."""
 
+    def rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sequences to append to, and so many tokens for each."""
+
     @property
     def has_switches(self) -> bool: ...
 
@@ -87,6 +91,9 @@ class Move(NamedTuple):
     times: int
     """How often it is listed among all moves: twice is twice as likely."""
     draw: Callable[[], Operation]
+
+
+Moves = Iterable[Move]
 
 
 class Operation:
@@ -170,7 +177,7 @@ class Operation:
     # ------------------------------------------------------------------ as a drawing
 
     @classmethod
-    def moves(cls, writer: Writer) -> Iterable[Move]:  # noqa: ARG003
+    def moves(cls, writer: Writer) -> Moves:  # noqa: ARG003
         """The ways to draw one now; none where none makes sense."""
         return ()
 
@@ -197,6 +204,9 @@ class Write(Operation):
     called = "write"
     layout: str
 
+    def laid_out(self) -> str:
+        return "" if self.layout == "plain" else f" (inputs {self.layout})"
+
     def written(self, oracle: Oracle) -> Written | None:
         return Written(self.rows(), oracle.new_tokens(self.rows()), self.layout)
 
@@ -208,15 +218,7 @@ OPERATIONS: dict[str, type[Operation]] = {}
 """Every kind of operation, by the name that a trace gives it."""
 
 
-def operation(kind: type[_Kind]) -> type[_Kind]:
+def register(kind: type[_Kind]) -> type[_Kind]:
     """Register a kind of operation."""
     OPERATIONS[kind.__name__] = kind
     return kind
-
-
-def listed(seqs: Sequence[int]) -> str:
-    return f"sequence{'s' * (len(seqs) != 1)} {', '.join(map(str, seqs))}"
-
-
-def laid_out(layout: str) -> str:
-    return "" if layout == "plain" else f" (inputs {layout})"

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from pytest_roseinfer.cases.operations.operation import Move, Write, laid_out, operation
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from pytest_roseinfer.cases.operations.operation import Driven, Rows, Writer
+from pytest_roseinfer.cases.operations import operation
 
 
-@operation
+@operation.register
 @dataclass(frozen=True, slots=True)
-class Prefill(Write):
+class Prefill(operation.Write):
     """A new sequence with a whole prompt."""
 
     seq: int
@@ -24,21 +18,20 @@ class Prefill(Write):
 
     needs = frozenset({"prefill"})
 
-    def rows(self) -> Rows:
+    def rows(self) -> operation.Rows:
         return [(self.seq, self.count)]
 
     def words(self) -> str:
-        return f"prefill sequence {self.seq} with {self.count} tokens{laid_out(self.layout)}"
+        return f"prefill sequence {self.seq} with {self.count} tokens{self.laid_out()}"
 
-    def drive(self, cache: Driven) -> None:
+    def drive(self, cache: operation.Driven) -> None:
         cache.adapter.prefill(self.seq, cache.key, cache.value)
 
     @classmethod
-    def moves(cls, writer: Writer) -> Iterable[Move]:
-        if not writer.crowded:
-            yield Move(5, 2, lambda: cls._drawn(writer))
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        def drawn() -> Prefill:
+            (seq,) = writer.fresh(1)
+            return cls(seq, writer.count(seq), writer.layout())
 
-    @classmethod
-    def _drawn(cls, writer: Writer) -> Prefill:
-        (seq,) = writer.fresh(1)
-        return cls(seq, writer.count(seq), writer.layout())
+        if not writer.crowded:
+            yield operation.Move(5, 2, drawn)

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from pytest_roseinfer.cases.operations.operation import Move, Operation, operation
-from pytest_roseinfer.oracle import Written
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from pytest_roseinfer.cases.operations.operation import Driven, Rows, Writer
-    from pytest_roseinfer.oracle import Oracle
+from pytest_roseinfer.cases.operations import operation
+from pytest_roseinfer.oracle import Oracle, Written
 
 
-@operation
+@operation.register
 @dataclass(frozen=True, slots=True)
-class Reserve(Operation):
+class Reserve(operation.Operation):
     """Room for several tokens of some sequences, which a ``Fill`` writes later.
 
     The oracle takes them as stored from now on, and knows which are not written yet.
@@ -30,7 +23,7 @@ class Reserve(Operation):
     needs = frozenset({"reserve", "fill"})
     called = "write"
 
-    def rows(self) -> Rows:
+    def rows(self) -> operation.Rows:
         return list(zip(self.seqs, self.counts, strict=True))
 
     def words(self) -> str:
@@ -42,7 +35,7 @@ class Reserve(Operation):
         oracle.append(self.rows(), tokens)
         oracle.reserved.append(Written(self.rows(), tokens, self.layout))
 
-    def drive(self, cache: Driven) -> None:
+    def drive(self, cache: operation.Driven) -> None:
         handle = cache.adapter.reserve(self.seqs, self.counts)
         cache.reserved.append((handle, cache.options))
 
@@ -50,10 +43,5 @@ class Reserve(Operation):
         return True
 
     @classmethod
-    def moves(cls, writer: Writer) -> Iterable[Move]:
-        yield Move(3, 1, lambda: cls._drawn(writer))
-
-    @classmethod
-    def _drawn(cls, writer: Writer) -> Reserve:
-        seqs = writer.batch(writer.fresh(1))
-        return cls(seqs, tuple(writer.count(seq) for seq in seqs), writer.layout())
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        yield operation.Move(3, 1, lambda: cls(*writer.rows(), writer.layout()))
