@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import settings
+from pytest_roseinfer.plugin import markers
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import CacheSpec
@@ -99,7 +100,7 @@ def roseinfer_costs(request: pytest.FixtureRequest) -> Costs:
     settings.choose_kernel_runtime()
     from pytest_roseinfer.gates.work.costs import Costs
 
-    return Costs(request.node)
+    return Costs(request.node, markers.costs(request.node))
 
 
 @pytest.fixture
@@ -112,4 +113,4 @@ def roseinfer_tpot(request: pytest.FixtureRequest) -> Tpot:
     """
     from pytest_roseinfer.gates.time.tpot import Tpot
 
-    return Tpot(request)
+    return Tpot(request, markers.tpot(request.node))

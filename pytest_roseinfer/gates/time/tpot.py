@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,6 @@ from pytest_roseinfer.gates.time.worker_process import (
     cpus_for,
     cpus_here,
 )
-from pytest_roseinfer.plugin import markers
 
 _NOTHING_ASKED = (
     "nothing to compare with: --roseinfer-against REF, --roseinfer-noise-floor or "
@@ -33,12 +33,12 @@ _NOTHING_ASKED = (
 class Tpot:
     """Times the decode step of one test, as the command line asks for it."""
 
-    def __init__(self, request: pytest.FixtureRequest) -> None:
+    def __init__(self, request: pytest.FixtureRequest, marked: dict[str, Any]) -> None:
+        """``marked`` are the arguments of the test's markers."""
         self.checked = False
         self._request = request
         self._gate = TimingGate.of(request.config)
         self._asked = settings.current()
-        marked = markers.tpot(request.node)
         wanted = None if self._asked.gpu else 1
         self._cpus = marked.pop("cpus", wanted)
         self._plan = Plan(**marked)

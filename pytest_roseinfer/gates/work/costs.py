@@ -15,7 +15,6 @@ from pytest_roseinfer.gates.work.cost_verdict import judge
 from pytest_roseinfer.gates.work.measure_work import Step, measure_work
 from pytest_roseinfer.gates.work.own_code import OwnCode
 from pytest_roseinfer.gates.work.step_work import CannotCompare, versions_here
-from pytest_roseinfer.plugin import markers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,11 +25,12 @@ if TYPE_CHECKING:
 class Costs:
     """Holds steps of one test against the baselines of its suite."""
 
-    def __init__(self, item: pytest.Item) -> None:
+    def __init__(self, item: pytest.Item, marked: Mapping[str, tuple[str, ...]]) -> None:
+        """``marked`` are the arguments of the test's markers."""
         self.checked: set[str] = set()
         self._gate = CostGate.of(item.config)
         self._asked = settings.current()
-        self._marked = markers.costs(item)
+        self._marked = marked
         self._file = Path(self._asked.costs or item.path.parent / NAME)
         folder = os.path.relpath(item.path, self._file.parent).replace(os.sep, "/")
         self._test = f"{folder}::{item.nodeid.partition('::')[2]}"
