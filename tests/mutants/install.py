@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.mutants.mutant import Mutant
 
 _PACKAGE = "roseinfer"
-_BUILT_ON_IT = "pytest_roseinfer.targets"
+_BUILT_ON_IT = ("pytest_roseinfer.targets", "tests.mutants.kernel_caches")
 
 
 def source_of(module: str) -> Path:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 _TARGETS = "pytest_roseinfer.targets."
 PER_LAYER = _TARGETS + "roseinfer_kv:PerLayerManager"
 GROUPED = _TARGETS + "roseinfer_kv:GroupedManager"
-KERNELS = _TARGETS + "roseinfer_kernels:StridedKernels"
-COMPACTED = _TARGETS + "roseinfer_kernels:CompactedKernels"
+KERNELS = "tests.mutants.kernel_caches:StridedKernels"
+COMPACTED = "tests.mutants.kernel_caches:CompactedKernels"
 ENGINE = _TARGETS + "roseinfer_engine:RoseinferEngine"
 MANAGERS = (GROUPED, PER_LAYER)
 

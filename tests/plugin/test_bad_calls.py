@@ -10,8 +10,8 @@ from pytest_roseinfer import CacheSpec, Divergence, History, run_history
 from pytest_roseinfer.adapters.bad_call import BadCall
 from pytest_roseinfer.cases.operations.append import Append
 from pytest_roseinfer.cases.payload import Payload
-from pytest_roseinfer.targets.roseinfer_kernels import CompactedKernels, StridedKernels
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
+from tests.mutants.kernel_caches import CompactedKernels, StridedKernels
 from tests.plugin.caches.paged_cache import PagedCache
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from pytest_roseinfer.targets.paged_attention_cache import (
     ForkedPagedAttentionCacheAdapter,
     UnsharedPagedAttentionCacheAdapter,
 )
-from pytest_roseinfer.targets.roseinfer_kernels import CompactedKernels
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
+from tests.mutants.kernel_caches import CompactedKernels
 from tests.plugin.caches.remembering_caches import (
     ForksToTheOldLength,
     KeepsTheLength,
