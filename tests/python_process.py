@@ -8,23 +8,35 @@ import sys
 from pathlib import Path
 from textwrap import dedent
 
+from tests import warm_process
+
 ROOT = Path(__file__).resolve().parents[1]
+_TIMEOUT = 120
 
 
-def run_python(code: str, *flags: str, interpret: bool = False, **environment: str) -> str:
-    """What ``code`` prints. It must exit cleanly; a warning on the way is an error."""
+def run_python(
+    code: str, *flags: str, interpret: bool = False, warm: bool = False, **environment: str
+) -> str:
+    """Return what ``code`` prints; it must exit cleanly.
+
+    A ``warm`` process has torch and transformers imported when it begins.
+    """
     env = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= environment
     if interpret:
         env["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, *flags, "-c", dedent(code)],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    arguments = [*flags, "-c", dedent(code)]
+    if warm:
+        done = warm_process.run(arguments, cwd=ROOT, environment=env, timeout=_TIMEOUT)
+    else:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            check=False,
+        )
     assert done.returncode == 0, f"the process failed:\n{done.stderr}"
     return done.stdout

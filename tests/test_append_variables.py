@@ -57,7 +57,9 @@ COMMANDS = {
 
 def test_they_hold_for_an_engine_and_a_manager_and_a_policy_beats_them() -> None:
     variables = {SWITCH: "on", MIN_BATCH: "3", FULL_BATCH: "5"}
-    engine, told, manager, own = json.loads(run_python(WRITES, interpret=True, **variables))
+    engine, told, manager, own = json.loads(
+        run_python(WRITES, interpret=True, warm=True, **variables)
+    )
     assert engine == ["torch_vector", "triton_identity_pos"]
     assert {path.split("_")[0] for path in told} == {"torch"}
     assert manager == ["torch_scalar", "triton_full_batch", "triton_identity_pos"]

@@ -82,7 +82,7 @@ try:
 except BadArgument as error:
     print(error)
 """
-    assert "TRITON_INTERPRET=1" in run_python(code)
+    assert "TRITON_INTERPRET=1" in run_python(code, warm=True)
 
 
 def test_switches_are_true_or_false() -> None:

@@ -61,7 +61,7 @@ print(first.gather_sequence(0, a)[0].flatten().tolist())
 
 def told(code: str, machine: str) -> tuple[dict[str, Any], list[str]]:
     """What ``show`` printed, and the lines after it."""
-    lines = run_python(MACHINES[machine] + CACHE + code).splitlines()
+    lines = run_python(MACHINES[machine] + CACHE + code, warm=True).splitlines()
     return json.loads(lines[0]), lines[1:]
 
 
@@ -135,5 +135,5 @@ else:
 @every_machine
 def test_the_warning_made_an_error_leaves_nothing_half_done(machine: str) -> None:
     """Whoever runs with warnings as errors gets all of the append or none of it."""
-    (outcome,) = run_python(MACHINES[machine] + CACHE + WARNINGS_AS_ERRORS).splitlines()
+    (outcome,) = run_python(MACHINES[machine] + CACHE + WARNINGS_AS_ERRORS, warm=True).splitlines()
     assert outcome in ("done", "refused, nothing changed")

@@ -6,11 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+
+from tests import warm_process
 
 CACHES = Path(__file__).parent / "caches"
 _OUTSIDE = (
@@ -51,6 +55,8 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 class Project:
     pytester: pytest.Pytester
     monkeypatch: pytest.MonkeyPatch
+    from_cold: bool = False
+    """Its processes import torch and transformers themselves."""
 
     @property
     def path(self) -> Path:
@@ -67,6 +73,7 @@ class Project:
 
     def pretend_gpus(self, *, count: int) -> list[str]:
         """Options of a run in which torch is no more than a claim to have GPUs."""
+        self.from_cold = True
         self.write(torch_with_gpus=_TORCH_WITH_GPUS.format(count=count))
         self.monkeypatch.setenv("PYTHONPATH", str(self.path), prepend=os.pathsep)
         return ["-p", "torch_with_gpus", "--roseinfer-gpu"]
@@ -76,7 +83,21 @@ class Project:
 
     def pytest(self, *arguments: str) -> pytest.RunResult:
         """Run in a process of its own, so that the plugin comes in as it does for a user."""
-        return self.pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
+        arguments = ("-p", "no:cacheprovider", *arguments)
+        if self.from_cold:
+            return self.pytester.runpytest_subprocess(*arguments)
+        folder = tempfile.mkdtemp(prefix="runpytest-", dir=self.path)
+        path = os.pathsep.join(filter(None, [str(self.path), os.environ.get("PYTHONPATH")]))
+        begin = time.perf_counter()
+        done = warm_process.run(
+            ["-m", "pytest", f"--basetemp={folder}", *arguments],
+            cwd=self.path,
+            environment={**os.environ, "HOME": str(self.path), "PYTHONPATH": path},
+        )
+        seconds = time.perf_counter() - begin
+        print(done.stdout, done.stderr)
+        lines = done.stdout.splitlines(), done.stderr.splitlines()
+        return pytest.RunResult(done.returncode, *lines, seconds)
 
     def saved(self, suffix: str) -> Path:
         """The trace, or script, of the one failure there was."""

@@ -152,6 +152,7 @@ def test_it_is_the_same_every_time_and_leaves_the_random_state_alone(
 def test_it_needs_no_network(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor a cache of earlier downloads: the home folder of this run is empty."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    project.from_cold = True  # what is imported counts
     project.write(
         test_tiny="""
             import socket
