@@ -19,9 +19,10 @@ _CHOOSING = ("temperature", "top_k", "top_p")
 
 
 def whole(least: int) -> Callable[[str], int]:
+    """Return a reader of whole numbers that refuses those below ``least``."""
+
     def whole_number(text: str) -> int:
-        number = _read(int, text, "whole number")
-        if number < least:
+        if (number := _read(int, text, "whole number")) < least:
             raise argparse.ArgumentTypeError(f"must be at least {least}, not {number}")
         return number
 
@@ -43,8 +44,8 @@ def _read(kind: Callable[[str], Number], text: str, what: str) -> Number:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """``1,4``: a whole number of at least 1, or several."""
-    return tuple(whole(1)(part) for part in text.split(","))
+    """Read whole numbers of at least 1, written as ``1,4``."""
+    return tuple(map(whole(1), text.split(",")))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
