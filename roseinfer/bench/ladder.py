@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass
-from itertools import chain
-from statistics import median
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -16,10 +15,9 @@ from roseinfer.bench.model_source import ModelSource, collect
 from roseinfer.bench.reporting import Report, Table
 from roseinfer.bench.rungs import rungs
 from roseinfer.bench.serving import peers
-from roseinfer.bench.serving.driving import offline, perform
-from roseinfer.bench.serving.figures import ThroughputRow, percentile_ms
+from roseinfer.bench.serving.driving import Work, offline, perform, random_prompts
+from roseinfer.bench.serving.figures import LatencyRow, ThroughputRow, median_row, throughput
 from roseinfer.bench.serving.memory_floor import MemoryFloor, memory_floor
-from roseinfer.bench.serving.prompts import Work, random_prompts
 from roseinfer.bench.timing import WrongPath
 from roseinfer.config import EngineConfig, SamplingParams
 from roseinfer.errors import ConfigError, RoseinferError
@@ -47,7 +45,7 @@ _NUMBERS = {
     "max_new_tokens": (2, 256),
     "block_size": (1, 64),
 }
-"""For each option the least that it may be, and what it is where nothing is said."""
+"""Each option's least value and its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class RungRow:
     itl_p50_ms: float | None = None
     itl_p99_ms: float | None = None
     itl_at_boundary_p99_ms: float | None = None
-    """This is None where no sequence went on in a new block."""
+    """None where no sequence went on in a new block."""
     same_tokens: float | None = None
     start_up_s: float | None = None
     not_available: str | None = None
@@ -67,7 +65,7 @@ class RungRow:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """The parts that every rung shares, known once the first one is built."""
+    """What every rung shares, known once the first engine is built."""
 
     work: Work
     floor: MemoryFloor
@@ -77,14 +75,11 @@ class Ground:
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("ladder", help="what each optimisation of decoding is worth")
     arguments.add_model(parser)
-    group = parser.add_argument_group("work")
-    whole = arguments.whole
+    option, whole = parser.add_argument_group("work").add_argument, arguments.whole
     for name, (least, default) in _NUMBERS.items():
-        option = "--" + name.replace("_", "-")
-        group.add_argument(option, type=whole(least), default=default, help="%(default)s")
-    group.add_argument(
-        "--run-ahead", type=whole(1), default=4, help="steps, on the last two rungs (%(default)s)"
-    )
+        flag = "--" + name.replace("_", "-")
+        option(flag, type=whole(least), default=default, help="%(default)s")
+    option("--run-ahead", type=whole(1), default=4, help="steps, on the last two rungs (4)")
     arguments.add_runs(parser)
     arguments.add_outputs(parser, plot=True)
     parser.set_defaults(run=_measure)
@@ -98,10 +93,8 @@ def _measure(args: argparse.Namespace) -> Report:
     ground = ladder.ground
     if ladder.best is None or ground is None:
         raise ConfigError(f"no rung could be measured: {rows[0].not_available}")
-    compared: list[peers.PeerRow] = []
-    if others:
-        job = peers.PeerJob.of(args, ladder.source, ground.work, args.batch)
-        compared = peers.compare(others, job, ladder.best)
+    job = peers.PeerJob.of(args, ladder.source, ground.work, args.batch)
+    compared = peers.compare(others, job, ladder.best)
     # Tokens of all sequences that a decode step attends to, in the middle of a run.
     stored = round(args.batch * (args.prompt_tokens + args.max_new_tokens / 2))
     asked = {name: getattr(args, name) for name in (*_NUMBERS, "warmup_runs", "repeat_runs")}
@@ -116,7 +109,7 @@ def _measure(args: argparse.Namespace) -> Report:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of every rung: all requests run at once, from the same step on, each alone."""
+    """Return what all rungs have: the requests run at once, from the same step on, each alone."""
     blocks = -(-(args.prompt_tokens + args.max_new_tokens) // args.block_size) + 1
     return {
         "max_batch_size": args.batch,
@@ -129,7 +122,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Ladder:
-    """Climbs, and keeps what later rungs are compared with."""
+    """Measures rungs, and keeps what later rungs are compared with."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -155,11 +148,32 @@ class Ladder:
     def _measure(self, rung: Rung) -> RungRow:
         if reason := rung.why_not_on(self.device):
             raise ConfigError(reason)
+        args = self._args
         begin = time.perf_counter()
-        llm = self.source.llm({**settings(self._args), **rung.settings})
+        llm = self.source.llm({**settings(args), **rung.settings})
         start_up_s = time.perf_counter() - begin
-        self.ground = self.ground or self._ground(llm)
-        return self._row(rung, self._records(llm, rung, self.ground.work), start_up_s)
+        ground = self.ground = self.ground or self._ground(llm)
+        records = [
+            _perform(rung, llm, ground.work) for _ in range(args.warmup_runs + args.repeat_runs)
+        ][args.warmup_runs :]
+        speed = self.best = throughput(rung.name, records, ground.floor)
+        gaps = [[gap for seen in record.timelines for gap in seen.gaps()] for record in records]
+        itl = median_row([LatencyRow.of(rung.name, "ITL", each) for each in gaps])
+        at_boundary = [boundary_gaps(record, args.block_size) for record in records]
+        spikes = median_row([LatencyRow.of(rung.name, "spikes", each) for each in at_boundary])
+        tokens = records[-1].token_ids
+        first = self._first_tokens = self._first_tokens or tokens
+        return RungRow(
+            rung=rung.name,
+            step_ms=speed.decode_step_ms,
+            tok_per_s=speed.decode_tok_per_s,
+            times_floor=speed.times_floor,
+            itl_p50_ms=itl.p50_ms,
+            itl_p99_ms=itl.p99_ms,
+            itl_at_boundary_p99_ms=spikes.p99_ms,
+            same_tokens=sum(map(list.__eq__, first, tokens)) / len(tokens),
+            start_up_s=start_up_s,
+        )
 
     def _ground(self, llm: LLM) -> Ground:
         args, model = self._args, llm.engine.sessions.model
@@ -174,57 +188,32 @@ class Ladder:
         floor = memory_floor(self.source.skeleton(), llm)
         return Ground(Work(prompts, greedy), floor, model.dtype)
 
-    def _records(self, llm: LLM, rung: Rung, work: Work) -> list[RunRecord]:
-        records = []
-        for _ in range(self._args.warmup_runs + self._args.repeat_runs):
-            before = Counter(llm.engine.sessions.kv.path_counts)
-            record = perform(llm.engine, work, offline)
-            _check_path(rung, Counter(llm.engine.sessions.kv.path_counts) - before, record, llm)
-            records.append(record)
-        return records[self._args.warmup_runs :]
 
-    def _row(self, rung: Rung, records: list[RunRecord], start_up_s: float) -> RungRow:
-        assert self.ground is not None
-        floor = self.ground.floor
-        row = ThroughputRow.over([ThroughputRow.of(rung.name, each, floor) for each in records])
-        self.best = row
-        tokens = records[-1].token_ids
-        first = self._first_tokens = self._first_tokens or tokens
-        gaps = [[g for seen in r.timelines for g in seen.inter_token_latencies] for r in records]
-        spikes = [boundary_gaps(record, self._args.block_size) for record in records]
-        return RungRow(
-            rung=rung.name,
-            step_ms=row.decode_step_ms,
-            tok_per_s=row.decode_tok_per_s,
-            times_floor=row.times_floor,
-            itl_p50_ms=median(percentile_ms(each, 50) for each in gaps),
-            itl_p99_ms=median(percentile_ms(each, 99) for each in gaps),
-            itl_at_boundary_p99_ms=(
-                median(percentile_ms(each, 99) for each in spikes) if all(spikes) else None
-            ),
-            same_tokens=sum(map(list.__eq__, first, tokens)) / len(tokens),
-            start_up_s=start_up_s,
-        )
-
-
-def _check_path(rung: Rung, grown: Counter[str], record: RunRecord, llm: LLM) -> None:
-    """Raise unless the rung's path wrote most layers of most decode steps."""
-    writes = len(record.decode_steps()) * llm.engine.sessions.model.shape.num_layers
+def _perform(rung: Rung, llm: LLM, work: Work) -> RunRecord:
+    """Run the work; raise unless the rung's path wrote most layers of most decode steps."""
+    sessions = llm.engine.sessions
+    before = Counter(sessions.kv.path_counts)
+    record = perform(llm.engine, work, offline)
+    grown = Counter(sessions.kv.path_counts) - before
+    writes = len(record.decode_steps()) * sessions.model.shape.num_layers
     if rung.path is not None and grown[rung.path] * 2 <= writes:
         raise WrongPath(
             f"{rung.path} was to write the cache, and ran {grown[rung.path]} times where "
             f"{writes} layers were written: {dict(grown)}"
         )
+    return record
 
 
 def boundary_gaps(record: RunRecord, block_size: int) -> list[float]:
-    """The gaps before tokens whose step stored a sequence's first token of a block.
+    """Return the gaps before tokens whose step stored a sequence's first token of a block.
 
     The step that brings generated token ``n`` stores position ``prompt + n - 1``.
     """
-    return list(
-        chain.from_iterable(
-            seen.gaps_before(lambda n, length=length: (length + n - 1) % block_size == 0)  # type: ignore[misc]
-            for seen, length in zip(record.timelines, record.prompt_lengths, strict=True)
-        )
-    )
+
+    def opens_a_block(prompt: int, token: int) -> bool:
+        return (prompt + token - 1) % block_size == 0
+
+    gaps = []
+    for seen, length in zip(record.timelines, record.prompt_lengths, strict=True):
+        gaps += seen.gaps(partial(opens_a_block, length))
+    return gaps

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from roseinfer.bench import arguments
 from roseinfer.bench.model_source import ModelSource
 from roseinfer.bench.reporting import Report, Table
-from roseinfer.bench.serving.prompts import random_prompts
+from roseinfer.bench.serving.driving import random_prompts
 from roseinfer.bench.timing import device_mark
 from roseinfer.config import SamplingParams
 from roseinfer.errors import ConfigError

@@ -11,6 +11,8 @@ import torch
 from roseinfer import LLM, EnginePath, SamplingParams
 from roseinfer.bench.serving.driving import (
     RequestFailed,
+    Work,
+    coming,
     naive,
     offline,
     online,
@@ -25,7 +27,6 @@ from roseinfer.bench.serving.figures import (
     median_row,
 )
 from roseinfer.bench.serving.memory_floor import MemoryFloor
-from roseinfer.bench.serving.prompts import Work, coming, tokenized
 from roseinfer.bench.serving.record import RunRecord, StepRecord, Timeline
 from tests.bench.clock import every_step_takes_a_second
 
@@ -219,10 +220,6 @@ def test_without_workers_the_engine_gets_the_text() -> None:
 def test_a_run_with_workers_generates_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(llm, offline, monkeypatch).token_ids
     assert run(llm, paced(1.5), monkeypatch, workers=2).token_ids == expected
-
-
-def test_what_is_tokenized_already_stays(llm: LLM) -> None:
-    assert tokenized(("ab", [5, 6]), llm.tokenizer) == ([97, 98], [5, 6])
 
 
 # --------------------------------------------------------------------------------- figures

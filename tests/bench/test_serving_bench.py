@@ -158,11 +158,11 @@ def test_sampling_reaches_the_engine(tmp_path: Path) -> None:
 def test_engine_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
 
-    def note(args: Any) -> None:
+    def note(_benchmark: str, args: Any, _ways: Any) -> None:
         given.append(engine_settings(args))
         raise ConfigError("enough")
 
-    monkeypatch.setattr(commands, "Serving", note)
+    monkeypatch.setattr(commands, "_serve", note)
     words = ["--max-batch-size", "7", "--block-size", "8", "--no-prefix-cache", "--no-paged-attn"]
     for more in (["--cuda-graph", "--run-ahead", "0"], ["--no-cuda-graph"], []):
         with pytest.raises(SystemExit):
