@@ -215,7 +215,7 @@ def test_device_time_sums_the_medians_of_a_calls_kernels() -> None:
     [
         (["--block-size", "1"], "at least 2"),
         (["--batch", "0"], "at least 1"),
-        (["--layers", "many"], "'many' is no whole number"),
+        (["--layers", "many"], "invalid whole_number value: 'many'"),
         (["--json", "nowhere/append.json"], "make the directory nowhere first"),
     ],
 )
