@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING
 
@@ -51,9 +51,10 @@ _MOST_LAYERS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Shape:
+    text: str
     sequences: int
     context: int
-    """Tokens of each that are attended to, the new one included."""
+    """Tokens of each sequence that are attended to, the new one included."""
     q_heads: int
     kv_heads: int
     head_dim: int
@@ -62,18 +63,15 @@ class Shape:
     def read(cls, text: str) -> Shape:
         """Read ``64x1024:32/8x128``: sequences, context, query heads, KV heads, head size."""
         found = re.fullmatch(r"(\d+)x(\d+):(\d+)/(\d+)x(\d+)", text)
-        shape = cls(*map(int, found.groups())) if found else None
-        if shape is None or min(astuple(shape)) < 1:
+        numbers = list(map(int, found.groups())) if found else [0]
+        if min(numbers) < 1:
             raise argparse.ArgumentTypeError(f"{text} is no shape such as 64x1024:32/8x128")
+        shape = cls(text, *numbers)
         if shape.q_heads % shape.kv_heads:
             raise argparse.ArgumentTypeError(
                 f"{text}: {shape.kv_heads} KV heads are no part of {shape.q_heads} heads"
             )
         return shape
-
-    def __str__(self) -> str:
-        heads = f"{self.q_heads}/{self.kv_heads}x{self.head_dim}"
-        return f"{self.sequences}x{self.context}:{heads}"
 
     def cache_bytes(self, dtype: torch.dtype) -> int:
         values = self.sequences * self.context * self.kv_heads * self.head_dim
@@ -131,13 +129,12 @@ def _measure(args: argparse.Namespace) -> Report:
     rows: list[AttentionRow] = []
     for shape in args.shapes or map(Shape.read, _SHAPES[device.type]):
         rig = Rig(shape, args.block_size, device, dtype)
-        samplers = {
-            path: _sampler(call, rig) for path, call in _calls(rig, kernels=not reason).items()
-        }
+        calls = _calls(rig, kernels=not reason)
+        samplers = {path: _sampler(call, rig) for path, call in calls.items()}
         floor = shape.cache_bytes(dtype) / bandwidth * 1e6
-        taken = in_rounds(samplers, args.rounds, str(shape))
+        taken = in_rounds(samplers, args.rounds, shape.text)
         rows += [
-            AttentionRow(str(shape), path, us, floor, us / floor) for path, us in taken.items()
+            AttentionRow(shape.text, path, us, floor, us / floor) for path, us in taken.items()
         ]
     return Report(
         "attention",

@@ -42,6 +42,8 @@ _DRAWN = 4
 """Steps whose spans are kept."""
 
 Interval = tuple[float, float]
+Lanes = dict[str, list[Interval]]
+"""The intervals of ``step``, ``wait`` and ``device``, in seconds on the host's clock, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +64,6 @@ class SpanRow:
     who: str
     begin_us: float
     end_us: float
-
-
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """The intervals of one trace, in seconds on the host's clock, in order."""
-
-    steps: list[Interval]
-    waits: list[Interval]
-    device: list[Interval]
-    """Each begins and ends with a step's graph."""
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -119,12 +111,12 @@ def measure(
             engine.step()
         for _ in range(_SETTLE):
             engine.step()
-        traced = trace(engine, steps)
+        lanes = trace(engine, steps)
         assert not any(each.preempted or each.finish_reason for each in requests)
     finally:
         for request in requests:
             engine.cancel(request)
-    return row_of(sequences, traced), spans_of(sequences, traced)
+    return row_of(sequences, lanes), spans_of(sequences, lanes)
 
 
 def tokens_of_each(engine: Engine, sequences: int, context: int, steps: int) -> int:
@@ -151,12 +143,12 @@ def tokens_of_each(engine: Engine, sequences: int, context: int, steps: int) -> 
     return new
 
 
-def trace(engine: Engine, steps: int) -> Traced:
+def trace(engine: Engine, steps: int) -> Lanes:
     if engine.sessions.kv.device.type != "cuda":
-        return Traced(_timed(engine, steps), [], [])
+        return {"step": _timed(engine, steps), "wait": [], "device": []}
     with noted_waits() as waits, noted_replays() as replays:
         found = _timed(engine, steps)
-    return Traced(found, waits, replays())
+    return {"step": found, "wait": waits, "device": replays()}
 
 
 def _timed(engine: Engine, steps: int) -> list[Interval]:
@@ -208,21 +200,20 @@ def noted_waits() -> Iterator[list[Interval]]:
         yield waits
 
 
-def row_of(sequences: int, traced: Traced) -> StepTimeRow:
-    lengths = [end - begin for begin, end in traced.steps]
-    waited = [covered(traced.waits, step) for step in traced.steps]
+def row_of(sequences: int, lanes: Lanes) -> StepTimeRow:
+    lengths = [end - begin for begin, end in lanes["step"]]
+    waited = [covered(lanes["wait"], step) for step in lanes["step"]]
     works = [length - wait for length, wait in zip(lengths, waited, strict=True)]
-    device = [end - begin for begin, end in traced.device]
+    device = [end - begin for begin, end in lanes["device"]]
     step, work, wait = (median(seconds) * 1e6 for seconds in (lengths, works, waited))
     return StepTimeRow(sequences, step, work, wait, median(device) * 1e6 if device else None)
 
 
-def spans_of(sequences: int, traced: Traced) -> list[SpanRow]:
+def spans_of(sequences: int, lanes: Lanes) -> list[SpanRow]:
     """Return the spans of a few steps in the middle."""
-    middle = len(traced.steps) // 2
-    drawn = traced.steps[middle : middle + _DRAWN]
+    middle = len(lanes["step"]) // 2
+    drawn = lanes["step"][middle : middle + _DRAWN]
     begin, end = drawn[0][0], drawn[-1][1]
-    lanes = {"step": drawn, "wait": traced.waits, "device": traced.device}
     return [
         SpanRow(sequences, who, (max(first, begin) - begin) * 1e6, (min(last, end) - begin) * 1e6)
         for who, spans in lanes.items()

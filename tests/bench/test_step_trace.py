@@ -13,7 +13,6 @@ from roseinfer import LLM
 from roseinfer.bench import step_trace
 from roseinfer.bench.__main__ import main as bench
 from roseinfer.bench.step_trace import (
-    Traced,
     covered,
     noted_replays,
     noted_waits,
@@ -30,11 +29,11 @@ if TYPE_CHECKING:
     from roseinfer.engine.engine import Update
 
 US = 1e-6
-TRACED = Traced(
-    steps=[(at * US, (at + 100) * US) for at in (0, 100, 200, 300, 400)],
-    waits=[((at + 60) * US, (at + 90) * US) for at in (0, 100, 200, 300, 400)],
-    device=[((at - 10) * US, (at + 70) * US) for at in (0, 100, 200, 300)],
-)
+TRACED = {
+    "step": [(at * US, (at + 100) * US) for at in (0, 100, 200, 300, 400)],
+    "wait": [((at + 60) * US, (at + 90) * US) for at in (0, 100, 200, 300, 400)],
+    "device": [((at - 10) * US, (at + 70) * US) for at in (0, 100, 200, 300)],
+}
 """The device is 10 us ahead of the host's steps, and takes 80 us for each."""
 
 
@@ -48,7 +47,7 @@ def test_a_step_is_work_and_waiting() -> None:
 
 
 def test_where_the_host_is_the_device_there_is_one_lane() -> None:
-    alone = Traced(TRACED.steps, [], [])
+    alone = {**TRACED, "wait": [], "device": []}
     assert row_of(1, alone).device_works_us is None
     assert {span.who for span in spans_of(1, alone)} == {"step"}
 
