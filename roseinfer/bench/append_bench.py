@@ -394,16 +394,14 @@ def _measure_writes(
     if config.device.type == "cuda":
         for work in works:
             samplers["host", work.path]()  # compiles what is about to be captured
-            passes = 1 if work.path is Path.PER_TOKEN else -(-_WRITES_PER_GRAPH // config.layers)
-            device[work.path] = work.series(kernel_us, passes * config.layers)
-            samplers["graph", work.path] = work.series(graph_sampler, passes * config.layers)
-    times = in_rounds(samplers, config.rounds, f"batch {batch}: writes")
+            calls = config.layers if work.path is Path.PER_TOKEN else _WRITES_PER_GRAPH
+            device[work.path] = work.series(kernel_us, calls)
+            samplers["graph", work.path] = work.series(graph_sampler, calls)
+    us = in_rounds(samplers, config.rounds, f"batch {batch}: writes")
     floor = batch * config.token_bytes / bandwidth * 1e6
     return [
-        _write_row(
-            batch, path, times["host", path], device.get(path), times.get(("graph", path)), floor
-        )
-        for path in (work.path for work in works)
+        _row(batch, path, us["host", path], device.get(path), us.get(("graph", path)), floor)
+        for path in (Path.PER_TOKEN, *paths)
     ]
 
 
@@ -411,18 +409,17 @@ def _measure_clones(rig: Rig, paths: Sequence[Path], bandwidth: float) -> list[W
     config, batch = rig.config, rig.batch
     steps = max(1, min(config.block_size - 1, _CLONES_PER_SAMPLE // batch))
     samplers = {path: partial(clone_us, rig, path, steps) for path in paths}
-    times = in_rounds(samplers, config.rounds, f"batch {batch}: copy-on-write")
+    us = in_rounds(samplers, config.rounds, f"batch {batch}: copy-on-write")
     floor = batch * config.layers * config.block_size * config.token_bytes / bandwidth * 1e6
     rows = []
-    for path, host in times.items():
-        on_gpu = config.device.type == "cuda"
-        work = clone_work(rig, path)
-        device = work.series(kernel_us, steps) if on_gpu else None
-        rows.append(_write_row(batch, path, host, device, None, floor))
+    on_gpu = config.device.type == "cuda"
+    for path, host in us.items():
+        device = clone_work(rig, path).series(kernel_us, steps) if on_gpu else None
+        rows.append(_row(batch, path, host, device, None, floor))
     return rows
 
 
-def _write_row(
+def _row(
     batch: int, path: Path, host: float, device: float | None, graph: float | None, floor: float
 ) -> WriteRow:
     return WriteRow(batch, path, host, device, graph, floor, (device or host) / floor)

@@ -135,14 +135,12 @@ class Ladder:
 
     def climb(self, all_rungs: Sequence[Rung]) -> list[RungRow]:
         rows = []
-        with tqdm(all_rungs, desc="ladder", unit="rung", disable=None) as bar:
-            for rung in bar:
-                bar.set_postfix_str(rung.name)
-                try:
-                    rows.append(self._measure(rung))
-                except (RoseinferError, RuntimeError) as error:
-                    rows.append(RungRow(rung.name, not_available=" ".join(str(error).split())))
-                collect()
+        for rung in tqdm(all_rungs, desc="ladder", unit="rung", disable=None):
+            try:
+                rows.append(self._measure(rung))
+            except (RoseinferError, RuntimeError) as error:
+                rows.append(RungRow(rung.name, not_available=" ".join(str(error).split())))
+            collect()
         return rows
 
     def _measure(self, rung: Rung) -> RungRow:

@@ -101,8 +101,7 @@ def test_a_peers_prompts_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_less_work_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    lazy = (lambda _job: lambda new_tokens: new_tokens, "transformers")
-    monkeypatch.setitem(PEERS, "transformers-static", lazy)
+    monkeypatch.setitem(PEERS, "transformers-static", lambda _job: lambda new_tokens: new_tokens)
     with pytest.raises(RuntimeError, match="it made 4 tokens of 12"):
         peers.measure("transformers-static", JOB)
 

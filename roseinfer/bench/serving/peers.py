@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
+    from roseinfer.bench.serving.driving import Work
     from roseinfer.bench.serving.figures import ThroughputRow
-    from roseinfer.bench.serving.prompts import Work
 
     Generate = Callable[[int], int]
     """Continues all prompts by so many tokens, and returns how many tokens that made."""
@@ -174,22 +174,21 @@ def vllm(job: PeerJob) -> Generate:
     return generate
 
 
-PEERS: dict[str, tuple[Callable[[PeerJob], Generate], str]] = {
-    "transformers-static": (transformers_static, "transformers"),
-    "transformers-continuous": (transformers_continuous, "transformers"),
-    "vllm": (vllm, "vllm"),
+PEERS: dict[str, Callable[[PeerJob], Generate]] = {
+    "transformers-static": transformers_static,
+    "transformers-continuous": transformers_continuous,
+    "vllm": vllm,
 }
-"""How each is set up, and the distribution that it comes from."""
+"""What sets each up; a name begins with that of its distribution."""
 
 
 def measure(name: str, job: PeerJob) -> PeerRow:
-    build, distribution = PEERS[name]
-    generate = build(job)
+    generate = PEERS[name](job)
     new = job.max_new_tokens
     total_s = [_seconds(generate, new, job) for _ in range(job.warmup_runs + job.repeat_runs)]
     taken = median(total_s[job.warmup_runs :])
     speed = len(job.prompts) * new / taken
-    version = metadata.version(distribution)
+    version = metadata.version(name.partition("-")[0])
     return PeerRow(name, version, taken, speed, _ms_per_step(generate, taken, job))
 
 
