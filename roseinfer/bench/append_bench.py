@@ -56,9 +56,8 @@ head_dim x itemsize bytes (the new keys and values, read once and written once) 
 copy bandwidth. times floor: device time over it, or host time where there is no device time."""
 _STEPS = """\
 One token for every sequence in all layers, us, until the device is done. plan us: host time of
-planning a step whose tokens all go in place; plan mean us: over a whole block, rollover
-included. per layer: append_token_batch for each layer. grouped: planned once, then one write a
-layer. speedup: against the per-token loop."""
+planning a step whose tokens all go in place. per layer: append_token_batch for each layer.
+grouped: planned once, then one write a layer. speedup: against the per-token loop."""
 _CLONES = """\
 Copy-on-write: planning a step in which every sequence must copy its block, in all layers at
 once. floor: those blocks read once and written once."""
@@ -120,7 +119,6 @@ class StepRow:
     batch: int
     path_that_ran: str
     plan_us: float | None
-    plan_mean_us: float | None
     per_layer_us: float
     per_layer_speedup: float
     grouped_us: float | None = None
@@ -431,13 +429,11 @@ def _measure_steps(layered: Rig, grouped: Rig, paths: Sequence[Path]) -> list[St
     for path in paths:
         samplers["per layer", path] = per_layer_step(layered, path).sampler(wait=True)
         samplers["grouped", path] = grouped_step(grouped, path).sampler(wait=True)
-        for kind, steps in (("plan", config.block_size - 1), ("plan a block", config.block_size)):
-            samplers[kind, path] = partial(plan_us, grouped, path, steps)
+        samplers["plan", path] = partial(plan_us, grouped, path, config.block_size - 1)
     us = in_rounds(samplers, config.rounds, f"batch {batch}: steps")
     loop = us["per layer", Path.PER_TOKEN]
-    rows = [StepRow(batch, Path.PER_TOKEN, None, None, loop, 1.0)]
+    rows = [StepRow(batch, Path.PER_TOKEN, None, loop, 1.0)]
     for path in paths:
-        apart, together = us["per layer", path], us["grouped", path]
-        plans = us["plan", path], us["plan a block", path]
-        rows.append(StepRow(batch, path, *plans, apart, loop / apart, together, loop / together))
+        plan, apart, together = (us[kind, path] for kind in ("plan", "per layer", "grouped"))
+        rows.append(StepRow(batch, path, plan, apart, loop / apart, together, loop / together))
     return rows

@@ -94,11 +94,11 @@ class Rig:
     def __init__(
         self, shape: Shape, block_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        def new(heads: int) -> torch.Tensor:
-            return torch.rand((shape.sequences, heads, shape.head_dim), device=device, dtype=dtype)
-
         self.shape = shape
-        self.new = new(shape.q_heads), new(shape.kv_heads), new(shape.kv_heads)
+        self.new = [
+            torch.rand((shape.sequences, heads, shape.head_dim), device=device, dtype=dtype)
+            for heads in (shape.q_heads, shape.kv_heads, shape.kv_heads)
+        ]
         """The queries, keys and values of the new tokens."""
         each = -(-shape.context // block_size)
         blocks = shape.sequences * each

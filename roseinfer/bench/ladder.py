@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,13 @@ from roseinfer.bench.model_source import ModelSource, collect
 from roseinfer.bench.reporting import Report, Table
 from roseinfer.bench.rungs import rungs
 from roseinfer.bench.serving import peers
-from roseinfer.bench.serving.driving import Work, offline, perform, random_prompts
+from roseinfer.bench.serving.driving import (
+    Work,
+    offline,
+    perform,
+    random_prompts,
+    require_positions,
+)
 from roseinfer.bench.serving.figures import LatencyRow, ThroughputRow, median_row, throughput
 from roseinfer.bench.serving.memory_floor import MemoryFloor, memory_floor
 from roseinfer.bench.timing import WrongPath
@@ -59,7 +64,6 @@ class RungRow:
     itl_at_boundary_p99_ms: float | None = None
     """None where no sequence went on in a new block."""
     same_tokens: float | None = None
-    start_up_s: float | None = None
     not_available: str | None = None
 
 
@@ -147,9 +151,7 @@ class Ladder:
         if reason := rung.why_not_on(self.device):
             raise ConfigError(reason)
         args = self._args
-        begin = time.perf_counter()
         llm = self.source.llm({**settings(args), **rung.settings})
-        start_up_s = time.perf_counter() - begin
         ground = self.ground = self.ground or self._ground(llm)
         records = [
             _perform(rung, llm, ground.work) for _ in range(args.warmup_runs + args.repeat_runs)
@@ -170,17 +172,12 @@ class Ladder:
             itl_p99_ms=itl.p99_ms,
             itl_at_boundary_p99_ms=spikes.p99_ms,
             same_tokens=sum(map(list.__eq__, first, tokens)) / len(tokens),
-            start_up_s=start_up_s,
         )
 
     def _ground(self, llm: LLM) -> Ground:
         args, model = self._args, llm.engine.sessions.model
-        positions = model.shape.max_length
-        if args.prompt_tokens + args.max_new_tokens > positions:
-            raise ConfigError(
-                f"{args.prompt_tokens} + {args.max_new_tokens} tokens are more than the "
-                f"model's {positions} positions"
-            )
+        advice = "lower --prompt-tokens or --max-new-tokens"
+        require_positions(llm.engine, args.prompt_tokens, args.max_new_tokens, advice)
         prompts = random_prompts(args.batch, args.prompt_tokens, model.shape.vocab_size)
         greedy = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=True)
         floor = memory_floor(self.source.skeleton(), llm)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from roseinfer.bench import arguments
 from roseinfer.bench.model_source import ModelSource
 from roseinfer.bench.reporting import Report, Table
-from roseinfer.bench.serving.driving import random_prompts
+from roseinfer.bench.serving.driving import random_prompts, require_positions
 from roseinfer.bench.timing import device_mark
 from roseinfer.config import SamplingParams
 from roseinfer.errors import ConfigError
@@ -127,18 +127,14 @@ def tokens_of_each(engine: Engine, sequences: int, context: int, steps: int) -> 
     """
     filling = sequences + sequences * context // engine.config.prefill_max_tokens
     new = filling + _SETTLE + steps
-    positions, kv = engine.sessions.model.shape.max_length, engine.sessions.kv
-    if context + new > positions:
-        raise ConfigError(
-            f"a context of {context} tokens and up to {new} steps are more than the model's "
-            f"{positions} positions: ask for less --context, fewer --steps or --sequences"
-        )
+    advice = "ask for less --context, fewer --steps or --sequences"
+    require_positions(engine, context, new, advice)
+    kv = engine.sessions.kv
     blocks = sequences * -(-(context + new) // kv.block_size)
     if blocks >= kv.max_blocks_per_layer:
         raise ConfigError(
             f"the KV cache has no room for {sequences} sequences of up to {context + new} tokens, "
-            f"which take {blocks} blocks of {kv.max_blocks_per_layer - 1}: ask for fewer "
-            "--sequences, less --context or fewer --steps"
+            f"which take {blocks} blocks of {kv.max_blocks_per_layer - 1}: {advice}"
         )
     return new
 

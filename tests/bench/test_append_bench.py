@@ -122,7 +122,7 @@ def test_speedups_are_against_the_per_token_loop_of_the_batch(on_cpu: Outcome) -
             assert row["grouped_us"] is row["plan_us"] is None
         else:
             assert row["grouped_speedup"] == pytest.approx(loop["per_layer_us"] / row["grouped_us"])
-            assert min(row["plan_us"], row["plan_mean_us"]) > 0
+            assert row["plan_us"] > 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

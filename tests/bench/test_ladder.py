@@ -56,7 +56,7 @@ def test_every_rung_has_its_row(climbed: dict[str, Any]) -> None:
         if row["rung"] in ON_CPU:
             assert row["not_available"] is None
             assert 0 < row["itl_p50_ms"] <= row["itl_p99_ms"]
-            assert min(row[name] for name in ("step_ms", "tok_per_s", "start_up_s")) > 0
+            assert min(row["step_ms"], row["tok_per_s"]) > 0
             assert row["itl_at_boundary_p99_ms"] > 0
             assert row["same_tokens"] == 1.0
         else:
@@ -176,7 +176,7 @@ def test_other_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_measured_is_no_report(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*SMALL, *ONCE, "--prompt-tokens", "1024"])
-    assert "no rung could be measured: 1024 + " in capsys.readouterr().err
+    assert "no rung could be measured: a prompt of 1024 tokens and" in capsys.readouterr().err
 
 
 def test_a_lag_that_makes_no_sense_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,6 +168,6 @@ def test_all_sequences_decode_in_every_step_timed(
 
 def test_sequences_that_the_cache_cannot_hold() -> None:
     llm = LLM("tiny", device="cpu", max_batch_size=8, block_size=16, kv_cache_tokens=8 * 128)
-    with pytest.raises(ConfigError, match=r"no room for 8 sequences .* fewer --sequences"):
+    with pytest.raises(ConfigError, match=r"no room for 8 sequences .* fewer --steps"):
         step_trace.measure(llm, 8, 100, 60)
     assert not llm.engine.has_work

@@ -15,7 +15,7 @@ from roseinfer.bench.command import run_command
 from roseinfer.bench.model_source import ModelSource, collect
 from roseinfer.bench.reporting import Report, Table
 from roseinfer.bench.serving import peers
-from roseinfer.bench.serving.driving import WAYS, Work, paced, perform
+from roseinfer.bench.serving.driving import WAYS, Work, paced, perform, require_positions
 from roseinfer.bench.serving.figures import latencies, median_row, throughput
 from roseinfer.bench.serving.memory_floor import memory_floor
 from roseinfer.errors import ConfigError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from roseinfer.bench.serving.driving import Run
     from roseinfer.bench.serving.figures import LatencyRow, ThroughputRow
-    from roseinfer.llm import LLM
 
 _SCHEDULER = """\
 Serve requests one after the other (naive), all at once (offline), or one more before every
@@ -102,7 +101,11 @@ def _serve(
     start_up_s = time.perf_counter() - begin
     repeats = islice(cycle(args.prompt_repeats), args.num_requests)
     texts = tuple(" ".join([args.prompt] * times) for times in repeats)
-    _check_length(llm, args, max(texts, key=len))
+    if llm.tokenizer is None:
+        raise ConfigError(f"{args.hf_model_id} has no tokenizer, and prompts are text")
+    longest = len(llm.tokenizer.encode(max(texts, key=len)))
+    advice = "lower --max-new-tokens, or shorten prompts"
+    require_positions(llm.engine, longest, args.max_new_tokens, advice)
     tokens = tuple(map(llm.tokenizer.encode, texts)) if args.pretok or others else ()
     work = Work(tokens if args.pretok else texts, params)
     floor = memory_floor(source.skeleton(), llm)
@@ -138,16 +141,3 @@ def _serve(
         ),
         {"start_up_s": start_up_s, **floor.facts()},
     )
-
-
-def _check_length(llm: LLM, args: argparse.Namespace, longest: str) -> None:
-    """Refuse requests that the model would cut short."""
-    if llm.tokenizer is None:
-        raise ConfigError(f"{args.hf_model_id} has no tokenizer, and prompts are text")
-    most = llm.engine.sessions.model.shape.max_length
-    prompt = len(llm.tokenizer.encode(longest))
-    if prompt + args.max_new_tokens > most:
-        raise ConfigError(
-            f"a prompt of {prompt} tokens and {args.max_new_tokens} new ones are more "
-            f"than the model's {most} positions: lower --max-new-tokens, or shorten prompts"
-        )

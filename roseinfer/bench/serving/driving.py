@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roseinfer.bench.serving.record import RunRecord, StepRecord, Timeline
-from roseinfer.errors import RoseinferError
+from roseinfer.errors import ConfigError, RoseinferError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +46,16 @@ def random_prompts(num_requests: int, length: int, vocab_size: int) -> tuple[lis
     generator = torch.Generator().manual_seed(_SEED)
     drawn = torch.randint(vocab_size, (num_requests, length), generator=generator)
     return tuple(drawn.tolist())
+
+
+def require_positions(engine: Engine, prompt: int, new: int, advice: str) -> None:
+    """Refuse requests that the model would cut short."""
+    most = engine.sessions.model.shape.max_length
+    if prompt + new > most:
+        raise ConfigError(
+            f"a prompt of {prompt} tokens and {new} new ones are more "
+            f"than the model's {most} positions: {advice}"
+        )
 
 
 @contextmanager
