@@ -1,9 +1,12 @@
-"""``ladder``: the worth of each optimisation, all of them measured on the same work."""
+"""``ladder``: the worth of each optimisation of decoding, measured on the same work.
+
+Each rung is one optimisation on top of those before it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +15,6 @@ from tqdm import tqdm
 from roseinfer.bench import arguments
 from roseinfer.bench.model_source import ModelSource, collect
 from roseinfer.bench.reporting import Report, Table
-from roseinfer.bench.rungs import rungs
 from roseinfer.bench.serving import peers
 from roseinfer.bench.serving.driving import (
     Work,
@@ -23,18 +25,18 @@ from roseinfer.bench.serving.driving import (
 )
 from roseinfer.bench.serving.figures import LatencyRow, ThroughputRow, median_row, throughput
 from roseinfer.bench.serving.memory_floor import MemoryFloor, memory_floor
-from roseinfer.bench.timing import WrongPath
-from roseinfer.config import EngineConfig, SamplingParams
+from roseinfer.bench.timing import WrongPath, why_triton_cannot_be_timed
+from roseinfer.config import AppendPolicy, EngineConfig, SamplingParams
 from roseinfer.errors import ConfigError, RoseinferError
+from roseinfer.kv.paths import Path
 from roseinfer.models.loading import resolve_device
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
-    from roseinfer.bench.rungs import Rung
     from roseinfer.bench.serving.record import RunRecord
     from roseinfer.llm import LLM
 
@@ -51,6 +53,10 @@ _NUMBERS = {
     "block_size": (1, 64),
 }
 """Each option's least value and its default."""
+_SLOW = {"resident_decode": False, "cuda_graph": False, "run_ahead": 0, "fused_model": False}
+"""The engine's switches for what the later rungs add, all off."""
+_NEVER = 1 << 30
+"""More tokens than any batch has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ class RungRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class Shared:
     """What every rung shares, known once the first engine is built."""
 
     work: Work
@@ -94,10 +100,10 @@ def _measure(args: argparse.Namespace) -> Report:
     others = peers.named(args.peers)
     ladder = Ladder(args)
     rows = ladder.climb(rungs(args.run_ahead))
-    ground = ladder.ground
-    if ladder.best is None or ground is None:
+    shared = ladder.shared
+    if ladder.best is None or shared is None:
         raise ConfigError(f"no rung could be measured: {rows[0].not_available}")
-    job = peers.PeerJob.of(args, ladder.source, ground.work, args.batch)
+    job = peers.PeerJob.of(args, ladder.source, shared.work, args.batch)
     compared = peers.compare(others, job, ladder.best)
     # Tokens of all sequences that a decode step attends to, in the middle of a run.
     stored = round(args.batch * (args.prompt_tokens + args.max_new_tokens / 2))
@@ -106,9 +112,9 @@ def _measure(args: argparse.Namespace) -> Report:
         "ladder",
         args.command,
         ladder.device,
-        {**ladder.source.described(ground.dtype), **asked},
+        {**ladder.source.described(shared.dtype), **asked},
         (Table("rungs", _RUNGS, rows), Table("peers", peers.CAPTION, compared)),
-        {"floor_ms": ground.floor.seconds(1, stored) * 1e3, **ground.floor.facts()},
+        {"floor_ms": shared.floor.seconds(1, stored) * 1e3, **shared.floor.facts()},
     )
 
 
@@ -125,6 +131,59 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Rung:
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ``EngineConfig``, besides those that all rungs share."""
+    path: Path | None = None
+    """This must have written the cache in most steps, or another rung was measured."""
+
+    def why_not_on(self, device: torch.device) -> str:
+        """Return the reason that it cannot be measured there, or an empty text."""
+        resident = self.settings.get("resident_decode", False)
+        if resident or (self.path is not None and self.path.needs_triton):
+            return why_triton_cannot_be_timed(device)
+        return ""
+
+
+def rungs(run_ahead: int) -> tuple[Rung, ...]:
+    per_token = AppendPolicy(
+        batched=False,
+        batched_rollover=False,
+        batched_copy_on_write=False,
+        identity=False,
+        scalar_position=False,
+        triton=False,
+    )
+    batched = replace(per_token, batched=True)
+    rollover = replace(batched, batched_rollover=True, batched_copy_on_write=True)
+    scalar = replace(rollover, identity=True, scalar_position=True)
+    triton = replace(scalar, triton=True, triton_full_batch_min_batch=_NEVER)
+    full_batch = replace(triton, triton_full_batch_min_batch=None)
+    resident = {**_SLOW, "resident_decode": True}
+    graph = {**resident, "cuda_graph": True}
+    ahead = {**graph, "run_ahead": run_ahead}
+    return (
+        _append("per-token append", Path.PER_TOKEN, per_token),
+        _append("batched append", Path.TORCH_GATHER, batched),
+        _append("batched rollover", Path.TORCH_GATHER, rollover),
+        _append("identity and scalar position", Path.TORCH_SCALAR, scalar),
+        _append("Triton", Path.TRITON_IDENTITY_POS, triton),
+        _append("Triton full-batch", Path.TRITON_FULL_BATCH, full_batch),
+        Rung("one plan per step", _SLOW),
+        Rung("fused append and attention", resident),
+        Rung("CUDA graph", graph),
+        Rung(f"run-ahead of {run_ahead}", ahead),
+        Rung("fused model", {**ahead, "fused_model": True}),
+    )
+
+
+def _append(name: str, path: Path, policy: AppendPolicy) -> Rung:
+    """Return a rung with a block list for every layer."""
+    return Rung(name, {**_SLOW, "per_layer_kv": True, "append_policy": policy}, path)
+
+
 class Ladder:
     """Measures rungs, and keeps what later rungs are compared with."""
 
@@ -132,7 +191,7 @@ class Ladder:
         self._args = args
         self.source = ModelSource.of(args)
         self.device = resolve_device(args.device)
-        self.ground: Ground | None = None
+        self.shared: Shared | None = None
         self.best: ThroughputRow | None = None
         """The figures of the last rung that ran."""
         self._first_tokens: list[list[int]] | None = None
@@ -152,11 +211,11 @@ class Ladder:
             raise ConfigError(reason)
         args = self._args
         llm = self.source.llm({**settings(args), **rung.settings})
-        ground = self.ground = self.ground or self._ground(llm)
+        shared = self.shared = self.shared or self._shared(llm)
         records = [
-            _perform(rung, llm, ground.work) for _ in range(args.warmup_runs + args.repeat_runs)
+            _perform(rung, llm, shared.work) for _ in range(args.warmup_runs + args.repeat_runs)
         ][args.warmup_runs :]
-        speed = self.best = throughput(rung.name, records, ground.floor)
+        speed = self.best = throughput(rung.name, records, shared.floor)
         gaps = [[gap for seen in record.timelines for gap in seen.gaps()] for record in records]
         itl = median_row([LatencyRow.of(rung.name, "ITL", each) for each in gaps])
         at_boundary = [boundary_gaps(record, args.block_size) for record in records]
@@ -174,14 +233,14 @@ class Ladder:
             same_tokens=sum(map(list.__eq__, first, tokens)) / len(tokens),
         )
 
-    def _ground(self, llm: LLM) -> Ground:
+    def _shared(self, llm: LLM) -> Shared:
         args, model = self._args, llm.engine.sessions.model
         advice = "lower --prompt-tokens or --max-new-tokens"
         require_positions(llm.engine, args.prompt_tokens, args.max_new_tokens, advice)
         prompts = random_prompts(args.batch, args.prompt_tokens, model.shape.vocab_size)
         greedy = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=True)
         floor = memory_floor(self.source.skeleton(), llm)
-        return Ground(Work(prompts, greedy), floor, model.dtype)
+        return Shared(Work(prompts, greedy), floor, model.dtype)
 
 
 def _perform(rung: Rung, llm: LLM, work: Work) -> RunRecord:

@@ -10,7 +10,7 @@ import pytest
 
 from roseinfer.bench import attention_bench, charts, ladder, step_trace
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.rungs import rungs
+from roseinfer.bench.ladder import rungs
 from roseinfer.bench.serving import commands
 from roseinfer.bench.serving.commands import benchmark_scheduler, benchmark_streaming
 from roseinfer.bench.serving.peers import PEERS

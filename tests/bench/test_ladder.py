@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from roseinfer import AppendPolicy, EngineConfig, Path
-from roseinfer.bench import charts, ladder, rungs
+from roseinfer.bench import charts, ladder
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.ladder import RungRow, boundary_gaps
+from roseinfer.bench.ladder import Rung, RungRow, boundary_gaps, rungs
 from roseinfer.bench.model_source import ModelSource
-from roseinfer.bench.rungs import Rung
 from roseinfer.bench.serving.record import RunRecord, Timeline
 from tests.bench.test_serving_bench import is_chart
 
@@ -91,7 +90,7 @@ def test_the_chart_shows_every_rung_the_floor_and_the_peers(climbed: dict[str, A
 
 
 def test_a_rung_keeps_what_those_before_it_have() -> None:
-    policies = [rung.settings.get("append_policy") for rung in rungs.rungs(2)]
+    policies = [rung.settings.get("append_policy") for rung in rungs(2)]
     switched = [
         {name for name in ("batched", "batched_rollover", "identity", "triton") if getattr(p, name)}
         for p in policies[:6]
@@ -106,7 +105,7 @@ def test_a_rung_keeps_what_those_before_it_have() -> None:
     ]
     assert policies[5] == AppendPolicy()
     assert policies[6:] == [None] * 5
-    *_, fused, graph, ahead, model = (rung.settings for rung in rungs.rungs(2))
+    *_, fused, graph, ahead, model = (rung.settings for rung in rungs(2))
     off = {
         "resident_decode": True,
         "cuda_graph": False,
