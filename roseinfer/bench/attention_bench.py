@@ -95,11 +95,12 @@ class Rig:
         self, shape: Shape, block_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.shape = shape
-        self.new = [
+        query, key, value = (
             torch.rand((shape.sequences, heads, shape.head_dim), device=device, dtype=dtype)
             for heads in (shape.q_heads, shape.kv_heads, shape.kv_heads)
-        ]
-        """The queries, keys and values of the new tokens."""
+        )
+        self.new = query, key, value
+        """What is computed for the new tokens."""
         each = -(-shape.context // block_size)
         blocks = shape.sequences * each
         self.tables = torch.randperm(blocks, device=device).view(shape.sequences, each)

@@ -1,4 +1,4 @@
-"""The append benchmark: what it reports, and that it never reports another path's time."""
+"""The append benchmark reports what it measured, and never another path's time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each way of driving the engine, on a clock that is known: who waits for what, and how long."""
+"""Each way of driving the engine, on a clock that the tests move."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_runs_share_no_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_calls_that_bring_nothing_belong_to_the_next_that_does(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that is heard of at every second call, as one that runs ahead may be."""
+    """The engine reports at every second call, as one that runs ahead may."""
     step = llm.engine.step
     held: list[Update] = []
     calls = iter(range(100))
@@ -188,7 +188,7 @@ def test_a_request_that_fails_is_no_result(llm: LLM, monkeypatch: pytest.MonkeyP
 
 
 class Slow:
-    """A tokenizer that waits to be told."""
+    """A tokenizer that waits until the test lets it go on."""
 
     def __init__(self) -> None:
         self.may_go_on = threading.Event()

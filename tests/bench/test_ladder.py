@@ -1,4 +1,4 @@
-"""The ladder: every rung is measured or says why not, and none is taken for another."""
+"""The ladder measures every rung or says why not, and takes none for another."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_what_the_machine_lacks_is_said() -> None:
 
 
 def test_other_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second rung that computes something else, with the first one's switches."""
+    """The second rung computes something else with the first one's switches."""
     source_llm = ModelSource.llm
     built: Counter[str] = Counter()
 

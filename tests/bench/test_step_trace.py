@@ -82,7 +82,7 @@ class Mark:
 
 
 class Graph:
-    """Stands in for work that a device was taught; torch's own graphs allow no heirs."""
+    """Replaces torch's CUDA graphs, which allow no subclasses."""
 
     def __init__(self, milliseconds: float) -> None:
         self.milliseconds = milliseconds
@@ -150,7 +150,7 @@ def test_a_context_beyond_the_models_positions(capsys: pytest.CaptureFixture[str
 def test_all_sequences_decode_in_every_step_timed(
     each_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many steps their prompts take before."""
+    """This holds however many steps the prompts take before."""
     llm = LLM("tiny", device="cpu", max_batch_size=16, block_size=16, prefill_max_tokens=each_step)
     brought: list[int] = []
     step = llm.engine.step

@@ -130,7 +130,6 @@ def transformers_continuous(job: PeerJob) -> Generate:
 
     network = job.source.network()
     batching = ContinuousBatchingConfig(max_requests_per_batch=job.max_batch_size)
-    wait = synchronizer(network.device)
 
     def generate(new_tokens: int) -> int:
         config = GenerationConfig(
@@ -139,7 +138,6 @@ def transformers_continuous(job: PeerJob) -> Generate:
         found = network.generate_batch(
             job.prompts, generation_config=config, continuous_batching_config=batching
         )
-        wait()
         return sum(len(output.generated_tokens) for output in found.values())
 
     return generate
