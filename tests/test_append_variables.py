@@ -122,9 +122,27 @@ def test_the_switch_beats_what_the_device_does_best(
 
 def test_bench_append_leaves_out_what_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(append_bench, "why_triton_cannot_be_timed", lambda _: "")
-    assert not append_bench._runnable(torch.device("cpu"))[2]
+    assert not any(left_out(4).values())
     monkeypatch.setenv(SWITCH, "off")
-    writes, clones, missing = append_bench._runnable(torch.device("cpu"))
-    assert not any(path.needs_triton for path in [*writes, *clones])
-    assert {row.path for row in missing} == {path.value for path in Path if path.needs_triton}
-    assert {row.not_available for row in missing} == {f"{SWITCH} is off"}
+    assert left_out(4) == {
+        path: f"{SWITCH} is off" if path.needs_triton else "" for path in append_bench.POLICIES
+    }
+
+
+def test_bench_append_leaves_out_batches_below_the_thresholds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(append_bench, "why_triton_cannot_be_timed", lambda _: "")
+    monkeypatch.setenv(MIN_BATCH, "3")
+    monkeypatch.setenv(FULL_BATCH, "5")
+    full_batch = Path.TRITON_FULL_BATCH
+    others = {Path.TRITON_IDENTITY_POS, Path.TRITON_GATHER}
+    for batch, missing in ((2, {full_batch, *others}), (4, {full_batch}), (5, set())):
+        reasons = left_out(batch)
+        assert {path for path, reason in reasons.items() if reason} == missing
+    assert left_out(4)[full_batch] == f"batch 4: {FULL_BATCH} asks for at least 5 tokens"
+
+
+def left_out(batch: int) -> dict[Path, str]:
+    device = torch.device("cpu")
+    return {path: append_bench.why_left_out(path, batch, device) for path in append_bench.POLICIES}

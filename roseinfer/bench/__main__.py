@@ -7,14 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roseinfer.bench import (
-    append_bench,
-    attention_bench,
-    charts,
-    ladder,
-    scheduling_bench,
-    step_trace,
-)
+from roseinfer.bench import append_bench, attention_bench, charts, ladder, step_trace
 from roseinfer.bench.command import run_command
 
 if TYPE_CHECKING:
@@ -24,7 +17,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m roseinfer.bench", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="NAME")
-    for benchmark in (append_bench, attention_bench, scheduling_bench, ladder, step_trace):
+    for benchmark in (append_bench, attention_bench, ladder, step_trace):
         benchmark.add(commands)
     plot = commands.add_parser("plot", help="draw the chart of a report that --json wrote")
     plot.add_argument("report", type=Path)

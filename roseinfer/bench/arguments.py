@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from roseinfer.config import ADMISSION_POLICIES, EngineConfig, SamplingParams
 from roseinfer.errors import ConfigError
@@ -13,15 +13,12 @@ from roseinfer.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Number = TypeVar("Number", int, float)
-
-_CHOOSING = ("temperature", "top_k", "top_p")
-
 
 def whole(least: int) -> Callable[[str], int]:
+    """Return a reader of whole numbers that refuses those below ``least``."""
+
     def whole_number(text: str) -> int:
-        number = _read(int, text, "whole number")
-        if number < least:
+        if (number := int(text)) < least:
             raise argparse.ArgumentTypeError(f"must be at least {least}, not {number}")
         return number
 
@@ -29,22 +26,14 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def _milliseconds(text: str) -> float:
-    number = _read(float, text, "number")
-    if not 0 <= number < float("inf"):
+    if not 0 <= (number := float(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
     return number
 
 
-def _read(kind: Callable[[str], Number], text: str, what: str) -> Number:
-    try:
-        return kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no {what}") from None
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    """``1,4``: a whole number of at least 1, or several."""
-    return tuple(whole(1)(part) for part in text.split(","))
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    """Read whole numbers of at least 1, written as ``1,4``."""
+    return tuple(map(whole(1), text.split(",")))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +61,7 @@ def add_requests(parser: argparse.ArgumentParser) -> None:
 def add_streams(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("streams").add_argument
     repeats = "times that a request repeats the prompt; several numbers are taken in turns (1)"
-    add("--prompt-repeats", type=_counts, default=(1,), metavar="N[,N...]", help=repeats)
+    add("--prompt-repeats", type=_whole_numbers, default=(1,), metavar="N[,N...]", help=repeats)
     workers = "threads that tokenize prompts before they are due (0: when submitted)"
     add("--tokenize-workers", type=whole(0), default=0, metavar="N", help=workers)
     interval = "time between two requests (0: all at once)"
@@ -82,18 +71,19 @@ def add_streams(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Options under the names of ``EngineConfig``; each is None where nothing is said."""
+    """Add options under the names of ``EngineConfig``; each is None by default."""
     group = parser.add_argument_group("engine, as EngineConfig has it where nothing is said")
     add = group.add_argument
     switch = argparse.BooleanOptionalAction
     add("--max-batch-size", type=whole(1), metavar="N", help="requests that run at once")
     add("--block-size", type=whole(1), metavar="N", help="tokens of a block of the KV cache")
-    whole_prompts: dict[str, Any] = {
-        "dest": "prefix_cache",
-        "action": "store_const",
-        "const": False,
-    }
-    add("--no-prefix-cache", **whole_prompts, help="compute every prompt from its beginning")
+    add(
+        "--no-prefix-cache",
+        dest="prefix_cache",
+        action="store_const",
+        const=False,
+        help="compute every prompt from its beginning",
+    )
     kernels = "attend with the Triton kernels, or with the reference"
     add("--paged-attn", dest="paged_attention", action=switch, help=kernels)
     layers = "torch.compile the layers of a model that has no fused kernels"
@@ -127,14 +117,15 @@ def add_outputs(parser: argparse.ArgumentParser, *, plot: bool) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of ``EngineConfig``, those alone that something was said about."""
+    """Return the fields of ``EngineConfig`` that an option sets."""
     given = {field.name: getattr(args, field.name, None) for field in fields(EngineConfig)}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def sampling(args: argparse.Namespace) -> SamplingParams:
-    """The likeliest token unless ``--do-sample`` says otherwise."""
-    chosen = {name: value for name in _CHOOSING if (value := getattr(args, name)) is not None}
+    """Choose the likeliest token unless ``--do-sample`` says otherwise."""
+    asked = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+    chosen = {name: value for name, value in asked.items() if value is not None}
     if chosen and not args.do_sample:
         names = ", ".join("--" + name.replace("_", "-") for name in chosen)
         raise ConfigError(f"{names}: no effect on the likeliest token; add --do-sample")

@@ -13,7 +13,7 @@ import torch
 from roseinfer.attention.paths import AttentionPath
 from roseinfer.attention.reference import append_and_attend_reference
 from roseinfer.bench.arguments import add_outputs, whole
-from roseinfer.bench.reporting import Report, Table, UnavailableRow
+from roseinfer.bench.reporting import Report, Table, unavailable_table
 from roseinfer.bench.timing import (
     copy_bandwidth,
     graph_sampler,
@@ -33,13 +33,16 @@ the token too. A shape is SEQUENCESxCONTEXT:QUERY HEADS/KV HEADSxHEAD SIZE. floo
 values read once at the measured copy bandwidth. Caches take turns, so that none is in L2."""
 _SHAPES = {
     "cuda": (
-        *("64x256:12/12x64", "64x1024:12/12x64", "128x128:12/12x64", "16x256:12/12x64"),
-        *("64x1024:32/8x128", "256x2048:32/8x128"),
+        "64x256:12/12x64",
+        "64x1024:12/12x64",
+        "128x128:12/12x64",
+        "16x256:12/12x64",
+        "64x1024:32/8x128",
+        "256x2048:32/8x128",
     ),
     "cpu": ("4x256:12/12x64", "4x256:32/8x128"),
 }
 _DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-_COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 _SPREAD_BYTES = 1 << 30
 """Caches of that many bytes take turns, so that none is still in a GPU's L2 cache."""
 _FEWEST_CALLS = 12
@@ -48,34 +51,29 @@ _MOST_LAYERS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Shape:
+    text: str
     sequences: int
     context: int
-    """Tokens of each that are attended to, the new one included."""
+    """Tokens of each sequence that are attended to, the new one included."""
     q_heads: int
     kv_heads: int
     head_dim: int
 
-    _WRITTEN = re.compile(r"(\d+)x(\d+):(\d+)/(\d+)x(\d+)")
-
     @classmethod
     def read(cls, text: str) -> Shape:
-        """``64x1024:32/8x128``: sequences, context, query heads, KV heads, head size."""
-        found = cls._WRITTEN.fullmatch(text)
-        numbers = [int(number) for number in found.groups()] if found else [0]
+        """Read ``64x1024:32/8x128``: sequences, context, query heads, KV heads, head size."""
+        found = re.fullmatch(r"(\d+)x(\d+):(\d+)/(\d+)x(\d+)", text)
+        numbers = list(map(int, found.groups())) if found else [0]
         if min(numbers) < 1:
             raise argparse.ArgumentTypeError(f"{text} is no shape such as 64x1024:32/8x128")
-        if numbers[2] % numbers[3]:
+        shape = cls(text, *numbers)
+        if shape.q_heads % shape.kv_heads:
             raise argparse.ArgumentTypeError(
-                f"{text}: {numbers[3]} KV heads are no part of {numbers[2]} heads"
+                f"{text}: {shape.kv_heads} KV heads are no part of {shape.q_heads} heads"
             )
-        return cls(*numbers)
-
-    def __str__(self) -> str:
-        heads = f"{self.q_heads}/{self.kv_heads}x{self.head_dim}"
-        return f"{self.sequences}x{self.context}:{heads}"
+        return shape
 
     def cache_bytes(self, dtype: torch.dtype) -> int:
-        """The keys and values that must be read."""
         values = self.sequences * self.context * self.kv_heads * self.head_dim
         return 2 * values * dtype.itemsize
 
@@ -85,23 +83,24 @@ class AttentionRow:
     shape: str
     path: str
     us: float
-    """Per call: on a GPU of many in a CUDA graph, else until it is done."""
+    """Per call: among many in a CUDA graph on a GPU, else until the call is done."""
     floor_us: float
     times_floor: float
 
 
 class Rig:
-    """Sequences of one length whose blocks lie scattered, in as many layers as it takes."""
+    """Sequences of one length whose blocks lie scattered, in enough layers to defeat the L2."""
 
     def __init__(
         self, shape: Shape, block_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        def new(heads: int) -> torch.Tensor:
-            return torch.rand((shape.sequences, heads, shape.head_dim), device=device, dtype=dtype)
-
         self.shape = shape
-        self.new = new(shape.q_heads), new(shape.kv_heads), new(shape.kv_heads)
-        """The queries, keys and values of the new tokens."""
+        query, key, value = (
+            torch.rand((shape.sequences, heads, shape.head_dim), device=device, dtype=dtype)
+            for heads in (shape.q_heads, shape.kv_heads, shape.kv_heads)
+        )
+        self.new = query, key, value
+        """What is computed for the new tokens."""
         each = -(-shape.context // block_size)
         blocks = shape.sequences * each
         self.tables = torch.randperm(blocks, device=device).view(shape.sequences, each)
@@ -127,12 +126,17 @@ def _measure(args: argparse.Namespace) -> Report:
     device = resolve_device(args.device)
     dtype = _DTYPES[device.type]
     reason = why_triton_cannot_be_timed(device)
-    bandwidth = copy_bandwidth(device, _COPY_BYTES[device.type])
+    bandwidth = copy_bandwidth(device)
     rows: list[AttentionRow] = []
     for shape in args.shapes or map(Shape.read, _SHAPES[device.type]):
         rig = Rig(shape, args.block_size, device, dtype)
-        rows += _measure_shape(rig, not reason, args.rounds, bandwidth)
-    missing = [UnavailableRow("the kernels", reason)] if reason else []
+        calls = _calls(rig, kernels=not reason)
+        samplers = {path: _sampler(call, rig) for path, call in calls.items()}
+        floor = shape.cache_bytes(dtype) / bandwidth * 1e6
+        taken = in_rounds(samplers, args.rounds, shape.text)
+        rows += [
+            AttentionRow(shape.text, path, us, floor, us / floor) for path, us in taken.items()
+        ]
     return Report(
         "attention",
         args.command,
@@ -140,33 +144,22 @@ def _measure(args: argparse.Namespace) -> Report:
         {"block_size": args.block_size, "dtype": str(dtype).removeprefix("torch.")},
         (
             Table("attention", _ROWS, rows),
-            Table("unavailable", "Paths that cannot be timed here.", missing),
+            unavailable_table([("the kernels", reason)] if reason else []),
         ),
         {"copy_bandwidth_gb_per_s": bandwidth / 1e9},
     )
 
 
-def _measure_shape(rig: Rig, kernels: bool, rounds: int, bandwidth: float) -> list[AttentionRow]:
-    calls = max(_FEWEST_CALLS, len(rig.layers))
-    samplers = {path: _sampler(call, calls, rig) for path, call in _calls(rig, kernels).items()}
-    taken = in_rounds(samplers, rounds, str(rig.shape))
-    floor = rig.shape.cache_bytes(rig.new[0].dtype) / bandwidth * 1e6
-    return [
-        AttentionRow(str(rig.shape), path, us.median_us, floor, us.median_us / floor)
-        for path, us in taken.items()
-    ]
-
-
-def _sampler(call: Callable[[], object], calls: int, rig: Rig) -> Callable[[], float]:
+def _sampler(call: Callable[[], object], rig: Rig) -> Callable[[], float]:
     device = rig.stored.device
     sync = synchronizer(device)
     call()  # compiles what there is to compile
     if device.type == "cuda":
-        return graph_sampler(call, calls, sync)
+        return graph_sampler(call, max(_FEWEST_CALLS, len(rig.layers)), sync)
     return lambda: time_calls(call, 1, sync, wait=True)
 
 
-def _calls(rig: Rig, kernels: bool) -> dict[AttentionPath, Callable[[], object]]:
+def _calls(rig: Rig, *, kernels: bool) -> dict[AttentionPath, Callable[[], object]]:
     layers = cycle(rig.layers)
     scale = rig.shape.head_dim**-0.5
 

@@ -1,4 +1,4 @@
-"""Charts of what was measured, drawn from a report's document: now, or from its JSON later."""
+"""Charts of a report's document, drawn after measuring or later from its JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,9 @@ if TYPE_CHECKING:
 
     Document = Mapping[str, Any]
 
-_SIZE = (10.0, 5.0)
-_DPI = 150
-_WIDTH = 0.8
-"""The bars of one group together are so wide."""
-
 
 def check(path: Path) -> None:
-    """Raise where no chart could be drawn there."""
+    """Raise where no chart could be drawn."""
     if path.suffix != ".png":
         raise ConfigError(f"--plot {path}: charts are PNG files, so the name must end in .png")
     if importlib.util.find_spec("matplotlib") is None:
@@ -56,30 +51,27 @@ def draw(document: Document, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_SIZE, layout="constrained")
+    figure = Figure(figsize=(10.0, 5.0), layout="constrained")
     FigureCanvasAgg(figure)
     _CHARTS[document["benchmark"]](figure, document)
-    figure.suptitle(_title(document), fontsize=9)
-    figure.savefig(path, format="png", dpi=_DPI)
-
-
-def _title(document: Document) -> str:
     config, machine = document["config"], document["machine"]
     model = f"{config['model']}, {config['weights']} weights, {config['dtype']}"
-    return f"{model}\n{machine['device']}, torch {machine['torch']}, {document['date'][:10]}"
+    where = f"{machine['device']}, torch {machine['torch']}, {document['date'][:10]}"
+    figure.suptitle(f"{model}\n{where}", fontsize=9)
+    figure.savefig(path, format="png", dpi=150)
 
 
 def _draw_serving(figure: Figure, document: Document) -> None:
     speed, waits = figure.subplots(1, 2)
     rows = document["tables"]["throughput"]
-    # The first of them is one of our own rows; nobody else says what decoding alone took.
+    # The first peer is one of our own rows, and no other says what decoding alone took.
     peers = document["tables"]["peers"][1:]
     names = [row["run"] for row in rows] + [row["system"].replace("-", "-\n") for row in peers]
     kinds = {"completion": "completion_tok_per_s", "decode": "decode_tok_per_s"}
     _grouped(speed, names, kinds, rows + [{"decode_tok_per_s": None, **row} for row in peers])
     speed.tick_params("x", labelsize=7)
     speed.set_ylabel("tokens per second")
-    # The modes' latencies differ by their queues: one mode's can be read together.
+    # Only one mode is drawn: the modes' latencies differ too much by their queues.
     last = rows[-1]["run"]
     of_last = [row for row in document["tables"]["latencies"] if row["run"] == last]
     ranks = {"p50": "p50_ms", "p95": "p95_ms", "p99": "p99_ms"}
@@ -92,8 +84,8 @@ def _draw_serving(figure: Figure, document: Document) -> None:
 def _grouped(
     axes: Axes, names: list[str], fields: Mapping[str, str], rows: list[dict[str, Any]]
 ) -> None:
-    """A group of bars for every row, one bar for every field; what is missing has no bar."""
-    width = _WIDTH / len(fields)
+    """Draw a group of bars for every row, one bar for every field that is not None."""
+    width = 0.8 / len(fields)
     for at, (label, field) in enumerate(fields.items()):
         offset = (at - (len(fields) - 1) / 2) * width
         heights = [row[field] or 0.0 for row in rows]
@@ -106,8 +98,7 @@ def _draw_ladder(figure: Figure, document: Document) -> None:
     axes = figure.subplots()
     floor = document["facts"]["floor_ms"]
     rungs = document["tables"]["rungs"]
-    # Our own row among the peers is the last rung.
-    peers = document["tables"]["peers"][1:]
+    peers = document["tables"]["peers"][1:]  # without our own row, which is the last rung
     bars = [(row["rung"], row["step_ms"], "tab:blue") for row in rungs]
     bars += [(row["system"], row["ms_per_step"], "tab:gray") for row in peers]
     where = axes.get_yaxis_transform()
@@ -128,7 +119,7 @@ def _draw_ladder(figure: Figure, document: Document) -> None:
 
 
 def _draw_trace(figure: Figure, document: Document) -> None:
-    """A panel for each number of sequences: the host's lane over the device's."""
+    """Draw a panel for each number of sequences, the host's lane over the device's."""
     rows, spans = document["tables"]["steps"], document["tables"]["spans"]
     panels = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
     lanes = {"step": (1, "tab:blue"), "wait": (1, "lightgray"), "device": (0, "tab:green")}

@@ -1,4 +1,4 @@
-"""Every benchmark's command checks its files, measures, prints, keeps and draws."""
+"""What every benchmark's command does: check its files, measure, print, write and draw."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
-    """``args.run(args)`` measures and returns the report, or None without one."""
+    """Parse the arguments and call ``args.run(args)``, which returns the report if there is one."""
     words = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(words)
     args.command = f"{parser.prog} {shlex.join(words)}"
@@ -29,7 +29,7 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
             charts.check(files["plot"])  # before an hour of measuring, not after it
         report = args.run(args)
     except (ConfigError, UnsupportedModel, BadArgument) as error:
-        # As argparse says it, less all the options: what was wrong is no matter of spelling.
+        # As argparse says it, but without the usage: the spelling of the options is right.
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     if report is None:
         return 0
@@ -42,7 +42,7 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
 
 
 def _require_writable(option: str, path: Path) -> None:
-    """Raise where no file could be written; a file that is there keeps its content."""
+    """Raise where no file could be written; one that is there already keeps its content."""
     if not path.parent.is_dir():
         raise ConfigError(f"{option} {path}: make the directory {path.parent} first")
     if path.is_dir():
@@ -51,7 +51,6 @@ def _require_writable(option: str, path: Path) -> None:
     try:
         path.open("ab").close()
     except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(f"{option} {path} cannot be written: {why}") from error
+        raise ConfigError(f"{option} {path} cannot be written: {error.strerror}") from error
     if not there:
         path.unlink()

@@ -1,12 +1,13 @@
-"""``ladder``: the worth of each optimisation, all of them measured on the same work."""
+"""``ladder``: the worth of each optimisation of decoding, measured on the same work.
+
+Each rung is one optimisation on top of those before it.
+"""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from dataclasses import dataclass
-from itertools import chain
-from statistics import median
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -14,24 +15,28 @@ from tqdm import tqdm
 from roseinfer.bench import arguments
 from roseinfer.bench.model_source import ModelSource, collect
 from roseinfer.bench.reporting import Report, Table
-from roseinfer.bench.rungs import rungs
 from roseinfer.bench.serving import peers
-from roseinfer.bench.serving.driving import offline, perform
-from roseinfer.bench.serving.figures import ThroughputRow, percentile_ms
+from roseinfer.bench.serving.driving import (
+    Work,
+    offline,
+    perform,
+    random_prompts,
+    require_positions,
+)
+from roseinfer.bench.serving.figures import LatencyRow, ThroughputRow, median_row, throughput
 from roseinfer.bench.serving.memory_floor import MemoryFloor, memory_floor
-from roseinfer.bench.serving.prompts import Work, random_prompts
-from roseinfer.bench.timing import WrongPath
-from roseinfer.config import EngineConfig, SamplingParams
+from roseinfer.bench.timing import WrongPath, why_triton_cannot_be_timed
+from roseinfer.config import AppendPolicy, EngineConfig, SamplingParams
 from roseinfer.errors import ConfigError, RoseinferError
+from roseinfer.kv.paths import Path
 from roseinfer.models.loading import resolve_device
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
-    from roseinfer.bench.rungs import Rung
     from roseinfer.bench.serving.record import RunRecord
     from roseinfer.llm import LLM
 
@@ -47,7 +52,11 @@ _NUMBERS = {
     "max_new_tokens": (2, 256),
     "block_size": (1, 64),
 }
-"""For each option the least that it may be, and what it is where nothing is said."""
+"""Each option's least value and its default."""
+_SLOW = {"resident_decode": False, "cuda_graph": False, "run_ahead": 0, "fused_model": False}
+"""The engine's switches for what the later rungs add, all off."""
+_NEVER = 1 << 30
+"""More tokens than any batch has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +68,14 @@ class RungRow:
     itl_p50_ms: float | None = None
     itl_p99_ms: float | None = None
     itl_at_boundary_p99_ms: float | None = None
-    """This is None where no sequence went on in a new block."""
+    """None where no sequence went on in a new block."""
     same_tokens: float | None = None
-    start_up_s: float | None = None
     not_available: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
-    """The parts that every rung shares, known once the first one is built."""
+class Shared:
+    """What every rung shares, known once the first engine is built."""
 
     work: Work
     floor: MemoryFloor
@@ -77,14 +85,11 @@ class Ground:
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("ladder", help="what each optimisation of decoding is worth")
     arguments.add_model(parser)
-    group = parser.add_argument_group("work")
-    whole = arguments.whole
+    option, whole = parser.add_argument_group("work").add_argument, arguments.whole
     for name, (least, default) in _NUMBERS.items():
-        option = "--" + name.replace("_", "-")
-        group.add_argument(option, type=whole(least), default=default, help="%(default)s")
-    group.add_argument(
-        "--run-ahead", type=whole(1), default=4, help="steps, on the last two rungs (%(default)s)"
-    )
+        flag = "--" + name.replace("_", "-")
+        option(flag, type=whole(least), default=default, help="%(default)s")
+    option("--run-ahead", type=whole(1), default=4, help="steps, on the last two rungs (4)")
     arguments.add_runs(parser)
     arguments.add_outputs(parser, plot=True)
     parser.set_defaults(run=_measure)
@@ -95,13 +100,11 @@ def _measure(args: argparse.Namespace) -> Report:
     others = peers.named(args.peers)
     ladder = Ladder(args)
     rows = ladder.climb(rungs(args.run_ahead))
-    ground = ladder.ground
-    if ladder.best is None or ground is None:
+    shared = ladder.shared
+    if ladder.best is None or shared is None:
         raise ConfigError(f"no rung could be measured: {rows[0].not_available}")
-    compared: list[peers.PeerRow] = []
-    if others:
-        job = peers.PeerJob.of(args, ladder.source, ground.work, args.batch)
-        compared = peers.compare(others, job, ladder.best)
+    job = peers.PeerJob.of(args, ladder.source, shared.work, args.batch)
+    compared = peers.compare(others, job, ladder.best)
     # Tokens of all sequences that a decode step attends to, in the middle of a run.
     stored = round(args.batch * (args.prompt_tokens + args.max_new_tokens / 2))
     asked = {name: getattr(args, name) for name in (*_NUMBERS, "warmup_runs", "repeat_runs")}
@@ -109,14 +112,14 @@ def _measure(args: argparse.Namespace) -> Report:
         "ladder",
         args.command,
         ladder.device,
-        {**ladder.source.described(ground.dtype), **asked},
+        {**ladder.source.described(shared.dtype), **asked},
         (Table("rungs", _RUNGS, rows), Table("peers", peers.CAPTION, compared)),
-        {"floor_ms": ground.floor.seconds(1, stored) * 1e3, **ground.floor.facts()},
+        {"floor_ms": shared.floor.seconds(1, stored) * 1e3, **shared.floor.facts()},
     )
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of every rung: all requests run at once, from the same step on, each alone."""
+    """Return what all rungs have: the requests run at once, from the same step on, each alone."""
     blocks = -(-(args.prompt_tokens + args.max_new_tokens) // args.block_size) + 1
     return {
         "max_batch_size": args.batch,
@@ -128,103 +131,143 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Rung:
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ``EngineConfig``, besides those that all rungs share."""
+    path: Path | None = None
+    """This must have written the cache in most steps, or another rung was measured."""
+
+    def why_not_on(self, device: torch.device) -> str:
+        """Return the reason that it cannot be measured there, or an empty text."""
+        resident = self.settings.get("resident_decode", False)
+        if resident or (self.path is not None and self.path.needs_triton):
+            return why_triton_cannot_be_timed(device)
+        return ""
+
+
+def rungs(run_ahead: int) -> tuple[Rung, ...]:
+    per_token = AppendPolicy(
+        batched=False,
+        batched_rollover=False,
+        batched_copy_on_write=False,
+        identity=False,
+        scalar_position=False,
+        triton=False,
+    )
+    batched = replace(per_token, batched=True)
+    rollover = replace(batched, batched_rollover=True, batched_copy_on_write=True)
+    scalar = replace(rollover, identity=True, scalar_position=True)
+    triton = replace(scalar, triton=True, triton_full_batch_min_batch=_NEVER)
+    full_batch = replace(triton, triton_full_batch_min_batch=None)
+    resident = {**_SLOW, "resident_decode": True}
+    graph = {**resident, "cuda_graph": True}
+    ahead = {**graph, "run_ahead": run_ahead}
+    return (
+        _append("per-token append", Path.PER_TOKEN, per_token),
+        _append("batched append", Path.TORCH_GATHER, batched),
+        _append("batched rollover", Path.TORCH_GATHER, rollover),
+        _append("identity and scalar position", Path.TORCH_SCALAR, scalar),
+        _append("Triton", Path.TRITON_IDENTITY_POS, triton),
+        _append("Triton full-batch", Path.TRITON_FULL_BATCH, full_batch),
+        Rung("one plan per step", _SLOW),
+        Rung("fused append and attention", resident),
+        Rung("CUDA graph", graph),
+        Rung(f"run-ahead of {run_ahead}", ahead),
+        Rung("fused model", {**ahead, "fused_model": True}),
+    )
+
+
+def _append(name: str, path: Path, policy: AppendPolicy) -> Rung:
+    """Return a rung with a block list for every layer."""
+    return Rung(name, {**_SLOW, "per_layer_kv": True, "append_policy": policy}, path)
+
+
 class Ladder:
-    """Climbs, and keeps what later rungs are compared with."""
+    """Measures rungs, and keeps what later rungs are compared with."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self.source = ModelSource.of(args)
         self.device = resolve_device(args.device)
-        self.ground: Ground | None = None
+        self.shared: Shared | None = None
         self.best: ThroughputRow | None = None
         """The figures of the last rung that ran."""
         self._first_tokens: list[list[int]] | None = None
 
     def climb(self, all_rungs: Sequence[Rung]) -> list[RungRow]:
         rows = []
-        with tqdm(all_rungs, desc="ladder", unit="rung", disable=None) as bar:
-            for rung in bar:
-                bar.set_postfix_str(rung.name)
-                try:
-                    rows.append(self._measure(rung))
-                except (RoseinferError, RuntimeError) as error:
-                    rows.append(RungRow(rung.name, not_available=" ".join(str(error).split())))
-                collect()
+        for rung in tqdm(all_rungs, desc="ladder", unit="rung", disable=None):
+            try:
+                rows.append(self._measure(rung))
+            except (RoseinferError, RuntimeError) as error:
+                rows.append(RungRow(rung.name, not_available=" ".join(str(error).split())))
+            collect()
         return rows
 
     def _measure(self, rung: Rung) -> RungRow:
         if reason := rung.why_not_on(self.device):
             raise ConfigError(reason)
-        begin = time.perf_counter()
-        llm = self.source.llm({**settings(self._args), **rung.settings})
-        start_up_s = time.perf_counter() - begin
-        self.ground = self.ground or self._ground(llm)
-        return self._row(rung, self._records(llm, rung, self.ground.work), start_up_s)
+        args = self._args
+        llm = self.source.llm({**settings(args), **rung.settings})
+        shared = self.shared = self.shared or self._shared(llm)
+        records = [
+            _perform(rung, llm, shared.work) for _ in range(args.warmup_runs + args.repeat_runs)
+        ][args.warmup_runs :]
+        speed = self.best = throughput(rung.name, records, shared.floor)
+        gaps = [[gap for seen in record.timelines for gap in seen.gaps()] for record in records]
+        itl = median_row([LatencyRow.of(rung.name, "ITL", each) for each in gaps])
+        at_boundary = [boundary_gaps(record, args.block_size) for record in records]
+        spikes = median_row([LatencyRow.of(rung.name, "spikes", each) for each in at_boundary])
+        tokens = records[-1].token_ids
+        first = self._first_tokens = self._first_tokens or tokens
+        return RungRow(
+            rung=rung.name,
+            step_ms=speed.decode_step_ms,
+            tok_per_s=speed.decode_tok_per_s,
+            times_floor=speed.times_floor,
+            itl_p50_ms=itl.p50_ms,
+            itl_p99_ms=itl.p99_ms,
+            itl_at_boundary_p99_ms=spikes.p99_ms,
+            same_tokens=sum(map(list.__eq__, first, tokens)) / len(tokens),
+        )
 
-    def _ground(self, llm: LLM) -> Ground:
+    def _shared(self, llm: LLM) -> Shared:
         args, model = self._args, llm.engine.sessions.model
-        positions = model.shape.max_length
-        if args.prompt_tokens + args.max_new_tokens > positions:
-            raise ConfigError(
-                f"{args.prompt_tokens} + {args.max_new_tokens} tokens are more than the "
-                f"model's {positions} positions"
-            )
+        advice = "lower --prompt-tokens or --max-new-tokens"
+        require_positions(llm.engine, args.prompt_tokens, args.max_new_tokens, advice)
         prompts = random_prompts(args.batch, args.prompt_tokens, model.shape.vocab_size)
         greedy = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=True)
         floor = memory_floor(self.source.skeleton(), llm)
-        return Ground(Work(prompts, greedy), floor, model.dtype)
-
-    def _records(self, llm: LLM, rung: Rung, work: Work) -> list[RunRecord]:
-        records = []
-        for _ in range(self._args.warmup_runs + self._args.repeat_runs):
-            before = Counter(llm.engine.sessions.kv.path_counts)
-            record = perform(llm.engine, work, offline)
-            _check_path(rung, Counter(llm.engine.sessions.kv.path_counts) - before, record, llm)
-            records.append(record)
-        return records[self._args.warmup_runs :]
-
-    def _row(self, rung: Rung, records: list[RunRecord], start_up_s: float) -> RungRow:
-        assert self.ground is not None
-        floor = self.ground.floor
-        row = ThroughputRow.over([ThroughputRow.of(rung.name, each, floor) for each in records])
-        self.best = row
-        tokens = records[-1].token_ids
-        first = self._first_tokens = self._first_tokens or tokens
-        gaps = [[g for seen in r.timelines for g in seen.inter_token_latencies] for r in records]
-        spikes = [boundary_gaps(record, self._args.block_size) for record in records]
-        return RungRow(
-            rung=rung.name,
-            step_ms=row.decode_step_ms,
-            tok_per_s=row.decode_tok_per_s,
-            times_floor=row.times_floor,
-            itl_p50_ms=median(percentile_ms(each, 50) for each in gaps),
-            itl_p99_ms=median(percentile_ms(each, 99) for each in gaps),
-            itl_at_boundary_p99_ms=(
-                median(percentile_ms(each, 99) for each in spikes) if all(spikes) else None
-            ),
-            same_tokens=sum(map(list.__eq__, first, tokens)) / len(tokens),
-            start_up_s=start_up_s,
-        )
+        return Shared(Work(prompts, greedy), floor, model.dtype)
 
 
-def _check_path(rung: Rung, grown: Counter[str], record: RunRecord, llm: LLM) -> None:
-    """Raise unless the rung's path wrote most layers of most decode steps."""
-    writes = len(record.decode_steps()) * llm.engine.sessions.model.shape.num_layers
+def _perform(rung: Rung, llm: LLM, work: Work) -> RunRecord:
+    """Run the work; raise unless the rung's path wrote most layers of most decode steps."""
+    sessions = llm.engine.sessions
+    before = Counter(sessions.kv.path_counts)
+    record = perform(llm.engine, work, offline)
+    grown = Counter(sessions.kv.path_counts) - before
+    writes = len(record.decode_steps()) * sessions.model.shape.num_layers
     if rung.path is not None and grown[rung.path] * 2 <= writes:
         raise WrongPath(
             f"{rung.path} was to write the cache, and ran {grown[rung.path]} times where "
             f"{writes} layers were written: {dict(grown)}"
         )
+    return record
 
 
 def boundary_gaps(record: RunRecord, block_size: int) -> list[float]:
-    """The gaps before tokens whose step stored a sequence's first token of a block.
+    """Return the gaps before tokens whose step stored a sequence's first token of a block.
 
     The step that brings generated token ``n`` stores position ``prompt + n - 1``.
     """
-    return list(
-        chain.from_iterable(
-            seen.gaps_before(lambda n, length=length: (length + n - 1) % block_size == 0)  # type: ignore[misc]
-            for seen, length in zip(record.timelines, record.prompt_lengths, strict=True)
-        )
-    )
+
+    def opens_a_block(prompt: int, token: int) -> bool:
+        return (prompt + token - 1) % block_size == 0
+
+    gaps = []
+    for seen, length in zip(record.timelines, record.prompt_lengths, strict=True):
+        gaps += seen.gaps(partial(opens_a_block, length))
+    return gaps

@@ -1,13 +1,14 @@
-"""The model of a benchmark, named in a way that another process understands.
+"""The model of a benchmark, named so that another process can load the same one.
 
-With ``--random-weights`` it is a known architecture whose weights are drawn by chance: no
-download, no network. What a step costs depends on shapes and not on what was learnt.
+``--random-weights`` takes a known architecture and draws its weights, so nothing is downloaded.
+The cost of a step depends on shapes and not on what was learnt.
 """
 
 from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,14 +27,10 @@ if TYPE_CHECKING:
 _SEED = 11
 
 
-def _gpt2() -> Any:
-    """The 124M one."""
-    return GPT2Config(bos_token_id=END, eos_token_id=END)
-
-
-def _llama_1b() -> Any:
-    """Few, wide heads that share keys and values: 32 that ask, 8 that are kept."""
-    return LlamaConfig(
+ARCHITECTURES: dict[str, Callable[[], Any]] = {
+    "gpt2": partial(GPT2Config, bos_token_id=END, eos_token_id=END),  # of 124M parameters
+    "llama-1b": partial(
+        LlamaConfig,
         vocab_size=128256,
         hidden_size=2048,
         intermediate_size=8192,
@@ -45,11 +42,9 @@ def _llama_1b() -> Any:
         tie_word_embeddings=True,
         bos_token_id=END,
         eos_token_id=END,
-    )
-
-
-ARCHITECTURES: dict[str, Callable[[], Any]] = {"gpt2": _gpt2, "llama-1b": _llama_1b}
-"""Configurations by name; the end of a text is the byte-level tokenizer's."""
+    ),
+}
+"""What makes the configuration of each; the end of a text is the byte-level tokenizer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +66,7 @@ class ModelSource:
         }
 
     def llm(self, settings: Mapping[str, Any]) -> LLM:
-        """A model of its own for every engine: what one does to the weights no other finds."""
+        """Load the model anew, since an engine may rearrange its weights."""
         if not self.random_weights:
             return LLM(self.name, device=self.device, dtype=self.dtype, **settings)
         network = self.network()
@@ -79,7 +74,7 @@ class ModelSource:
         return LLM(network, tokenizer=tokenizer, device=self.device, **settings)
 
     def network(self) -> Any:
-        """A transformers model on its device, for whoever runs it without our engine."""
+        """Load the transformers model on its device, to be run without our engine."""
         if self.random_weights:
             return random_model(self.name, self.device, self.dtype)
         device = resolve_device(self.device)
@@ -89,7 +84,7 @@ class ModelSource:
         return fetch(self.name, dtype).to(device)
 
     def skeleton(self) -> Any:
-        """The network without weights, as transformers makes it."""
+        """Build the network as transformers makes it, without weights."""
         if self.name == "tiny" and not self.random_weights:
             return tiny_gpt2().model
         config = (
@@ -110,7 +105,7 @@ def architecture(name: str) -> Any:
 
 
 def random_model(name: str, device: str | None, dtype: str | None) -> Any:
-    """A transformers model, built where it will run; always the same weights on a device."""
+    """Build a transformers model where it will run, with the same weights every time."""
     config = architecture(name)
     where = resolve_device(device)
     wanted = resolve_dtype(dtype, where)
@@ -124,7 +119,7 @@ def random_model(name: str, device: str | None, dtype: str | None) -> Any:
 
 
 def collect() -> None:
-    """After an engine was let go of: give its memory back before the next one asks for it."""
+    """Give back the memory of an engine that nobody holds any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """A benchmark's report: tables for people, JSON for programs, and the machine it ran on.
 
 A row of a table is a frozen dataclass. Its fields are the JSON names and, with spaces, the
-column headings; None is a number that this machine cannot supply.
+column headings; None stands for a number that this machine cannot supply.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ import torch
 from tabulate import tabulate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +31,19 @@ class Table:
     rows: Sequence[Any]
     """Frozen dataclasses, all of one type."""
     printed: bool = True
-    """Otherwise for programs and charts alone."""
+    """A table that is not printed is for charts and other programs."""
 
     def text(self) -> str:
         headings = [field.name.replace("_", " ") for field in fields(self.rows[0])]
-        values = [[getattr(row, field.name) for field in fields(row)] for row in self.rows]
-        numeric = [
-            not any(isinstance(value, str) for value in column)
-            for column in zip(*values, strict=True)
+        rows = [[getattr(row, field.name) for field in fields(row)] for row in self.rows]
+        has_text = [
+            any(isinstance(value, str) for value in column) for column in zip(*rows, strict=True)
         ]
         body = tabulate(
-            [[_cell(value) for value in row] for row in values],
+            [map(_cell, row) for row in rows],
             headings,
             tablefmt="github",
-            colalign=["right" if is_number else "left" for is_number in numeric],
+            colalign=["left" if text else "right" for text in has_text],
             disable_numparse=True,
         )
         return f"{self.caption}\n\n{body}"
@@ -54,11 +55,16 @@ class UnavailableRow:
     not_available: str
 
 
-class Report:
-    """``document`` is what is written as JSON, and what charts are drawn from.
+def unavailable_table(reasons: Iterable[tuple[str, str]]) -> Table:
+    """Tabulate paths and why each is not timed."""
+    rows = [UnavailableRow(*row) for row in reasons]
+    return Table("unavailable", "Paths that cannot be timed here.", rows)
 
-    ``facts`` were measured once for the whole run. A table without rows is left out of the text
-    and is an empty list in the JSON.
+
+class Report:
+    """The JSON is ``document``, which charts are drawn from; ``text()`` leaves empty tables out.
+
+    ``facts`` were measured once for the whole run.
     """
 
     def __init__(
@@ -83,7 +89,9 @@ class Report:
 
     def text(self) -> str:
         said = self.document
-        named = [", ".join(f"{k} {v}" for k, v in said[part].items()) for part in _DESCRIBED]
+        named = [
+            ", ".join(f"{k} {v}" for k, v in said[part].items()) for part in ("machine", "config")
+        ]
         facts = ", ".join(f"{k.replace('_', ' ')} {_cell(v)}" for k, v in said["facts"].items())
         head = "\n".join([f"$ {said['command']}", said["date"], *named, facts])
         shown = [table.text() for table in self._tables if table.printed and table.rows]
@@ -93,11 +101,7 @@ class Report:
         path.write_text(json.dumps(self.document, indent=2, default=str) + "\n", encoding="utf-8")
 
 
-_DESCRIBED = ("machine", "config")
-
-
 def _machine(device: torch.device) -> dict[str, Any]:
-    """The facts without which a time means nothing."""
     host = _cpu_name()
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else host,
@@ -106,29 +110,20 @@ def _machine(device: torch.device) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "transformers": _version("transformers"),
+        "triton": metadata.version("triton") if find_spec("triton") else None,
+        "transformers": metadata.version("transformers"),
     }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    named = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 def _cell(value: object) -> str:
-    """Three digits that matter, and no more of a measured number than can be believed."""
+    """Write a measured number with three digits, since more could not be believed."""
     if value is None:
         return "-"
     if not isinstance(value, float):

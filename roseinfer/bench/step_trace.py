@@ -1,8 +1,7 @@
 """``trace``: the time of a steady decode step, the host's work beside the device's.
 
-No profiler takes part, which would slow down the host and nobody else: the host's clock is read
-around each step and each wait, and the device notes when it began with a step's graph and when it
-was done.
+No profiler takes part, since it would slow down the host alone. The host's clock is read around
+each step and each wait, and the device marks the begin and the end of each step's graph.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from roseinfer.bench import arguments
 from roseinfer.bench.model_source import ModelSource
 from roseinfer.bench.reporting import Report, Table
-from roseinfer.bench.serving.prompts import random_prompts
+from roseinfer.bench.serving.driving import random_prompts, require_positions
 from roseinfer.bench.timing import device_mark
 from roseinfer.config import SamplingParams
 from roseinfer.errors import ConfigError
@@ -37,17 +37,17 @@ for the device. device works us: from when the device began with a step's graph 
 with it, which is all it does in a step but a few small copies."""
 _SPANS = "Some of those steps: what ran from when to when."
 _SETTLE = 8
-"""Steps before the first that is looked at."""
+"""Steps before the first that is timed."""
 _DRAWN = 4
-"""Steps of which the spans are kept."""
+"""Steps whose spans are kept."""
 
 Interval = tuple[float, float]
+Lanes = dict[str, list[Interval]]
+"""The intervals of ``step``, ``wait`` and ``device``, in seconds on the host's clock, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimeRow:
-    """Medians, of which a step is the host's work and its waiting."""
-
     sequences: int
     step_us: float
     host_works_us: float
@@ -58,22 +58,12 @@ class StepTimeRow:
 
 @dataclass(frozen=True, slots=True)
 class SpanRow:
-    """Something that took a while, from the first drawn step's begin on."""
+    """An interval on a lane of the chart, counted from the begin of the first drawn step."""
 
     sequences: int
     who: str
     begin_us: float
     end_us: float
-
-
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """The intervals of one trace, in seconds on one clock, in order."""
-
-    steps: list[Interval]
-    waits: list[Interval]
-    device: list[Interval]
-    """Each begins and ends with a step's graph."""
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -91,8 +81,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _measure(args: argparse.Namespace) -> Report:
     source = ModelSource.of(args)
     llm = source.llm({"max_batch_size": max(args.sequences)})
-    for sequences in args.sequences:
-        check(llm.engine, sequences, args.context, args.steps)
+    for sequences in args.sequences:  # refuses what does not fit before anything is timed
+        tokens_of_each(llm.engine, sequences, args.context, args.steps)
     rows: list[StepTimeRow] = []
     spans: list[SpanRow] = []
     for sequences in tqdm(args.sequences, desc="trace", unit="size", disable=None):
@@ -112,8 +102,7 @@ def measure(
 ) -> tuple[StepTimeRow, list[SpanRow]]:
     """Trace steps in which so many requests decode and none comes or goes."""
     engine = llm.engine
-    check(engine, sequences, context, steps)
-    new = _new(engine, sequences, context, steps)
+    new = tokens_of_each(engine, sequences, context, steps)
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     prompts = random_prompts(sequences, context, engine.sessions.model.shape.vocab_size)
     requests = [engine.submit(prompt, params) for prompt in prompts]
@@ -122,20 +111,40 @@ def measure(
             engine.step()
         for _ in range(_SETTLE):
             engine.step()
-        traced = trace(engine, steps)
+        lanes = trace(engine, steps)
         assert not any(each.preempted or each.finish_reason for each in requests)
     finally:
         for request in requests:
             engine.cancel(request)
-    return row_of(sequences, traced), spans_of(sequences, traced)
+    return row_of(sequences, lanes), spans_of(sequences, lanes)
 
 
-def trace(engine: Engine, steps: int) -> Traced:
+def tokens_of_each(engine: Engine, sequences: int, context: int, steps: int) -> int:
+    """Return how many new tokens keep every sequence decoding up to the last step.
+
+    The first sequence goes on while the others' prompts are stored, and every step of that either
+    ends a prompt or takes its fill. Raise where so many cannot decode side by side for so long.
+    """
+    filling = sequences + sequences * context // engine.config.prefill_max_tokens
+    new = filling + _SETTLE + steps
+    advice = "ask for less --context, fewer --steps or --sequences"
+    require_positions(engine, context, new, advice)
+    kv = engine.sessions.kv
+    blocks = sequences * -(-(context + new) // kv.block_size)
+    if blocks >= kv.max_blocks_per_layer:
+        raise ConfigError(
+            f"the KV cache has no room for {sequences} sequences of up to {context + new} tokens, "
+            f"which take {blocks} blocks of {kv.max_blocks_per_layer - 1}: {advice}"
+        )
+    return new
+
+
+def trace(engine: Engine, steps: int) -> Lanes:
     if engine.sessions.kv.device.type != "cuda":
-        return Traced(_timed(engine, steps), [], [])
+        return {"step": _timed(engine, steps), "wait": [], "device": []}
     with noted_waits() as waits, noted_replays() as replays:
         found = _timed(engine, steps)
-    return Traced(found, waits, replays())
+    return {"step": found, "wait": waits, "device": replays()}
 
 
 def _timed(engine: Engine, steps: int) -> list[Interval]:
@@ -149,7 +158,7 @@ def _timed(engine: Engine, steps: int) -> list[Interval]:
 
 @contextmanager
 def noted_replays() -> Iterator[Callable[[], list[Interval]]]:
-    """When the device began with each graph and was done with it, told on the host's clock."""
+    """Note when the device runs each graph; the function yielded tells it on the host's clock."""
     first = device_mark()
     first.synchronize()
     zero = time.perf_counter()
@@ -168,16 +177,13 @@ def noted_replays() -> Iterator[Callable[[], list[Interval]]]:
         torch.cuda.synchronize()
         return [(moment(begin), moment(end)) for begin, end in marks]
 
-    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(torch.cuda.CUDAGraph, "replay", replay):
         yield intervals
-    finally:
-        torch.cuda.CUDAGraph.replay = real  # type: ignore[method-assign]
 
 
 @contextmanager
 def noted_waits() -> Iterator[list[Interval]]:
-    """When the host waited for an event, which is all it waits for in a steady step."""
+    """Note when the host waits for an event, which is all it waits for in a steady step."""
     waits: list[Interval] = []
     real = torch.cuda.Event.synchronize
 
@@ -186,28 +192,24 @@ def noted_waits() -> Iterator[list[Interval]]:
         real(event)
         waits.append((begin, time.perf_counter()))
 
-    torch.cuda.Event.synchronize = synchronize  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(torch.cuda.Event, "synchronize", synchronize):
         yield waits
-    finally:
-        torch.cuda.Event.synchronize = real  # type: ignore[method-assign]
 
 
-def row_of(sequences: int, traced: Traced) -> StepTimeRow:
-    lengths = [end - begin for begin, end in traced.steps]
-    waited = [covered(traced.waits, step) for step in traced.steps]
+def row_of(sequences: int, lanes: Lanes) -> StepTimeRow:
+    lengths = [end - begin for begin, end in lanes["step"]]
+    waited = [covered(lanes["wait"], step) for step in lanes["step"]]
     works = [length - wait for length, wait in zip(lengths, waited, strict=True)]
-    device = [end - begin for begin, end in traced.device]
+    device = [end - begin for begin, end in lanes["device"]]
     step, work, wait = (median(seconds) * 1e6 for seconds in (lengths, works, waited))
     return StepTimeRow(sequences, step, work, wait, median(device) * 1e6 if device else None)
 
 
-def spans_of(sequences: int, traced: Traced) -> list[SpanRow]:
-    """The spans of a few steps in the middle."""
-    middle = len(traced.steps) // 2
-    drawn = traced.steps[middle : middle + _DRAWN]
+def spans_of(sequences: int, lanes: Lanes) -> list[SpanRow]:
+    """Return the spans of a few steps in the middle."""
+    middle = len(lanes["step"]) // 2
+    drawn = lanes["step"][middle : middle + _DRAWN]
     begin, end = drawn[0][0], drawn[-1][1]
-    lanes = {"step": drawn, "wait": traced.waits, "device": traced.device}
     return [
         SpanRow(sequences, who, (max(first, begin) - begin) * 1e6, (min(last, end) - begin) * 1e6)
         for who, spans in lanes.items()
@@ -220,30 +222,3 @@ def covered(spans: Iterable[Interval], within: Interval) -> float:
     """Add up how much of an interval lies in ``spans``, which do not overlap."""
     begin, end = within
     return sum(max(0.0, min(last, end) - max(first, begin)) for first, last in spans)
-
-
-def check(engine: Engine, sequences: int, context: int, steps: int) -> None:
-    """Raise where so many cannot decode side by side for so long."""
-    positions, new = engine.sessions.model.shape.max_length, _new(engine, sequences, context, steps)
-    if context + new > positions:
-        raise ConfigError(
-            f"a context of {context} tokens and up to {new} steps are more than the model's "
-            f"{positions} positions: ask for less --context, fewer --steps or --sequences"
-        )
-    kv = engine.sessions.kv
-    blocks = sequences * -(-(context + new) // kv.block_size)
-    if blocks >= kv.max_blocks_per_layer:
-        raise ConfigError(
-            f"the KV cache has no room for {sequences} sequences of up to {context + new} tokens, "
-            f"which take {blocks} blocks of {kv.max_blocks_per_layer - 1}: ask for fewer "
-            "--sequences, less --context or fewer --steps"
-        )
-
-
-def _new(engine: Engine, sequences: int, context: int, steps: int) -> int:
-    """Tokens for each, so that none ends before the last step.
-
-    The first goes on while the others' prompts are stored; a step ends one or takes its fill.
-    """
-    filling = sequences + sequences * context // engine.config.prefill_max_tokens
-    return filling + _SETTLE + steps

@@ -1,7 +1,7 @@
 """How long calls take: on the host, on the device, and in rounds that share the drift.
 
 Machines change speed while they are measured. So nothing is repeated twenty times in a row:
-every round takes one sample of everything, and the median over rounds is what counts.
+every round takes one sample of everything, and the median over the rounds counts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,23 +25,14 @@ if TYPE_CHECKING:
 Key = TypeVar("Key", bound="Hashable")
 
 _GRAPH_REPLAYS = 10
-_BANDWIDTH_REPEATS = 7
 
 
 class WrongPath(RoseinferError, RuntimeError):
     """Another path ran than the one being measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Microseconds per call over all rounds."""
-
-    median_us: float
-    min_us: float
-
-
 def why_triton_cannot_be_timed(device: torch.device) -> str:
-    """The reason why times of kernels would mean nothing here; empty where they can be taken."""
+    """Return why kernels cannot be timed here, or an empty text where they can."""
     reason = why_unusable(device)
     if not reason and is_interpreted():
         return "Triton's interpreter is on, and its speed says nothing about the kernels"
@@ -53,8 +43,7 @@ def why_triton_cannot_be_timed(device: torch.device) -> str:
 def one_thread() -> Iterator[None]:
     """Keep torch's CPU operations to one thread, for calls too small to be worth splitting.
 
-    Otherwise each waits until all threads had a turn: on a shared machine, milliseconds for
-    what takes microseconds.
+    Otherwise each waits until all threads had a turn: milliseconds on a shared machine.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -65,42 +54,32 @@ def one_thread() -> Iterator[None]:
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:
-    """The function to call to wait until the device has nothing left to do."""
+    """Return the function that waits until the device has nothing left to do."""
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
-    return _no_wait
-
-
-def _no_wait() -> None:
-    """The host is its own device."""
+    return lambda: None
 
 
 def in_rounds(
     samplers: Mapping[Key, Callable[[], float]], rounds: int, what: str
-) -> dict[Key, Timing]:
-    """Call every sampler once a round, and once before all rounds to warm up."""
+) -> dict[Key, float]:
+    """Return each sampler's median over the rounds; a first round warms up and is thrown away."""
     samples: dict[Key, list[float]] = {key: [] for key in samplers}
     with tqdm(total=(rounds + 1) * len(samplers), desc=what, disable=None, leave=False) as bar:
-        for turn in range(rounds + 1):
+        for _ in range(rounds + 1):
             for key, sample in samplers.items():
-                microseconds = sample()
-                if turn:
-                    samples[key].append(microseconds)
+                samples[key].append(sample())
                 bar.update()
-    return {key: Timing(median(taken), min(taken)) for key, taken in samples.items()}
+    return {key: median(taken[1:]) for key, taken in samples.items()}
 
 
 def time_calls(
-    call: Callable[[], object],
-    calls: int,
-    sync: Callable[[], None] = _no_wait,
-    *,
-    wait: bool = False,
+    call: Callable[[], object], calls: int, sync: Callable[[], None], *, wait: bool = False
 ) -> float:
-    """Microseconds of host time per call; with ``wait``, until the device is done as well.
+    """Return microseconds of host time per call; with ``wait``, until the device is done as well.
 
-    The device is idle at the start. ``calls`` must be few enough that it never refuses
-    another launch: a full queue would make the host wait and the host time the device's.
+    The device is idle at the start. ``calls`` must be few enough that the device never refuses
+    another launch: a full queue would make the host wait and the host's time the device's.
     """
     sync()
     begin = time.perf_counter()
@@ -114,7 +93,7 @@ def time_calls(
 
 
 def kernel_us(call: Callable[[], object], calls: int, sync: Callable[[], None]) -> float | None:
-    """Microseconds a call keeps the GPU busy, gaps left out; None if the profiler saw nothing."""
+    """Return the microseconds that a call keeps the GPU busy; None if the profiler saw nothing."""
     sync()
     # Besides kernels and copies, some profilers report the host's waiting, as "Context Sync".
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
@@ -132,7 +111,7 @@ def kernel_us(call: Callable[[], object], calls: int, sync: Callable[[], None]) 
 
 
 def busy_us_per_call(kernels: Iterable[tuple[str, float]], calls: int) -> float | None:
-    """The median duration of each kernel times how often a call ran it, summed."""
+    """Sum, over all kernels, the median duration times how often a call ran the kernel."""
     durations: dict[str, list[float]] = defaultdict(list)
     for name, microseconds in kernels:
         durations[name].append(microseconds)
@@ -146,8 +125,7 @@ def graph_sampler(
 ) -> Callable[[], float]:
     """Capture ``calls`` calls in a CUDA graph; each sample is the time per call of its replay.
 
-    Everything a call launches must have been launched before, so that nothing is compiled
-    while the capture is on.
+    All that a call launches must have been launched before: nothing can compile in a capture.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -168,14 +146,15 @@ def graph_sampler(
 
 
 def device_mark() -> torch.cuda.Event:
-    """An event that notes when the device gets to it."""
+    """Return an event that notes when the device gets to it."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
-def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Bytes per second of a large copy, counting those read and those written."""
+def copy_bandwidth(device: torch.device, gpu_bytes: int = 1 << 30) -> float:
+    """Return the bytes per second of a copy beyond any cache, counting reads and writes."""
+    num_bytes = gpu_bytes if device.type == "cuda" else 1 << 26
     source = torch.rand(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     sync = synchronizer(device)
@@ -183,5 +162,4 @@ def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
     def copy() -> float:
         return time_calls(lambda: target.copy_(source), 4, sync, wait=True)
 
-    taken = in_rounds({"copy": copy}, _BANDWIDTH_REPEATS, "copy bandwidth")["copy"]
-    return 2 * num_bytes / taken.median_us * 1e6
+    return 2 * num_bytes / in_rounds({"copy": copy}, 7, "copy bandwidth")["copy"] * 1e6

@@ -1,4 +1,4 @@
-"""A clock that only steps and sleeping move, so that a run's times are known beforehand."""
+"""A clock that moves only in steps and sleeps, so that a run's times are known beforehand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """Stands in for the module ``time`` where a run is driven."""
+    """Replaces the module ``time`` where a run is driven."""
 
     def __init__(self) -> None:
         self.now = 0.0

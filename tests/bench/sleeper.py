@@ -1,4 +1,4 @@
-"""Work that begins another process; it imports nothing that takes long to begin."""
+"""Work that starts another process; it imports nothing slow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def begin_and(folder: str, wait: bool) -> str:
-    """Start a process that would sleep, and a file where temporary ones go."""
+    """Start a process that sleeps, and make a temporary folder."""
     Path(folder, "temporary").write_text(tempfile.mkdtemp())
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     Path(folder, "pid").write_text(str(child.pid))

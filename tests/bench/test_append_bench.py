@@ -1,4 +1,4 @@
-"""The append benchmark: what it reports, and that it never reports another path's time."""
+"""The append benchmark reports what it measured, and never another path's time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import json
 from collections import Counter
 from contextlib import redirect_stdout
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,16 +15,7 @@ import torch
 from roseinfer import AppendPolicy, Path
 from roseinfer.bench import append_bench as append
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.append_bench import (
-    AppendConfig,
-    Rig,
-    StepRow,
-    TargetRow,
-    WriteRow,
-    append_targets,
-    only,
-)
-from roseinfer.bench.append_planning import PoolRow, ScalingRow
+from roseinfer.bench.append_bench import AppendConfig, Rig, StepRow, WriteRow, only
 from roseinfer.bench.reporting import UnavailableRow
 from roseinfer.bench.timing import WrongPath, busy_us_per_call, in_rounds, one_thread, time_calls
 
@@ -39,9 +30,6 @@ ROWS = {
     "steps": StepRow,
     "clones": WriteRow,
     "unavailable": UnavailableRow,
-    "scaling": ScalingRow,
-    "pool": PoolRow,
-    "targets": TargetRow,
 }
 CONFIG = AppendConfig(
     batches=(2,),
@@ -52,8 +40,6 @@ CONFIG = AppendConfig(
     device=torch.device("cpu"),
     dtype=torch.float32,
     rounds=1,
-    launches=8,
-    copy_bytes=1024,
 )
 
 
@@ -72,7 +58,7 @@ class Outcome:
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     file = tmp_path_factory.mktemp("bench") / "append.json"
-    return Outcome([*SMALL, "--device", "cpu", "--scaling"], file)
+    return Outcome([*SMALL, "--device", "cpu"], file)
 
 
 def test_report_says_which_machine_ran_what(on_cpu: Outcome) -> None:
@@ -110,13 +96,12 @@ def test_what_cannot_run_is_listed_with_the_reason(on_cpu: Outcome) -> None:
     assert all(path in on_cpu.text for path in rows)
 
 
-def test_a_cpu_has_no_device_time_and_meets_no_targets(on_cpu: Outcome) -> None:
+def test_a_cpu_has_no_device_time(on_cpu: Outcome) -> None:
     for row in on_cpu.tables["writes"]:
         assert row["device_us"] is None
         assert row["graph_us"] is None
         assert row["times_floor"] == pytest.approx(row["host_us"] / row["floor_us"])
-        assert 0 < row["host_min_us"] <= row["host_us"]
-    assert on_cpu.tables["targets"] == []
+        assert row["host_us"] > 0
 
 
 def test_the_floor_counts_keys_and_values_read_and_written(on_cpu: Outcome) -> None:
@@ -137,21 +122,7 @@ def test_speedups_are_against_the_per_token_loop_of_the_batch(on_cpu: Outcome) -
             assert row["grouped_us"] is row["plan_us"] is None
         else:
             assert row["grouped_speedup"] == pytest.approx(loop["per_layer_us"] / row["grouped_us"])
-            assert 0 < row["plan_min_us"] <= row["plan_us"]
-            assert row["plan_mean_us"] > 0
-
-
-def test_scaling_varies_one_quantity_at_a_time(on_cpu: Outcome) -> None:
-    rows = on_cpu.tables["scaling"]
-    assert {row["varied"] for row in rows} == {"sequences", "tokens each", "blocks in use"}
-    for row in rows:
-        assert row["us_per_sequence"] == pytest.approx(row["plan_us"] / row["sequences"])
-        assert row["us_per_sequence"] > 0
-        assert row["varied"] == "sequences" or row["sequences"] == 64
-        assert row["varied"] == "tokens each" or row["tokens_each"] == 1024
-    for row in on_cpu.tables["pool"]:
-        assert row["build_s"] > 0
-        assert 0 < row["bytes_per_block"] <= 200
+            assert row["plan_us"] > 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -165,30 +136,32 @@ def test_a_gpu_has_device_times_for_every_path(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("build", [append.layer_write, append.grouped_step, append.per_layer_step])
-def test_a_series_that_takes_another_path_raises(build: Any) -> None:
+def test_a_series_that_takes_another_path_raises(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layers_per_group = 1 if build is append.per_layer_step else CONFIG.layers
     rig = Rig(CONFIG, 2, layers_per_group)
-    policy = append.WRITES[Path.TORCH_SCALAR]
-    assert build(rig, Path.TORCH_SCALAR, policy).sampler(wait=True)() > 0
+    assert build(rig, Path.TORCH_SCALAR).sampler(wait=True)() > 0
+    monkeypatch.setitem(append.POLICIES, Path.TORCH_VECTOR, append.NO_TRITON)
     with pytest.raises(WrongPath, match=r"torch_vector .*torch_scalar"):
-        build(rig, Path.TORCH_VECTOR, policy).sampler(wait=True)()
+        build(rig, Path.TORCH_VECTOR).sampler(wait=True)()
 
 
-def test_plans_that_lead_to_another_path_raise() -> None:
-    rig = Rig(CONFIG, 2, CONFIG.layers)
+def test_plans_that_lead_to_another_path_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(append.POLICIES, Path.TORCH_GATHER, append.NO_TRITON)
     with pytest.raises(WrongPath, match=r"torch_gather .*torch_scalar"):
-        append.plan_us(rig, Path.TORCH_GATHER, append.WRITES[Path.TORCH_SCALAR], steps=3)
+        append.plan_us(Rig(CONFIG, 2, CONFIG.layers), Path.TORCH_GATHER, steps=3)
 
 
-def test_copies_that_are_not_batched_raise() -> None:
-    rig = Rig(CONFIG, 2, CONFIG.layers)
+def test_copies_that_are_not_batched_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     one_by_one = AppendPolicy(triton=False, batched_copy_on_write=False)
+    monkeypatch.setitem(append.POLICIES, Path.CLONE_TORCH, one_by_one)
     with pytest.raises(WrongPath, match=r"clone_torch .* nothing"):
-        append.clone_us(rig, Path.CLONE_TORCH, one_by_one, steps=2)
+        append.clone_us(Rig(CONFIG, 2, CONFIG.layers), Path.CLONE_TORCH, steps=2)
 
 
 def test_the_command_stops_when_a_policy_leads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(append.WRITES, Path.TORCH_VECTOR, append.NO_TRITON)
+    monkeypatch.setitem(append.POLICIES, Path.TORCH_VECTOR, append.NO_TRITON)
     with pytest.raises(WrongPath, match=r"torch_vector .*torch_scalar"):
         main([*SMALL, "--device", "cpu"])
 
@@ -212,8 +185,7 @@ def test_rounds_alternate_and_the_first_is_thrown_away() -> None:
 
     times = in_rounds({"a": lambda: sampler("a"), "b": lambda: sampler("b")}, 3, "test")
     assert order == ["a", "b"] * 4
-    assert (times["a"].median_us, times["a"].min_us) == (5, 3)
-    assert (times["b"].median_us, times["b"].min_us) == (6, 4)
+    assert times == {"a": 5, "b": 6}
 
 
 def test_host_time_waits_for_the_device_only_when_asked() -> None:
@@ -238,33 +210,12 @@ def test_device_time_sums_the_medians_of_a_calls_kernels() -> None:
     assert busy_us_per_call([], calls=2) is None
 
 
-def test_targets_are_judged_only_where_they_apply() -> None:
-    h200 = replace(
-        CONFIG,
-        layers=12,
-        heads=12,
-        head_dim=64,
-        device=torch.device("cuda:0"),
-        dtype=torch.bfloat16,
-    )
-    path = "triton_full_batch"
-    writes = [WriteRow(64, path, 11.0, 10.0, 2.5, 3.0, 0.1, 25.0)]
-    steps = [StepRow(64, path, 24.0, 23.0, 25.0, 300.0, 290.0, 39.0, 150.0, 140.0, 80.0)]
-    verdicts = [row.verdict for row in append_targets(h200, writes, steps)]
-    assert verdicts == ["met", "met", "missed", "missed", "met"]
-    assert append_targets(replace(h200, layers=6), writes, steps) == []
-    assert append_targets(replace(h200, device=torch.device("cpu")), writes, steps) == []
-    assert append_targets(h200, [replace(writes[0], batch=8)], steps) == []
-    unprofiled = append_targets(h200, [replace(writes[0], device_us=None)], steps)
-    assert [row.verdict for row in unprofiled][2] == "not measured"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--block-size", "1"], "at least 2"),
         (["--batch", "0"], "at least 1"),
-        (["--layers", "many"], "'many' is no whole number"),
+        (["--layers", "many"], "invalid whole_number value: 'many'"),
         (["--json", "nowhere/append.json"], "make the directory nowhere first"),
     ],
 )
@@ -280,4 +231,4 @@ def test_impossible_options_are_refused(
 def test_a_missing_gpu_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*SMALL, "--device", "cuda"])
-    assert "torch sees no GPU: use --device cpu" in capsys.readouterr().err
+    assert "torch sees no GPU here; device='cpu' works" in capsys.readouterr().err

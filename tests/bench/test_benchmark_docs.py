@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: its commands are understood, and every option stands there."""
+"""docs/benchmarks.md shows commands that parse, and names every option."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from roseinfer.bench import attention_bench, charts, ladder, step_trace
 from roseinfer.bench.__main__ import main as bench
-from roseinfer.bench.rungs import rungs
+from roseinfer.bench.ladder import rungs
 from roseinfer.bench.serving import commands
 from roseinfer.bench.serving.commands import benchmark_scheduler, benchmark_streaming
 from roseinfer.bench.serving.peers import PEERS
@@ -33,7 +33,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 def test_the_commands_are_understood(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to the measuring and the drawing, which are left out."""
+    """The measuring and the drawing are left out."""
     reached: list[Any] = []
     monkeypatch.chdir(tmp_path)
     for module in (ladder, step_trace, attention_bench):

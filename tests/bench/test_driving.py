@@ -1,4 +1,4 @@
-"""Each way of driving the engine, on a clock that is known: who waits for what, and how long."""
+"""Each way of driving the engine, on a clock that the tests move."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from roseinfer import LLM, EnginePath, SamplingParams
 from roseinfer.bench.serving.driving import (
     RequestFailed,
+    Work,
+    coming,
     naive,
     offline,
     online,
@@ -25,7 +27,6 @@ from roseinfer.bench.serving.figures import (
     median_row,
 )
 from roseinfer.bench.serving.memory_floor import MemoryFloor
-from roseinfer.bench.serving.prompts import Work, coming, tokenized
 from roseinfer.bench.serving.record import RunRecord, StepRecord, Timeline
 from tests.bench.clock import every_step_takes_a_second
 
@@ -134,7 +135,7 @@ def test_runs_share_no_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_calls_that_bring_nothing_belong_to_the_next_that_does(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that is heard of at every second call, as one that runs ahead may be."""
+    """The engine reports at every second call, as one that runs ahead may."""
     step = llm.engine.step
     held: list[Update] = []
     calls = iter(range(100))
@@ -187,7 +188,7 @@ def test_a_request_that_fails_is_no_result(llm: LLM, monkeypatch: pytest.MonkeyP
 
 
 class Slow:
-    """A tokenizer that waits to be told."""
+    """A tokenizer that waits until the test lets it go on."""
 
     def __init__(self) -> None:
         self.may_go_on = threading.Event()
@@ -219,10 +220,6 @@ def test_without_workers_the_engine_gets_the_text() -> None:
 def test_a_run_with_workers_generates_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(llm, offline, monkeypatch).token_ids
     assert run(llm, paced(1.5), monkeypatch, workers=2).token_ids == expected
-
-
-def test_what_is_tokenized_already_stays(llm: LLM) -> None:
-    assert tokenized(("ab", [5, 6]), llm.tokenizer) == ([97, 98], [5, 6])
 
 
 # --------------------------------------------------------------------------------- figures

@@ -1,4 +1,4 @@
-"""Other systems on the same work: measured where they can be, and else named with the reason."""
+"""Peers do the same work, or are listed with the reason why they did not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_peer_does_the_work() -> None:
 
 
 class StubVllm(ModuleType):
-    """What is used of vLLM, with the engine of this project behind it."""
+    """The part of vLLM that is used, with the engine of this project behind it."""
 
     class SamplingParams:
         def __init__(self, **how: Any) -> None:
@@ -73,7 +73,7 @@ class StubVllm(ModuleType):
 
 @pytest.mark.parametrize("random_weights", [False, True])
 def test_vllm_is_given_the_work(random_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not installed where tests run: this is what is asked of it."""
+    """A stub stands in for vLLM, which is not installed where tests run."""
     monkeypatch.setitem(sys.modules, "vllm", StubVllm("vllm"))
     source = replace(TINY, random_weights=random_weights)
     if random_weights:
@@ -82,7 +82,7 @@ def test_vllm_is_given_the_work(random_weights: bool, monkeypatch: pytest.Monkey
 
 
 def test_a_peers_prompts_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padded to one width, they must go on as they do here."""
+    """Prompts that are padded to one width must be continued as our engine continues them."""
     made: list[list[int]] = []
     network = TINY.network()
     generate = network.generate
@@ -101,14 +101,13 @@ def test_a_peers_prompts_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_less_work_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    lazy = (lambda _job: lambda new_tokens: new_tokens, "transformers")
-    monkeypatch.setitem(PEERS, "transformers-static", lazy)
+    monkeypatch.setitem(PEERS, "transformers-static", lambda _job: lambda new_tokens: new_tokens)
     with pytest.raises(RuntimeError, match="it made 4 tokens of 12"):
         peers.measure("transformers-static", JOB)
 
 
 def test_the_time_of_a_step_leaves_the_first_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of calls that take 100 s and 2 s a token, for two batches one after the other."""
+    """A call takes 100 s and 2 s a token, and two batches run one after the other."""
     monkeypatch.setattr(peers, "_seconds", lambda _generate, new, _job: 100.0 + 2.0 * new)
     assert peers._ms_per_step(lambda new: new, 108.0, JOB) == pytest.approx(1000.0)
     assert peers._ms_per_step(lambda new: new, 101.0, JOB) is None
@@ -142,17 +141,17 @@ def test_a_peer_that_dies_is_named() -> None:
 def test_what_a_peer_started_ends_with_it(
     wait: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Both where it ends by itself and where it is ended."""
+    """This holds whether the peer ends by itself or is killed."""
     limit_s = 4.0 if wait else 60.0
     found = in_process(begin_and, str(tmp_path), wait, time_limit_s=limit_s)
     assert found == ("it took longer than 4 s" if wait else "done")
     assert not _runs(int((tmp_path / "pid").read_text()))
     assert not Path((tmp_path / "temporary").read_text()).exists()
-    assert capfd.readouterr().out == "", "what it prints is nobody's"
+    assert capfd.readouterr().out == "", "its output is thrown away"
 
 
 def _runs(pid: int) -> bool:
-    """Whether such a process does more than wait for somebody to ask how it ended."""
+    """Return whether such a process is still there and no zombie."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         try:

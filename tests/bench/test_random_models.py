@@ -1,4 +1,4 @@
-"""Models with weights drawn by chance, and the least that a step must read of them."""
+"""Models with random weights, and the least that a step must read of them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_likeliest_token_stands_out(name: str) -> None:
 
 
 def test_any_token_of_the_model_can_be_read(name: str) -> None:
-    """Prompts are bytes; what comes back is of the whole vocabulary."""
+    """Prompts are bytes, but generated tokens come from the whole vocabulary."""
     llm = ModelSource(name, random_weights=True, device="cpu", dtype=None).llm({})
     params = SamplingParams(max_new_tokens=40, ignore_eos=True, seed=3, temperature=50.0)
     (output,) = llm.generate("Hello", params)
@@ -74,7 +74,7 @@ def test_only_named_architectures_are_known() -> None:
 
 
 def test_the_full_sizes_are_those_they_are_named_for() -> None:
-    """GPT-2's position table is not read; its one table of tokens is, as the last layer."""
+    """GPT-2's table of positions is not read; that of tokens is, for it is also the last layer."""
     gpt2 = ModelSource("gpt2", random_weights=True, device=None, dtype=None).skeleton()
     assert next(gpt2.parameters()).device.type == "meta"
     assert values_read(gpt2) == 124_439_808 - 1024 * 768

@@ -129,7 +129,7 @@ def test_the_chart_shows_the_peers(tmp_path: Path) -> None:
 def test_medians_are_over_the_repeats_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 2 untimed runs and 3 timed ones, of which each looks 10 s longer than the last."""
+    """Of 2 untimed and 3 timed runs, each timed one seems to take 10 s longer than the last."""
     real = ThroughputRow.of
     seen: list[float] = []
 
@@ -158,11 +158,11 @@ def test_sampling_reaches_the_engine(tmp_path: Path) -> None:
 def test_engine_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
 
-    def note(args: Any) -> None:
+    def note(_benchmark: str, args: Any, _ways: Any) -> None:
         given.append(engine_settings(args))
         raise ConfigError("enough")
 
-    monkeypatch.setattr(commands, "Serving", note)
+    monkeypatch.setattr(commands, "_serve", note)
     words = ["--max-batch-size", "7", "--block-size", "8", "--no-prefix-cache", "--no-paged-attn"]
     for more in (["--cuda-graph", "--run-ahead", "0"], ["--no-cuda-graph"], []):
         with pytest.raises(SystemExit):
@@ -296,7 +296,7 @@ def test_a_file_that_is_a_directory(
 def test_a_file_that_cannot_be_written(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Seen before anything is measured, and nothing that is there is lost."""
+    """It is refused before anything is measured, and a file that is there keeps its content."""
     nowhere = tmp_path / "gone.png"
     nowhere.symlink_to(tmp_path / "no" / "folder.png")
     with pytest.raises(SystemExit):

@@ -13,7 +13,6 @@ from roseinfer import LLM
 from roseinfer.bench import step_trace
 from roseinfer.bench.__main__ import main as bench
 from roseinfer.bench.step_trace import (
-    Traced,
     covered,
     noted_replays,
     noted_waits,
@@ -30,11 +29,11 @@ if TYPE_CHECKING:
     from roseinfer.engine.engine import Update
 
 US = 1e-6
-TRACED = Traced(
-    steps=[(at * US, (at + 100) * US) for at in (0, 100, 200, 300, 400)],
-    waits=[((at + 60) * US, (at + 90) * US) for at in (0, 100, 200, 300, 400)],
-    device=[((at - 10) * US, (at + 70) * US) for at in (0, 100, 200, 300)],
-)
+TRACED = {
+    "step": [(at * US, (at + 100) * US) for at in (0, 100, 200, 300, 400)],
+    "wait": [((at + 60) * US, (at + 90) * US) for at in (0, 100, 200, 300, 400)],
+    "device": [((at - 10) * US, (at + 70) * US) for at in (0, 100, 200, 300)],
+}
 """The device is 10 us ahead of the host's steps, and takes 80 us for each."""
 
 
@@ -48,7 +47,7 @@ def test_a_step_is_work_and_waiting() -> None:
 
 
 def test_where_the_host_is_the_device_there_is_one_lane() -> None:
-    alone = Traced(TRACED.steps, [], [])
+    alone = {**TRACED, "wait": [], "device": []}
     assert row_of(1, alone).device_works_us is None
     assert {span.who for span in spans_of(1, alone)} == {"step"}
 
@@ -83,7 +82,7 @@ class Mark:
 
 
 class Graph:
-    """Stands in for work that a device was taught; torch's own graphs allow no heirs."""
+    """Replaces torch's CUDA graphs, which allow no subclasses."""
 
     def __init__(self, milliseconds: float) -> None:
         self.milliseconds = milliseconds
@@ -151,7 +150,7 @@ def test_a_context_beyond_the_models_positions(capsys: pytest.CaptureFixture[str
 def test_all_sequences_decode_in_every_step_timed(
     each_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many steps their prompts take before."""
+    """This holds however many steps the prompts take before."""
     llm = LLM("tiny", device="cpu", max_batch_size=16, block_size=16, prefill_max_tokens=each_step)
     brought: list[int] = []
     step = llm.engine.step
@@ -169,6 +168,6 @@ def test_all_sequences_decode_in_every_step_timed(
 
 def test_sequences_that_the_cache_cannot_hold() -> None:
     llm = LLM("tiny", device="cpu", max_batch_size=8, block_size=16, kv_cache_tokens=8 * 128)
-    with pytest.raises(ConfigError, match=r"no room for 8 sequences .* fewer --sequences"):
+    with pytest.raises(ConfigError, match=r"no room for 8 sequences .* fewer --steps"):
         step_trace.measure(llm, 8, 100, 60)
     assert not llm.engine.has_work

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from roseinfer.bench.serving.figures import latencies
 from roseinfer.bench.serving.record import Timeline
 
 KNOWN = Timeline(arrived=10.0, started=11.0, tokens=(13.0, 14.0, 16.0, 19.0))
@@ -43,22 +44,21 @@ def test_a_wrong_formula_is_seen(wrong: type[Timeline]) -> None:
 
 
 def test_waits_are_counted_from_the_arrival() -> None:
-    assert KNOWN.queue_wait == 1.0
-    assert KNOWN.time_to_first_token == 3.0
-    assert KNOWN.latency == 9.0
+    waits = {row.what: row.mean_ms for row in latencies("x", [KNOWN])}
+    assert (waits["queue wait"], waits["TTFT"], waits["latency"]) == (1000.0, 3000.0, 9000.0)
 
 
 def test_tokens_that_come_together_have_one_gap_before_them() -> None:
-    assert KNOWN.inter_token_latencies == [1.0, 2.0, 3.0]
-    assert Timeline(0, 0, (1.0, 1.0, 3.0, 3.0, 4.0)).inter_token_latencies == [2.0, 1.0]
-    assert Timeline(0, 0, (1.0,)).inter_token_latencies == []
+    assert KNOWN.gaps() == [1.0, 2.0, 3.0]
+    assert Timeline(0, 0, (1.0, 1.0, 3.0, 3.0, 4.0)).gaps() == [2.0, 1.0]
+    assert Timeline(0, 0, (1.0,)).gaps() == []
 
 
 def test_gaps_are_those_before_the_wanted_tokens() -> None:
     together = Timeline(0, 0, (1.0, 1.0, 3.0, 3.0, 7.0))
-    assert together.gaps_before(lambda number: number == 3) == [2.0]
-    assert together.gaps_before(lambda number: number == 4) == [4.0]
-    assert together.gaps_before(lambda number: number < 2) == []  # nothing comes before those
+    assert together.gaps(lambda number: number == 3) == [2.0]
+    assert together.gaps(lambda number: number == 4) == [4.0]
+    assert together.gaps(lambda number: number < 2) == []  # nothing comes before those
 
 
 @pytest.mark.parametrize(

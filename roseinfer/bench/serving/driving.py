@@ -1,4 +1,4 @@
-"""Driving the engine through the requests of one run, noting when things happened.
+"""Drives the engine through the requests of one run, and notes when things happened.
 
 While the clock runs, next to nothing is done for a token: a step's end and whose tokens it
 brought are put on a list, and all else is worked out afterwards.
@@ -7,26 +7,73 @@ brought are put on a list, and all else is worked out afterwards.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.bench.serving.prompts import coming
+import torch
+
 from roseinfer.bench.serving.record import RunRecord, StepRecord, Timeline
-from roseinfer.errors import RoseinferError
+from roseinfer.errors import ConfigError, RoseinferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
+    from collections.abc import Callable, Iterator, Sequence
 
-    from roseinfer.bench.serving.prompts import Work
     from roseinfer.config import SamplingParams
     from roseinfer.engine.engine import Engine
     from roseinfer.engine.request import Request
     from roseinfer.llm import Prompt
 
+_SEED = 5
+
 
 class RequestFailed(RoseinferError, RuntimeError):
     """A request ended otherwise than the benchmark can count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Prompts, and how each is to be continued."""
+
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+
+
+def random_prompts(num_requests: int, length: int, vocab_size: int) -> tuple[list[int], ...]:
+    """Return the same token ids every time; hardly any two requests begin alike."""
+    generator = torch.Generator().manual_seed(_SEED)
+    drawn = torch.randint(vocab_size, (num_requests, length), generator=generator)
+    return tuple(drawn.tolist())
+
+
+def require_positions(engine: Engine, prompt: int, new: int, advice: str) -> None:
+    """Refuse requests that the model would cut short."""
+    most = engine.sessions.model.shape.max_length
+    if prompt + new > most:
+        raise ConfigError(
+            f"a prompt of {prompt} tokens and {new} new ones are more "
+            f"than the model's {most} positions: {advice}"
+        )
+
+
+@contextmanager
+def coming(
+    prompts: Sequence[Prompt], tokenizer: Any = None, workers: int = 0
+) -> Iterator[list[Future[Prompt]]]:
+    """Yield the prompts as they are or, with ``workers``, while so many threads tokenize them."""
+    if not workers:
+        there: list[Future[Prompt]] = [Future() for _ in prompts]
+        for future, prompt in zip(there, prompts, strict=True):
+            future.set_result(prompt)
+        yield there
+        return
+    pool = ThreadPoolExecutor(workers, "tokenize")
+    try:
+        yield [pool.submit(tokenizer.encode, prompt) for prompt in prompts]
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def perform(
@@ -36,7 +83,7 @@ def perform(
     tokenizer: Any = None,
     workers: int = 0,
 ) -> RunRecord:
-    """Drive the engine through all requests. Runs share no prefixes."""
+    """Drive the engine through all requests, which share no prefixes with those of other runs."""
     if engine.prefixes is not None:
         engine.prefixes.clear()
     with coming(work.prompts, tokenizer, workers) as prompts:
@@ -51,10 +98,11 @@ class Run:
     def __init__(
         self, engine: Engine, prompts: Sequence[Future[Prompt]], params: SamplingParams
     ) -> None:
-        self._engine = engine
-        self._prompts = prompts
+        self.engine = engine
+        self.prompts = deque(prompts)
+        """The prompts that are not submitted yet."""
+        self.requests: list[Request] = []
         self._params = params
-        self._requests: list[Request] = []
         self._arrived: list[float] = []
         self._started: dict[int, float] = {}
         self._not_started: list[Request] = []
@@ -62,46 +110,28 @@ class Run:
         self._fruitless_since: float | None = None
         self.began = time.perf_counter()
 
-    @property
-    def next(self) -> int:
-        """The number of the request that is to be submitted next."""
-        return len(self._requests)
-
-    @property
-    def left(self) -> bool:
-        return self.next < len(self._prompts)
-
-    @property
-    def busy(self) -> bool:
-        return self._engine.has_work
-
-    def ready(self) -> bool:
-        """True if the next prompt can be had without waiting."""
-        return self._prompts[self.next].done()
-
     def submit(self, arrived: float) -> None:
-        request = self._engine.submit(self._prompts[self.next].result(), self._params)
-        self._requests.append(request)
+        request = self.engine.submit(self.prompts.popleft().result(), self._params)
+        self.requests.append(request)
         self._not_started.append(request)
         self._arrived.append(arrived)
 
     def step(self) -> None:
-        waiting = self._engine.num_waiting
+        waiting = self.engine.num_waiting
         began = time.perf_counter()
-        updates = self._engine.step()
+        updates = self.engine.step()
         ended = time.perf_counter()
-        since = began if self._fruitless_since is None else self._fruitless_since
-        if updates:
+        if self._fruitless_since is None:
+            self._fruitless_since = began
+        if updates:  # if not, the device may have worked all the same, and report later
             requests = [update.request.id for update in updates]
-            self._steps.append(StepRecord(since, ended, requests))
+            self._steps.append(StepRecord(self._fruitless_since, ended, requests))
             self._fruitless_since = None
-        else:  # the device may have worked all the same, and be heard of later
-            self._fruitless_since = since
-        if self._not_started and self._engine.num_waiting != waiting:
+        if self._not_started and self.engine.num_waiting != waiting:
             self._note_started(began)
 
     def drain(self) -> None:
-        while self._engine.has_work:
+        while self.engine.has_work:
             self.step()
 
     def _note_started(self, began: float) -> None:
@@ -115,73 +145,66 @@ class Run:
 
     def record(self) -> RunRecord:
         """Collect what happened, with requests counted from the first one of this run."""
-        first = self._requests[0].id
+        first = self.requests[0].id
+        times: list[list[float]] = [[] for _ in self.requests]
         steps = [
             replace(step, requests=[number - first for number in step.requests])
             for step in self._steps
         ]
-        times: list[list[float]] = [[] for _ in self._requests]
         for step in steps:
             for number in step.requests:
                 times[number].append(step.ended)
-        for request, seen in zip(self._requests, times, strict=True):
-            _check(request, len(seen))
-        return RunRecord(
-            self.began,
-            steps,
-            [
-                Timeline(arrived, self._started[request.id], tuple(seen))
-                for arrived, request, seen in zip(self._arrived, self._requests, times, strict=True)
-            ],
-            [request.prompt_length for request in self._requests],
-            [request.token_ids for request in self._requests],
-        )
-
-
-def _check(request: Request, seen: int) -> None:
-    if request.error is not None:
-        raise RequestFailed(f"request {request.id} failed: {request.error}") from request.error
-    if seen != request.num_generated:
-        raise RequestFailed(
-            f"request {request.id} generated {request.num_generated} tokens and handed over {seen}"
-        )
+        timelines = []
+        for request, arrived, seen in zip(self.requests, self._arrived, times, strict=True):
+            name = f"request {request.id}"
+            if request.error is not None:
+                raise RequestFailed(f"{name} failed: {request.error}") from request.error
+            if len(seen) != request.num_generated:
+                raise RequestFailed(
+                    f"{name} generated {request.num_generated} tokens and handed over {len(seen)}"
+                )
+            timelines.append(Timeline(arrived, self._started[request.id], tuple(seen)))
+        prompt_lengths = [request.prompt_length for request in self.requests]
+        token_ids = [request.token_ids for request in self.requests]
+        return RunRecord(self.began, steps, timelines, prompt_lengths, token_ids)
 
 
 # ------------------------------------------------------------------------- ways to drive it
 
 
 def naive(run: Run) -> None:
-    """One request after the other; each arrives when the one before has ended."""
-    while run.left:
+    """Submit each request when the one before has ended."""
+    while run.prompts:
         run.submit(time.perf_counter())
         run.drain()
 
 
 def offline(run: Run) -> None:
-    """All requests are there at the beginning."""
-    while run.left:
+    """Submit all requests at the beginning."""
+    while run.prompts:
         run.submit(run.began)
     run.drain()
 
 
 def online(run: Run) -> None:
-    """One request more before every step."""
-    while run.left:
+    """Submit one request before every step."""
+    while run.prompts:
         run.submit(time.perf_counter())
         run.step()
     run.drain()
 
 
 def paced(interval_s: float) -> Callable[[Run], None]:
-    """A request every so often. It arrives when it is due, ready for it or not."""
+    """Return a way in which a request arrives every so often: when due, engine ready or not."""
 
     def drive(run: Run) -> None:
-        while run.left:
-            due = run.began + run.next * interval_s
+        while run.prompts:
+            due = run.began + len(run.requests) * interval_s
             early = due - time.perf_counter()
-            if early <= 0 and (run.ready() or not run.busy):
+            busy = run.engine.has_work
+            if early <= 0 and (run.prompts[0].done() or not busy):
                 run.submit(due)
-            elif run.busy:
+            elif busy:
                 run.step()
             else:
                 time.sleep(early)

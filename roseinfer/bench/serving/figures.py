@@ -1,4 +1,4 @@
-"""The figures of a run, and the medians of several."""
+"""The figures of a run, and the medians of several. docs/benchmarks.md says what each one is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = TypeVar("Row", bound="ThroughputRow | LatencyRow")
 
 @dataclass(frozen=True, slots=True)
 class ThroughputRow:
-    """All requests of a run together. docs/benchmarks.md says what each figure is."""
+    """All requests of a run together."""
 
     run: str
     requests: int
@@ -38,7 +38,7 @@ class ThroughputRow:
     @classmethod
     def of(cls, name: str, record: RunRecord, floor: MemoryFloor) -> ThroughputRow:
         prompt, completion = sum(record.prompt_lengths), sum(map(len, record.token_ids))
-        total_s = record.total_s
+        total_s = record.steps[-1].ended - record.began
         steps = record.decode_steps()
         decode_s = sum(step.ended - step.began for step in steps)
         decoded = sum(len(step.requests) for step in steps)
@@ -58,10 +58,12 @@ class ThroughputRow:
             times_floor=decode_s / decode_floor_s(record, steps, floor) if steps else None,
         )
 
-    @classmethod
-    def over(cls, runs: Sequence[ThroughputRow]) -> ThroughputRow:
-        totals = [run.total_s for run in runs]
-        return replace(median_row(runs), fastest_s=min(totals), slowest_s=max(totals))
+
+def throughput(name: str, records: Sequence[RunRecord], floor: MemoryFloor) -> ThroughputRow:
+    """Return every figure's median over the runs."""
+    runs = [ThroughputRow.of(name, record, floor) for record in records]
+    totals = [run.total_s for run in runs]
+    return replace(median_row(runs), fastest_s=min(totals), slowest_s=max(totals))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,47 +81,40 @@ class LatencyRow:
     def of(cls, run: str, what: str, seconds: Sequence[float]) -> LatencyRow:
         if not seconds:
             return cls(run, what)
-        p50, p95, p99 = (percentile_ms(seconds, rank) for rank in (50, 95, 99))
-        return cls(run, what, p50, p95, p99, fmean(seconds) * 1e3)
-
-
-def percentile_ms(seconds: Sequence[float], rank: float) -> float:
-    """Interpolate between two values where the rank falls between them, as numpy does."""
-    return float(np.percentile(seconds, rank)) * 1e3
+        p50, p95, p99 = np.percentile(seconds, (50, 95, 99)).tolist()
+        return cls(run, what, p50 * 1e3, p95 * 1e3, p99 * 1e3, fmean(seconds) * 1e3)
 
 
 _WAITS: dict[str, Callable[[Timeline], Sequence[float | None]]] = {
-    "TTFT": lambda seen: [seen.time_to_first_token],
+    "TTFT": lambda seen: [seen.tokens[0] - seen.arrived],
     "TPOT": lambda seen: [seen.time_per_output_token],
-    "ITL": lambda seen: seen.inter_token_latencies,
-    "latency": lambda seen: [seen.latency],
-    "queue wait": lambda seen: [seen.queue_wait],
+    "ITL": lambda seen: seen.gaps(),
+    "latency": lambda seen: [seen.tokens[-1] - seen.arrived],
+    "queue wait": lambda seen: [seen.started - seen.arrived],
 }
 
 
 def latencies(run: str, timelines: Sequence[Timeline]) -> list[LatencyRow]:
     return [
-        LatencyRow.of(run, what, [s for seen in timelines for s in of(seen) if s is not None])
-        for what, of in _WAITS.items()
+        LatencyRow.of(run, what, [s for seen in timelines for s in waits(seen) if s is not None])
+        for what, waits in _WAITS.items()
     ]
 
 
 def decode_floor_s(record: RunRecord, steps: Sequence[StepRecord], floor: MemoryFloor) -> float:
-    """The weights once a step, and for every token what is stored of its request by then."""
+    """Return the time to read the weights once a step, and once a token what is stored by then."""
     wanted = {id(step) for step in steps}
     lengths = list(record.prompt_lengths)
-    passes = stored = 0
+    stored = 0
     for step in record.steps:
-        counts = id(step) in wanted
-        passes += step.passes if counts else 0
         for number in step.requests:
-            stored += lengths[number] if counts else 0
+            stored += lengths[number] if id(step) in wanted else 0
             lengths[number] += 1
-    return floor.seconds(passes, stored)
+    return floor.seconds(sum(step.passes for step in steps), stored)
 
 
 def median_row(rows: Sequence[Row]) -> Row:
-    """Field by field; texts, and what was never measured, are the first row's."""
+    """Take each field's median; texts, and what was never measured, are the first row's."""
     values: dict[str, Any] = {}
     for field in fields(rows[0]):
         found = [getattr(row, field.name) for row in rows]

@@ -1,4 +1,4 @@
-"""A call in a process of its own, which takes everything that it started along when it ends."""
+"""A call in a process of its own; whatever that process started ends with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def in_process(work: Callable[..., Any], *arguments: Any, time_limit_s: float) -> Any:
-    """Return what ``work`` returns, or say why it does not. No process that it started is left."""
+    """Return what ``work`` returns, or a text that says why it does not."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -12,8 +12,8 @@ from roseinfer.bench.timing import copy_bandwidth
 if TYPE_CHECKING:
     from roseinfer.llm import LLM
 
-_COPY_BYTES = {"cuda": 1 << 28, "cpu": 1 << 26}
-"""Far beyond any cache, and no more than a KV cache that takes what it can leaves free."""
+_COPY_BYTES_ON_GPU = 1 << 28
+"""No more than a KV cache that takes what it can leaves free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,9 @@ class MemoryFloor:
     token_bytes: int
     """The key and the value of one token in all layers."""
     bandwidth: float
-    """Bytes a second."""
 
     def seconds(self, passes: int, stored_tokens: int) -> float:
-        """For so many forward passes that attend, taken together, to so many stored tokens."""
+        """Return the least time of forward passes that together attend to ``stored_tokens``."""
         return (passes * self.weight_bytes + stored_tokens * self.token_bytes) / self.bandwidth
 
     def facts(self) -> dict[str, float]:
@@ -38,18 +37,18 @@ class MemoryFloor:
 
 
 def memory_floor(skeleton: Any, llm: LLM) -> MemoryFloor:
-    """``skeleton`` is the network as it was made, before an engine rearranged anything."""
+    """Measure the floor; ``skeleton`` is the network before an engine rearranged anything."""
     model = llm.engine.sessions.model
     values = 2 * model.shape.num_layers * model.shape.num_kv_heads * model.shape.head_dim
     return MemoryFloor(
         values_read(skeleton) * model.dtype.itemsize,
         values * model.dtype.itemsize,
-        copy_bandwidth(model.device, _COPY_BYTES[model.device.type]),
+        copy_bandwidth(model.device, _COPY_BYTES_ON_GPU),
     )
 
 
 def values_read(network: Any) -> int:
-    """Weights that a decode step reads: all, but tables of which it takes single rows."""
+    """Count the weights that a decode step reads: all but tables of which it takes single rows."""
     head = network.get_output_embeddings().weight
     tables = {
         id(module.weight)

@@ -1,4 +1,4 @@
-"""The same work on other systems, each in a process of its own: what fails there stays there."""
+"""The same work on other systems, each in a process of its own, so that failures stay there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from roseinfer.bench.model_source import ModelSource, collect
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
+    from roseinfer.bench.serving.driving import Work
     from roseinfer.bench.serving.figures import ThroughputRow
-    from roseinfer.bench.serving.prompts import Work
 
     Generate = Callable[[int], int]
-    """Continues all prompts by so many tokens; returns how many there are now."""
+    """Continues all prompts by so many tokens, and returns how many tokens that made."""
 
 CAPTION = """\
 The same prompts on other systems, all at once, the likeliest token up to the full length;
@@ -50,8 +51,8 @@ class PeerJob:
     def of(cls, args: argparse.Namespace, source: ModelSource, work: Work, slots: int) -> PeerJob:
         """``work`` has prompts of tokens."""
         prompts = [[int(token) for token in prompt] for prompt in work.prompts]
-        new, runs = work.params.max_new_tokens, (args.warmup_runs, args.repeat_runs)
-        return cls(source, prompts, new, slots, *runs)
+        new = work.params.max_new_tokens
+        return cls(source, prompts, new, slots, args.warmup_runs, args.repeat_runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,9 @@ def named(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def compare(names: Sequence[str], job: PeerJob, ours: ThroughputRow) -> list[PeerRow]:
-    """Our own row, then that of every peer."""
+    """Return our own row, then that of every peer; no rows without peers."""
+    if not names:
+        return []
     figures = (ours.total_s, ours.completion_tok_per_s, ours.decode_step_ms)
     rows = [PeerRow(f"roseinfer, {ours.run}", None, *figures)]
     for name in tqdm(names, desc="peers", unit="peer", disable=None):
@@ -85,16 +88,16 @@ def compare(names: Sequence[str], job: PeerJob, ours: ThroughputRow) -> list[Pee
 
 
 def transformers_static(job: PeerJob) -> Generate:
-    """``generate``, as many prompts at a time as the engine has slots."""
+    """Run ``generate`` on as many prompts at a time as the engine has slots."""
     from transformers import GenerationConfig
 
     network, size = job.source.network(), job.max_batch_size
+    network.generation_config.eos_token_id = None  # or it would end there
     slices = (job.prompts[at : at + size] for at in range(0, len(job.prompts), size))
     batches = [_padded(prompts, network.device) for prompts in slices]
     wait = synchronizer(network.device)
 
     def generate(new_tokens: int) -> int:
-        network.generation_config.eos_token_id = None  # or it would end there
         config = GenerationConfig(
             max_new_tokens=new_tokens,
             do_sample=False,
@@ -112,20 +115,21 @@ def transformers_static(job: PeerJob) -> Generate:
 
 
 def _padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask, each prompt at the right end of its row."""
-    width = max(map(len, prompts))
-    ids = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    """Return ids and mask, with each prompt at the right end of its row."""
+    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
+    masks = [torch.ones_like(row) for row in rows]
+    ids, mask = (
+        pad_sequence(each, batch_first=True, padding_side="left") for each in (rows, masks)
+    )
+    return ids, mask
 
 
 def transformers_continuous(job: PeerJob) -> Generate:
-    """``generate_batch``, which sets itself up anew in every call."""
+    """Run ``generate_batch``, which sets itself up anew in every call."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     network = job.source.network()
     batching = ContinuousBatchingConfig(max_requests_per_batch=job.max_batch_size)
-    wait = synchronizer(network.device)
 
     def generate(new_tokens: int) -> int:
         config = GenerationConfig(
@@ -134,14 +138,13 @@ def transformers_continuous(job: PeerJob) -> Generate:
         found = network.generate_batch(
             job.prompts, generation_config=config, continuous_batching_config=batching
         )
-        wait()
         return sum(len(output.generated_tokens) for output in found.values())
 
     return generate
 
 
 def vllm(job: PeerJob) -> Generate:
-    """vLLM with its own defaults, on the same weights."""
+    """Run vLLM with its own defaults, on the same weights."""
     module = import_module("vllm")
     name, dtype = job.source.name, job.source.dtype or "auto"
     if job.source.random_weights:
@@ -169,27 +172,26 @@ def vllm(job: PeerJob) -> Generate:
     return generate
 
 
-PEERS: dict[str, tuple[Callable[[PeerJob], Generate], str]] = {
-    "transformers-static": (transformers_static, "transformers"),
-    "transformers-continuous": (transformers_continuous, "transformers"),
-    "vllm": (vllm, "vllm"),
+PEERS: dict[str, Callable[[PeerJob], Generate]] = {
+    "transformers-static": transformers_static,
+    "transformers-continuous": transformers_continuous,
+    "vllm": vllm,
 }
-"""Each with the distribution that it comes from."""
+"""What sets each up; a name begins with that of its distribution."""
 
 
 def measure(name: str, job: PeerJob) -> PeerRow:
-    build, distribution = PEERS[name]
-    generate = build(job)
+    generate = PEERS[name](job)
     new = job.max_new_tokens
     total_s = [_seconds(generate, new, job) for _ in range(job.warmup_runs + job.repeat_runs)]
     taken = median(total_s[job.warmup_runs :])
     speed = len(job.prompts) * new / taken
-    version = metadata.version(distribution)
+    version = metadata.version(name.partition("-")[0])
     return PeerRow(name, version, taken, speed, _ms_per_step(generate, taken, job))
 
 
 def _ms_per_step(generate: Generate, total_s: float, job: PeerJob) -> float | None:
-    """The mean over the steps after the first; None where noise exceeds them, or none are."""
+    """Return the mean over the steps after the first, or None if noise exceeds it."""
     if job.max_new_tokens == 1:
         return None
     _seconds(generate, 1, job)
@@ -203,7 +205,6 @@ def _seconds(generate: Generate, new_tokens: int, job: PeerJob) -> float:
     begin = time.perf_counter()
     made = generate(new_tokens)
     elapsed = time.perf_counter() - begin
-    wanted = len(job.prompts) * new_tokens
-    if made != wanted:
+    if made != (wanted := len(job.prompts) * new_tokens):
         raise RuntimeError(f"it made {made} tokens of {wanted}")
     return elapsed

@@ -1,4 +1,4 @@
-"""What became of a run: its steps, and each request as whoever waits for it sees it."""
+"""What happened in a run: its steps, and when each request got its tokens."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class StepRecord:
     began: float
     ended: float
     requests: list[int]
-    """For every token, the number of the request it belongs to."""
+    """The number of the request that each token belongs to."""
 
     @property
     def passes(self) -> int:
-        """Steps of the model that it stands for: most tokens that one request got in it."""
+        """The steps of the model that it stands for: most tokens that one request got in it."""
         return max(Counter(self.requests).values())
 
     @property
@@ -33,25 +33,13 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One request in seconds: when it came, and when its tokens did."""
+    """One request's times, in seconds."""
 
     arrived: float
     started: float
-    """When the step began that first worked on it."""
+    """The step that first worked on it began then."""
     tokens: tuple[float, ...]
-    """When each of its tokens was handed over; those handed over together at one time."""
-
-    @property
-    def queue_wait(self) -> float:
-        return self.started - self.arrived
-
-    @property
-    def time_to_first_token(self) -> float:
-        return self.tokens[0] - self.arrived
-
-    @property
-    def latency(self) -> float:
-        return self.tokens[-1] - self.arrived
+    """Each token was handed over then; those handed over together have one time."""
 
     @property
     def time_per_output_token(self) -> float | None:
@@ -60,13 +48,11 @@ class Timeline:
             return None
         return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1)
 
-    @property
-    def inter_token_latencies(self) -> list[float]:
-        """The gaps from one handing over to the next, however many tokens each brings."""
-        return self.gaps_before(lambda _: True)
+    def gaps(self, wanted: Callable[[int], bool] = lambda _: True) -> list[float]:
+        """Return the gaps between tokens handed over, however many tokens come together.
 
-    def gaps_before(self, wanted: Callable[[int], bool]) -> list[float]:
-        """The gaps before tokens whose number, counted from 0, is wanted."""
+        With ``wanted``, only those before tokens whose number, counted from 0, is wanted.
+        """
         gaps = []
         earlier = None
         for moment, tokens in groupby(enumerate(self.tokens), key=itemgetter(1)):
@@ -90,17 +76,12 @@ class RunRecord:
     prompt_lengths: list[int]
     token_ids: list[list[int]]
 
-    @property
-    def total_s(self) -> float:
-        return self.steps[-1].ended - self.began
-
     def decode_steps(self) -> list[StepRecord]:
-        """The steps that brought tokens, but nobody's first one."""
+        """Return the steps that brought no request's first token."""
         begun: set[int] = set()
         found = []
         for step in self.steps:
-            before = len(begun)
-            begun.update(step.requests)
-            if len(begun) == before:
+            if begun.issuperset(step.requests):
                 found.append(step)
+            begun.update(step.requests)
         return found
