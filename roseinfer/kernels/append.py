@@ -1,17 +1,17 @@
-"""The append kernels: new keys and values to their slots.
+"""The append kernels write new keys and values to their slots.
 
 The three kernels differ only in where a token's block, position and source row come from.
 A program moves a tile of tokens x heads x head_dim, K and V. On a GPU a tile is one token
 wide, which spreads small batches; under the interpreter, where a program costs the same
 whatever its size, it holds many. Offsets are 64-bit; cache and inputs may have any strides.
 
-The ``kv_append_triton*`` functions check their arguments, which waits for the device; the
-``launch_*`` functions trust them and are what the block manager calls.
+The ``kv_append_triton*`` functions check their arguments, which waits for the device. The
+block manager calls the ``launch_*`` functions, which trust theirs.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import triton
@@ -22,17 +22,17 @@ from roseinfer.kernels.checks import check_cache_pair, check_index
 from roseinfer.kernels.runtime import KernelLauncher, is_interpreted
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 _TILE = 4096
-"""Most elements of one token's K or V in a tile; more heads are split over programs."""
+"""A tile takes at most so many elements of a token's K or V; other programs take the rest."""
 _INTERPRETED_TOKENS = 64
-"""Most tokens of a tile under the interpreter."""
+"""A tile takes at most so many tokens under the interpreter."""
 
 
 @triton.jit
 def _token_tile(n, TILE_N: tl.constexpr):
-    """The tokens of this program, and which of them exist."""
+    """Return the tokens of this program, and which of them exist."""
     tokens = tl.program_id(0).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
     return tokens, tokens < n
 
@@ -133,14 +133,15 @@ _gather = KernelLauncher(_gather_kernel)
 
 def _launch(
     launcher: KernelLauncher,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    indices: tuple[torch.Tensor, ...],
+    k_cache: Tensor,
+    v_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *indices: Tensor,
     pos: tuple[int, ...] = (),
 ) -> None:
-    num_tokens = indices[-1].shape[0]
+    """Write tokens to ``indices``: their blocks, then positions, then rows, as the kernel asks."""
+    num_tokens = indices[0].shape[0]
     tile, num_warps = _tile(*key.shape[1:])
     tile_n = 1
     if is_interpreted():
@@ -148,7 +149,7 @@ def _launch(
     num_heads, _, tile_h, _ = tile
     launcher(
         (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
-        (k_cache, v_cache, key, value, *indices),
+        (k_cache, v_cache, key, value, *indices[::-1]),
         (num_tokens, *pos),
         (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
         num_warps,
@@ -157,55 +158,31 @@ def _launch(
 
 @cache
 def _tile(num_heads: int, head_dim: int) -> tuple[tuple[int, int, int, int], int]:
-    """Heads and head_dim, the tile that covers them as far as it may, and warps for it."""
+    """Choose the tile of a token and its warps: heads, head_dim, and how many of each it covers."""
     tile_d = 1 << (head_dim - 1).bit_length()
     tile_h = min(1 << (num_heads - 1).bit_length(), max(1, _TILE // tile_d))
     return (num_heads, head_dim, tile_h, tile_d), min(4, max(1, tile_h * tile_d // 1024))
 
 
 def launch_full_batch(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    block_idx: torch.Tensor,
-    pos: int,
+    k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, block_idx: Tensor, pos: int
 ) -> None:
-    _launch(_full_batch, k_cache, v_cache, key, value, (block_idx,), (pos,))
+    _launch(_full_batch, k_cache, v_cache, key, value, block_idx, pos=(pos,))
 
 
-def launch_identity_pos(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    block_idx: torch.Tensor,
-    pos: torch.Tensor,
-) -> None:
-    _launch(_identity_pos, k_cache, v_cache, key, value, (pos, block_idx))
-
-
-def launch_gather(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    block_idx: torch.Tensor,
-    pos: torch.Tensor,
-    batch_idx: torch.Tensor,
-) -> None:
-    _launch(_gather, k_cache, v_cache, key, value, (batch_idx, pos, block_idx))
+launch_identity_pos = partial(_launch, _identity_pos)
+launch_gather = partial(_launch, _gather)
 
 
 def kv_append_triton(
     *,
-    k_cache_layer: torch.Tensor,
-    v_cache_layer: torch.Tensor,
-    key_new: torch.Tensor,
-    value_new: torch.Tensor,
-    batch_idx: torch.Tensor,
-    block_idx: torch.Tensor,
-    pos: torch.Tensor,
+    k_cache_layer: Tensor,
+    v_cache_layer: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    batch_idx: Tensor,
+    block_idx: Tensor,
+    pos: Tensor,
 ) -> None:
     """Write row ``batch_idx[i]`` of the inputs to ``pos[i]`` of block ``block_idx[i]``.
 
@@ -223,12 +200,12 @@ def kv_append_triton(
 
 def kv_append_triton_identity_pos(
     *,
-    k_cache_layer: torch.Tensor,
-    v_cache_layer: torch.Tensor,
-    key_new: torch.Tensor,
-    value_new: torch.Tensor,
-    block_idx: torch.Tensor,
-    pos: torch.Tensor,
+    k_cache_layer: Tensor,
+    v_cache_layer: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    block_idx: Tensor,
+    pos: Tensor,
 ) -> None:
     """Write every row ``i`` of the inputs to ``pos[i]`` of block ``block_idx[i]``."""
     key, value = _checked(k_cache_layer, v_cache_layer, key_new, value_new)
@@ -241,11 +218,11 @@ def kv_append_triton_identity_pos(
 
 def kv_append_triton_full_batch(
     *,
-    k_cache_layer: torch.Tensor,
-    v_cache_layer: torch.Tensor,
-    key_new: torch.Tensor,
-    value_new: torch.Tensor,
-    block_idx: torch.Tensor,
+    k_cache_layer: Tensor,
+    v_cache_layer: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    block_idx: Tensor,
     pos: int,
 ) -> None:
     """Write every row ``i`` of the inputs to ``pos`` of block ``block_idx[i]``."""
@@ -258,10 +235,8 @@ def kv_append_triton_full_batch(
         launch_full_batch(k_cache_layer, v_cache_layer, key, value, block_idx.contiguous(), pos)
 
 
-def _checked(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs in the cache's dtype, once everything about them fits."""
+def _checked(k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Raise unless the inputs fit the caches; return them in the caches' dtype."""
     check_cache_pair(k_cache, v_cache, dims=4)
     _, heads, _, head_dim = k_cache.shape
     for name, new in (("key_new", key), ("value_new", value)):
@@ -276,8 +251,8 @@ def _checked(
     return key.to(k_cache.dtype), value.to(k_cache.dtype)
 
 
-def _alike(*indices: torch.Tensor) -> list[torch.Tensor]:
-    """Contiguous indices of one dtype, as the launcher's memory of compiled forms assumes."""
+def _alike(*indices: Tensor) -> list[Tensor]:
+    """Make indices contiguous and of one dtype: the launcher looks at one of them only."""
     dtype = indices[0].dtype
     same = all(index.dtype == dtype for index in indices)
     return [index.contiguous() if same else index.long().contiguous() for index in indices]
