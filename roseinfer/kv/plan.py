@@ -6,6 +6,7 @@ found large enough. Neither touches a tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,19 @@ from roseinfer.kv.paths import Condition, Path
 from roseinfer.kv.pool import SCRATCH, KVBlockInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    import torch
+    from torch import Tensor
 
     from roseinfer.kv.pool import BlockPool
+
+
+Apart = Mapping[int, Callable[[], None]]
+"""Rows that need a block and that the policy keeps out of the batch, and what appends each.
+
+It is called when the row's turn to take a block comes, so that every row gets the block it would
+have got had all rows gone one by one.
+"""
 
 
 @dataclass(slots=True)
@@ -43,37 +52,25 @@ class Survey:
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
-    """Rows that need a block and that the policy keeps out of the batch.
-
-    ``append`` is called for each when its turn to take a block comes, so that every row
-    gets the block it would have got had all rows gone one by one.
-    """
-
-    rows: frozenset[int]
-    append: Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
 class StagedIndices:
     """Columns of indices on the device, good until the ring they are in comes round again."""
 
-    columns: tuple[torch.Tensor, ...]
+    columns: tuple[Tensor, ...]
     ring: object
     ticket: int | None
-    """Which turn of the ring this was; None for buffers of its own."""
+    """How many times the ring had been staged to; None for buffers outside of it."""
 
 
 @dataclass(slots=True)
 class AppendPlan:
-    """Where the tokens of one append go. The metadata already says they are there."""
+    """Where the tokens of one append go. The metadata counts them as stored already."""
 
     layer: int
-    """First layer of the group that was planned for."""
+    """First layer of the group."""
     blocks: list[int]
-    """Block index of each token, rows in order, a row's tokens together."""
+    """Each token's block index, in the order of the rows."""
     positions: list[int]
-    """Position within that block."""
+    """Each token's position within its block."""
     rows: list[int] | None = None
     """Which tokens of the caller's batch these are; None means all of them, in order."""
     copy_from: list[int] = field(default_factory=list)
@@ -100,10 +97,7 @@ def survey(
     block_lists: Sequence[list[int] | None],
     counts: Sequence[int] | None,
 ) -> Survey:
-    """Find out what every row will meet, as if the rows before it had been appended.
-
-    A list that is None is a padding row: its token goes to the scratch block.
-    """
+    """Find out what every row will meet, as if the rows before it had been appended."""
     infos: list[KVBlockInfo] = []
     positions: list[int] = []
     seen = Survey(block_lists, infos, positions)
@@ -149,7 +143,7 @@ def survey(
 
 
 def _place_padding(seen: Survey) -> None:
-    """Put padding where a row that is none writes, lest it spoil a constant position."""
+    """Give padding the position of another row: all positions may be the same then."""
     padding = {row for row, met in seen.needs_block.items() if met is Condition.PADDING}
     real = (at for row, at in enumerate(seen.positions) if row not in padding)
     position = next(real, 0)
@@ -158,10 +152,10 @@ def _place_padding(seen: Survey) -> None:
 
 
 def _check_rows_are_distinct(seen: Survey) -> None:
-    """No list twice, and no block written in place by two rows.
+    """Raise if a list occurs twice, or two rows would write to one block in place.
 
-    A list that occurs twice brings its last block twice, so rows that all write in place
-    need only the second check.
+    A list that occurs twice brings its last block twice, so rows that all write in place need only
+    the second check.
     """
     infos = seen.last_infos
     lists = seen.block_lists
@@ -210,8 +204,8 @@ def commit(
     targets = seen.last_infos
     if seen.needs_block:
         targets = _open_blocks(pool, seen, plan, apart)
-    if apart is not None:
-        plan.rows = [row for row in range(len(targets)) if row not in apart.rows]
+    if apart:
+        plan.rows = [row for row in range(len(targets)) if row not in apart]
         plan.positions = [seen.positions[row] for row in plan.rows]
         targets = [targets[row] for row in plan.rows]
     for info in targets:
@@ -224,7 +218,7 @@ def commit(
 
 
 def reserve(pool: BlockPool, block_size: int, seen: Survey, counts: Sequence[int]) -> AppendPlan:
-    """Commit for a writer that finds the slots itself: the plan lists only the copies in full."""
+    """Commit for a writer that finds the slots itself: the plan need list only the copies."""
     plan = commit(pool, block_size, seen)
     for index, block_ids, count in zip(plan.blocks, seen.block_lists, counts, strict=True):
         for _ in _fill(pool, block_size, pool.infos[index], block_ids, count - 1):
@@ -235,11 +229,11 @@ def reserve(pool: BlockPool, block_size: int, seen: Survey, counts: Sequence[int
 def _open_blocks(
     pool: BlockPool, seen: Survey, plan: AppendPlan, apart: Apart | None
 ) -> list[KVBlockInfo]:
-    """Give every row that needs one its new block; return each row's block to write to."""
+    """Give a new block to every row that needs one; return the block that each row writes to."""
     targets = list(seen.last_infos)
     for row, condition in seen.needs_block.items():
-        if apart is not None and row in apart.rows:
-            apart.append(row)
+        if apart and row in apart:
+            apart[row]()
             continue
         old = seen.last_infos[row]
         block_ids = seen.block_lists[row]
@@ -265,7 +259,7 @@ def _extend_rows(
     block_lists: Sequence[list[int] | None],
     counts: Sequence[int],
 ) -> None:
-    """Place the tokens after each row's first: its block is its own by now."""
+    """Find places for the tokens after each row's first."""
     blocks: list[int] = []
     positions: list[int] = []
     for row, count in enumerate(counts):
@@ -281,7 +275,7 @@ def _extend_rows(
 def _fill(
     pool: BlockPool, block_size: int, info: KVBlockInfo, block_ids: list[int] | None, count: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Count tokens as stored behind ``info``: block index, first position and the one behind."""
+    """Count tokens as stored behind ``info``; yield block index, first position and end."""
     while count and block_ids is not None:
         if info.length == block_size:
             info = pool.take(start=info.start + block_size, length=0)

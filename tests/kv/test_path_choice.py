@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roseinfer import AppendPolicy, Path
+from roseinfer import AppendPlan, AppendPolicy, Path
 from roseinfer.kv.storage import choose_write_path
 from tests.kv.harness import Twins
 
@@ -15,13 +15,13 @@ UNEVEN = False
 def choice(
     policy: AppendPolicy, tokens: int, *, even: bool, identity: bool = True, triton: bool = True
 ) -> Path:
-    return choose_write_path(
-        policy,
-        num_tokens=tokens,
-        identity=identity,
-        constant_position=even,
-        triton=triton,
+    plan = AppendPlan(
+        0,
+        blocks=list(range(tokens)),
+        positions=[2 if even else row for row in range(tokens)],
+        rows=None if identity else list(range(tokens)),
     )
+    return choose_write_path(policy, plan, triton=triton)
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,11 @@ MUTANTS = (
         "plan-committed-before-it-fits",
         "A plan takes blocks before it is known that there are enough.",
         _MANAGER,
-        "self._commit(pool, self._survey(pool, block_lists, counts), counts)",
+        "self._commit(pool, self._survey(pool, block_ids_list, num_tokens), num_tokens)",
         "self._commit(\n"
-        "            pool, planning.survey(pool, self.block_size, block_lists, counts), counts\n"
+        "            pool,\n"
+        "            planning.survey(pool, self.block_size, block_ids_list, num_tokens),\n"
+        "            num_tokens,\n"
         "        )",
         rows=(26,),
     ),
