@@ -1,4 +1,4 @@
-"""Numbers on their way from the device to the host, while the device goes on."""
+"""Copying numbers from the device to the host while the device goes on."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from roseinfer.kv.lasting import lasting
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
+
 
 @dataclass(slots=True)
 class _Buffer:
-    host: torch.Tensor
+    host: Tensor
     done: torch.cuda.Event | None
-    """When what was copied last has come; None where copying waits for it."""
+    """Recorded behind the last copy; None where copying waits for the device."""
 
 
 @dataclass(slots=True)
 class Arrival:
-    """A copy of a tensor that is not there yet."""
+    """A copy of a tensor that may still be under way."""
 
     _buffer: _Buffer
     _count: int
     _release: Callable[[_Buffer], None]
 
     def wait(self) -> list[Any]:
-        """The numbers. May be asked for once."""
+        """Wait for the numbers and return them. This may be called once."""
         buffer = self._buffer
         if buffer.done is not None:
             buffer.done.synchronize()
@@ -39,7 +41,7 @@ class Arrival:
 
 
 class Readback:
-    """Copies vectors of up to ``most`` numbers, through pinned buffers that are used again."""
+    """Copies vectors of up to ``most`` numbers through pinned buffers, which are used again."""
 
     def __init__(self, most: int, dtype: torch.dtype, device: torch.device) -> None:
         self._most = most
@@ -47,8 +49,8 @@ class Readback:
         self._on_gpu = device.type == "cuda"
         self._buffers: list[_Buffer] = []
 
-    def start(self, vector: torch.Tensor) -> Arrival:
-        """Start copying ``vector`` as it is now; later changes to it do not arrive."""
+    def start(self, vector: Tensor) -> Arrival:
+        """Start copying ``vector`` as it is now, whatever it is changed to later."""
         buffer = self._buffers.pop() if self._buffers else self._new_buffer()
         count = len(vector)
         buffer.host[:count].copy_(vector, non_blocking=True)

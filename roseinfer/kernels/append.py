@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from roseinfer.errors import BadArgument
 from roseinfer.kernels.checks import check_cache_pair, check_index
 from roseinfer.kernels.runtime import KernelLauncher, is_interpreted
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Callable
 
 _TILE = 4096
 """A tile takes at most so many elements of a token's K or V; other programs take the rest."""
@@ -189,13 +190,8 @@ def kv_append_triton(
     Caches are ``[blocks, heads, block_size, head_dim]``, inputs ``[rows, heads, head_dim]``,
     indices one-dimensional, int32 or int64.
     """
-    key, value = _checked(k_cache_layer, v_cache_layer, key_new, value_new)
-    count = batch_idx.numel()
-    check_index("batch_idx", batch_idx, k_cache_layer, count, key.shape[0])
-    check_index("block_idx", block_idx, k_cache_layer, count, k_cache_layer.shape[0])
-    check_index("pos", pos, k_cache_layer, count, k_cache_layer.shape[2])
-    if count:
-        launch_gather(k_cache_layer, v_cache_layer, key, value, *_alike(block_idx, pos, batch_idx))
+    caches = k_cache_layer, v_cache_layer
+    _append(launch_gather, *caches, key_new, value_new, block_idx, pos, batch_idx)
 
 
 def kv_append_triton_identity_pos(
@@ -208,12 +204,7 @@ def kv_append_triton_identity_pos(
     pos: Tensor,
 ) -> None:
     """Write every row ``i`` of the inputs to ``pos[i]`` of block ``block_idx[i]``."""
-    key, value = _checked(k_cache_layer, v_cache_layer, key_new, value_new)
-    count = key.shape[0]
-    check_index("block_idx", block_idx, k_cache_layer, count, k_cache_layer.shape[0])
-    check_index("pos", pos, k_cache_layer, count, k_cache_layer.shape[2])
-    if count:
-        launch_identity_pos(k_cache_layer, v_cache_layer, key, value, *_alike(block_idx, pos))
+    _append(launch_identity_pos, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos)
 
 
 def kv_append_triton_full_batch(
@@ -226,19 +217,22 @@ def kv_append_triton_full_batch(
     pos: int,
 ) -> None:
     """Write every row ``i`` of the inputs to ``pos`` of block ``block_idx[i]``."""
-    key, value = _checked(k_cache_layer, v_cache_layer, key_new, value_new)
-    block_size = k_cache_layer.shape[2]
-    if not 0 <= pos < block_size:
-        raise BadArgument(f"pos must lie in 0..{block_size - 1}, not {pos}")
-    check_index("block_idx", block_idx, k_cache_layer, key.shape[0], k_cache_layer.shape[0])
-    if key.shape[0]:
-        launch_full_batch(k_cache_layer, v_cache_layer, key, value, block_idx.contiguous(), pos)
+    _append(launch_full_batch, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos)
 
 
-def _checked(k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Raise unless the inputs fit the caches; return them in the caches' dtype."""
+def _append(
+    launch: Callable[..., None],
+    k_cache: Tensor,
+    v_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_idx: Tensor,
+    pos: Tensor | int,
+    batch_idx: Tensor | None = None,
+) -> None:
+    """Raise unless all arguments are right; then launch."""
     check_cache_pair(k_cache, v_cache, dims=4)
-    _, heads, _, head_dim = k_cache.shape
+    num_blocks, heads, block_size, head_dim = k_cache.shape
     for name, new in (("key_new", key), ("value_new", value)):
         if new.dim() != 3 or new.shape[1:] != (heads, head_dim):
             raise BadArgument(f"{name} must be [rows, {heads}, {head_dim}], not {tuple(new.shape)}")
@@ -246,13 +240,25 @@ def _checked(k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor) -> tu
             raise BadArgument(f"{name} is on {new.device} and the cache on {k_cache.device}")
         if not new.is_floating_point():
             raise BadArgument(f"{name} must be of floats, not {new.dtype}")
+    rows = count = key.shape[0]
     if key.shape != value.shape:
-        raise BadArgument(f"key_new has {key.shape[0]} rows and value_new {value.shape[0]}")
-    return key.to(k_cache.dtype), value.to(k_cache.dtype)
-
-
-def _alike(*indices: Tensor) -> list[Tensor]:
-    """Make indices contiguous and of one dtype: the launcher looks at one of them only."""
-    dtype = indices[0].dtype
-    same = all(index.dtype == dtype for index in indices)
-    return [index.contiguous() if same else index.long().contiguous() for index in indices]
+        raise BadArgument(f"key_new has {rows} rows and value_new {value.shape[0]}")
+    bounds = [("block_idx", block_idx, num_blocks)]
+    if isinstance(pos, Tensor):
+        bounds.append(("pos", pos, block_size))
+    elif not 0 <= pos < block_size:
+        raise BadArgument(f"pos must lie in 0..{block_size - 1}, not {pos}")
+    if batch_idx is not None:
+        bounds.append(("batch_idx", batch_idx, rows))
+        count = batch_idx.numel()
+    for name, index, bound in bounds:
+        check_index(name, index, k_cache, count, bound)
+    if not count:
+        return
+    indices = [index.contiguous() for _, index, _ in bounds]
+    if len({index.dtype for index in indices}) > 1:  # the launcher looks at one of them only
+        indices = [index.long() for index in indices]
+    one_position = () if isinstance(pos, Tensor) else (pos,)
+    launch(
+        k_cache, v_cache, key.to(k_cache.dtype), value.to(k_cache.dtype), *indices, *one_position
+    )

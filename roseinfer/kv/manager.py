@@ -131,9 +131,7 @@ class KVBlockManager(PerLayerCalls):
         """
         pool = self._pool(layer_idx)
         seen = self._survey(pool, block_ids_list, num_tokens)
-        plan = planning.reserve(pool, self.block_size, seen, num_tokens)
-        self._count(seen)
-        self._mover.copy_shared(plan)
+        self._mover.copy_shared(self._commit(pool, seen, num_tokens))
 
     def truncate(self, layer_idx: int, block_ids: list[int], length: int) -> None:
         """Keep the first ``length`` tokens of a list; blocks with none of them are freed.
@@ -274,12 +272,7 @@ class KVBlockManager(PerLayerCalls):
         counts: Sequence[int] | None,
         apart: planning.Apart | None = None,
     ) -> AppendPlan:
-        plan = planning.commit(pool, self.block_size, seen, counts, apart)
-        self._count(seen, apart)
-        return plan
-
-    def _count(self, seen: Survey, apart: planning.Apart | None = None) -> None:
-        """Count a plan and what its rows met. Rows apart have counted for themselves."""
+        """Commit an append, and count what its rows met. Rows apart count for themselves."""
         self.work_counts[Work.KV_PLANS] += 1
         met = self.path_counts
         for row, condition in seen.needs_block.items():
@@ -288,6 +281,7 @@ class KVBlockManager(PerLayerCalls):
         in_place = len(seen.positions) - len(seen.needs_block)
         if in_place:
             met[Condition.IN_PLACE] += in_place
+        return planning.commit(pool, self.block_size, seen, counts, apart)
 
 
 class StepAppend:

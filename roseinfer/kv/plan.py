@@ -15,7 +15,7 @@ from roseinfer.kv.paths import Condition, Path
 from roseinfer.kv.pool import SCRATCH, KVBlockInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -137,18 +137,13 @@ def survey(
     _check_rows_are_distinct(seen)
     if counts is not None:
         seen.tail_blocks = _tail_blocks(seen, counts, block_size)
-    if seen.padding:
-        _place_padding(seen)
+    if seen.padding:  # it follows another row, so that all may still have one position
+        padding = {row for row, met in seen.needs_block.items() if met is Condition.PADDING}
+        others = (position for row, position in enumerate(positions) if row not in padding)
+        position = next(others, 0)
+        for row in padding:
+            positions[row] = position
     return seen
-
-
-def _place_padding(seen: Survey) -> None:
-    """Give padding the position of another row: all positions may be the same then."""
-    padding = {row for row, met in seen.needs_block.items() if met is Condition.PADDING}
-    real = (at for row, at in enumerate(seen.positions) if row not in padding)
-    position = next(real, 0)
-    for row in padding:
-        seen.positions[row] = position
 
 
 def _check_rows_are_distinct(seen: Survey) -> None:
@@ -217,15 +212,6 @@ def commit(
     return plan
 
 
-def reserve(pool: BlockPool, block_size: int, seen: Survey, counts: Sequence[int]) -> AppendPlan:
-    """Commit for a writer that finds the slots itself: the plan need list only the copies."""
-    plan = commit(pool, block_size, seen)
-    for index, block_ids, count in zip(plan.blocks, seen.block_lists, counts, strict=True):
-        for _ in _fill(pool, block_size, pool.infos[index], block_ids, count - 1):
-            pass
-    return plan
-
-
 def _open_blocks(
     pool: BlockPool, seen: Survey, plan: AppendPlan, apart: Apart | None
 ) -> list[KVBlockInfo]:
@@ -262,25 +248,17 @@ def _extend_rows(
     """Find places for the tokens after each row's first."""
     blocks: list[int] = []
     positions: list[int] = []
-    for row, count in enumerate(counts):
+    for row, num_tokens in enumerate(counts):
         blocks.append(plan.blocks[row])
         positions.append(plan.positions[row])
-        info = pool.infos[plan.blocks[row]]
-        for index, begin, end in _fill(pool, block_size, info, block_lists[row], count - 1):
-            blocks += [index] * (end - begin)
-            positions += range(begin, end)
+        info, block_ids, count = pool.infos[plan.blocks[row]], block_lists[row], num_tokens - 1
+        while count and block_ids is not None:
+            if info.length == block_size:
+                info = pool.take(start=info.start + block_size, length=0)
+                block_ids.append(pool.first_id + info.block_index)
+            begin = info.length
+            info.length += min(count, block_size - begin)
+            count -= info.length - begin
+            blocks += [info.block_index] * (info.length - begin)
+            positions += range(begin, info.length)
     plan.blocks, plan.positions = blocks, positions
-
-
-def _fill(
-    pool: BlockPool, block_size: int, info: KVBlockInfo, block_ids: list[int] | None, count: int
-) -> Iterator[tuple[int, int, int]]:
-    """Count tokens as stored behind ``info``; yield block index, first position and end."""
-    while count and block_ids is not None:
-        if info.length == block_size:
-            info = pool.take(start=info.start + block_size, length=0)
-            block_ids.append(pool.first_id + info.block_index)
-        begin = info.length
-        info.length += min(count, block_size - begin)
-        count -= info.length - begin
-        yield info.block_index, begin, info.length

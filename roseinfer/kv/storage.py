@@ -239,12 +239,19 @@ class DataMover:
     def use(self, policy: AppendPolicy) -> None:
         """Follow ``policy`` from the next plan on."""
         self.policy = policy
-        if policy.triton and not self._kernels:
-            reason = why_unusable(self._storage.device)
-            if reason:
-                _warn_once(reason)
-            else:
-                self._kernels = _load_kernels()
+        if not policy.triton or self._kernels:
+            return
+        if reason := why_unusable(self._storage.device):
+            _warn_once(reason)
+            return
+        from roseinfer.kernels import append, clone  # this imports Triton
+
+        self._kernels = {
+            Path.TRITON_FULL_BATCH: append.launch_full_batch,
+            Path.TRITON_IDENTITY_POS: append.launch_identity_pos,
+            Path.TRITON_GATHER: append.launch_gather,
+            Path.CLONE_TRITON: clone.launch_clone,
+        }
 
     def prepare(self, plan: AppendPlan) -> None:
         """Copy shared blocks and stage the indices, before any layer is written."""
@@ -309,18 +316,6 @@ class DataMover:
             self._counts[Condition.TRITON_UNAVAILABLE] += 1
         self._counts[Path.CLONE_TORCH] += 1
         storage.clone_blocks(layers, source_idx, target_idx)
-
-
-def _load_kernels() -> dict[Path, Callable[..., None]]:
-    """Return the unchecked launcher of each path that has a kernel. This imports Triton."""
-    from roseinfer.kernels import append, clone
-
-    return {
-        Path.TRITON_FULL_BATCH: append.launch_full_batch,
-        Path.TRITON_IDENTITY_POS: append.launch_identity_pos,
-        Path.TRITON_GATHER: append.launch_gather,
-        Path.CLONE_TRITON: clone.launch_clone,
-    }
 
 
 @functools.cache

@@ -48,8 +48,8 @@ MUTANTS = (
         "parameters-in-each-others-columns",
         "Rows on the device have top_p and min_p in each other's place.",
         _SLOTS,
-        "        top_p=_bits(params.top_p),\n        min_p=_bits(params.min_p),\n",
-        "        top_p=_bits(params.min_p),\n        min_p=_bits(params.top_p),\n",
+        "            top_p=_bits(params.top_p),\n            min_p=_bits(params.min_p),\n",
+        "            top_p=_bits(params.min_p),\n            min_p=_bits(params.top_p),\n",
     ),
     _mutant(
         "seed-cut-to-a-bit",
