@@ -52,7 +52,7 @@ class ResidentDecode:
         self._kv = kv = attention.kv
         self._path_counts = attention.path_counts
         width = -(-model.shape.max_length // kv.block_size)
-        self.slots = DecodeSlots(num_slots, width, attention.staging, kv.work_counts, kv.device)
+        self.slots = DecodeSlots(num_slots, width, attention.staging)
         self._model = model
         self._attention = attention
         self._advance: Callable[..., None] | None = None
@@ -75,7 +75,7 @@ class ResidentDecode:
     def takes(params: SamplingParams) -> bool:
         """Return True for a request that can decode here.
 
-        Choosing its tokens takes no more of its past than the newest one.
+        Choosing its tokens takes none of its past but the newest, and nothing else is wanted.
         """
         return params.repetition_penalty == 1 and not params.logprobs
 

@@ -21,7 +21,6 @@ from roseinfer.kv.work import Work
 from roseinfer.sampling import SamplingBatch, signed64
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
@@ -67,17 +66,11 @@ class DecodeSlots:
     block.
     """
 
-    def __init__(
-        self,
-        num_slots: int,
-        width: int,
-        staging: IndexStaging,
-        work_counts: Counter[str],
-        device: torch.device,
-    ) -> None:
-        self._work_counts = work_counts
+    def __init__(self, num_slots: int, width: int, staging: IndexStaging) -> None:
+        """``width`` is how many blocks a row has room for."""
         self._width = width
         self._staging = staging
+        device = staging.device
         with lasting():
             self._rows = torch.zeros((num_slots, _BLOCKS + width), dtype=torch.int64, device=device)
             self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -141,11 +134,17 @@ class DecodeSlots:
         flat: list[int] = []
         for slot in self._changed:
             self._grown.pop(slot, None)
-            flat.append(slot)
-            flat += self._row(self._occupants[slot])
+            occupant = self._occupants[slot]
+            if occupant is None:
+                flat += [slot, *_Fields(), *[SCRATCH] * self._width]
+                continue
+            (blocks,) = occupant.session.block_lists
+            occupant.known = len(blocks)
+            fields = occupant.fields._replace(length=occupant.session.stored)
+            flat += [slot, *fields, *blocks, *[SCRATCH] * (self._width - len(blocks))]
         rows = self._staging.stage([flat]).columns[0].view(len(self._changed), -1)
         self._rows.index_copy_(0, rows[:, 0], rows[:, 1:])
-        self._work_counts[Work.TABLE_ROWS] += len(self._changed)
+        self._staging.work_counts[Work.TABLE_ROWS] += len(self._changed)
         self._changed.clear()
 
     def _upload_blocks(self) -> None:
@@ -163,7 +162,7 @@ class DecodeSlots:
             occupant.known = len(blocks)
         at, values = self._staging.stage([places, numbers]).columns
         self._flat.index_copy_(0, at, values)
-        self._work_counts[Work.TABLE_ROWS] += len(self._grown)
+        self._staging.work_counts[Work.TABLE_ROWS] += len(self._grown)
         self._grown.clear()
 
     @contextmanager
@@ -181,15 +180,6 @@ class DecodeSlots:
         """Set the newest token of some rows."""
         at = self._staging.stage([list(slots)]).columns[0]
         self.tokens.index_copy_(0, at, tokens)
-
-    def _row(self, occupant: _Occupant | None) -> list[int]:
-        if occupant is None:
-            return [*_Fields(), *[SCRATCH] * self._width]
-        session = occupant.session
-        (blocks,) = session.block_lists
-        occupant.known = len(blocks)
-        padding = [SCRATCH] * (self._width - len(blocks))
-        return [*occupant.fields._replace(length=session.stored), *blocks, *padding]
 
     # ----------------------------------------------------------------------- on the device
 

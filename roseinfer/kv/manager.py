@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,11 +71,8 @@ class KVBlockManager(PerLayerCalls):
         self.path_counts: PathCounts = PathCounts()
         self.work_counts: Counter[str] = Counter()
         """How much work the host has done, by ``Work``."""
-        self._storage = KVStorage(
-            (num_layers, max_blocks_per_layer, num_heads, block_size, head_dim),
-            torch.device(device),
-            dtype,
-        )
+        shape = (num_layers, max_blocks_per_layer, num_heads, block_size, head_dim)
+        self._storage = KVStorage(shape, torch.device(device), dtype)
         self.keys, self.values = self._storage.keys, self._storage.values
         """All keys and all values, ``[layers, blocks, kv_heads, block_size, head_dim]``."""
         self.device, self.dtype = self.keys.device, dtype
@@ -86,12 +84,9 @@ class KVBlockManager(PerLayerCalls):
             )
             for group in range(num_layers // layers_per_group)
         ]
+        policy = policy or AppendPolicy.from_env()
         self._mover = DataMover(
-            self._storage,
-            layers_per_group,
-            policy or AppendPolicy.from_env(),
-            self.path_counts,
-            self.work_counts,
+            self._storage, layers_per_group, policy, self.path_counts, self.work_counts
         )
 
     @property
@@ -246,10 +241,9 @@ class KVBlockManager(PerLayerCalls):
             )
         if not (key.is_floating_point() and value.is_floating_point()):
             raise BadArgument(f"key and value must be floats; they are {key.dtype}, {value.dtype}")
-        device = self._storage.device
-        if key.device != device or value.device != device:
+        if key.device != self.device or value.device != self.device:
             raise BadArgument(
-                f"the cache is on {device}; key is on {key.device}, value on {value.device}"
+                f"the cache is on {self.device}; key is on {key.device}, value on {value.device}"
             )
 
     def _survey(
@@ -284,6 +278,7 @@ class KVBlockManager(PerLayerCalls):
         return planning.commit(pool, self.block_size, seen, counts, apart)
 
 
+@dataclass(slots=True)
 class StepAppend:
     """Appends the new tokens of one step, a layer at a time.
 
@@ -291,28 +286,21 @@ class StepAppend:
     many of the tokens are its own. A group is planned when its first layer is written.
     """
 
-    def __init__(
-        self,
-        kv: KVBlockManager,
-        block_lists: Sequence[Sequence[list[int]]],
-        counts: Sequence[int],
-        *,
-        one_each: bool,
-    ) -> None:
-        self._kv = kv
-        self._block_lists = block_lists
-        self._counts = counts
-        # Here every switch of the append policy counts.
-        self._by_layer = one_each and kv.layers_per_group == 1
-        self._plans: dict[int, AppendPlan] = {}
+    kv: KVBlockManager
+    block_lists: Sequence[Sequence[list[int]]]
+    counts: Sequence[int]
+    one_each: bool
+    """Every sequence has one token."""
+    plans: dict[int, AppendPlan] = field(default_factory=dict)
+    """The plan of each group, once it is made."""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Append ``[tokens, kv_heads, head_dim]`` to every sequence in one layer."""
-        group = layer // self._kv.layers_per_group
-        if group not in self._plans:
-            lists = [own[group] for own in self._block_lists]
-            if self._by_layer:
-                self._kv.append_token_batch(layer, lists, key, value)
+        group = layer // self.kv.layers_per_group
+        if group not in self.plans:
+            lists = [own[group] for own in self.block_lists]
+            if self.one_each and self.kv.layers_per_group == 1:  # where all policies apply
+                self.kv.append_token_batch(layer, lists, key, value)
                 return
-            self._plans[group] = self._kv.plan_append(layer, lists, self._counts)
-        self._kv.write(self._plans[group], layer, key, value)
+            self.plans[group] = self.kv.plan_append(layer, lists, self.counts)
+        self.kv.write(self.plans[group], layer, key, value)

@@ -130,8 +130,8 @@ class IndexStaging:
     """
 
     def __init__(self, device: torch.device, work_counts: Counter[str]) -> None:
-        self._device = device
-        self._work_counts = work_counts
+        self.device = device
+        self.work_counts = work_counts
         self._on_gpu = device.type == "cuda"
         self._tickets = 0
         self._allocate(_FIRST_CAPACITY)
@@ -141,7 +141,7 @@ class IndexStaging:
         self._capacity = capacity
         with lasting():
             host = torch.empty((_SLOTS, capacity), dtype=torch.int64, pin_memory=self._on_gpu)
-            device = torch.empty_like(host, device=self._device) if self._on_gpu else host
+            device = torch.empty_like(host, device=self.device) if self._on_gpu else host
         self._hosts, self._devices = host.unbind(0), device.unbind(0)
         self._memory = memoryview(host.numpy().data).cast("B").cast("q")
         self._views: dict[tuple[int, int, int], _Views] = {}
@@ -162,10 +162,10 @@ class IndexStaging:
         """Put columns of equal length on the device with a single copy."""
         length = len(columns[0])
         size = length * len(columns)
-        self._work_counts[Work.STAGED_INDICES] += size
+        self.work_counts[Work.STAGED_INDICES] += size
         if size > _MOST_IN_RING:
             host = torch.tensor(columns, dtype=torch.int64, pin_memory=self._on_gpu)
-            return StagedIndices(host.to(self._device, non_blocking=True).unbind(0), self, None)
+            return StagedIndices(host.to(self.device, non_blocking=True).unbind(0), self, None)
         slot = self._next_slot(size)
         views = self._views.get((slot, length, len(columns)))
         if views is None:
@@ -199,7 +199,7 @@ class IndexStaging:
         slot = self._tickets % _SLOTS
         if self._on_gpu and slot % (_SLOTS // 2) == 0:
             entered = slot // (_SLOTS // 2)
-            self._half_left[1 - entered].record(torch.cuda.current_stream(self._device))
+            self._half_left[1 - entered].record(torch.cuda.current_stream(self.device))
             self._half_left[entered].synchronize()  # at once, where it was never recorded
         return slot
 

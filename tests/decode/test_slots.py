@@ -25,12 +25,12 @@ SEEDS = [3, (1 << 64) - 1, 1 << 63]
 
 def slots_on(device: str, num_slots: int = SLOTS, width: int = WIDTH) -> DecodeSlots:
     where, work = torch.device(device), Counter[str]()
-    return DecodeSlots(num_slots, width, IndexStaging(where, work), work, where)
+    return DecodeSlots(num_slots, width, IndexStaging(where, work))
 
 
 def uploaded(slots: DecodeSlots) -> int:
     """Rows, so far."""
-    return slots._work_counts[Work.TABLE_ROWS]
+    return slots._staging.work_counts[Work.TABLE_ROWS]
 
 
 def session(*blocks: int, stored: int = 4) -> InferenceSession:

@@ -32,8 +32,8 @@ MUTANTS = (
         "padding-row-on-a-real-block",
         "The row of a sequence that left points to the first block of the cache.",
         _SLOTS,
-        "            return [*_Fields(), *[SCRATCH] * self._width]\n",
-        "            return [*_Fields(), *[SCRATCH + 1] * self._width]\n",
+        "                flat += [slot, *_Fields(), *[SCRATCH] * self._width]\n",
+        "                flat += [slot, *_Fields(), *[SCRATCH + 1] * self._width]\n",
         (6,),
     ),
     _mutant(
