@@ -45,7 +45,8 @@ class Metadata:
 
     def __init__(self, sequences: int, tokens: int, decoding: int) -> None:
         blocks = -(-tokens // _BLOCK_SIZE)
-        self.pool = BlockPool(layer=0, first_id=0, size=sequences * blocks + decoding + 1)
+        size = sequences * blocks + decoding + 1
+        self.pool = BlockPool(layer=0, first_id=0, size=size, block_size=_BLOCK_SIZE)
         self._lists = [self._sequence(tokens) for _ in range(sequences)]
         self.decoding = self._lists[-decoding:]
         self.tokens = tokens
@@ -58,9 +59,9 @@ class Metadata:
         ]
 
     def plan(self) -> None:
-        seen = planning.survey(self.pool, _BLOCK_SIZE, self.decoding, None)
+        seen = planning.survey(self.pool, self.decoding, None)
         self.pool.require(seen.blocks_needed)
-        planning.commit(self.pool, _BLOCK_SIZE, seen)
+        planning.commit(self.pool, seen)
 
     def plan_us(self) -> float:
         """Mean over the tokens of one block, in which every sequence rolls over once."""

@@ -80,9 +80,7 @@ class ResidentDecode:
         return params.repetition_penalty == 1 and not params.logprobs
 
     def enter(
-        self,
-        entering: Sequence[tuple[InferenceSession, SamplingParams, int, int]],
-        tokens: Tensor,
+        self, entering: Sequence[tuple[InferenceSession, SamplingParams, int, int]], tokens: Tensor
     ) -> list[Resident]:
         """Give slots to sessions; ``tokens`` are their newest.
 

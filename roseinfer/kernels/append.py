@@ -25,6 +25,8 @@ from roseinfer.kernels.runtime import KernelLauncher, is_interpreted
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_Pair = tuple[Tensor, Tensor]
+"""Keys and values."""
 _TILE = 4096
 """A tile takes at most so many elements of a token's K or V; other programs take the rest."""
 _INTERPRETED_TOKENS = 64
@@ -190,8 +192,8 @@ def kv_append_triton(
     Caches are ``[blocks, heads, block_size, head_dim]``, inputs ``[rows, heads, head_dim]``,
     indices one-dimensional, int32 or int64.
     """
-    caches = k_cache_layer, v_cache_layer
-    _append(launch_gather, *caches, key_new, value_new, block_idx, pos, batch_idx)
+    caches, new = (k_cache_layer, v_cache_layer), (key_new, value_new)
+    _append(launch_gather, caches, new, block_idx, pos, batch_idx)
 
 
 def kv_append_triton_identity_pos(
@@ -204,7 +206,8 @@ def kv_append_triton_identity_pos(
     pos: Tensor,
 ) -> None:
     """Write every row ``i`` of the inputs to ``pos[i]`` of block ``block_idx[i]``."""
-    _append(launch_identity_pos, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos)
+    caches, new = (k_cache_layer, v_cache_layer), (key_new, value_new)
+    _append(launch_identity_pos, caches, new, block_idx, pos)
 
 
 def kv_append_triton_full_batch(
@@ -217,48 +220,38 @@ def kv_append_triton_full_batch(
     pos: int,
 ) -> None:
     """Write every row ``i`` of the inputs to ``pos`` of block ``block_idx[i]``."""
-    _append(launch_full_batch, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos)
+    caches, new = (k_cache_layer, v_cache_layer), (key_new, value_new)
+    _append(launch_full_batch, caches, new, block_idx, pos)
 
 
-def _append(
-    launch: Callable[..., None],
-    k_cache: Tensor,
-    v_cache: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_idx: Tensor,
-    pos: Tensor | int,
-    batch_idx: Tensor | None = None,
-) -> None:
-    """Raise unless all arguments are right; then launch."""
+def _append(launch: Callable[..., None], caches: _Pair, new: _Pair, *where: Tensor | int) -> None:
+    """Raise unless all arguments are right; then launch. ``where`` are blocks, positions, rows."""
+    k_cache, v_cache = caches
     check_cache_pair(k_cache, v_cache, dims=4)
     num_blocks, heads, block_size, head_dim = k_cache.shape
-    for name, new in (("key_new", key), ("value_new", value)):
-        if new.dim() != 3 or new.shape[1:] != (heads, head_dim):
-            raise BadArgument(f"{name} must be [rows, {heads}, {head_dim}], not {tuple(new.shape)}")
-        if new.device != k_cache.device:
-            raise BadArgument(f"{name} is on {new.device} and the cache on {k_cache.device}")
-        if not new.is_floating_point():
-            raise BadArgument(f"{name} must be of floats, not {new.dtype}")
-    rows = count = key.shape[0]
-    if key.shape != value.shape:
-        raise BadArgument(f"key_new has {rows} rows and value_new {value.shape[0]}")
-    bounds = [("block_idx", block_idx, num_blocks)]
-    if isinstance(pos, Tensor):
-        bounds.append(("pos", pos, block_size))
-    elif not 0 <= pos < block_size:
-        raise BadArgument(f"pos must lie in 0..{block_size - 1}, not {pos}")
-    if batch_idx is not None:
-        bounds.append(("batch_idx", batch_idx, rows))
-        count = batch_idx.numel()
-    for name, index, bound in bounds:
-        check_index(name, index, k_cache, count, bound)
+    for name, given in zip(("key_new", "value_new"), new, strict=True):
+        if given.dim() != 3 or given.shape[1:] != (heads, head_dim):
+            shape = tuple(given.shape)
+            raise BadArgument(f"{name} must be [rows, {heads}, {head_dim}], not {shape}")
+        if given.device != k_cache.device:
+            raise BadArgument(f"{name} is on {given.device} and the cache on {k_cache.device}")
+        if not given.is_floating_point():
+            raise BadArgument(f"{name} must be of floats, not {given.dtype}")
+    rows, value_rows = (len(given) for given in new)
+    if rows != value_rows:
+        raise BadArgument(f"key_new has {rows} rows and value_new {value_rows}")
+    indices = [index for index in where if isinstance(index, Tensor)]
+    count = rows if len(where) < 3 else indices[-1].numel()
+    bounds = {"block_idx": num_blocks, "pos": block_size, "batch_idx": rows}
+    for (name, bound), index in zip(bounds.items(), where, strict=False):
+        if isinstance(index, Tensor):
+            check_index(name, index, k_cache, count, bound)
+        elif not 0 <= index < bound:
+            raise BadArgument(f"{name} must lie in 0..{bound - 1}, not {index}")
     if not count:
         return
-    indices = [index.contiguous() for _, index, _ in bounds]
     if len({index.dtype for index in indices}) > 1:  # the launcher looks at one of them only
         indices = [index.long() for index in indices]
-    one_position = () if isinstance(pos, Tensor) else (pos,)
-    launch(
-        k_cache, v_cache, key.to(k_cache.dtype), value.to(k_cache.dtype), *indices, *one_position
-    )
+    indices = [index.contiguous() for index in indices]
+    key, value = (given.to(k_cache.dtype) for given in new)
+    launch(k_cache, v_cache, key, value, *indices, *where[len(indices) :])

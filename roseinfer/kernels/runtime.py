@@ -115,14 +115,12 @@ class KernelLauncher:
         pointer_bits = 0
         for tensor in tensors:
             pointer_bits |= tensor.data_ptr()
-        if pointer_bits % 16:
-            launch(self._kernel, grid, *tensors, *scalars, *shape, num_warps=num_warps)
-            return
+        aligned = pointer_bits % 16 == 0
         key = (shape, first.dtype, tensors[-1].dtype, device)
-        compiled = self._compiled.get(key)
+        compiled = self._compiled.get(key) if aligned else None
         if compiled is None:
             compiled = launch(self._kernel, grid, *tensors, *scalars, *shape, num_warps=num_warps)
-            if compiled is not None:  # the interpreter compiles nothing
+            if aligned and compiled is not None:  # the interpreter compiles nothing
                 self._remember(key, compiled)
         elif self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
             compiled[grid](*tensors, *scalars, *shape)  # a profiler, say, listens

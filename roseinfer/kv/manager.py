@@ -81,6 +81,7 @@ class KVBlockManager(PerLayerCalls):
                 layer=group * layers_per_group,
                 first_id=group * max_blocks_per_layer,
                 size=max_blocks_per_layer,
+                block_size=block_size,
             )
             for group in range(num_layers // layers_per_group)
         ]
@@ -106,7 +107,7 @@ class KVBlockManager(PerLayerCalls):
         block_ids_list: Sequence[list[int] | None],
         num_tokens: Sequence[int] | None = None,
     ) -> AppendPlan:
-        """Make room for tokens in all layers of ``layer_idx``'s group, and say where they go.
+        """Make room for tokens in all layers of ``layer_idx``'s group, and plan where they go.
 
         A list gets one token, or ``num_tokens[i]``; None instead of a list is a padding row, whose
         token goes to the scratch block. From here on the lists count the tokens as stored and
@@ -247,13 +248,10 @@ class KVBlockManager(PerLayerCalls):
             )
 
     def _survey(
-        self,
-        pool: BlockPool,
-        block_lists: Sequence[list[int] | None],
-        counts: Sequence[int] | None,
+        self, pool: BlockPool, block_lists: Sequence[list[int] | None], counts: Sequence[int] | None
     ) -> Survey:
         """Survey an append, and raise unless there are all the blocks that it needs."""
-        seen = planning.survey(pool, self.block_size, block_lists, counts)
+        seen = planning.survey(pool, block_lists, counts)
         needed = seen.blocks_needed
         if needed > pool.num_free:
             pool.require(needed)  # raises, saying why
@@ -275,15 +273,15 @@ class KVBlockManager(PerLayerCalls):
         in_place = len(seen.positions) - len(seen.needs_block)
         if in_place:
             met[Condition.IN_PLACE] += in_place
-        return planning.commit(pool, self.block_size, seen, counts, apart)
+        return planning.commit(pool, seen, counts, apart)
 
 
 @dataclass(slots=True)
 class StepAppend:
     """Appends the new tokens of one step, a layer at a time.
 
-    ``block_lists[i][g]`` is sequence ``i``'s list in layer group ``g``, and ``counts[i]`` how
-    many of the tokens are its own. A group is planned when its first layer is written.
+    ``block_lists[i][g]`` is sequence ``i``'s list in layer group ``g``, and ``counts[i]`` is how
+    many tokens it gets. A group is planned when its first layer is written.
     """
 
     kv: KVBlockManager

@@ -1,7 +1,7 @@
 """The ways a token can reach the cache, what a row can meet there, and the counters.
 
-Every fast path is a member of ``Path``. The reference each must equal, bit for bit over
-the whole cache, is ``Path.PER_TOKEN``: one ``append_token`` call per row.
+Every fast path must equal ``Path.PER_TOKEN``, one ``append_token`` call a row, bit for bit over the
+whole cache.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Path(StrEnum):
-    """Who moved the data."""
+    """What moved the data."""
 
     TRITON_FULL_BATCH = "triton_full_batch"
     TRITON_IDENTITY_POS = "triton_identity_pos"
@@ -37,7 +37,7 @@ GATHER = frozenset({Path.TRITON_GATHER, Path.TORCH_GATHER})
 
 
 class Condition(StrEnum):
-    """What a row found at the end of its block list, and what the machine lacked."""
+    """What a row found at the end of its block list, or what the machine lacked."""
 
     FRESH = "fresh"
     IN_PLACE = "in_place"

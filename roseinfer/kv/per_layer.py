@@ -76,11 +76,7 @@ class PerLayerCalls:
         self.path_counts[Path.PER_TOKEN] += 1
 
     def append_token_batch(
-        self,
-        layer_idx: int,
-        block_ids_list: Sequence[list[int] | None],
-        key: Tensor,
-        value: Tensor,
+        self, layer_idx: int, block_ids_list: Sequence[list[int] | None], key: Tensor, value: Tensor
     ) -> None:
         """Append row ``i`` of ``[batch, heads, head_dim]`` to ``block_ids_list[i]``.
 

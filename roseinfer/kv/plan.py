@@ -92,31 +92,24 @@ class AppendPlan:
 
 
 def survey(
-    pool: BlockPool,
-    block_size: int,
-    block_lists: Sequence[list[int] | None],
-    counts: Sequence[int] | None,
+    pool: BlockPool, block_lists: Sequence[list[int] | None], counts: Sequence[int] | None
 ) -> Survey:
     """Find out what every row will meet, as if the rows before it had been appended."""
     infos: list[KVBlockInfo] = []
     positions: list[int] = []
     seen = Survey(block_lists, infos, positions)
-    pool_infos, refcounts, first_id = pool.infos, pool.refcounts, pool.first_id
+    pool_infos, refcounts = pool.infos, pool.refcounts
+    first_id, block_size = pool.first_id, pool.block_size
     used = len(pool_infos)
     leaving: dict[int, int] = {}  # block index -> earlier rows that will copy it and let go
     for row, block_ids in enumerate(block_lists):
-        if block_ids is None:
-            infos.append(pool_infos[SCRATCH])
-            positions.append(0)
-            seen.needs_block[row] = Condition.PADDING
-            seen.padding += 1
-            continue
-        if not isinstance(block_ids, list):
+        if block_ids is not None and not isinstance(block_ids, list):
             raise BadArgument(f"row {row}: a block list must be a list, not {block_ids!r}")
         if not block_ids:
             infos.append(pool_infos[SCRATCH])
             positions.append(0)
-            seen.needs_block[row] = Condition.FRESH
+            seen.needs_block[row] = Condition.PADDING if block_ids is None else Condition.FRESH
+            seen.padding += block_ids is None
             continue
         index = block_ids[-1] - first_id
         if not 0 < index < used or not refcounts[index]:
@@ -188,11 +181,7 @@ def _tail_blocks(seen: Survey, counts: Sequence[int], block_size: int) -> int:
 
 
 def commit(
-    pool: BlockPool,
-    block_size: int,
-    seen: Survey,
-    counts: Sequence[int] | None = None,
-    apart: Apart | None = None,
+    pool: BlockPool, seen: Survey, counts: Sequence[int] | None = None, apart: Apart | None = None
 ) -> AppendPlan:
     """Take the blocks, in row order, and count every row's tokens as stored."""
     plan = AppendPlan(pool.layer, [], seen.positions)
@@ -207,7 +196,7 @@ def commit(
         info.length += 1
     plan.blocks = [info.block_index for info in targets]
     if counts is not None:
-        _extend_rows(pool, block_size, plan, seen.block_lists, counts)
+        _extend_rows(pool, plan, seen.block_lists, counts)
     plan.num_inputs = len(seen.positions) if apart else len(plan.blocks)
     return plan
 
@@ -240,7 +229,6 @@ def _open_blocks(
 
 def _extend_rows(
     pool: BlockPool,
-    block_size: int,
     plan: AppendPlan,
     block_lists: Sequence[list[int] | None],
     counts: Sequence[int],
@@ -248,6 +236,7 @@ def _extend_rows(
     """Find places for the tokens after each row's first."""
     blocks: list[int] = []
     positions: list[int] = []
+    block_size = pool.block_size
     for row, num_tokens in enumerate(counts):
         blocks.append(plan.blocks[row])
         positions.append(plan.positions[row])

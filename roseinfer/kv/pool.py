@@ -37,12 +37,11 @@ class BlockPool:
     what.
     """
 
-    __slots__ = ("_recycled", "first_id", "infos", "layer", "num_free", "refcounts", "size")
-
-    def __init__(self, *, layer: int, first_id: int, size: int) -> None:
+    def __init__(self, *, layer: int, first_id: int, size: int, block_size: int) -> None:
         self.layer = layer
         self.first_id = first_id
         self.size = size
+        self.block_size = block_size
         self.infos = [KVBlockInfo(layer, SCRATCH, 0, 0)]
         self.refcounts = [0]
         self._recycled: list[int] = []

@@ -258,7 +258,10 @@ class DataMover:
         self.copy_shared(plan)
         if not plan.blocks:
             return
-        plan.path = self._write_path(plan)
+        plan.path = choose_write_path(self.policy, plan, triton=self.policy.triton)
+        if self.policy.triton and not self._kernels and plan.path.needs_triton:
+            self._counts[Condition.TRITON_UNAVAILABLE] += 1
+            plan.path = choose_write_path(self.policy, plan, triton=False)
         columns = [plan.blocks]
         if plan.path not in SCALAR_POSITION:
             columns.append(plan.positions)
@@ -286,13 +289,6 @@ class DataMover:
             where = (columns[0], plan.positions[0]) if path is Path.TRITON_FULL_BATCH else columns
             k_cache, v_cache = storage.key_layers[layer], storage.value_layers[layer]
             self._kernels[path](k_cache, v_cache, key, value, *where)
-
-    def _write_path(self, plan: AppendPlan) -> Path:
-        path = choose_write_path(self.policy, plan, triton=self.policy.triton)
-        if self.policy.triton and not self._kernels and path.needs_triton:
-            self._counts[Condition.TRITON_UNAVAILABLE] += 1
-            return choose_write_path(self.policy, plan, triton=False)
-        return path
 
     def copy_shared(self, plan: AppendPlan) -> None:
         """Carry out the copies of copy-on-write."""

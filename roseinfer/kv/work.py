@@ -1,4 +1,4 @@
-"""Names for the work that a cache and the attention over it do in every step."""
+"""Names of the host's work for a cache and the attention over it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class Work(StrEnum):
     """Keys of ``KVBlockManager.work_counts``."""
 
     KV_PLANS = "kv_plans"
-    """Times that it was worked out where new tokens go."""
+    """How often the places of new tokens were planned."""
     STAGED_INDICES = "staged_indices"
-    """Numbers brought to the device: positions, blocks, lengths, tokens."""
+    """Numbers uploaded to the device: positions, blocks, lengths, tokens."""
     TABLE_ROWS = "table_rows"
-    """Rows of block tables brought to the device, one of each sequence and layer group."""
+    """Rows of block tables uploaded to the device."""

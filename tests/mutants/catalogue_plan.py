@@ -94,7 +94,7 @@ MUTANTS = (
         _PER_LAYER,
         "        seen = self._survey(pool, block_ids_list, None)\n",
         "        from roseinfer.kv import plan as planning\n\n"
-        "        seen = planning.survey(pool, self.block_size, block_ids_list, None)\n",
+        "        seen = planning.survey(pool, block_ids_list, None)\n",
         rows=(26,),
         targets=(PER_LAYER,),
     ),
@@ -105,7 +105,7 @@ MUTANTS = (
         "self._commit(pool, self._survey(pool, block_ids_list, num_tokens), num_tokens)",
         "self._commit(\n"
         "            pool,\n"
-        "            planning.survey(pool, self.block_size, block_ids_list, num_tokens),\n"
+        "            planning.survey(pool, block_ids_list, num_tokens),\n"
         "            num_tokens,\n"
         "        )",
         rows=(26,),
