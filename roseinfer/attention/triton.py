@@ -11,8 +11,8 @@ from roseinfer.attention.backend import AttentionBackend, ResidentBatch, StepBat
 from roseinfer.attention.paths import AttentionPath
 from roseinfer.errors import ConfigError
 from roseinfer.kernels.runtime import why_unusable
+from roseinfer.kv.paths import Work
 from roseinfer.kv.pool import SCRATCH
-from roseinfer.kv.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable

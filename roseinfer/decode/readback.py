@@ -15,11 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(slots=True)
-class _Buffer:
-    host: Tensor
-    done: torch.cuda.Event | None
-    """Recorded behind the last copy; None where copying waits for the device."""
+_Buffer = tuple[torch.Tensor, torch.cuda.Event | None]
+"""Pinned memory, and the event behind the last copy to it; None where copying waits for it."""
 
 
 @dataclass(slots=True)
@@ -32,11 +29,11 @@ class Arrival:
 
     def wait(self) -> list[Any]:
         """Wait for the numbers and return them. This may be called once."""
-        buffer = self._buffer
-        if buffer.done is not None:
-            buffer.done.synchronize()
-        values: list[Any] = buffer.host[: self._count].tolist()
-        self._release(buffer)
+        host, done = self._buffer
+        if done is not None:
+            done.synchronize()
+        values: list[Any] = host[: self._count].tolist()
+        self._release(self._buffer)
         return values
 
 
@@ -52,14 +49,15 @@ class Readback:
     def start(self, vector: Tensor) -> Arrival:
         """Start copying ``vector`` as it is now, whatever it is changed to later."""
         buffer = self._buffers.pop() if self._buffers else self._new_buffer()
+        host, done = buffer
         count = len(vector)
-        buffer.host[:count].copy_(vector, non_blocking=True)
-        if buffer.done is not None:
-            buffer.done.record(torch.cuda.current_stream(vector.device))
+        host[:count].copy_(vector, non_blocking=True)
+        if done is not None:
+            done.record(torch.cuda.current_stream(vector.device))
         return Arrival(buffer, count, self._buffers.append)
 
     def _new_buffer(self) -> _Buffer:
         with lasting():
             host = torch.empty(self._most, dtype=self._dtype, pin_memory=self._on_gpu)
         done = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
-        return _Buffer(host, done)
+        return host, done

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from roseinfer.kv.lasting import lasting
+from roseinfer.kv.paths import Work
 from roseinfer.kv.pool import SCRATCH
-from roseinfer.kv.work import Work
 from roseinfer.sampling import SamplingBatch, signed64
 
 if TYPE_CHECKING:

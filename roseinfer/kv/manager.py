@@ -11,11 +11,10 @@ import torch
 from roseinfer.config import AppendPolicy
 from roseinfer.errors import BadArgument, BadRefcount
 from roseinfer.kv import plan as planning
-from roseinfer.kv.paths import Condition, PathCounts
+from roseinfer.kv.paths import Condition, PathCounts, Work
 from roseinfer.kv.per_layer import PerLayerCalls
 from roseinfer.kv.pool import BlockPool, KVBlockInfo
 from roseinfer.kv.storage import DataMover, KVStorage
-from roseinfer.kv.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The ways a token can reach the cache, what a row can meet there, and the counters.
+"""What a cache counts: the ways a token can reach it, what a row can meet there, and its work.
 
 Every fast path must equal ``Path.PER_TOKEN``, one ``append_token`` call a row, bit for bit over the
 whole cache.
@@ -50,3 +50,14 @@ class Condition(StrEnum):
 
 PathCounts = Counter[str]
 """How often each path ran and each condition was met since the manager was built."""
+
+
+class Work(StrEnum):
+    """Keys of ``KVBlockManager.work_counts``: the host's work for a cache and its attention."""
+
+    KV_PLANS = "kv_plans"
+    """How often the places of new tokens were planned."""
+    STAGED_INDICES = "staged_indices"
+    """Numbers uploaded to the device: positions, blocks, lengths, tokens."""
+    TABLE_ROWS = "table_rows"
+    """Rows of block tables uploaded to the device."""

@@ -13,9 +13,8 @@ import torch
 from roseinfer.errors import BadArgument, StalePlan, TritonUnavailable
 from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.lasting import lasting
-from roseinfer.kv.paths import GATHER, SCALAR_POSITION, Condition, Path
+from roseinfer.kv.paths import GATHER, SCALAR_POSITION, Condition, Path, Work
 from roseinfer.kv.plan import StagedIndices
-from roseinfer.kv.work import Work
 
 if TYPE_CHECKING:
     from collections import Counter

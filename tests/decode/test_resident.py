@@ -7,7 +7,7 @@ import torch
 
 from roseinfer import AttentionPath, EnginePath, SamplingBatch, SamplingParams
 from roseinfer.decode.resident import ResidentDecode, ladder
-from roseinfer.kv.work import Work
+from roseinfer.kv.paths import Work
 from tests.decode.residents import PROMPTS, SIZE, Decoding, alone
 from tests.kv.harness import assert_same_bits, bits
 

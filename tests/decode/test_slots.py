@@ -9,9 +9,9 @@ import torch
 
 from roseinfer import SamplingBatch, SamplingParams
 from roseinfer.decode.slots import DecodeSlots
+from roseinfer.kv.paths import Work
 from roseinfer.kv.sequence import InferenceSession
 from roseinfer.kv.storage import IndexStaging
-from roseinfer.kv.work import Work
 
 SLOTS, WIDTH = 5, 3
 GREEDY = SamplingParams(temperature=0)
