@@ -183,8 +183,9 @@ def append_and_attend(
     """
     _check(query, k_cache, v_cache)
     query = _side_by_side(query)
-    appends = key is not None and value is not None
-    key, value = (_side_by_side(key), _side_by_side(value)) if appends else (query, query)
+    appends = key is not None
+    key = query if key is None else _side_by_side(key)
+    value = query if value is None else _side_by_side(value)
     sequences, q_heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_cache.shape
     group = q_heads // kv_heads
