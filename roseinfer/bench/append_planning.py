@@ -60,7 +60,6 @@ class Metadata:
 
     def plan(self) -> None:
         seen = planning.survey(self.pool, self.decoding, None)
-        self.pool.require(seen.blocks_needed)
         planning.commit(self.pool, seen)
 
     def plan_us(self) -> float:

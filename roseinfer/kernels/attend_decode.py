@@ -36,8 +36,8 @@ _TILE_BYTES = 1 << 14
 """A tile's keys take at most so many. A program needs two to three times that of shared memory,
 of which some GPUs have 64 KiB."""
 _AT_ONCE = 8 * _PROCESSORS
-"""With up to so many programs, the next kernel may start before all of them have begun. With more,
-it would take the place of those that have not."""
+"""With up to so many programs, the next kernel may start before these have ended. With more, it
+would take the place of those that have not begun."""
 
 
 @triton.jit

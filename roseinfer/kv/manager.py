@@ -113,7 +113,7 @@ class KVBlockManager(PerLayerCalls):
         shared blocks have been copied; what remains is one ``write`` per layer.
         """
         pool = self._pool(layer_idx)
-        plan = self._commit(pool, self._survey(pool, block_ids_list, num_tokens), num_tokens)
+        plan = self._commit(pool, planning.survey(pool, block_ids_list, num_tokens), num_tokens)
         self._mover.prepare(plan)
         return plan
 
@@ -125,7 +125,7 @@ class KVBlockManager(PerLayerCalls):
         The lists count the tokens as stored. ``truncate`` takes back what was not written.
         """
         pool = self._pool(layer_idx)
-        seen = self._survey(pool, block_ids_list, num_tokens)
+        seen = planning.survey(pool, block_ids_list, num_tokens)
         self._mover.copy_shared(self._commit(pool, seen, num_tokens))
 
     def truncate(self, layer_idx: int, block_ids: list[int], length: int) -> None:
@@ -245,16 +245,6 @@ class KVBlockManager(PerLayerCalls):
             raise BadArgument(
                 f"the cache is on {self.device}; key is on {key.device}, value on {value.device}"
             )
-
-    def _survey(
-        self, pool: BlockPool, block_lists: Sequence[list[int] | None], counts: Sequence[int] | None
-    ) -> Survey:
-        """Survey an append, and raise unless there are all the blocks that it needs."""
-        seen = planning.survey(pool, block_lists, counts)
-        needed = seen.blocks_needed
-        if needed > pool.num_free:
-            pool.require(needed)  # raises, saying why
-        return seen
 
     def _commit(
         self,

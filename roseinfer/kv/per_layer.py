@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from roseinfer.errors import BadArgument
+from roseinfer.kv import plan as planning
 from roseinfer.kv.paths import Condition, Path
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ class PerLayerCalls:
     _pool: Callable[[int], BlockPool]
     _check_inputs: Callable[[Tensor, Tensor, tuple[int, ...]], None]
     plan_append: Callable[..., AppendPlan]
-    _survey: Callable[..., Survey]
     _commit: Callable[..., AppendPlan]
 
     def append_token(
@@ -84,7 +84,7 @@ class PerLayerCalls:
         """
         pool = self._own_pool(layer_idx, "append_token_batch")
         self._check_inputs(key, value, (len(block_ids_list), self.num_heads, self.head_dim))
-        seen = self._survey(pool, block_ids_list, None)
+        seen = planning.survey(pool, block_ids_list, None)
         if not self._mover.policy.batched:
             for row, block_ids in enumerate(block_ids_list):
                 if block_ids is None:

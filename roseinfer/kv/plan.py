@@ -1,7 +1,6 @@
 """Plans of appends, row by row: look first, then commit.
 
-``survey`` reads and raises; ``commit`` changes metadata and cannot fail once the pool was
-found large enough. Neither touches a tensor.
+``survey`` reads and raises; ``commit`` changes metadata and cannot fail. Neither touches a tensor.
 """
 
 from __future__ import annotations
@@ -94,7 +93,10 @@ class AppendPlan:
 def survey(
     pool: BlockPool, block_lists: Sequence[list[int] | None], counts: Sequence[int] | None
 ) -> Survey:
-    """Find out what every row will meet, as if the rows before it had been appended."""
+    """Find out what every row will meet, as if the rows before it had been appended.
+
+    Anything that would keep ``commit`` from succeeding raises here, too few blocks included.
+    """
     infos: list[KVBlockInfo] = []
     positions: list[int] = []
     seen = Survey(block_lists, infos, positions)
@@ -136,6 +138,8 @@ def survey(
         position = next(others, 0)
         for row in padding:
             positions[row] = position
+    if seen.blocks_needed > pool.num_free:
+        pool.require(seen.blocks_needed)  # raises, saying why
     return seen
 
 

@@ -245,7 +245,7 @@ def test_steps_grow_linearly_up_to_4096_sequences(
 
 
 def test_quadratic_work_would_be_seen() -> None:
-    """What the comparison above is worth: a search among the rows before makes it fail."""
+    """The comparison above fails if every row is searched among the rows before it."""
 
     def quadratic(batch: int) -> Callable[[], None]:
         def work() -> None:

@@ -72,7 +72,7 @@ THRESHOLDS = [
 def test_thresholds_count_the_tokens_of_the_write(
     device: str, settings: dict[str, int], batch: int, even: bool, path: Path
 ) -> None:
-    """A step of the cache itself, so the policy is known to reach the choice."""
+    """The cache itself appends, so the policy is known to reach the choice."""
     policy = AppendPolicy(**settings)  # type: ignore[arg-type]  # switches and numbers alike
     lengths = [2] * batch if even else [1 + row % 3 for row in range(batch)]
     twins = Twins(device, policy, lengths=lengths)

@@ -1,4 +1,4 @@
-"""What the cache says of its own work, call by call."""
+"""The cache counts its own work, call by call."""
 
 from __future__ import annotations
 
