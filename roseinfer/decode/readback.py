@@ -12,8 +12,6 @@ from roseinfer.kv.lasting import lasting
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
 
 _Buffer = tuple[torch.Tensor, torch.cuda.Event | None]
 """Pinned memory, and the event behind the last copy to it; None where copying waits for it."""
@@ -46,7 +44,7 @@ class Readback:
         self._on_gpu = device.type == "cuda"
         self._buffers: list[_Buffer] = []
 
-    def start(self, vector: Tensor) -> Arrival:
+    def start(self, vector: torch.Tensor) -> Arrival:
         """Start copying ``vector`` as it is now, whatever it is changed to later."""
         buffer = self._buffers.pop() if self._buffers else self._new_buffer()
         host, done = buffer

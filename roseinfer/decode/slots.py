@@ -23,8 +23,6 @@ from roseinfer.sampling import SamplingBatch, signed64
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch import Tensor
-
     from roseinfer.config import SamplingParams
     from roseinfer.kv.sequence import InferenceSession
     from roseinfer.kv.storage import IndexStaging
@@ -176,22 +174,22 @@ class DecodeSlots:
             self._rows.copy_(rows)
             self.tokens.copy_(tokens)
 
-    def put_tokens(self, slots: Sequence[int], tokens: Tensor) -> None:
+    def put_tokens(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Set the newest token of some rows."""
         at = self._staging.stage([list(slots)]).columns[0]
         self.tokens.index_copy_(0, at, tokens)
 
     # ----------------------------------------------------------------------- on the device
 
-    def lengths(self, count: int) -> Tensor:
+    def lengths(self, count: int) -> torch.Tensor:
         """Return how many tokens each of the first rows has stored."""
         return self._rows[:count, _COLUMN.length]
 
-    def active(self, count: int) -> Tensor:
+    def active(self, count: int) -> torch.Tensor:
         """Return 1 for each of the first rows that a sequence has, 0 for padding."""
         return self._rows[:count, _COLUMN.active]
 
-    def tables(self, count: int) -> Tensor:
+    def tables(self, count: int) -> torch.Tensor:
         """Return the blocks of each of the first rows."""
         return self._rows[:count, _BLOCKS:]
 

@@ -124,7 +124,10 @@ def linear_in_parts(x: Tensor, weight: Tensor) -> Tensor:
     outputs = weight.shape[1]
     tile_r, tile_n = _tile_r(rows), 64
     strips = triton.cdiv(outputs, tile_n) * triton.cdiv(rows, tile_r)
-    parts = _num_parts(inputs, strips)
+    # The fewest parts, of one to four tiles each, that give enough programs.
+    tiles = triton.cdiv(inputs, _TILE_K)
+    each = triton.cdiv(tiles, triton.cdiv(_PROGRAMS_WANTED, strips))
+    parts = triton.cdiv(tiles, min(each, 4))
     out = x.new_empty((parts, rows, outputs), dtype=torch.float32)
     launch(
         _parts_kernel, (triton.cdiv(outputs, tile_n), parts, triton.cdiv(rows, tile_r)),
@@ -145,10 +148,3 @@ def _whole_tiles(rows: int, outputs: int) -> tuple[int, int, int, int]:
     if outputs >= _WIDE:
         return 64, 64, 4, 4
     return (32, 64, 4, 6) if rows <= _MOST_TILE_R else (64, 128, 4, 3)
-
-
-def _num_parts(inputs: int, strips: int) -> int:
-    """Choose the fewest parts, of one to four tiles each, that give enough programs."""
-    tiles = triton.cdiv(inputs, _TILE_K)
-    each = triton.cdiv(tiles, triton.cdiv(_PROGRAMS_WANTED, strips))
-    return int(triton.cdiv(tiles, min(each, 4)))

@@ -120,8 +120,16 @@ class KernelLauncher:
         compiled = self._compiled.get(key) if aligned else None
         if compiled is None:
             compiled = launch(self._kernel, grid, *tensors, *scalars, *shape, num_warps=num_warps)
-            if aligned and compiled is not None:  # the interpreter compiles nothing
-                self._remember(key, compiled)
+            # The interpreter compiles nothing, and other versions of Triton launch in another way.
+            needed = ("run", "function", "packed_metadata")
+            if (
+                aligned
+                and compiled is not None
+                and all(hasattr(compiled, name) for name in private)
+            ):
+                if len(self._compiled) >= self._MOST_REMEMBERED:
+                    self._compiled.clear()
+                self._compiled[key] = compiled
         elif self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
             compiled[grid](*tensors, *scalars, *shape)  # a profiler, say, listens
         else:
@@ -129,11 +137,3 @@ class KernelLauncher:
                 *grid, self._driver.active.get_current_stream(device), compiled.function,
                 compiled.packed_metadata, None, None, None, *tensors, *scalars, *shape,
             )  # fmt: skip
-
-    def _remember(self, key: tuple[object, ...], compiled: Any) -> None:
-        # Other versions of Triton may launch in another way.
-        if not all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
-            return
-        if len(self._compiled) >= self._MOST_REMEMBERED:
-            self._compiled.clear()
-        self._compiled[key] = compiled
