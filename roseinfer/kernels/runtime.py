@@ -120,13 +120,9 @@ class KernelLauncher:
         compiled = self._compiled.get(key) if aligned else None
         if compiled is None:
             compiled = launch(self._kernel, grid, *tensors, *scalars, *shape, num_warps=num_warps)
-            # The interpreter compiles nothing, and other versions of Triton launch in another way.
-            needed = ("run", "function", "packed_metadata")
-            if (
-                aligned
-                and compiled is not None
-                and all(hasattr(compiled, name) for name in private)
-            ):
+            names = ("run", "function", "packed_metadata")  # not every version of Triton has them
+            known = compiled is not None and all(hasattr(compiled, name) for name in names)
+            if aligned and known:  # the interpreter compiles nothing
                 if len(self._compiled) >= self._MOST_REMEMBERED:
                     self._compiled.clear()
                 self._compiled[key] = compiled
