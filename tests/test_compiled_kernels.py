@@ -14,8 +14,7 @@ COMPILE = """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from roseinfer.kernels.attend_chunks import _chunk_kernel
-    from roseinfer.kernels.combine_parts import combine_kernel
-    from roseinfer.kernels.attend_decode import _decode_kernel, _tile
+    from roseinfer.kernels.attend_decode import _combine_kernel, _decode_kernel, _tile
     from roseinfer.kernels.likeliest import _advance_kernel, _strip_kernel
     from roseinfer.kernels.linear import _parts_kernel, _whole_kernel
     from roseinfer.kernels.norm import _add_norm_kernel, _embed_norm_kernel
@@ -69,7 +68,7 @@ COMPILE = """
             decodes |= dict(D=head_dim, TILE_D=head_dim, TILE_T=tile_t, ROOM=programs == 1)
             check(_decode_kernel, kind_of, warps, BLOCK=64, PARTS=1, APPENDS=True, **decodes)
     check(_chunk_kernel, dtype, BLOCK=16, TILE_Q=16, TILE_G=2, **attends)
-    check(combine_kernel, dtype, Q_HEADS=4, D=80, TILE_P=4, TILE_D=128)
+    check(_combine_kernel, dtype, Q_HEADS=4, D=80, TILE_P=4, TILE_D=128)
     tile = dict(TILE_R=16, TILE_N=32, TILE_K=64)
     check(_whole_kernel, dtype, N=48, K=100, STAGES=3, BIAS=True, GELU=True, **tile)
     check(_parts_kernel, dtype, N=48, K=500, PARTS=2, **tile)

@@ -1,4 +1,4 @@
-"""The contract of attention: what layers ask for, what a step hands over, and who can attend.
+"""What an attention backend is given, what it must do, and which backends there are.
 
 A backend is one file of this folder: a subclass of ``AttentionBackend`` under ``@register``.
 """
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from torch import Tensor
 
     from roseinfer.kv.manager import KVBlockManager, StepAppend
     from roseinfer.kv.storage import IndexStaging
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class LayerTraits:
     """What one layer asks of its attention, found when its model is loaded.
 
-    A trait that only some layers have is a field whose default says that it is not asked for.
+    A trait that only some layers have is a field whose default means "not asked for".
     """
 
     scale: float
@@ -37,37 +38,35 @@ class LayerTraits:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The new tokens of a step that the host has planned, a sequence's together."""
+    """The new tokens of a step that the host has planned, sequence by sequence."""
 
     new: StepAppend
-    """Stores them, a layer at a time."""
+    """Stores the tokens, a layer at a time."""
     block_lists: Sequence[Sequence[list[int]]]
     """``block_lists[i][g]`` is sequence ``i``'s list in layer group ``g``."""
     counts: Sequence[int]
-    """How many of the tokens are each sequence's own."""
+    """How many new tokens each sequence has."""
     lengths: Sequence[int]
-    """How many tokens each sequence has with them."""
+    """How many tokens each sequence has, the new ones included."""
     singles: int
     """How many sequences in front have one new token each."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentBatch:
-    """One new token for each of some rows whose state is on the device."""
+    """One new token for each of some sequences whose state is on the device."""
 
-    tables: torch.Tensor
+    tables: Tensor
     """Row ``i`` lists sequence ``i``'s blocks, one for the new token included."""
-    lengths: torch.Tensor
-    """How many tokens each has stored before."""
+    lengths: Tensor
+    """How many tokens each sequence has stored before."""
 
 
 class Attention(Protocol):
     """What a model calls in every layer."""
 
-    def attend_new(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """``[tokens, heads, head_dim]`` each: store the new, attend to all that is stored."""
+    def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Store new keys and values, ``[tokens, heads, head_dim]``, and attend to all stored."""
 
 
 class AttentionBackend(ABC):
@@ -81,7 +80,7 @@ class AttentionBackend(ABC):
     knows: ClassVar[frozenset[str]] = frozenset({"scale"})
     """The traits that this backend computes; a model that asks for others is refused."""
     best_on: ClassVar[frozenset[str]] = frozenset()
-    """Kinds of devices on which it is taken where nobody says which to take."""
+    """Kinds of devices on which this backend is the default."""
 
     def __init__(
         self,
@@ -91,7 +90,13 @@ class AttentionBackend(ABC):
         path_counts: Counter[str],
     ) -> None:
         """``traits[i]`` are layer ``i``'s. ``staging`` brings numbers to the device."""
-        for trait in sorted({name for layer in traits for name in _asked_for(layer)} - self.knows):
+        asked_for = {
+            trait.name
+            for layer in traits
+            for trait in fields(layer)
+            if getattr(layer, trait.name) != trait.default
+        }
+        for trait in sorted(asked_for - self.knows):
             raise UnsupportedModel(
                 f"the model's attention has {trait}, which the attention backend {self.name!r} "
                 "does not compute: choose another attention_backend"
@@ -103,7 +108,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def why_unusable(cls, device: torch.device) -> str:  # noqa: ARG003  (some can run anywhere)
-        """Why this backend cannot run on ``device``, or nothing where it can."""
+        """Say why this backend cannot run on ``device``; return nothing where it can."""
         return ""
 
     @abstractmethod
@@ -111,14 +116,8 @@ class AttentionBackend(ABC):
         """Note what the next forward pass works on. Called once a step, before any layer."""
 
     @abstractmethod
-    def attend_new(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """Store ``[tokens, kv_heads, head_dim]`` and attend to all that is stored by then."""
-
-
-def _asked_for(layer: LayerTraits) -> set[str]:
-    return {each.name for each in fields(layer) if getattr(layer, each.name) != each.default}
+    def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Store ``[tokens, kv_heads, head_dim]``, then attend to all that is stored."""
 
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {}
@@ -132,23 +131,19 @@ def register(backend: _Backend) -> _Backend:
 
 
 def find_backend(name: str) -> type[AttentionBackend]:
-    """The backend of that name. Its file need not be imported by anybody before."""
+    """Return the backend of that name, importing all files of this folder for it."""
     for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
         importlib.import_module(module.name)
     if name not in _BACKENDS:
-        raise ConfigError(
-            f"attention_backend={name!r} is not registered: there are "
-            f"{', '.join(sorted(_BACKENDS))}"
-        )
+        known = ", ".join(sorted(_BACKENDS))
+        raise ConfigError(f"attention_backend={name!r} is not registered: there are {known}")
     return _BACKENDS[name]
 
 
 def best_backend(device: torch.device) -> str:
-    """The name of the backend to take on a device where nobody says which."""
+    """Return the name of the default backend of a device."""
     find_backend("reference")
-    best = (
-        name
-        for name, backend in _BACKENDS.items()
-        if device.type in backend.best_on and not backend.why_unusable(device)
-    )
-    return next(best, "reference")
+    for name, backend in _BACKENDS.items():
+        if device.type in backend.best_on and not backend.why_unusable(device):
+            return name
+    return "reference"

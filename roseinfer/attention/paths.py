@@ -6,12 +6,12 @@ from enum import StrEnum
 
 
 class AttentionPath(StrEnum):
-    """Who computed the attention of some rows."""
+    """What computed the attention of some rows."""
 
     DECODE_TRITON = "attention_decode_triton"
     CHUNK_TRITON = "attention_chunk_triton"
     APPEND_AND_ATTEND = "attention_append_and_attend"
-    """One kernel that also stores the token it attends from."""
+    """This kernel also stores the token that it attends from."""
     SLOTS_REFERENCE = "attention_slots_reference"
-    """The same by torch operations."""
+    """Torch operations do the same."""
     REFERENCE = "attention_reference"

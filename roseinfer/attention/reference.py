@@ -1,4 +1,4 @@
-"""Attention as written in a book: gather, mask, softmax in fp32. What the rest must equal."""
+"""The reference that all attention must equal: gather, mask, and softmax in fp32."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from roseinfer.attention.paths import AttentionPath
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from roseinfer.kv.manager import KVBlockManager
 
 
 @register
 class ReferenceAttention(AttentionBackend):
-    """Torch operations that run anywhere."""
+    """Attention by torch operations, which run anywhere."""
 
     name: ClassVar[str] = "reference"
 
     def prepare(self, batch: StepBatch | ResidentBatch) -> None:
         self._batch = batch
 
-    def attend_new(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         kv, scale = self.kv, self.scales[layer]
         match self._batch:
             case ResidentBatch(tables, lengths):
@@ -42,14 +42,11 @@ class ReferenceAttention(AttentionBackend):
                 return paged_attention_reference(kv, layer, query, lists, counts, scale)
 
 
-def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Attention of the last ``query.shape[0]`` positions of one sequence.
+def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Compute the attention of the last ``query.shape[0]`` positions of one sequence.
 
-    Query is ``[tokens, q_heads, head_dim]``, keys and values ``[kv_heads, context,
-    head_dim]``; every query position sees itself and what came before. Returned like the
-    query, in its dtype.
+    Query and result are ``[tokens, q_heads, head_dim]``, keys and values ``[kv_heads, context,
+    head_dim]``; every query position sees itself and what came before.
     """
     tokens, q_heads, _ = query.shape
     kv_heads, context, _ = keys.shape
@@ -65,12 +62,12 @@ def attend(
 def paged_attention_reference(
     kv: KVBlockManager,
     layer: int,
-    query: torch.Tensor,
+    query: Tensor,
     block_lists: Sequence[Sequence[int]],
     query_lens: Sequence[int],
     scale: float,
-) -> torch.Tensor:
-    """Attention of several sequences, their query tokens one after another."""
+) -> Tensor:
+    """Compute the attention of several sequences, whose query tokens follow one another."""
     outputs = []
     begin = 0
     for block_ids, length in zip(block_lists, query_lens, strict=True):
@@ -81,16 +78,16 @@ def paged_attention_reference(
 
 
 def append_and_attend_reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
     scale: float,
-) -> torch.Tensor:
-    """What the kernel must compute: write, gather everything, mask, softmax in float32."""
+) -> Tensor:
+    """Compute what the kernel of that name must: write, gather, mask, and softmax in float32."""
     slots, q_heads, head_dim = query.shape
     _, kv_heads, size, _ = k_cache.shape
     block = tables.gather(1, (lengths // size)[:, None])[:, 0]

@@ -11,15 +11,16 @@ from roseinfer.attention.backend import AttentionBackend, ResidentBatch, StepBat
 from roseinfer.attention.paths import AttentionPath
 from roseinfer.errors import ConfigError
 from roseinfer.kernels.runtime import why_unusable
+from roseinfer.kv.paths import Work
 from roseinfer.kv.pool import SCRATCH
-from roseinfer.kv.work import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
+    from torch import Tensor
 
 _MOST_ROWS = 64
-"""Query tokens times heads that a program takes, unless there are more heads than that."""
+"""A program takes at most so many query tokens times heads, or one token where heads are more."""
 _LEAST_ROWS = 16
 """Tensor cores take no fewer."""
 
@@ -28,16 +29,16 @@ _LEAST_ROWS = 16
 class AttentionKernels:
     """The Triton kernels of a forward pass."""
 
-    decode: Callable[..., torch.Tensor]
-    """For sequences that have one new token."""
-    chunks: Callable[..., torch.Tensor]
-    """For those that have more."""
-    append_and_attend: Callable[..., torch.Tensor]
-    """For resident sequences: it also stores the token that it attends from."""
+    decode: Callable[..., Tensor]
+    """Attends for sequences that have one new token."""
+    chunks: Callable[..., Tensor]
+    """Attends for those that have more."""
+    append_and_attend: Callable[..., Tensor]
+    """Stores the new tokens of resident sequences and attends from them."""
 
 
 def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
-    """None where they cannot run. Imports Triton, so this is never asked on the hot path."""
+    """Return the kernels, or None where they cannot run. This imports Triton."""
     if why_unusable(device):
         return None
     from roseinfer.kernels.attend_chunks import paged_attention_chunks
@@ -48,7 +49,7 @@ def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
 
 @register
 class TritonAttention(AttentionBackend):
-    """A kernel for single tokens, one for chunks of prompts, and one for resident steps."""
+    """Has a kernel for single tokens, one for chunks of prompts, and one for resident steps."""
 
     name: ClassVar[str] = "triton"
     best_on: ClassVar[frozenset[str]] = frozenset({"cuda"})
@@ -66,13 +67,11 @@ class TritonAttention(AttentionBackend):
 
     def prepare(self, batch: StepBatch | ResidentBatch) -> None:
         self._batch = batch
-        self._tables: dict[int, torch.Tensor] = {}
-        self._lengths: torch.Tensor | None = None
-        self._tiles: tuple[int, tuple[torch.Tensor, ...]] | None = None
+        self._tables: dict[int, Tensor] = {}
+        self._lengths: Tensor | None = None
+        self._tiles: tuple[int, tuple[Tensor, ...]] | None = None
 
-    def attend_new(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         match self._batch:
             case ResidentBatch(tables, lengths):
                 self.path_counts[AttentionPath.APPEND_AND_ATTEND] += 1
@@ -84,8 +83,8 @@ class TritonAttention(AttentionBackend):
                 batch.new.write(layer, key, value)
                 return self.attend(batch, layer, query)
 
-    def attend(self, batch: StepBatch, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """Attention for ``[tokens, q_heads, head_dim]`` over what is stored by now."""
+    def attend(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
+        """Compute the attention of ``[tokens, q_heads, head_dim]`` over all that is stored."""
         outputs = []
         if batch.singles:
             outputs.append(self._singly(batch, layer, query[: batch.singles]))
@@ -93,40 +92,31 @@ class TritonAttention(AttentionBackend):
             outputs.append(self._chunks(batch, layer, query[batch.singles :]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _singly(self, batch: StepBatch, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """Attention of the sequences in front, which have one new token each."""
+    def _singly(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
+        """Compute the attention of the sequences in front, which have one new token each."""
         self.path_counts[AttentionPath.DECODE_TRITON] += 1
         if self._lengths is None:
             self._lengths = self.staging.stage([list(batch.lengths[: batch.singles])]).columns[0]
-        return self._kernels.decode(
-            query,
-            self.kv.keys[layer],
-            self.kv.values[layer],
-            self._table(batch.block_lists, layer // self.kv.layers_per_group),
-            self._lengths,
-            self.scales[layer],
-        )
+        keys, values, table = self.kv.keys[layer], self.kv.values[layer], self._table(batch, layer)
+        return self._kernels.decode(query, keys, values, table, self._lengths, self.scales[layer])
 
-    def _chunks(self, batch: StepBatch, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """Attention of the sequences behind, which have several new tokens."""
+    def _chunks(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
+        """Compute the attention of the sequences behind, which have several new tokens."""
         self.path_counts[AttentionPath.CHUNK_TRITON] += 1
         if self._tiles is None:
             self._tiles = self._cut(batch, query.shape[1] // self.kv.num_heads)
         tile_q, tiles = self._tiles
+        keys, values, table = self.kv.keys[layer], self.kv.values[layer], self._table(batch, layer)
+        longest = max(batch.lengths)
         return self._kernels.chunks(
-            query,
-            self.kv.keys[layer],
-            self.kv.values[layer],
-            self._table(batch.block_lists, layer // self.kv.layers_per_group),
-            tiles,
-            self.scales[layer],
-            tile_q=tile_q,
-            longest=max(batch.lengths),
+            query, keys, values, table, tiles, self.scales[layer], tile_q=tile_q, longest=longest
         )
 
-    def _cut(self, batch: StepBatch, group_size: int) -> tuple[int, tuple[torch.Tensor, ...]]:
-        """The sequences behind the single tokens as tiles of tokens, one for each program."""
-        tile_q = _tokens_of_a_program(group_size, max(batch.counts))
+    def _cut(self, batch: StepBatch, group_size: int) -> tuple[int, tuple[Tensor, ...]]:
+        """Cut the sequences behind the single tokens into tiles of tokens, one for a program."""
+        heads = 1 << (group_size - 1).bit_length()
+        wanted = 1 << (max(batch.counts) - 1).bit_length()
+        tile_q = max(1, _LEAST_ROWS // heads, min(_MOST_ROWS // heads, wanted))
         tiles: list[tuple[int, int, int, int]] = []
         row = 0
         for at in range(batch.singles, len(batch.counts)):
@@ -138,11 +128,12 @@ class TritonAttention(AttentionBackend):
         columns = [list(column) for column in zip(*tiles, strict=True)]
         return tile_q, self.staging.stage(columns).columns
 
-    def _table(self, block_lists: Sequence[Sequence[list[int]]], group: int) -> torch.Tensor:
-        """The blocks of every sequence in a group of layers, brought to the device once."""
+    def _table(self, batch: StepBatch, layer: int) -> Tensor:
+        """Bring the blocks of every sequence in a group of layers to the device, once a step."""
+        group = layer // self.kv.layers_per_group
         if group not in self._tables:
             first = group * self.kv.max_blocks_per_layer
-            lists = [own[group] for own in block_lists]
+            lists = [own[group] for own in batch.block_lists]
             width = max(map(len, lists))
             flat: list[int] = []
             for block_ids in lists:
@@ -151,10 +142,3 @@ class TritonAttention(AttentionBackend):
             self.kv.work_counts[Work.TABLE_ROWS] += len(lists)
             self._tables[group] = self.staging.stage([flat]).columns[0].view(-1, width)
         return self._tables[group]
-
-
-def _tokens_of_a_program(group_size: int, longest: int) -> int:
-    """Choose how many tokens a program takes when the longest sequence has ``longest`` new."""
-    heads = 1 << (group_size - 1).bit_length()
-    wanted = 1 << (longest - 1).bit_length()
-    return max(1, _LEAST_ROWS // heads, min(_MOST_ROWS // heads, wanted))

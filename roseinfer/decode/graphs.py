@@ -1,4 +1,4 @@
-"""Decode steps captured as CUDA graphs, one for each of a ladder of sizes."""
+"""Decode steps captured as CUDA graphs, for each size of a step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 
 class StepGraphs:
-    """Runs steps by replaying them.
+    """Runs steps by replaying graphs of them, which read the slots as they are by then.
 
-    A graph remembers addresses, so it replays what ``step`` does with its slots as they are
-    then. Capturing works on empty slots, whose tokens go to the scratch block: no block that
-    a sequence holds is touched, whenever it happens.
+    A step is captured on empty slots, whose tokens go to the scratch block: no block that a
+    sequence holds is touched.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class StepGraphs:
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Counter[str]]] = {}
 
     def capture(self, sizes: Sequence[int]) -> None:
-        """The largest first, so that the others find their memory in what it left."""
+        """Capture steps of all sizes, the largest first: the others use the memory it leaves."""
         for count in sorted(sizes, reverse=True):
             for greedy in (True, False):
                 self._capture(count, greedy)
@@ -55,7 +54,7 @@ class StepGraphs:
             self._step(count, greedy=greedy)  # compiles kernels and asks for workspaces
             torch.cuda.synchronize()
             warm = Counter(self._path_counts)
-            # What other threads ask of the GPU meanwhile is no part of the graph, nor its end.
+            # Other threads may ask things of the GPU meanwhile without ending the capture.
             mode = "thread_local"
             with (
                 _nothing_is_collected(),
@@ -71,7 +70,7 @@ class StepGraphs:
 
 @contextmanager
 def _nothing_is_collected() -> Iterator[None]:
-    """Another engine's graphs, destroyed by the garbage collector amid a capture, would end it."""
+    """Keep garbage from being collected: destroying another engine's graph ends a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

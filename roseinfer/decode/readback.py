@@ -1,4 +1,4 @@
-"""Numbers on their way from the device to the host, while the device goes on."""
+"""Copying numbers from the device to the host while the device goes on."""
 
 from __future__ import annotations
 
@@ -13,33 +13,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@dataclass(slots=True)
-class _Buffer:
-    host: torch.Tensor
-    done: torch.cuda.Event | None
-    """When what was copied last has come; None where copying waits for it."""
+_Buffer = tuple[torch.Tensor, torch.cuda.Event | None]
+"""Pinned memory, and the event behind the last copy to it; None where copying waits for it."""
 
 
 @dataclass(slots=True)
 class Arrival:
-    """A copy of a tensor that is not there yet."""
+    """A copy of a tensor that may still be under way."""
 
     _buffer: _Buffer
     _count: int
     _release: Callable[[_Buffer], None]
 
     def wait(self) -> list[Any]:
-        """The numbers. May be asked for once."""
-        buffer = self._buffer
-        if buffer.done is not None:
-            buffer.done.synchronize()
-        values: list[Any] = buffer.host[: self._count].tolist()
-        self._release(buffer)
+        """Wait for the numbers and return them. This may be called once."""
+        host, done = self._buffer
+        if done is not None:
+            done.synchronize()
+        values: list[Any] = host[: self._count].tolist()
+        self._release(self._buffer)
         return values
 
 
 class Readback:
-    """Copies vectors of up to ``most`` numbers, through pinned buffers that are used again."""
+    """Copies vectors of up to ``most`` numbers through pinned buffers, which are used again."""
 
     def __init__(self, most: int, dtype: torch.dtype, device: torch.device) -> None:
         self._most = most
@@ -48,16 +45,17 @@ class Readback:
         self._buffers: list[_Buffer] = []
 
     def start(self, vector: torch.Tensor) -> Arrival:
-        """Start copying ``vector`` as it is now; later changes to it do not arrive."""
+        """Start copying ``vector`` as it is now, whatever it is changed to later."""
         buffer = self._buffers.pop() if self._buffers else self._new_buffer()
+        host, done = buffer
         count = len(vector)
-        buffer.host[:count].copy_(vector, non_blocking=True)
-        if buffer.done is not None:
-            buffer.done.record(torch.cuda.current_stream(vector.device))
+        host[:count].copy_(vector, non_blocking=True)
+        if done is not None:
+            done.record(torch.cuda.current_stream(vector.device))
         return Arrival(buffer, count, self._buffers.append)
 
     def _new_buffer(self) -> _Buffer:
         with lasting():
             host = torch.empty(self._most, dtype=self._dtype, pin_memory=self._on_gpu)
         done = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
-        return _Buffer(host, done)
+        return host, done

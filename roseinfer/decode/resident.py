@@ -1,4 +1,4 @@
-"""Sequences that decode without the host: it launches steps and reads their tokens later."""
+"""Decode steps that the host launches without knowing the tokens of the steps before."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from roseinfer.sampling import rows_without_a_distribution
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import Tensor
+
     from roseinfer.attention.backend import AttentionBackend
     from roseinfer.config import SamplingParams
     from roseinfer.decode.readback import Arrival
@@ -27,41 +29,41 @@ if TYPE_CHECKING:
 
 
 _SOON = 16
-"""Tokens before its block is full that a sequence may be given the next one."""
+"""A sequence may be given its next block so many tokens before the last is full."""
 
 
 @dataclass(slots=True)
 class Resident:
-    """A sequence that has a slot."""
+    """A sequence that has a slot, and so its state on the device."""
 
     session: InferenceSession
     slot: int
     greedy: bool
     most: int
-    """Tokens that it may come to store."""
+    """How many tokens it may come to store."""
 
 
 class ResidentDecode:
-    """Decode steps for sequences whose state is on the device."""
+    """Runs the decode steps of residents."""
 
     def __init__(
-        self,
-        model: CausalModel,
-        attention: AttentionBackend,
-        num_slots: int,
-        *,
-        graphs: bool,
+        self, model: CausalModel, attention: AttentionBackend, num_slots: int, *, graphs: bool
     ) -> None:
         self._kv = kv = attention.kv
         self._path_counts = attention.path_counts
         width = -(-model.shape.max_length // kv.block_size)
-        self.slots = DecodeSlots(num_slots, width, attention.staging, kv.work_counts, kv.device)
+        self.slots = DecodeSlots(num_slots, width, attention.staging)
         self._model = model
         self._attention = attention
-        self._advance = None if attention.name == "reference" else _load_advance(kv.device)
+        self._advance: Callable[..., None] | None = None
+        """The kernels that end a greedy step, where there are any."""
+        if attention.name != "reference" and not why_unusable(kv.device):
+            from roseinfer.kernels.likeliest import advance_to_likeliest
+
+            self._advance = advance_to_likeliest
         with lasting():
             self._chosen = torch.zeros_like(self.slots.tokens)
-            """The token that the last step chose for each slot; -1 where it could not."""
+            """The token that the last step chose for each slot; -1 where there was none."""
         self._graphs = StepGraphs(self.step, self.slots, self._path_counts) if graphs else None
         self._readback = Readback(num_slots, torch.int64, kv.device)
         self._sizes = ladder(num_slots)
@@ -71,25 +73,25 @@ class ResidentDecode:
 
     @staticmethod
     def takes(params: SamplingParams) -> bool:
-        """Return True for a request that needs nothing of a step but its token, and nothing of
-        its past but its newest token: it can decode here."""
+        """Return True for a request that can decode here.
+
+        Choosing its tokens takes none of its past but the newest, and nothing else is wanted.
+        """
         return params.repetition_penalty == 1 and not params.logprobs
 
     def enter(
-        self,
-        entering: Sequence[tuple[InferenceSession, SamplingParams, int, int]],
-        tokens: torch.Tensor,
+        self, entering: Sequence[tuple[InferenceSession, SamplingParams, int, int]], tokens: Tensor
     ) -> list[Resident]:
         """Give slots to sessions; ``tokens`` are their newest.
 
-        Each comes with its parameters, its seed, and how many tokens it may come to store.
+        With each come its parameters, its seed, and how many tokens it may come to store.
         """
         residents = []
         for session, params, seed, most in entering:
             slot = self.slots.take(session, params, seed)
             residents.append(Resident(session, slot, params.temperature == 0, most))
             self._num_sampled += params.temperature != 0
-        # What is left of a block that a prompt ended in is the session's own already.
+        # The room behind a prompt in its last block is the session's own already.
         size = self._kv.block_size
         begun = [each for each in residents if each.session.stored % size]
         self._reserve(begun, [size - each.session.stored % size for each in begun])
@@ -97,20 +99,20 @@ class ResidentDecode:
         return residents
 
     def leave(self, resident: Resident) -> None:
-        """Give up a slot. Steps that were launched already are not disturbed."""
+        """Give up a slot. This does not disturb steps in flight."""
         self.slots.give_back(resident.slot)
         self._num_sampled -= not resident.greedy
 
     def clear(self) -> None:
-        """Take all slots back, also those that nobody came to know of."""
+        """Take all slots back, also those of a call of ``enter`` that broke off."""
         self.slots.clear()
         self._num_sampled = 0
 
     def launch(self, residents: Sequence[Resident], spare: int) -> Arrival:
-        """A step for all that have a slot; what arrives is indexed by slot.
+        """Launch a step for all that have a slot; what arrives is indexed by slot.
 
-        A session that needs a block for its token is given one, with room for all tokens
-        until that block is full; of ``spare`` blocks some go to sessions that soon will.
+        A session that needs a block for its token is given one, and room for all tokens until that
+        block is full. Some of the ``spare`` blocks go to sessions that will soon need one.
         """
         due = self._due(residents, spare)
         self._reserve(due, [self._kv.block_size] * len(due))
@@ -128,7 +130,7 @@ class ResidentDecode:
     def step(self, count: int, *, greedy: bool) -> None:
         """Store the token of each of the first ``count`` slots and choose the next one.
 
-        This asks nothing of the host, so that it can be captured once and replayed.
+        This needs nothing from the host, so that it can be captured once and replayed.
         """
         slots = self.slots
         for path in self._model.paths:
@@ -148,10 +150,10 @@ class ResidentDecode:
         lengths += slots.active(count)
 
     def _due(self, residents: Sequence[Resident], spare: int) -> list[Resident]:
-        """The sequences that need a block now, and a few of those that soon will.
+        """Find the sequences that need a block now, and a few of those that soon will.
 
-        Sequences that began together fill their blocks together, and to serve all of them in
-        one step would be felt as a pause.
+        Sequences that began together fill their blocks together: serving all of them in one step
+        would be felt as a pause.
         """
         soon = [each for each in residents if each.session.room - each.session.stored < _SOON]
         due = [each for each in soon if each.session.stored >= each.session.room]
@@ -171,16 +173,7 @@ class ResidentDecode:
 
 
 def ladder(most: int) -> list[int]:
-    """Sizes of steps, each at most twice the last and, where that is much, 32 apart."""
+    """Return the sizes of steps: each is at most twice the last, and large ones are 32 apart."""
     sizes = [size for size in (1, 2, 4, 8) if size < most]
     sizes += [size for size in (*range(16, 64, 16), *range(64, most, 32)) if size < most]
     return [*sizes, most]
-
-
-def _load_advance(device: torch.device) -> Callable[..., None] | None:
-    """The kernels that end a greedy step; None where they cannot run. This imports Triton."""
-    if why_unusable(device):
-        return None
-    from roseinfer.kernels.likeliest import advance_to_likeliest
-
-    return advance_to_likeliest

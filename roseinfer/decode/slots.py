@@ -1,8 +1,8 @@
 """Rows on the device that hold all that a decode step needs of each sequence.
 
-The host says where a sequence's blocks are, how long it is and how its tokens are chosen, and
-uploads a row only when one of these changed in a way the device cannot know. What the last
-token was, only the device knows: the host may be some steps behind.
+A row says where a sequence's blocks are, how long it is and how its tokens are chosen. The host
+uploads it only when one of these changed in a way that the device cannot know. Only the device
+knows the last token: the host may be some steps behind.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from roseinfer.kv.lasting import lasting
+from roseinfer.kv.paths import Work
 from roseinfer.kv.pool import SCRATCH
-from roseinfer.kv.work import Work
 from roseinfer.sampling import SamplingBatch, signed64
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Iterator, Sequence
 
     from roseinfer.config import SamplingParams
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Fields(NamedTuple):
-    """The numbers in front of a row's blocks, in their order. Floats are given by their bits."""
+    """The numbers in front of a row's blocks, in order. Floats are given by their bits."""
 
     length: int = 0
     """How many tokens are stored."""
@@ -44,16 +43,16 @@ class _Fields(NamedTuple):
 
 
 _COLUMN = _Fields(*range(len(_Fields._fields)))
-"""Where each field stands in a row."""
+"""The column of each field."""
 _BLOCKS = len(_COLUMN)
-"""Where a row's blocks begin."""
+"""The column at which a row's blocks begin."""
 
 
 @dataclass(slots=True)
 class _Occupant:
     session: InferenceSession
     fields: _Fields
-    """The fields of its row, but for the length, which grows."""
+    """The fields of its row, except for the length, which grows."""
     known: int = 0
     """The device knows so many of its blocks; only the last of them may have changed."""
 
@@ -61,46 +60,47 @@ class _Occupant:
 class DecodeSlots:
     """Rows of numbers, all of them 64 bits wide so that one copy brings a whole row.
 
-    A row that no sequence has is padding: it is empty, its blocks are all the scratch block,
-    and it stays as long as it is.
+    A row without a sequence is padding: its length stays 0, and all its blocks are the scratch
+    block.
     """
 
-    def __init__(
-        self,
-        num_slots: int,
-        width: int,
-        staging: IndexStaging,
-        work_counts: Counter[str],
-        device: torch.device,
-    ) -> None:
-        self._work_counts = work_counts
+    def __init__(self, num_slots: int, width: int, staging: IndexStaging) -> None:
+        """``width`` is how many blocks a row has room for."""
         self._width = width
         self._staging = staging
+        device = staging.device
         with lasting():
             self._rows = torch.zeros((num_slots, _BLOCKS + width), dtype=torch.int64, device=device)
             self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
-            """The token of each that is not stored yet."""
+            """The newest token of each row, which is not stored yet."""
         self._flat = self._rows.view(-1)
         self._occupants: list[_Occupant | None] = [None] * num_slots
         self._free = list(range(num_slots))
         self._changed: dict[int, None] = {}
-        """Rows to bring whole."""
+        """Rows to upload whole."""
         self._grown: dict[int, None] = {}
-        """Rows to bring the last blocks of."""
+        """Rows to upload the last blocks of."""
 
     # ------------------------------------------------------------------------- on the host
 
     @property
     def extent(self) -> int:
-        """Rows up to the last one that a sequence has."""
+        """How many rows there are up to the last one that a sequence has."""
         taken = (at for at in range(len(self._occupants), 0, -1) if self._occupants[at - 1])
         return next(taken, 0)
 
     def take(self, session: InferenceSession, params: SamplingParams, seed: int) -> int:
-        """The lowest free row, now the session's."""
-        occupant = _Occupant(session, _fields(params, seed))  # may raise: no row is taken yet
+        """Give the session the lowest free row, and return it."""
+        fields = _Fields(
+            active=1,
+            seed=signed64(seed),
+            temperature=_bits(params.temperature),
+            top_k=params.top_k,
+            top_p=_bits(params.top_p),
+            min_p=_bits(params.min_p),
+        )  # may raise: no row is taken yet
         slot = heappop(self._free)
-        self._occupants[slot] = occupant
+        self._occupants[slot] = _Occupant(session, fields)
         self._changed[slot] = None
         return slot
 
@@ -110,7 +110,7 @@ class DecodeSlots:
         heappush(self._free, slot)
 
     def clear(self) -> None:
-        """Take all back, whatever became of them; what the device knows of each is in doubt."""
+        """Free all rows and upload them anew, since nobody knows what the device has of them."""
         slots = range(len(self._occupants))
         self._occupants = [None] * len(slots)
         self._free = list(slots)
@@ -118,11 +118,11 @@ class DecodeSlots:
         self._grown.clear()
 
     def touch(self, slot: int) -> None:
-        """Note that a row's session has got blocks, or a copy of its last one."""
+        """Note that a row's session has new blocks, or a copy of its last one."""
         self._grown[slot] = None
 
     def upload(self) -> None:
-        """Bring what changed, as the sessions are now, to the device."""
+        """Upload what has changed, as the sessions are now."""
         if self._changed:
             self._upload_rows()
         if self._grown:
@@ -132,11 +132,17 @@ class DecodeSlots:
         flat: list[int] = []
         for slot in self._changed:
             self._grown.pop(slot, None)
-            flat.append(slot)
-            flat += self._row(self._occupants[slot])
+            occupant = self._occupants[slot]
+            if occupant is None:
+                flat += [slot, *_Fields(), *[SCRATCH] * self._width]
+                continue
+            (blocks,) = occupant.session.block_lists
+            occupant.known = len(blocks)
+            fields = occupant.fields._replace(length=occupant.session.stored)
+            flat += [slot, *fields, *blocks, *[SCRATCH] * (self._width - len(blocks))]
         rows = self._staging.stage([flat]).columns[0].view(len(self._changed), -1)
         self._rows.index_copy_(0, rows[:, 0], rows[:, 1:])
-        self._work_counts[Work.TABLE_ROWS] += len(self._changed)
+        self._staging.work_counts[Work.TABLE_ROWS] += len(self._changed)
         self._changed.clear()
 
     def _upload_blocks(self) -> None:
@@ -154,12 +160,12 @@ class DecodeSlots:
             occupant.known = len(blocks)
         at, values = self._staging.stage([places, numbers]).columns
         self._flat.index_copy_(0, at, values)
-        self._work_counts[Work.TABLE_ROWS] += len(self._grown)
+        self._staging.work_counts[Work.TABLE_ROWS] += len(self._grown)
         self._grown.clear()
 
     @contextmanager
     def emptied(self) -> Iterator[None]:
-        """Rows that are all padding; afterwards all is as it was."""
+        """Make all rows padding, and put everything back afterwards."""
         rows, tokens = self._rows.clone(), self.tokens.clone()
         self._rows.zero_()
         try:
@@ -173,31 +179,22 @@ class DecodeSlots:
         at = self._staging.stage([list(slots)]).columns[0]
         self.tokens.index_copy_(0, at, tokens)
 
-    def _row(self, occupant: _Occupant | None) -> list[int]:
-        if occupant is None:
-            return [*_Fields(), *[SCRATCH] * self._width]
-        session = occupant.session
-        (blocks,) = session.block_lists
-        occupant.known = len(blocks)
-        padding = [SCRATCH] * (self._width - len(blocks))
-        return [*occupant.fields._replace(length=session.stored), *blocks, *padding]
-
     # ----------------------------------------------------------------------- on the device
 
     def lengths(self, count: int) -> torch.Tensor:
-        """How many tokens each of the first rows has stored."""
+        """Return how many tokens each of the first rows has stored."""
         return self._rows[:count, _COLUMN.length]
 
     def active(self, count: int) -> torch.Tensor:
-        """1 for each of the first rows that a sequence has, 0 for padding."""
+        """Return 1 for each of the first rows that a sequence has, 0 for padding."""
         return self._rows[:count, _COLUMN.active]
 
     def tables(self, count: int) -> torch.Tensor:
-        """The blocks of each of the first rows."""
+        """Return the blocks of each of the first rows."""
         return self._rows[:count, _BLOCKS:]
 
     def sampling(self, count: int, *, greedy: bool) -> SamplingBatch:
-        """The sampling parameters of the first rows, as views of them."""
+        """Return the sampling parameters of the first rows, as views of them."""
         rows = self._rows[:count]
         floats = rows.view(torch.float32)[:, ::2]  # the lower half of each 64 bits
         return SamplingBatch(
@@ -212,18 +209,7 @@ class DecodeSlots:
         )
 
 
-def _fields(params: SamplingParams, seed: int) -> _Fields:
-    return _Fields(
-        active=1,
-        seed=signed64(seed),
-        temperature=_bits(params.temperature),
-        top_k=params.top_k,
-        top_p=_bits(params.top_p),
-        min_p=_bits(params.min_p),
-    )
-
-
 def _bits(value: float) -> int:
-    """The bits of a 32-bit float."""
+    """Return the bits of a 32-bit float."""
     (bits,) = struct.unpack("<i", struct.pack("<f", value))
     return int(bits)

@@ -1,38 +1,41 @@
-"""The append kernels: new keys and values to their slots.
+"""The append kernels write new keys and values to their slots.
 
 The three kernels differ only in where a token's block, position and source row come from.
 A program moves a tile of tokens x heads x head_dim, K and V. On a GPU a tile is one token
 wide, which spreads small batches; under the interpreter, where a program costs the same
 whatever its size, it holds many. Offsets are 64-bit; cache and inputs may have any strides.
 
-The ``kv_append_triton*`` functions check their arguments, which waits for the device; the
-``launch_*`` functions trust them and are what the block manager calls.
+The ``kv_append_triton*`` functions check their arguments, which waits for the device. The
+block manager calls the ``launch_*`` functions, which trust theirs.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from roseinfer.errors import BadArgument
 from roseinfer.kernels.checks import check_cache_pair, check_index
 from roseinfer.kernels.runtime import KernelLauncher, is_interpreted
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable
 
+_Pair = tuple[Tensor, Tensor]
+"""Keys and values."""
 _TILE = 4096
-"""Most elements of one token's K or V in a tile; more heads are split over programs."""
+"""A tile takes at most so many elements of a token's K or V; other programs take the rest."""
 _INTERPRETED_TOKENS = 64
-"""Most tokens of a tile under the interpreter."""
+"""A tile takes at most so many tokens under the interpreter."""
 
 
 @triton.jit
 def _token_tile(n, TILE_N: tl.constexpr):
-    """The tokens of this program, and which of them exist."""
+    """Return the tokens of this program, and which of them exist."""
     tokens = tl.program_id(0).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
     return tokens, tokens < n
 
@@ -133,14 +136,15 @@ _gather = KernelLauncher(_gather_kernel)
 
 def _launch(
     launcher: KernelLauncher,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    indices: tuple[torch.Tensor, ...],
+    k_cache: Tensor,
+    v_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *indices: Tensor,
     pos: tuple[int, ...] = (),
 ) -> None:
-    num_tokens = indices[-1].shape[0]
+    """Write tokens to ``indices``: their blocks, then positions, then rows, as the kernel asks."""
+    num_tokens = indices[0].shape[0]
     tile, num_warps = _tile(*key.shape[1:])
     tile_n = 1
     if is_interpreted():
@@ -148,7 +152,7 @@ def _launch(
     num_heads, _, tile_h, _ = tile
     launcher(
         (-(-num_tokens // tile_n), -(-num_heads // tile_h), 1),
-        (k_cache, v_cache, key, value, *indices),
+        (k_cache, v_cache, key, value, *indices[::-1]),
         (num_tokens, *pos),
         (*k_cache.stride(), *v_cache.stride(), *key.stride(), *value.stride(), tile_n, *tile),
         num_warps,
@@ -157,127 +161,97 @@ def _launch(
 
 @cache
 def _tile(num_heads: int, head_dim: int) -> tuple[tuple[int, int, int, int], int]:
-    """Heads and head_dim, the tile that covers them as far as it may, and warps for it."""
+    """Choose the tile of a token and its warps: heads, head_dim, and how many of each it covers."""
     tile_d = 1 << (head_dim - 1).bit_length()
     tile_h = min(1 << (num_heads - 1).bit_length(), max(1, _TILE // tile_d))
     return (num_heads, head_dim, tile_h, tile_d), min(4, max(1, tile_h * tile_d // 1024))
 
 
 def launch_full_batch(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    block_idx: torch.Tensor,
-    pos: int,
+    k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, block_idx: Tensor, pos: int
 ) -> None:
-    _launch(_full_batch, k_cache, v_cache, key, value, (block_idx,), (pos,))
+    _launch(_full_batch, k_cache, v_cache, key, value, block_idx, pos=(pos,))
 
 
-def launch_identity_pos(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    block_idx: torch.Tensor,
-    pos: torch.Tensor,
-) -> None:
-    _launch(_identity_pos, k_cache, v_cache, key, value, (pos, block_idx))
-
-
-def launch_gather(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    block_idx: torch.Tensor,
-    pos: torch.Tensor,
-    batch_idx: torch.Tensor,
-) -> None:
-    _launch(_gather, k_cache, v_cache, key, value, (batch_idx, pos, block_idx))
+launch_identity_pos = partial(_launch, _identity_pos)
+launch_gather = partial(_launch, _gather)
 
 
 def kv_append_triton(
     *,
-    k_cache_layer: torch.Tensor,
-    v_cache_layer: torch.Tensor,
-    key_new: torch.Tensor,
-    value_new: torch.Tensor,
-    batch_idx: torch.Tensor,
-    block_idx: torch.Tensor,
-    pos: torch.Tensor,
+    k_cache_layer: Tensor,
+    v_cache_layer: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    batch_idx: Tensor,
+    block_idx: Tensor,
+    pos: Tensor,
 ) -> None:
     """Write row ``batch_idx[i]`` of the inputs to ``pos[i]`` of block ``block_idx[i]``.
 
     Caches are ``[blocks, heads, block_size, head_dim]``, inputs ``[rows, heads, head_dim]``,
     indices one-dimensional, int32 or int64.
     """
-    key, value = _checked(k_cache_layer, v_cache_layer, key_new, value_new)
-    count = batch_idx.numel()
-    check_index("batch_idx", batch_idx, k_cache_layer, count, key.shape[0])
-    check_index("block_idx", block_idx, k_cache_layer, count, k_cache_layer.shape[0])
-    check_index("pos", pos, k_cache_layer, count, k_cache_layer.shape[2])
-    if count:
-        launch_gather(k_cache_layer, v_cache_layer, key, value, *_alike(block_idx, pos, batch_idx))
+    caches, new = (k_cache_layer, v_cache_layer), (key_new, value_new)
+    _append(launch_gather, caches, new, block_idx, pos, batch_idx)
 
 
 def kv_append_triton_identity_pos(
     *,
-    k_cache_layer: torch.Tensor,
-    v_cache_layer: torch.Tensor,
-    key_new: torch.Tensor,
-    value_new: torch.Tensor,
-    block_idx: torch.Tensor,
-    pos: torch.Tensor,
+    k_cache_layer: Tensor,
+    v_cache_layer: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    block_idx: Tensor,
+    pos: Tensor,
 ) -> None:
     """Write every row ``i`` of the inputs to ``pos[i]`` of block ``block_idx[i]``."""
-    key, value = _checked(k_cache_layer, v_cache_layer, key_new, value_new)
-    count = key.shape[0]
-    check_index("block_idx", block_idx, k_cache_layer, count, k_cache_layer.shape[0])
-    check_index("pos", pos, k_cache_layer, count, k_cache_layer.shape[2])
-    if count:
-        launch_identity_pos(k_cache_layer, v_cache_layer, key, value, *_alike(block_idx, pos))
+    caches, new = (k_cache_layer, v_cache_layer), (key_new, value_new)
+    _append(launch_identity_pos, caches, new, block_idx, pos)
 
 
 def kv_append_triton_full_batch(
     *,
-    k_cache_layer: torch.Tensor,
-    v_cache_layer: torch.Tensor,
-    key_new: torch.Tensor,
-    value_new: torch.Tensor,
-    block_idx: torch.Tensor,
+    k_cache_layer: Tensor,
+    v_cache_layer: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    block_idx: Tensor,
     pos: int,
 ) -> None:
     """Write every row ``i`` of the inputs to ``pos`` of block ``block_idx[i]``."""
-    key, value = _checked(k_cache_layer, v_cache_layer, key_new, value_new)
-    block_size = k_cache_layer.shape[2]
-    if not 0 <= pos < block_size:
-        raise BadArgument(f"pos must lie in 0..{block_size - 1}, not {pos}")
-    check_index("block_idx", block_idx, k_cache_layer, key.shape[0], k_cache_layer.shape[0])
-    if key.shape[0]:
-        launch_full_batch(k_cache_layer, v_cache_layer, key, value, block_idx.contiguous(), pos)
+    caches, new = (k_cache_layer, v_cache_layer), (key_new, value_new)
+    _append(launch_full_batch, caches, new, block_idx, pos)
 
 
-def _checked(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs in the cache's dtype, once everything about them fits."""
+def _append(launch: Callable[..., None], caches: _Pair, new: _Pair, *where: Tensor | int) -> None:
+    """Raise unless all arguments are right; then launch. ``where`` are blocks, positions, rows."""
+    k_cache, v_cache = caches
     check_cache_pair(k_cache, v_cache, dims=4)
-    _, heads, _, head_dim = k_cache.shape
-    for name, new in (("key_new", key), ("value_new", value)):
-        if new.dim() != 3 or new.shape[1:] != (heads, head_dim):
-            raise BadArgument(f"{name} must be [rows, {heads}, {head_dim}], not {tuple(new.shape)}")
-        if new.device != k_cache.device:
-            raise BadArgument(f"{name} is on {new.device} and the cache on {k_cache.device}")
-        if not new.is_floating_point():
-            raise BadArgument(f"{name} must be of floats, not {new.dtype}")
-    if key.shape != value.shape:
-        raise BadArgument(f"key_new has {key.shape[0]} rows and value_new {value.shape[0]}")
-    return key.to(k_cache.dtype), value.to(k_cache.dtype)
-
-
-def _alike(*indices: torch.Tensor) -> list[torch.Tensor]:
-    """Contiguous indices of one dtype, as the launcher's memory of compiled forms assumes."""
-    dtype = indices[0].dtype
-    same = all(index.dtype == dtype for index in indices)
-    return [index.contiguous() if same else index.long().contiguous() for index in indices]
+    num_blocks, heads, block_size, head_dim = k_cache.shape
+    for name, given in zip(("key_new", "value_new"), new, strict=True):
+        if given.dim() != 3 or given.shape[1:] != (heads, head_dim):
+            shape = tuple(given.shape)
+            raise BadArgument(f"{name} must be [rows, {heads}, {head_dim}], not {shape}")
+        if given.device != k_cache.device:
+            raise BadArgument(f"{name} is on {given.device} and the cache on {k_cache.device}")
+        if not given.is_floating_point():
+            raise BadArgument(f"{name} must be of floats, not {given.dtype}")
+    rows, value_rows = (len(given) for given in new)
+    if rows != value_rows:
+        raise BadArgument(f"key_new has {rows} rows and value_new {value_rows}")
+    indices = [index for index in where if isinstance(index, Tensor)]
+    count = rows if len(where) < 3 else indices[-1].numel()
+    bounds = {"block_idx": num_blocks, "pos": block_size, "batch_idx": rows}
+    for (name, bound), index in zip(bounds.items(), where, strict=False):
+        if isinstance(index, Tensor):
+            check_index(name, index, k_cache, count, bound)
+        elif not 0 <= index < bound:
+            raise BadArgument(f"{name} must lie in 0..{bound - 1}, not {index}")
+    if not count:
+        return
+    if len({index.dtype for index in indices}) > 1:  # the launcher looks at one of them only
+        indices = [index.long() for index in indices]
+    indices = [index.contiguous() for index in indices]
+    key, value = (given.to(k_cache.dtype) for given in new)
+    launch(k_cache, v_cache, key, value, *indices, *where[len(indices) :])

@@ -1,4 +1,4 @@
-"""Attention of several new tokens a sequence: whole prompts, and chunks behind what is stored.
+"""Attention of several new tokens a sequence: of whole prompts, and of chunks of longer ones.
 
 A program takes some consecutive tokens of one sequence and one KV head with the query heads
 that share it, and goes through the sequence's blocks, wherever they lie, up to its last token.
@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 
 from roseinfer.errors import BadArgument
-from roseinfer.kernels.combine_parts import LOG2_E
+from roseinfer.kernels.attend_decode import LOG2_E
 from roseinfer.kernels.dot import dot
 from roseinfer.kernels.runtime import is_interpreted, launch
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 _TILE_T = 64
-"""Tokens of context that a program looks at together."""
+"""A program looks at so many tokens of context together."""
 
 
 @triton.jit
@@ -87,31 +87,31 @@ def _chunk_kernel(
 
 
 def paged_attention_chunks(
-    query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    tables: torch.Tensor,
-    tiles: tuple[torch.Tensor, ...],
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    tiles: tuple[Tensor, ...],
     scale: float,
     *,
     tile_q: int,
     longest: int,
-) -> torch.Tensor:
-    """Attention of ``[tokens, q_heads, head_dim]`` whose keys and values are stored.
+) -> Tensor:
+    """Compute the attention of ``[tokens, q_heads, head_dim]``, which are stored already.
 
     The caches are one layer, and row ``i`` of ``tables`` lists sequence ``i``'s blocks.
     ``tiles`` are columns: for each program its sequence, the first of its tokens in ``query``,
     how many they are (``tile_q`` or fewer), and that token's position. No position is
     ``longest`` or more.
     """
-    tokens, q_heads, head_dim = query.shape
+    _, q_heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_cache.shape
     if q_heads % kv_heads or k_cache.shape[3] != head_dim:
         raise BadArgument(
             f"{q_heads} query heads of {head_dim} do not fit {kv_heads} KV heads of "
             f"{k_cache.shape[3]}"
         )
-    out = query.new_empty((tokens, q_heads, head_dim))
+    out = query.new_empty(query.shape)
     group = q_heads // kv_heads
     tile_g, tile_d = 1 << (group - 1).bit_length(), max(16, 1 << (head_dim - 1).bit_length())
     launch(

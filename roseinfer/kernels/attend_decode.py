@@ -1,11 +1,10 @@
 """Decode attention: one query token for each sequence, over blocks wherever they lie.
 
 A program takes one sequence, one KV head with the query heads that share it, and one part of
-the context; where there are several parts a second kernel combines them. How many there are
-depends on the number of programs and the width of the tables, never on a length, so that a
-captured launch stays right while sequences grow. What lies in a block behind the sequence's
-last token is never used: its scores are masked, and its values are zero before they are
-weighted, since zero times NaN is NaN.
+the context. Where there are several parts a second kernel combines them. Their number depends
+on the number of programs and the width of the tables, never on a length: a captured launch
+stays right while sequences grow. What lies in a block behind the sequence's last token is not
+used: its scores are masked, and its values are zeroed, since zero times NaN is NaN.
 
 The same launch may store the token's key and value first. The program of the first part does
 so, and begins with the new token as the only one it has seen: nothing that a launch writes is
@@ -17,12 +16,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from roseinfer.errors import BadArgument
-from roseinfer.kernels.combine_parts import LOG2_E, combine_kernel
 from roseinfer.kernels.dot import dot
-from roseinfer.kernels.runtime import is_interpreted, launch, starts_early
+from roseinfer.kernels.runtime import is_interpreted, launch
 
+LOG2_E = 1.4426950408889634
+"""Kernels work with powers of two: scores are scaled by this first."""
 _MOST_PARTS = 32
 _PROCESSORS = 132
 """The largest GPUs have about so many."""
@@ -32,11 +33,11 @@ _MOST_LARGE_PROGRAMS = 6 * _PROCESSORS
 _LARGE_TILE = 64
 """Tokens that a program looks at together."""
 _TILE_BYTES = 1 << 14
-"""A tile's keys take at most so many. A program takes two to three times that of shared memory, of
-which some GPUs have 64 KiB."""
+"""A tile's keys take at most so many. A program needs two to three times that of shared memory,
+of which some GPUs have 64 KiB."""
 _AT_ONCE = 8 * _PROCESSORS
-"""Up to so many programs, the kernel behind is let in before all have ended. With more, it would
-take the place of those that have not begun."""
+"""With up to so many programs, the next kernel may start before these have ended. With more, it
+would take the place of those that have not begun."""
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def _decode_kernel(
     kc_b, kc_h, kc_t, table_pitch, length_pitch,
     Q_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TILE_G: tl.constexpr, TILE_D: tl.constexpr, TILE_T: tl.constexpr, PARTS: tl.constexpr,
-    LIMIT: tl.constexpr, APPENDS: tl.constexpr, EARLY: tl.constexpr, ROOM: tl.constexpr,
+    LIMIT: tl.constexpr, APPENDS: tl.constexpr, ROOM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -122,54 +123,69 @@ def _decode_kernel(
         tl.store(partial + row[:, None] * D + dims[None, :], sums, q_inside)
 
 
+@triton.jit
+def _combine_kernel(
+    partial, weights_max, weights_sum, out,
+    parts, o_s, o_h, o_d,
+    Q_HEADS: tl.constexpr, D: tl.constexpr, TILE_P: tl.constexpr, TILE_D: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program combines what the parts of one sequence found for one query head."""
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = (sequence * Q_HEADS + head) * parts
+    part = tl.arange(0, TILE_P)
+    dims = tl.arange(0, TILE_D)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    top = tl.load(weights_max + row + part, part < parts, other=float("-inf"))
+    total = tl.load(weights_sum + row + part, part < parts, other=0.0)
+    # A part behind the end of the context has no maximum and no weight.
+    shrink = tl.where(total > 0, tl.exp2(top - tl.max(top, 0)), 0.0)
+    inside = (part[:, None] < parts) & (dims[None, :] < D) & (total[:, None] > 0)
+    values = tl.load(partial + (row + part[:, None]) * D + dims[None, :], inside, other=0.0)
+    weight = tl.sum(total * shrink, 0)
+    result = tl.sum(values * shrink[:, None], 0) / tl.where(weight > 0, weight, 1.0)
+    tl.store(
+        out + sequence * o_s + head * o_h + dims * o_d,
+        result.to(out.dtype.element_ty), dims < D,
+    )  # fmt: skip
+
+
 def paged_attention_decode(
-    query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """Attention of one stored token a sequence, ``[sequences, q_heads, head_dim]``.
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
+    """Compute the attention of one stored token a sequence, ``[sequences, q_heads, head_dim]``.
 
     The caches are one layer, ``[blocks, kv_heads, block_size, head_dim]``; row ``i`` of
     ``tables`` lists sequence ``i``'s blocks and ``lengths[i]`` counts its tokens, the query's
     own included. The caches lie in memory alike, the elements of a head side by side.
     """
-    return _attend(query, None, k_cache, v_cache, tables, lengths, scale)
+    return append_and_attend(query, None, None, k_cache, v_cache, tables, lengths, scale)
 
 
 def append_and_attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Store one token for each sequence, ``[sequences, kv_heads, head_dim]``, and attend from it.
 
-    As ``paged_attention_decode``, but that ``lengths[i]`` counts what is stored before, and row
+    This is ``paged_attention_decode``, but ``lengths[i]`` counts what is stored before, and row
     ``i`` of ``tables`` has a block for the new token too. On a GPU ``lengths`` may be read before
     the kernel in front has ended: it must not be what writes them.
     """
-    return _attend(query, (key, value), k_cache, v_cache, tables, lengths, scale)
-
-
-def _attend(
-    query: torch.Tensor,
-    new: tuple[torch.Tensor, torch.Tensor] | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
     _check(query, k_cache, v_cache)
     query = _side_by_side(query)
-    key, value = map(_side_by_side, new) if new else (query, query)
+    appends = key is not None
+    key = query if key is None else _side_by_side(key)
+    value = query if value is None else _side_by_side(value)
     sequences, q_heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_cache.shape
     group = q_heads // kv_heads
@@ -185,8 +201,9 @@ def _attend(
     tile_d = max(16, 1 << (head_dim - 1).bit_length())
     programs = sequences * kv_heads * parts
     tile_t, warps = _tile(programs, tile_d * k_cache.element_size())
-    limit = _limit(most_tokens, lengths, tight=new is None) if is_interpreted() else 0
-    early = new is not None and starts_early(query)
+    limit = 0
+    if is_interpreted():  # counting to a limit; tables of slots are wider than any sequence needs
+        limit = max(1, int(lengths.max())) if appends else most_tokens
     launch(
         _decode_kernel, (sequences, kv_heads, parts),
         query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max,
@@ -194,18 +211,18 @@ def _attend(
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2],
         *k_cache.stride()[:3], tables.stride(0), lengths.stride(0),
         q_heads, group, head_dim, block_size, tile_g, tile_d, tile_t, parts, limit,
-        new is not None, early, programs <= _AT_ONCE, num_warps=warps, early=early,
+        appends, programs <= _AT_ONCE, num_warps=warps, early=appends,
     )  # fmt: skip
     if parts > 1:
         launch(
-            combine_kernel, (sequences, q_heads),
+            _combine_kernel, (sequences, q_heads),
             partial, weights_max, weights_sum, out, parts, *out.stride(),
-            q_heads, head_dim, 1 << (parts - 1).bit_length(), tile_d, early, early=early,
+            q_heads, head_dim, 1 << (parts - 1).bit_length(), tile_d, early=appends,
         )  # fmt: skip
     return out
 
 
-def _check(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+def _check(query: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     _, q_heads, head_dim = query.shape
     if q_heads % k_cache.shape[1] or k_cache.shape[3] != head_dim or k_cache.shape != v_cache.shape:
         raise BadArgument(
@@ -223,27 +240,25 @@ def _check(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) ->
         )
 
 
-def _limit(most_tokens: int, lengths: torch.Tensor, *, tight: bool) -> int:
-    """The interpreter counts up to this: tables of slots are wider than any sequence needs."""
-    return most_tokens if tight else max(1, int(lengths.max()))
-
-
-def _side_by_side(heads: torch.Tensor) -> torch.Tensor:
-    """With the elements of a head next to each other in memory."""
+def _side_by_side(heads: Tensor) -> Tensor:
+    """Put the elements of a head next to each other in memory."""
     return heads if heads.stride(2) == 1 else heads.contiguous()
 
 
 def _tile(programs: int, head_bytes: int) -> tuple[int, int]:
-    """Tokens that a program looks at together, and its warps: the fastest on an H200."""
+    """Choose how many tokens a program looks at together, and its warps: the fastest on an H200."""
     if programs <= _MOST_LARGE_PROGRAMS and _LARGE_TILE * head_bytes <= _TILE_BYTES:
         return _LARGE_TILE, 4
     return min(32, max(16, _TILE_BYTES // head_bytes)), 1
 
 
 def _num_parts(rows: int, most_tokens: int) -> int:
-    """Choose the number of parts of a context: a power of two, so that kernels are few, and
-    no more than it takes for the longest that a table has room for."""
-    if is_interpreted():  # where a program costs the same whatever it does
+    """Choose how many parts a context has.
+
+    It is a power of two, so that kernels are few, and no more than it takes for the longest
+    context that a table has room for.
+    """
+    if is_interpreted():  # there a program costs the same whatever it does
         return 1
     wanted = max(1, _PROGRAMS_WANTED // rows)
     tiles = -(-most_tokens // _LARGE_TILE)

@@ -1,4 +1,4 @@
-"""Checks of what is handed to the kernels for use on their own."""
+"""Checks of the arguments of kernels that are called on their own."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ def check_cache_pair(k_cache: torch.Tensor, v_cache: torch.Tensor, dims: int) ->
 def check_index(
     name: str, index: torch.Tensor, like: torch.Tensor, length: int, bound: int
 ) -> None:
-    """An index tensor as the kernels need it: its kind, its length and every value.
+    """Raise unless an index tensor's kind, length and values are right; this waits for the device.
 
-    Reading the values waits for the device. The manager, which knows its indices, launches
-    without these checks.
+    The manager, which knows its indices, launches without these checks.
     """
     if index.dtype not in (torch.int32, torch.int64):
         raise BadArgument(f"{name} must be int32 or int64, not {index.dtype}")

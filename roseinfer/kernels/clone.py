@@ -1,17 +1,18 @@
-"""The copy-on-write kernel: whole blocks of every layer of a group, in one launch."""
+"""The copy-on-write kernel copies whole blocks of all layers of a group in one launch."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from roseinfer.errors import BadArgument
 from roseinfer.kernels.checks import check_cache_pair, check_index
 from roseinfer.kernels.runtime import KernelLauncher
 
 _CHUNK = 4096
-"""Elements of a block that one program copies."""
+"""A program copies at most so many elements of a block."""
 
 
 @triton.jit
@@ -46,12 +47,7 @@ _clone = KernelLauncher(_clone_kernel)
 
 
 def launch_clone(
-    k_from: torch.Tensor,
-    v_from: torch.Tensor,
-    k_to: torch.Tensor,
-    v_to: torch.Tensor,
-    source: torch.Tensor,
-    target: torch.Tensor,
+    k_from: Tensor, v_from: Tensor, k_to: Tensor, v_to: Tensor, source: Tensor, target: Tensor
 ) -> None:
     """Copy blocks ``source`` of the first pair of caches to ``target`` of the second."""
     layers, _, heads, block_size, head_dim = k_to.shape
@@ -69,14 +65,12 @@ def launch_clone(
     )  # fmt: skip
 
 
-def kv_clone_triton(
-    *, k_cache: torch.Tensor, v_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor
-) -> None:
+def kv_clone_triton(*, k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
     """Copy block ``source[i]`` to block ``target[i]``, all at once, in every layer.
 
     Caches are ``[layers, blocks, heads, block_size, head_dim]``, or one layer without the
-    first dimension. The copies are simultaneous: a block may be one's target and another's
-    source, and the old content is what travels.
+    first dimension. A block may be the target of one copy and the source of another, which then
+    copies its old content.
     """
     if k_cache.dim() == 4 and v_cache.dim() == 4:
         k_cache, v_cache = k_cache.unsqueeze(0), v_cache.unsqueeze(0)

@@ -1,7 +1,7 @@
 """Products of tiles, as exact as the device makes them.
 
-Triton's interpreter keeps bfloat16 as the bits it is made of, and multiplies those: there,
-factors are widened first, which changes no product that float32 can hold.
+Triton's interpreter would multiply the bits that a bfloat16 is stored as. There the factors are
+widened first, which changes no product that float32 can hold.
 """
 
 from __future__ import annotations

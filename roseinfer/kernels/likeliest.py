@@ -1,15 +1,16 @@
-"""Greedy decoding's end of a step: every row's likeliest token, and on to the next position."""
+"""The end of a greedy step: choose every row's likeliest token and move on by one position."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from roseinfer.kernels.runtime import launch, starts_early
+from roseinfer.kernels.runtime import launch
 
 _STRIPS = 32
-"""Programs that share a row, of which the second kernel hears what each has found."""
+"""A row is shared among so many programs; a second kernel combines what they found."""
 _TILE = 1024
 
 
@@ -19,7 +20,7 @@ def _strip_kernel(
     l_r, strips,
     N: tl.constexpr, STRIP: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The largest number of a strip, the first place it has, and what kinds there are."""
+    """Find a strip's largest number, the first place that has it, and what kinds there are."""
     row = tl.program_id(0).to(tl.int64)
     strip = tl.program_id(1)
     if EARLY:
@@ -67,28 +68,23 @@ def _advance_kernel(
 
 
 def advance_to_likeliest(
-    logits: torch.Tensor,
-    chosen: torch.Tensor,
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    active: torch.Tensor,
+    logits: Tensor, chosen: Tensor, tokens: Tensor, lengths: Tensor, active: Tensor
 ) -> None:
     """Choose the first of the largest logits of each row, and add ``active`` to ``lengths``.
 
-    ``chosen`` is -1 for a row with NaN or nothing finite, whose token to go on with is 0.
+    A row with NaN or nothing finite gets -1 in ``chosen`` and 0 in ``tokens``.
     """
     rows, width = logits.shape
     strip = triton.cdiv(triton.cdiv(width, _STRIPS), _TILE) * _TILE
     strips = triton.cdiv(width, strip)
     best = logits.new_empty((rows, strips), dtype=torch.float32)
     place, kind = logits.new_empty((2, rows, strips), dtype=torch.int32)
-    early = starts_early(logits)
     launch(
         _strip_kernel, (rows, strips), logits, best, place, kind,
-        logits.stride(0), strips, width, strip, _TILE, early, early=early,
+        logits.stride(0), strips, width, strip, _TILE, early=True,
     )  # fmt: skip
     launch(
         _advance_kernel, (rows,), best, place, kind, chosen, tokens, lengths, active,
         strips, lengths.stride(0), active.stride(0),
-        width, triton.next_power_of_2(strips), early, num_warps=1, early=early,
+        width, triton.next_power_of_2(strips), num_warps=1, early=True,
     )  # fmt: skip

@@ -1,24 +1,27 @@
-"""Linear layers of few rows: reading the weights is all they cost.
+"""Linear layers of few rows, which cost what reading their weights costs.
 
 Weights depend on no other kernel. Where the GPU allows it, a kernel starts while the one in
-front of it ends, and has its first weights on their way when the rows are there.
+front of it ends, and is fetching its first weights when the rows are there.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from roseinfer.kernels.dot import dot
-from roseinfer.kernels.runtime import launch, starts_early
+from roseinfer.kernels.runtime import launch
 
 _TILE_K = 128
 _MOST_TILE_R = 64
 _PROGRAMS_WANTED = 96
-"""For layers that are cut into parts: most of a large GPU, and few enough parts to add up."""
+"""A layer is cut into parts until it has so many: they fill most of a large GPU."""
 _WIDE = 1 << 14
-"""Outputs from which a layer has programs enough, however large each is."""
+"""From so many outputs on a layer has enough programs, however large each is."""
 
 
 @triton.jit
@@ -50,7 +53,7 @@ def _whole_kernel(
     if BIAS:
         total += b[None, :]
     if GELU:
-        # tanh by the logistic function, of which there is a fast one; beyond 10 both are flat
+        # tanh by way of the logistic function, which is fast; beyond 10 both are flat
         inner = 0.7978845608028654 * (total + 0.044715 * total * total * total)
         inner = tl.minimum(tl.maximum(inner, -10.0), 10.0)
         total = total * tl.sigmoid(2.0 * inner)
@@ -99,55 +102,49 @@ def _parts_kernel(
     )  # fmt: skip
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gelu: bool = False
-) -> torch.Tensor:
-    """``x @ weight + bias`` for ``[rows, inputs]`` and ``[inputs, outputs]`` of any strides."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: bool = False) -> Tensor:
+    """Compute ``x @ weight + bias``, ``[rows, inputs]`` by ``[inputs, outputs]`` of any strides."""
     rows, inputs = x.shape
     outputs = weight.shape[1]
     tile_r = _tile_r(rows)
     tile_n, tile_k, warps, stages = _whole_tiles(rows, outputs)
     out = x.new_empty((rows, outputs))
-    early = starts_early(x)
     launch(
         _whole_kernel, (triton.cdiv(outputs, tile_n), triton.cdiv(rows, tile_r)),
         x, weight, bias, out, rows, x.stride(0), *weight.stride(), out.stride(0),
-        outputs, inputs, tile_r, tile_n, tile_k, stages, bias is not None, gelu, early,
-        num_warps=warps, early=early,
+        outputs, inputs, tile_r, tile_n, tile_k, stages, bias is not None, gelu,
+        num_warps=warps, early=True,
     )  # fmt: skip
     return out
 
 
-def linear_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight`` as ``[parts, rows, outputs]`` in float32, which are still to be added."""
+def linear_in_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute ``x @ weight`` as ``[parts, rows, outputs]`` in float32, still to be added up."""
     rows, inputs = x.shape
     outputs = weight.shape[1]
     tile_r, tile_n = _tile_r(rows), 64
     strips = triton.cdiv(outputs, tile_n) * triton.cdiv(rows, tile_r)
-    parts = _num_parts(inputs, strips)
+    # The fewest parts, of one to four tiles each, that give enough programs.
+    tiles = triton.cdiv(inputs, _TILE_K)
+    each = triton.cdiv(tiles, triton.cdiv(_PROGRAMS_WANTED, strips))
+    parts = triton.cdiv(tiles, min(each, 4))
     out = x.new_empty((parts, rows, outputs), dtype=torch.float32)
-    early = starts_early(x)
     launch(
         _parts_kernel, (triton.cdiv(outputs, tile_n), parts, triton.cdiv(rows, tile_r)),
         x, weight, out, rows, x.stride(0), *weight.stride(), *out.stride()[:2],
-        outputs, inputs, tile_r, tile_n, _TILE_K, parts, early, early=early,
+        outputs, inputs, tile_r, tile_n, _TILE_K, parts, early=True,
     )  # fmt: skip
     return out
 
 
+@cache
 def _tile_r(rows: int) -> int:
     return int(min(_MOST_TILE_R, max(16, triton.next_power_of_2(rows))))
 
 
+@cache
 def _whole_tiles(rows: int, outputs: int) -> tuple[int, int, int, int]:
-    """Outputs and inputs of a tile, warps and stages: the fastest on an H200 of those tried."""
+    """Choose outputs and inputs of a tile, warps and stages: the fastest tried on an H200."""
     if outputs >= _WIDE:
         return 64, 64, 4, 4
     return (32, 64, 4, 6) if rows <= _MOST_TILE_R else (64, 128, 4, 3)
-
-
-def _num_parts(inputs: int, strips: int) -> int:
-    """Choose the fewest parts, of one to four tiles each, that give enough programs."""
-    tiles = triton.cdiv(inputs, _TILE_K)
-    each = triton.cdiv(tiles, triton.cdiv(_PROGRAMS_WANTED, strips))
-    return int(triton.cdiv(tiles, min(each, 4)))

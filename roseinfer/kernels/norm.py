@@ -1,4 +1,4 @@
-"""The residual stream between two linear layers: added to, and normed for the next."""
+"""Adding to the residual stream between two linear layers, and norming it for the next."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from roseinfer.kernels.runtime import launch, starts_early
+from roseinfer.kernels.runtime import launch
 
 
 @triton.jit
@@ -68,39 +69,31 @@ def _embed_norm_kernel(
     tl.store(normed + row * n_r + n, scaled.to(normed.dtype.element_ty), inside)
 
 
-def add_norm(
-    residual: torch.Tensor, added: torch.Tensor, bias: torch.Tensor | None, norm: Any
-) -> torch.Tensor:
+def add_norm(residual: Tensor, added: Tensor, bias: Tensor | None, norm: Any) -> Tensor:
     """Add ``[parts, rows, width]`` and a bias to the residual in place; return it normed."""
     rows, width = residual.shape
     normed = torch.empty_like(residual)
-    early = starts_early(residual)
     launch(
         _add_norm_kernel, (rows,), residual, added, bias, norm.weight, norm.bias, normed,
         *added.stride()[:2], residual.stride(0), normed.stride(0), norm.eps,
         width, triton.next_power_of_2(width), len(added), bias is not None,
-        early, num_warps=16, early=early,
+        num_warps=16, early=True,
     )  # fmt: skip
     return normed
 
 
 def embed_norm(
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    words: torch.Tensor,
-    places: torch.Tensor,
-    norm: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and positions as one residual stream, and that normed."""
+    tokens: Tensor, positions: Tensor, words: Tensor, places: Tensor, norm: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the residual stream of tokens at positions, and that normed."""
     width = words.shape[1]
     residual = words.new_empty((len(tokens), width))
     normed = torch.empty_like(residual)
-    early = starts_early(words)
     launch(
         _embed_norm_kernel, (len(tokens),),
         tokens, positions, words, places, norm.weight, norm.bias, residual, normed,
         positions.stride(0), words.stride(0), places.stride(0), residual.stride(0),
         normed.stride(0), norm.eps, width, triton.next_power_of_2(width),
-        early, num_warps=16, early=early,
+        num_warps=16, early=True,
     )  # fmt: skip
     return residual, normed

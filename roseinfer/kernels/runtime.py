@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def why_unusable(device: torch.device) -> str:
-    """Why no Triton kernel can run on ``device``, or nothing where they can.
+    """Say why no Triton kernel can run on ``device``; return nothing where they can.
 
     This imports Triton, so it is asked when a cache is built and never on the hot path.
     """
@@ -39,48 +39,47 @@ def is_interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def starts_early(like: torch.Tensor) -> bool:
-    """Kernels on the tensor's device may start before the one in front of them has ended.
-
-    NVIDIA GPUs of compute capability 9 and up let kernels start early that say when to wait.
-    A kernel that does must have waited before it writes anything, and before it reads what
-    another kernel of the same step has written. What lets the next one in may come before the
-    wait: each waits for the end of the one in front, which has waited itself. Only a step's first
-    kernel must wait before, since others read what the step before wrote without waiting.
-    """
-    return like.is_cuda and _has_early_starts(like.get_device())
-
-
 @cache
 def _has_early_starts(device: int) -> bool:
+    """NVIDIA GPUs of compute capability 9 and up let kernels start early that say when to wait."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+_num_gpus = cache(torch.cuda.device_count)
+
+
 def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, early: bool = False
+    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, early: bool | None = None
 ) -> Any:
     """Launch a kernel whose first argument is a tensor, on the device of that tensor.
 
-    Kernels go to the current GPU, which need not be the one the tensors are on. With ``early``
-    the kernel may start while the one in front of it ends, and must wait where it has to.
+    ``early`` is given for a kernel that has the parameter EARLY. If true, and where GPUs allow it,
+    the kernel starts while the one in front of it ends. It must have waited before it writes
+    anything, and before it reads what another kernel of the same step has written. What lets the
+    next one in may come before the wait: each waits for the end of the one in front, which has
+    waited itself. Only a step's first kernel must wait before, since others read what the step
+    before wrote without waiting.
     """
     device = args[0].get_device()
-    if device >= 0 and device != torch.cuda.current_device():
+    options: dict[str, Any] = {"num_warps": num_warps}
+    if early is not None:
+        options["EARLY"] = early = early and device >= 0 and _has_early_starts(device)
+        if early:
+            options["launch_pdl"] = True
+    # Kernels go to the current GPU, and where there is one that need not be asked for.
+    if device >= 0 and _num_gpus() > 1 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return launch(kernel, grid, *args, num_warps=num_warps, early=early)
-    if early:
-        return kernel[grid](*args, num_warps=num_warps, launch_pdl=True)
-    return kernel[grid](*args, num_warps=num_warps)
+            return kernel[grid](*args, **options)
+    return kernel[grid](*args, **options)
 
 
 class KernelLauncher:
     """Launches one kernel, remembering its compiled form for argument shapes seen before.
 
-    Triton's own launch inspects every argument anew to find the matching specialisation,
-    and calls its hooks even when nobody listens, which together is most of its host time.
-    What it looks at (dtypes, integer values, pointer alignment, device) is the key here.
-    Unaligned tensors, and every launch while hooks are set, take Triton's public way; so do
-    all launches where this version of Triton lacks the private one.
+    Triton's own launch inspects every argument anew to find the matching specialisation, and calls
+    its hooks even when nobody listens: that is most of its host time. Here what it looks at
+    (dtypes, integer values, device) is a key. Unaligned tensors, launches while hooks are set, and
+    versions of Triton without the private launch take the public way.
     """
 
     _MOST_REMEMBERED = 512
@@ -102,30 +101,31 @@ class KernelLauncher:
         shape: tuple[int, ...],
         num_warps: int,
     ) -> None:
-        """Run with ``(*tensors, *scalars, *shape)``.
+        """Launch with ``(*tensors, *scalars, *shape)``.
 
-        ``scalars`` are the parameters the kernel does not specialise on; every integer in
-        ``shape`` may be specialised on or be a constant of the kernel. The first tensor's
-        dtype stands for all but the indices, the last one's for those.
+        The kernel is not specialised on ``scalars``, and may be on every integer in ``shape``. The
+        first tensor's dtype is that of all but the indices, the last one's is theirs.
         """
         first = tensors[0]
         device = first.get_device()
-        if device >= 0 and device != torch.cuda.current_device():
+        if device >= 0 and _num_gpus() > 1 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self(grid, tensors, scalars, shape, num_warps)
             return
         pointer_bits = 0
         for tensor in tensors:
             pointer_bits |= tensor.data_ptr()
-        if pointer_bits % 16:
-            launch(self._kernel, grid, *tensors, *scalars, *shape, num_warps=num_warps)
-            return
+        aligned = pointer_bits % 16 == 0
         key = (shape, first.dtype, tensors[-1].dtype, device)
-        compiled = self._compiled.get(key)
+        compiled = self._compiled.get(key) if aligned else None
         if compiled is None:
             compiled = launch(self._kernel, grid, *tensors, *scalars, *shape, num_warps=num_warps)
-            if compiled is not None:  # the interpreter compiles nothing
-                self._remember(key, compiled)
+            names = ("run", "function", "packed_metadata")  # not every version of Triton has them
+            known = compiled is not None and all(hasattr(compiled, name) for name in names)
+            if aligned and known:  # the interpreter compiles nothing
+                if len(self._compiled) >= self._MOST_REMEMBERED:
+                    self._compiled.clear()
+                self._compiled[key] = compiled
         elif self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:
             compiled[grid](*tensors, *scalars, *shape)  # a profiler, say, listens
         else:
@@ -133,11 +133,3 @@ class KernelLauncher:
                 *grid, self._driver.active.get_current_stream(device), compiled.function,
                 compiled.packed_metadata, None, None, None, *tensors, *scalars, *shape,
             )  # fmt: skip
-
-    def _remember(self, key: tuple[object, ...], compiled: Any) -> None:
-        # Other versions of Triton may launch in another way.
-        if not all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
-            return
-        if len(self._compiled) >= self._MOST_REMEMBERED:
-            self._compiled.clear()
-        self._compiled[key] = compiled

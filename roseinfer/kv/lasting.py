@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
 import torch
 
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+lasting = partial(torch.inference_mode, mode=False)
+"""In this context tensors are made that may be written to at any time.
 
-
-def lasting() -> AbstractContextManager[Any]:
-    """Make tensors, within this context, that may be written to at any time later.
-
-    A tensor made in inference mode could be written to in inference mode alone, and a buffer is
-    made or grown wherever its first use happens to be.
-    """
-    return torch.inference_mode(mode=False)
+One made in inference mode could be written to in inference mode alone, and a buffer is made or
+grown wherever its first use happens to be.
+"""

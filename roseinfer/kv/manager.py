@@ -1,8 +1,9 @@
-"""KVBlockManager: a paged KV cache whose fast paths all end where ``append_token`` ends."""
+"""The paged KV cache, whose fast paths all leave it as ``append_token`` would."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,14 +11,15 @@ import torch
 from roseinfer.config import AppendPolicy
 from roseinfer.errors import BadArgument, BadRefcount
 from roseinfer.kv import plan as planning
-from roseinfer.kv.paths import Condition, PathCounts
+from roseinfer.kv.paths import Condition, PathCounts, Work
 from roseinfer.kv.per_layer import PerLayerCalls
 from roseinfer.kv.pool import BlockPool, KVBlockInfo
 from roseinfer.kv.storage import DataMover, KVStorage
-from roseinfer.kv.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import Tensor
 
     from roseinfer.kv.plan import AppendPlan, Survey
 
@@ -25,15 +27,13 @@ if TYPE_CHECKING:
 class KVBlockManager(PerLayerCalls):
     """Keys and values of many sequences in blocks of ``block_size`` tokens.
 
-    A sequence is a plain list of block ids, owned by the caller and changed in place. Ids
-    are global: ``group * max_blocks_per_layer + index``. By default every layer is a group
-    of its own, so a sequence has one list per layer. With ``layers_per_group`` larger,
-    that many consecutive layers share one list: ``plan_append`` decides once where tokens
-    go and ``write`` is called once per layer. The calls that move one layer alone
-    (``append_token``, the slow reference of all, among them) are ``PerLayerCalls``.
+    A sequence is a plain list of block ids, owned by the caller and changed in place. Ids are
+    global: ``group * max_blocks_per_layer + index``. By default every layer is a group of its own,
+    so a sequence has one list per layer. With ``layers_per_group`` larger, that many consecutive
+    layers share one list: ``plan_append`` decides once where tokens go and ``write`` is called once
+    per layer. ``PerLayerCalls`` move one layer alone, ``append_token`` among them.
 
-    Block 0 of every group is never handed out. All calls of one manager belong on one
-    CUDA stream, like those of any tensor.
+    Block 0 of every group is never handed out. All calls of one manager belong on one CUDA stream.
     """
 
     def __init__(
@@ -49,16 +49,15 @@ class KVBlockManager(PerLayerCalls):
         *,
         layers_per_group: int = 1,
     ) -> None:
-        sizes = {
-            "num_layers": num_layers,
-            "num_heads": num_heads,
-            "head_dim": head_dim,
-            "block_size": block_size,
-            "layers_per_group": layers_per_group,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise BadArgument(f"{name} must be at least 1, not {size}")
+        self.num_layers = num_layers
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.block_size = block_size
+        self.max_blocks_per_layer = max_blocks_per_layer
+        self.layers_per_group = layers_per_group
+        for name in ("num_layers", "num_heads", "head_dim", "block_size", "layers_per_group"):
+            if getattr(self, name) < 1:
+                raise BadArgument(f"{name} must be at least 1, not {getattr(self, name)}")
         if max_blocks_per_layer < 2:
             raise BadArgument(
                 f"max_blocks_per_layer={max_blocks_per_layer}: at least 2 are needed, "
@@ -68,62 +67,36 @@ class KVBlockManager(PerLayerCalls):
             raise BadArgument(
                 f"{num_layers} layers do not divide into groups of {layers_per_group}"
             )
-        self.num_layers = num_layers
-        self.num_heads = num_heads
-        self.head_dim = head_dim
-        self.block_size = block_size
-        self.max_blocks_per_layer = max_blocks_per_layer
-        self.layers_per_group = layers_per_group
         self.path_counts: PathCounts = PathCounts()
         self.work_counts: Counter[str] = Counter()
-        """The host's work of every step, by ``Work``."""
-        self._storage = KVStorage(
-            (num_layers, max_blocks_per_layer, num_heads, block_size, head_dim),
-            torch.device(device),
-            dtype,
-        )
+        """How much work the host has done, by ``Work``."""
+        shape = (num_layers, max_blocks_per_layer, num_heads, block_size, head_dim)
+        self._storage = KVStorage(shape, torch.device(device), dtype)
+        self.keys, self.values = self._storage.keys, self._storage.values
+        """All keys and all values, ``[layers, blocks, kv_heads, block_size, head_dim]``."""
+        self.device, self.dtype = self.keys.device, dtype
         self._pools = [
             BlockPool(
                 layer=group * layers_per_group,
                 first_id=group * max_blocks_per_layer,
                 size=max_blocks_per_layer,
+                block_size=block_size,
             )
             for group in range(num_layers // layers_per_group)
         ]
+        policy = policy or AppendPolicy.from_env()
         self._mover = DataMover(
-            self._storage,
-            layers_per_group,
-            policy or AppendPolicy.from_env(),
-            self.path_counts,
-            self.work_counts,
+            self._storage, layers_per_group, policy, self.path_counts, self.work_counts
         )
 
     @property
-    def keys(self) -> torch.Tensor:
-        """All keys, ``[layers, blocks, kv_heads, block_size, head_dim]``."""
-        return self._storage.keys
-
-    @property
-    def values(self) -> torch.Tensor:
-        """All values, shaped like ``keys``."""
-        return self._storage.values
-
-    @property
-    def device(self) -> torch.device:
-        return self._storage.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._storage.dtype
-
-    @property
     def policy(self) -> AppendPolicy:
-        """It says which optimisations may run, and may be replaced between calls."""
+        """The policy says which optimisations may run. It may be replaced between calls."""
         return self._mover.policy
 
     @policy.setter
     def policy(self, policy: AppendPolicy) -> None:
-        self._mover.policy = policy
+        self._mover.use(policy)
 
     # ------------------------------------------------------------------------------ writing
 
@@ -133,14 +106,16 @@ class KVBlockManager(PerLayerCalls):
         block_ids_list: Sequence[list[int] | None],
         num_tokens: Sequence[int] | None = None,
     ) -> AppendPlan:
-        """Make room for tokens in all layers of ``layer_idx``'s group, and say where they go.
+        """Make room for tokens in all layers of ``layer_idx``'s group, and plan where they go.
 
-        One token per list, or ``num_tokens[i]`` for list ``i``; None instead of a list is a
-        padding row, whose token goes to the scratch block. From here on the lists count
-        the tokens as stored and shared blocks have been copied; what remains is one
-        ``write`` per layer.
+        A list gets one token, or ``num_tokens[i]``; None instead of a list is a padding row, whose
+        token goes to the scratch block. From here on the lists count the tokens as stored and
+        shared blocks have been copied; what remains is one ``write`` per layer.
         """
-        return self._plan(self._pool(layer_idx), block_ids_list, num_tokens)
+        pool = self._pool(layer_idx)
+        plan = self._commit(pool, planning.survey(pool, block_ids_list, num_tokens), num_tokens)
+        self._mover.prepare(plan)
+        return plan
 
     def reserve(
         self, layer_idx: int, block_ids_list: Sequence[list[int]], num_tokens: Sequence[int]
@@ -150,15 +125,13 @@ class KVBlockManager(PerLayerCalls):
         The lists count the tokens as stored. ``truncate`` takes back what was not written.
         """
         pool = self._pool(layer_idx)
-        seen = self._survey(pool, block_ids_list, num_tokens)
-        plan = planning.reserve(pool, self.block_size, seen, num_tokens)
-        self._note(seen, frozenset())
-        self._mover.copy_shared(plan)
+        seen = planning.survey(pool, block_ids_list, num_tokens)
+        self._mover.copy_shared(self._commit(pool, seen, num_tokens))
 
     def truncate(self, layer_idx: int, block_ids: list[int], length: int) -> None:
         """Keep the first ``length`` tokens of a list; blocks with none of them are freed.
 
-        What follows them must be the list's alone: others would lose it too.
+        The tokens cut off must not be shared with another list.
         """
         pool = self._pool(layer_idx)
         infos = self._infos(pool, block_ids)
@@ -179,12 +152,10 @@ class KVBlockManager(PerLayerCalls):
             pool.drop(block_id - pool.first_id)
         del block_ids[kept:]
 
-    def write(
-        self, plan: AppendPlan, layer_idx: int, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
+    def write(self, plan: AppendPlan, layer_idx: int, key: Tensor, value: Tensor) -> None:
         """Write one layer's ``[tokens, heads, head_dim]`` where ``plan`` says.
 
-        Tokens come in the order of the plan's lists, a list's tokens together.
+        Tokens come in the order of the plan's lists.
         """
         pool = self._pool(layer_idx)
         if pool.layer != plan.layer:
@@ -199,8 +170,8 @@ class KVBlockManager(PerLayerCalls):
 
     def gather_sequence(
         self, layer_idx: int, block_ids: Sequence[int], total_len: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first ``total_len`` stored tokens (default: all), ``[heads, tokens, head_dim]``."""
+    ) -> tuple[Tensor, Tensor]:
+        """Read the first ``total_len`` tokens, or all stored, as ``[heads, tokens, head_dim]``."""
         pool = self._pool(layer_idx)
         infos = self._infos(pool, block_ids)
         stored = sum(info.length for info in infos)
@@ -213,7 +184,7 @@ class KVBlockManager(PerLayerCalls):
         """Add a holder to every block: the list may now be used as another sequence's too."""
         held = []
         for block_id in block_ids:
-            pool = self._pools[self._group_of(block_id)]
+            pool = self._pool_of(block_id)
             held.append((pool, pool.held(block_id).block_index))
         for pool, index in held:
             pool.share(index)
@@ -229,15 +200,15 @@ class KVBlockManager(PerLayerCalls):
         return self._pool(layer_idx).num_free
 
     def refcount(self, block_id: int) -> int:
-        """How many lists hold the block; 0 when it is free."""
-        return self._pools[self._group_of(block_id)].refcount(block_id)
+        """Return how many lists hold the block: 0 when it is free."""
+        return self._pool_of(block_id).refcount(block_id)
 
     def block_info(self, block_id: int) -> KVBlockInfo:
-        """A held block's live record, which changes as tokens are appended.
+        """Return a held block's live record, which changes as tokens are appended.
 
-        A free block's has length 0, and is nobody's record to keep.
+        A free block's record has length 0 and must not be kept.
         """
-        return self._pools[self._group_of(block_id)].info(block_id)
+        return self._pool_of(block_id).info(block_id)
 
     # ------------------------------------------------------------------------------- inside
 
@@ -247,7 +218,7 @@ class KVBlockManager(PerLayerCalls):
         return self._pools[layer_idx // self.layers_per_group]
 
     def _infos(self, pool: BlockPool, block_ids: Sequence[int]) -> list[KVBlockInfo]:
-        """The records of a list that must be one sequence: all blocks are full but the last."""
+        """Return the records of a list; raise unless all blocks but the last are full."""
         infos = [pool.held(block_id) for block_id in block_ids]
         for info, block_id in zip(infos[:-1], block_ids, strict=False):
             if info.length < self.block_size:
@@ -257,12 +228,12 @@ class KVBlockManager(PerLayerCalls):
                 )
         return infos
 
-    def _group_of(self, block_id: int) -> int:
+    def _pool_of(self, block_id: int) -> BlockPool:
         group = block_id // self.max_blocks_per_layer
         # An id outside every group is refused, with its range, by the pool it is nearest to.
-        return min(max(group, 0), len(self._pools) - 1)
+        return self._pools[min(max(group, 0), len(self._pools) - 1)]
 
-    def _check_inputs(self, key: torch.Tensor, value: torch.Tensor, shape: tuple[int, ...]) -> None:
+    def _check_inputs(self, key: Tensor, value: Tensor, shape: tuple[int, ...]) -> None:
         if key.shape != shape or value.shape != shape:
             raise BadArgument(
                 f"key and value must be {list(shape)}; they are {list(key.shape)} and "
@@ -270,34 +241,10 @@ class KVBlockManager(PerLayerCalls):
             )
         if not (key.is_floating_point() and value.is_floating_point()):
             raise BadArgument(f"key and value must be floats; they are {key.dtype}, {value.dtype}")
-        device = self._storage.device
-        if key.device != device or value.device != device:
+        if key.device != self.device or value.device != self.device:
             raise BadArgument(
-                f"the cache is on {device}; key is on {key.device}, value on {value.device}"
+                f"the cache is on {self.device}; key is on {key.device}, value on {value.device}"
             )
-
-    def _plan(
-        self,
-        pool: BlockPool,
-        block_lists: Sequence[list[int] | None],
-        counts: Sequence[int] | None,
-    ) -> AppendPlan:
-        plan = self._commit(pool, self._survey(pool, block_lists, counts), counts)
-        self._mover.prepare(plan)
-        return plan
-
-    def _survey(
-        self,
-        pool: BlockPool,
-        block_lists: Sequence[list[int] | None],
-        counts: Sequence[int] | None,
-    ) -> Survey:
-        """Survey an append, and raise unless there are all the blocks that it needs."""
-        seen = planning.survey(pool, self.block_size, block_lists, counts)
-        needed = seen.blocks_needed
-        if needed > pool.num_free:
-            pool.require(needed)  # raises, saying why
-        return seen
 
     def _commit(
         self,
@@ -306,52 +253,41 @@ class KVBlockManager(PerLayerCalls):
         counts: Sequence[int] | None,
         apart: planning.Apart | None = None,
     ) -> AppendPlan:
-        plan = planning.commit(pool, self.block_size, seen, counts, apart)
-        self._note(seen, apart.rows if apart else frozenset())
-        return plan
-
-    def _note(self, seen: Survey, apart: frozenset[int]) -> None:
-        """Count a plan, and what its rows met but for those that went apart."""
+        """Commit an append, and count what its rows met. Rows apart count for themselves."""
         self.work_counts[Work.KV_PLANS] += 1
         met = self.path_counts
         for row, condition in seen.needs_block.items():
-            if row not in apart:
+            if not apart or row not in apart:
                 met[condition] += 1
         in_place = len(seen.positions) - len(seen.needs_block)
         if in_place:
             met[Condition.IN_PLACE] += in_place
+        return planning.commit(pool, seen, counts, apart)
 
 
+@dataclass(slots=True)
 class StepAppend:
-    """The new tokens of one step on their way into the cache, a layer at a time.
+    """Appends the new tokens of one step, a layer at a time.
 
-    ``block_lists[i][g]`` is sequence ``i``'s list in layer group ``g``, and ``counts[i]`` how
-    many of the tokens are its own. A group is planned when its first layer is written.
+    ``block_lists[i][g]`` is sequence ``i``'s list in layer group ``g``, and ``counts[i]`` is how
+    many tokens it gets. A group is planned when its first layer is written.
     """
 
-    def __init__(
-        self,
-        kv: KVBlockManager,
-        block_lists: Sequence[Sequence[list[int]]],
-        counts: Sequence[int],
-        *,
-        one_each: bool,
-    ) -> None:
-        self._kv = kv
-        self._block_lists = block_lists
-        self._counts = counts
-        # The arrangement in which every switch of the append policy counts.
-        self._by_layer = one_each and kv.layers_per_group == 1
-        self._plans: dict[int, AppendPlan] = {}
+    kv: KVBlockManager
+    block_lists: Sequence[Sequence[list[int]]]
+    counts: Sequence[int]
+    one_each: bool
+    """Every sequence has one token."""
+    plans: dict[int, AppendPlan] = field(default_factory=dict)
+    """The plan of each group, once it is made."""
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Append ``[tokens, kv_heads, head_dim]`` to every sequence in one layer."""
-        group = layer // self._kv.layers_per_group
-        if self._by_layer:
-            lists = [own[group] for own in self._block_lists]
-            self._kv.append_token_batch(layer, lists, key, value)
-            return
-        if group not in self._plans:
-            lists = [own[group] for own in self._block_lists]
-            self._plans[group] = self._kv.plan_append(layer, lists, self._counts)
-        self._kv.write(self._plans[group], layer, key, value)
+        group = layer // self.kv.layers_per_group
+        if group not in self.plans:
+            lists = [own[group] for own in self.block_lists]
+            if self.one_each and self.kv.layers_per_group == 1:  # where all policies apply
+                self.kv.append_token_batch(layer, lists, key, value)
+                return
+            self.plans[group] = self.kv.plan_append(layer, lists, self.counts)
+        self.kv.write(self.plans[group], layer, key, value)

@@ -1,7 +1,7 @@
-"""The ways a token can reach the cache, what a row can meet there, and the counters.
+"""What a cache counts: the ways a token can reach it, what a row can meet there, and its work.
 
-Every fast path is a member of ``Path``. The reference each must equal, bit for bit over
-the whole cache, is ``Path.PER_TOKEN``: one ``append_token`` call per row.
+Every fast path must equal ``Path.PER_TOKEN``, one ``append_token`` call a row, bit for bit over the
+whole cache.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Path(StrEnum):
-    """Who moved the data."""
+    """What moved the data."""
 
     TRITON_FULL_BATCH = "triton_full_batch"
     TRITON_IDENTITY_POS = "triton_identity_pos"
@@ -37,7 +37,7 @@ GATHER = frozenset({Path.TRITON_GATHER, Path.TORCH_GATHER})
 
 
 class Condition(StrEnum):
-    """What a row found at the end of its block list, and what the machine lacked."""
+    """What a row found at the end of its block list, or what the machine lacked."""
 
     FRESH = "fresh"
     IN_PLACE = "in_place"
@@ -50,3 +50,14 @@ class Condition(StrEnum):
 
 PathCounts = Counter[str]
 """How often each path ran and each condition was met since the manager was built."""
+
+
+class Work(StrEnum):
+    """Keys of ``KVBlockManager.work_counts``: the host's work for a cache and its attention."""
+
+    KV_PLANS = "kv_plans"
+    """How often the places of new tokens were planned."""
+    STAGED_INDICES = "staged_indices"
+    """Numbers uploaded to the device: positions, blocks, lengths, tokens."""
+    TABLE_ROWS = "table_rows"
+    """Rows of block tables uploaded to the device."""

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from roseinfer.errors import BadArgument
+from roseinfer.kv import plan as planning
 from roseinfer.kv.paths import Condition, Path
-from roseinfer.kv.plan import Apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
+    from torch import Tensor
 
     from roseinfer.kv.paths import PathCounts
-    from roseinfer.kv.plan import AppendPlan, Survey
+    from roseinfer.kv.plan import Apart, AppendPlan, Survey
     from roseinfer.kv.pool import BlockPool
     from roseinfer.kv.storage import DataMover, KVStorage
 
 
 class PerLayerCalls:
-    """Appends to one layer's block lists. Refused where several layers share a list.
+    """Appends to one layer's block lists. They are refused where several layers share a list.
 
-    The manager that has these calls has what they are made of.
+    The manager that inherits them has what they use.
     """
 
     num_heads: int
@@ -33,13 +34,12 @@ class PerLayerCalls:
     _storage: KVStorage
     _mover: DataMover
     _pool: Callable[[int], BlockPool]
-    _check_inputs: Callable[[torch.Tensor, torch.Tensor, tuple[int, ...]], None]
-    _plan: Callable[..., AppendPlan]
-    _survey: Callable[..., Survey]
+    _check_inputs: Callable[[Tensor, Tensor, tuple[int, ...]], None]
+    plan_append: Callable[..., AppendPlan]
     _commit: Callable[..., AppendPlan]
 
     def append_token(
-        self, layer_idx: int, block_ids: list[int], key: torch.Tensor, value: torch.Tensor
+        self, layer_idx: int, block_ids: list[int], key: Tensor, value: Tensor
     ) -> None:
         """Append one token, ``[heads, head_dim]``, to one sequence's list in one layer.
 
@@ -76,11 +76,7 @@ class PerLayerCalls:
         self.path_counts[Path.PER_TOKEN] += 1
 
     def append_token_batch(
-        self,
-        layer_idx: int,
-        block_ids_list: Sequence[list[int] | None],
-        key: torch.Tensor,
-        value: torch.Tensor,
+        self, layer_idx: int, block_ids_list: Sequence[list[int] | None], key: Tensor, value: Tensor
     ) -> None:
         """Append row ``i`` of ``[batch, heads, head_dim]`` to ``block_ids_list[i]``.
 
@@ -88,7 +84,7 @@ class PerLayerCalls:
         """
         pool = self._own_pool(layer_idx, "append_token_batch")
         self._check_inputs(key, value, (len(block_ids_list), self.num_heads, self.head_dim))
-        seen = self._survey(pool, block_ids_list, None)
+        seen = planning.survey(pool, block_ids_list, None)
         if not self._mover.policy.batched:
             for row, block_ids in enumerate(block_ids_list):
                 if block_ids is None:
@@ -101,16 +97,14 @@ class PerLayerCalls:
         self._mover.prepare(plan)
         self._mover.write(plan, layer_idx, key, value)
 
-    def register_prefill_layer(
-        self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
-    ) -> list[int]:
+    def register_prefill_layer(self, layer_idx: int, key: Tensor, value: Tensor) -> list[int]:
         """Store a whole prompt, ``[1, heads, tokens, head_dim]``, in new blocks; return them."""
-        pool = self._own_pool(layer_idx, "register_prefill_layer")
+        self._own_pool(layer_idx, "register_prefill_layer")
         num_tokens = key.shape[2] if key.dim() == 4 else 0
         self._check_inputs(key, value, (1, self.num_heads, num_tokens, self.head_dim))
         block_ids: list[int] = []
         if num_tokens:
-            plan = self._plan(pool, [block_ids], [num_tokens])
+            plan = self.plan_append(layer_idx, [block_ids], [num_tokens])
             self._mover.write(plan, layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
         return block_ids
 
@@ -122,27 +116,16 @@ class PerLayerCalls:
             )
         return self._pool(layer_idx)
 
-    def _rows_apart(
-        self, seen: Survey, layer_idx: int, key: torch.Tensor, value: torch.Tensor
-    ) -> Apart | None:
-        """The rows that the policy sends through ``append_token``, if there are any."""
+    def _rows_apart(self, seen: Survey, layer_idx: int, key: Tensor, value: Tensor) -> Apart | None:
+        """Find the rows that the policy sends through ``append_token``."""
         policy = self._mover.policy
         if policy.batched_rollover and policy.batched_copy_on_write:
             return None
-        rows = frozenset(
-            row
-            for row, condition in seen.needs_block.items()
-            if condition is not Condition.PADDING
-            and not (
-                policy.batched_copy_on_write
-                if condition is Condition.COPY_ON_WRITE
-                else policy.batched_rollover
-            )
-        )
-
-        def append(row: int) -> None:
+        apart = {}
+        for row, met in seen.needs_block.items():
+            copies = met is Condition.COPY_ON_WRITE
+            batched = policy.batched_copy_on_write if copies else policy.batched_rollover
             block_ids = seen.block_lists[row]
-            if block_ids is not None:
-                self.append_token(layer_idx, block_ids, key[row], value[row])
-
-        return Apart(rows, append) if rows else None
+            if block_ids is not None and not batched:
+                apart[row] = partial(self.append_token, layer_idx, block_ids, key[row], value[row])
+        return apart

@@ -1,11 +1,11 @@
 """Plans of appends, row by row: look first, then commit.
 
-``survey`` reads and raises; ``commit`` changes metadata and cannot fail once the pool was
-found large enough. Neither touches a tensor.
+``survey`` reads and raises; ``commit`` changes metadata and cannot fail. Neither touches a tensor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,19 @@ from roseinfer.kv.paths import Condition, Path
 from roseinfer.kv.pool import SCRATCH, KVBlockInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
-    import torch
+    from torch import Tensor
 
     from roseinfer.kv.pool import BlockPool
+
+
+Apart = Mapping[int, Callable[[], None]]
+"""Rows that need a block and that the policy keeps out of the batch, and what appends each.
+
+It is called when the row's turn to take a block comes, so that every row gets the block it would
+have got had all rows gone one by one.
+"""
 
 
 @dataclass(slots=True)
@@ -43,37 +51,25 @@ class Survey:
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
-    """Rows that need a block and that the policy keeps out of the batch.
-
-    ``append`` is called for each when its turn to take a block comes, so that every row
-    gets the block it would have got had all rows gone one by one.
-    """
-
-    rows: frozenset[int]
-    append: Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
 class StagedIndices:
     """Columns of indices on the device, good until the ring they are in comes round again."""
 
-    columns: tuple[torch.Tensor, ...]
+    columns: tuple[Tensor, ...]
     ring: object
     ticket: int | None
-    """Which turn of the ring this was; None for buffers of its own."""
+    """How many times the ring had been staged to; None for buffers outside of it."""
 
 
 @dataclass(slots=True)
 class AppendPlan:
-    """Where the tokens of one append go. The metadata already says they are there."""
+    """Where the tokens of one append go. The metadata counts them as stored already."""
 
     layer: int
-    """First layer of the group that was planned for."""
+    """First layer of the group."""
     blocks: list[int]
-    """Block index of each token, rows in order, a row's tokens together."""
+    """Each token's block index, in the order of the rows."""
     positions: list[int]
-    """Position within that block."""
+    """Each token's position within its block."""
     rows: list[int] | None = None
     """Which tokens of the caller's batch these are; None means all of them, in order."""
     copy_from: list[int] = field(default_factory=list)
@@ -95,34 +91,27 @@ class AppendPlan:
 
 
 def survey(
-    pool: BlockPool,
-    block_size: int,
-    block_lists: Sequence[list[int] | None],
-    counts: Sequence[int] | None,
+    pool: BlockPool, block_lists: Sequence[list[int] | None], counts: Sequence[int] | None
 ) -> Survey:
     """Find out what every row will meet, as if the rows before it had been appended.
 
-    A list that is None is a padding row: its token goes to the scratch block.
+    Anything that would keep ``commit`` from succeeding raises here, too few blocks included.
     """
     infos: list[KVBlockInfo] = []
     positions: list[int] = []
     seen = Survey(block_lists, infos, positions)
-    pool_infos, refcounts, first_id = pool.infos, pool.refcounts, pool.first_id
+    pool_infos, refcounts = pool.infos, pool.refcounts
+    first_id, block_size = pool.first_id, pool.block_size
     used = len(pool_infos)
     leaving: dict[int, int] = {}  # block index -> earlier rows that will copy it and let go
     for row, block_ids in enumerate(block_lists):
-        if block_ids is None:
-            infos.append(pool_infos[SCRATCH])
-            positions.append(0)
-            seen.needs_block[row] = Condition.PADDING
-            seen.padding += 1
-            continue
-        if not isinstance(block_ids, list):
+        if block_ids is not None and not isinstance(block_ids, list):
             raise BadArgument(f"row {row}: a block list must be a list, not {block_ids!r}")
         if not block_ids:
             infos.append(pool_infos[SCRATCH])
             positions.append(0)
-            seen.needs_block[row] = Condition.FRESH
+            seen.needs_block[row] = Condition.PADDING if block_ids is None else Condition.FRESH
+            seen.padding += block_ids is None
             continue
         index = block_ids[-1] - first_id
         if not 0 < index < used or not refcounts[index]:
@@ -143,25 +132,22 @@ def survey(
     _check_rows_are_distinct(seen)
     if counts is not None:
         seen.tail_blocks = _tail_blocks(seen, counts, block_size)
-    if seen.padding:
-        _place_padding(seen)
+    if seen.padding:  # it follows another row, so that all may still have one position
+        padding = {row for row, met in seen.needs_block.items() if met is Condition.PADDING}
+        others = (position for row, position in enumerate(positions) if row not in padding)
+        position = next(others, 0)
+        for row in padding:
+            positions[row] = position
+    if seen.blocks_needed > pool.num_free:
+        pool.require(seen.blocks_needed)  # raises, saying why
     return seen
 
 
-def _place_padding(seen: Survey) -> None:
-    """Put padding where a row that is none writes, lest it spoil a constant position."""
-    padding = {row for row, met in seen.needs_block.items() if met is Condition.PADDING}
-    real = (at for row, at in enumerate(seen.positions) if row not in padding)
-    position = next(real, 0)
-    for row in padding:
-        seen.positions[row] = position
-
-
 def _check_rows_are_distinct(seen: Survey) -> None:
-    """No list twice, and no block written in place by two rows.
+    """Raise if a list occurs twice, or two rows would write to one block in place.
 
-    A list that occurs twice brings its last block twice, so rows that all write in place
-    need only the second check.
+    A list that occurs twice brings its last block twice, so rows that all write in place need only
+    the second check.
     """
     infos = seen.last_infos
     lists = seen.block_lists
@@ -199,47 +185,34 @@ def _tail_blocks(seen: Survey, counts: Sequence[int], block_size: int) -> int:
 
 
 def commit(
-    pool: BlockPool,
-    block_size: int,
-    seen: Survey,
-    counts: Sequence[int] | None = None,
-    apart: Apart | None = None,
+    pool: BlockPool, seen: Survey, counts: Sequence[int] | None = None, apart: Apart | None = None
 ) -> AppendPlan:
     """Take the blocks, in row order, and count every row's tokens as stored."""
     plan = AppendPlan(pool.layer, [], seen.positions)
     targets = seen.last_infos
     if seen.needs_block:
         targets = _open_blocks(pool, seen, plan, apart)
-    if apart is not None:
-        plan.rows = [row for row in range(len(targets)) if row not in apart.rows]
+    if apart:
+        plan.rows = [row for row in range(len(targets)) if row not in apart]
         plan.positions = [seen.positions[row] for row in plan.rows]
         targets = [targets[row] for row in plan.rows]
     for info in targets:
         info.length += 1
     plan.blocks = [info.block_index for info in targets]
     if counts is not None:
-        _extend_rows(pool, block_size, plan, seen.block_lists, counts)
+        _extend_rows(pool, plan, seen.block_lists, counts)
     plan.num_inputs = len(seen.positions) if apart else len(plan.blocks)
-    return plan
-
-
-def reserve(pool: BlockPool, block_size: int, seen: Survey, counts: Sequence[int]) -> AppendPlan:
-    """Commit for a writer that finds the slots itself: the plan lists only the copies in full."""
-    plan = commit(pool, block_size, seen)
-    for index, block_ids, count in zip(plan.blocks, seen.block_lists, counts, strict=True):
-        for _ in _fill(pool, block_size, pool.infos[index], block_ids, count - 1):
-            pass
     return plan
 
 
 def _open_blocks(
     pool: BlockPool, seen: Survey, plan: AppendPlan, apart: Apart | None
 ) -> list[KVBlockInfo]:
-    """Give every row that needs one its new block; return each row's block to write to."""
+    """Give a new block to every row that needs one; return the block that each row writes to."""
     targets = list(seen.last_infos)
     for row, condition in seen.needs_block.items():
-        if apart is not None and row in apart.rows:
-            apart.append(row)
+        if apart and row in apart:
+            apart[row]()
             continue
         old = seen.last_infos[row]
         block_ids = seen.block_lists[row]
@@ -260,33 +233,25 @@ def _open_blocks(
 
 def _extend_rows(
     pool: BlockPool,
-    block_size: int,
     plan: AppendPlan,
     block_lists: Sequence[list[int] | None],
     counts: Sequence[int],
 ) -> None:
-    """Place the tokens after each row's first: its block is its own by now."""
+    """Find places for the tokens after each row's first."""
     blocks: list[int] = []
     positions: list[int] = []
-    for row, count in enumerate(counts):
+    block_size = pool.block_size
+    for row, num_tokens in enumerate(counts):
         blocks.append(plan.blocks[row])
         positions.append(plan.positions[row])
-        info = pool.infos[plan.blocks[row]]
-        for index, begin, end in _fill(pool, block_size, info, block_lists[row], count - 1):
-            blocks += [index] * (end - begin)
-            positions += range(begin, end)
+        info, block_ids, count = pool.infos[plan.blocks[row]], block_lists[row], num_tokens - 1
+        while count and block_ids is not None:
+            if info.length == block_size:
+                info = pool.take(start=info.start + block_size, length=0)
+                block_ids.append(pool.first_id + info.block_index)
+            begin = info.length
+            info.length += min(count, block_size - begin)
+            count -= info.length - begin
+            blocks += [info.block_index] * (info.length - begin)
+            positions += range(begin, info.length)
     plan.blocks, plan.positions = blocks, positions
-
-
-def _fill(
-    pool: BlockPool, block_size: int, info: KVBlockInfo, block_ids: list[int] | None, count: int
-) -> Iterator[tuple[int, int, int]]:
-    """Count tokens as stored behind ``info``: block index, first position and the one behind."""
-    while count and block_ids is not None:
-        if info.length == block_size:
-            info = pool.take(start=info.start + block_size, length=0)
-            block_ids.append(pool.first_id + info.block_index)
-        begin = info.length
-        info.length += min(count, block_size - begin)
-        count -= info.length - begin
-        yield info.block_index, begin, info.length

@@ -1,4 +1,4 @@
-"""The blocks of one group of layers: who holds them, how full they are, which are free."""
+"""The blocks of one group of layers: how many hold each, how full it is, and which are free."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 SCRATCH = 0
-"""Index of the block no sequence ever owns; padding rows and graph warm-up write there."""
+"""Index of the block that no sequence ever owns; padding is written there."""
 
 
 @dataclass(slots=True)
 class KVBlockInfo:
-    """What is known of one block. Changed in place for as long as the pool lives."""
+    """The record of one block, which is changed in place for as long as the pool lives."""
 
     layer: int
     """First layer of the group the block belongs to."""
@@ -30,19 +30,18 @@ class KVBlockInfo:
 
 
 class BlockPool:
-    """Reference counts and lengths of a group's blocks, and the free ones.
+    """Reference counts and records of a group's blocks, and the free ones.
 
-    Records exist only for blocks that were ever used, so a large pool costs nothing to
-    build. ``infos`` and ``refcounts`` are indexed by block index and read directly by the
-    planner; only this class changes who owns what.
+    Records exist only for blocks that were ever used, so a large pool costs nothing to build. The
+    planner reads ``infos`` and ``refcounts``, by block index; only this class changes who owns
+    what.
     """
 
-    __slots__ = ("_recycled", "first_id", "infos", "layer", "num_free", "refcounts", "size")
-
-    def __init__(self, *, layer: int, first_id: int, size: int) -> None:
+    def __init__(self, *, layer: int, first_id: int, size: int, block_size: int) -> None:
         self.layer = layer
         self.first_id = first_id
         self.size = size
+        self.block_size = block_size
         self.infos = [KVBlockInfo(layer, SCRATCH, 0, 0)]
         self.refcounts = [0]
         self._recycled: list[int] = []
@@ -54,18 +53,17 @@ class BlockPool:
             raise OutOfBlocks(needed=needed, free=self.num_free, where=f"layer {self.layer}")
 
     def take(self, *, start: int, length: int) -> KVBlockInfo:
-        """Give a free block to its first holder: the last one returned, else a new one."""
+        """Give a block to its first holder: the one freed last, or one never used."""
         if self._recycled:
             info = self.infos[self._recycled.pop()]
             info.start = start
             info.length = length
-            self.refcounts[info.block_index] = 1
-            self.num_free -= 1
-            return info
-        self.require(1)
-        info = KVBlockInfo(self.layer, len(self.infos), start, length)
-        self.infos.append(info)
-        self.refcounts.append(1)
+        else:
+            self.require(1)
+            info = KVBlockInfo(self.layer, len(self.infos), start, length)
+            self.infos.append(info)
+            self.refcounts.append(0)
+        self.refcounts[info.block_index] = 1
         self.num_free -= 1
         return info
 
@@ -82,7 +80,7 @@ class BlockPool:
         self.refcounts[index] += 1
 
     def index_of(self, block_id: int) -> int:
-        """The index of any block of this pool but the scratch block, held or not."""
+        """Return the index of a block of this pool; raise for the scratch block and all others."""
         index = block_id - self.first_id
         if not 0 <= index < self.size:
             raise BadBlock(
@@ -98,13 +96,13 @@ class BlockPool:
         return self.refcounts[index] if index < len(self.refcounts) else 0
 
     def held(self, block_id: int) -> KVBlockInfo:
-        """The record of a block that somebody holds."""
+        """Return the record of a block; raise if it is free."""
         if not self.refcount(block_id):
             raise BadBlock(f"block {block_id} of layer {self.layer} is free: nobody holds it")
         return self.infos[block_id - self.first_id]
 
     def info(self, block_id: int) -> KVBlockInfo:
-        """The record of a block, held or free."""
+        """Return the record of a block, held or free."""
         index = self.index_of(block_id)
         if index < len(self.infos):
             return self.infos[index]

@@ -1,4 +1,4 @@
-"""One sequence: its tokens, and where their keys and values are."""
+"""A sequence: its tokens, and where their keys and values are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class InferenceSession:
     stored: int = 0
     """How many of the tokens have keys and values in the cache."""
     room: int = 0
-    """Up to how many tokens its blocks take, as far as they are its own to write to."""
+    """How many tokens fit into the blocks that it may write to."""
 
     def rewind(self, kv: KVBlockManager) -> None:
         """Give back the blocks and keep the tokens, which can be stored again."""
@@ -29,7 +29,7 @@ class InferenceSession:
         self.stored = self.room = 0
 
     def cut(self, kv: KVBlockManager, most: int) -> None:
-        """Keep what is stored of the first ``most`` tokens, and no room for more."""
+        """Keep what is stored of the first ``most`` tokens, without room for more."""
         self.stored = min(self.stored, most)
         for group, block_ids in enumerate(self.block_lists):
             kv.truncate(group * kv.layers_per_group, block_ids, self.stored)

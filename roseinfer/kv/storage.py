@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from array import array
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,13 +13,14 @@ import torch
 from roseinfer.errors import BadArgument, StalePlan, TritonUnavailable
 from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.lasting import lasting
-from roseinfer.kv.paths import GATHER, SCALAR_POSITION, Condition, Path
+from roseinfer.kv.paths import GATHER, SCALAR_POSITION, Condition, Path, Work
 from roseinfer.kv.plan import StagedIndices
-from roseinfer.kv.work import Work
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
     from roseinfer.config import AppendPolicy
     from roseinfer.kv.paths import PathCounts
@@ -31,15 +32,15 @@ _FIRST_CAPACITY = 256
 _SPARE = 3
 """Three columns that each start on 16 bytes may take so many more."""
 _MOST_IN_RING = 1 << 14
-"""Most indices that go through the ring: 8 MiB of it. A prompt of thousands goes apart."""
-_MOST_SHAPES = 8
-"""Lengths for which a slot remembers its views; decoding needs one or two."""
+"""More indices than this, a long prompt's, do not go through the ring, which would take 8 MiB."""
+_MOST_VIEWS = 8 * _SLOTS
+"""The ring remembers so many views; decoding needs one or two for each of its buffers."""
 
 
 class KVStorage:
     """Keys and values as ``[layers, blocks, kv_heads, block_size, head_dim]``.
 
-    Blocks and positions are trusted here: the manager has checked them.
+    The manager has checked blocks and positions before they come here.
     """
 
     def __init__(
@@ -58,34 +59,29 @@ class KVStorage:
         self._key_slots = [layer.transpose(1, 2) for layer in self.key_layers]
         self._value_slots = [layer.transpose(1, 2) for layer in self.value_layers]
 
-    def as_stored(self, new: torch.Tensor) -> torch.Tensor:
-        """``new`` in the cache's dtype. Nothing else converts dtypes."""
+    def as_stored(self, new: Tensor) -> Tensor:
+        """Return ``new`` in the cache's dtype. Nothing else converts dtypes."""
         if new.requires_grad:
             new = new.detach()
         return new if new.dtype is self.dtype else new.to(self.dtype)
 
     def write_token(
-        self, layer: int, block: int, position: int, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, block: int, position: int, key: Tensor, value: Tensor
     ) -> None:
         self._key_slots[layer][block, position].copy_(key)
         self._value_slots[layer][block, position].copy_(value)
 
     def write_scalar(
-        self, layer: int, block_idx: torch.Tensor, pos: int, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, block_idx: Tensor, pos: int, key: Tensor, value: Tensor
     ) -> None:
-        """Every row to the same position of its own block."""
+        """Write every row to the same position of its own block."""
         self.key_layers[layer].select(2, pos).index_copy_(0, block_idx, key)
         self.value_layers[layer].select(2, pos).index_copy_(0, block_idx, value)
 
     def write_vector(
-        self,
-        layer: int,
-        block_idx: torch.Tensor,
-        pos: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        self, layer: int, block_idx: Tensor, pos: Tensor, key: Tensor, value: Tensor
     ) -> None:
-        """Every row to its own position of its own block."""
+        """Write every row to its own position of its own block."""
         self._key_slots[layer].index_put_((block_idx, pos), key)
         self._value_slots[layer].index_put_((block_idx, pos), value)
 
@@ -93,20 +89,17 @@ class KVStorage:
         self.key_layers[layer][target].copy_(self.key_layers[layer][source])
         self.value_layers[layer][target].copy_(self.value_layers[layer][source])
 
-    def group(self, layers: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of consecutive layers."""
-        return self.keys[layers.start : layers.stop], self.values[layers.start : layers.stop]
-
-    def clone_blocks(self, layers: range, source: torch.Tensor, target: torch.Tensor) -> None:
+    def clone_blocks(self, layers: range, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks in several layers; every source is read before any target changes."""
         for layer in layers:  # one by one: the copies in between are small enough to be reused
             for cache in (self.key_layers[layer], self.value_layers[layer]):
                 cache.index_copy_(0, target, cache.index_select(0, source))
 
-    def gather(
-        self, layer: int, blocks: list[int], length: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first ``length`` tokens of full blocks in order, as ``[heads, length, head_dim]``."""
+    def gather(self, layer: int, blocks: list[int], length: int) -> tuple[Tensor, Tensor]:
+        """Read the first ``length`` tokens of blocks that follow on each other.
+
+        All but the last are full; the result is ``[heads, length, head_dim]``.
+        """
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         keys, values = (
             cache[layer].index_select(0, index).transpose(0, 1).flatten(1, 2)[:, :length]
@@ -117,125 +110,104 @@ class KVStorage:
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """One slot of the ring as columns of one length: where to fill, copy and read."""
+    """One buffer of the ring as columns of one length: where to fill, copy and read."""
 
-    begins: tuple[int, ...]
-    source: torch.Tensor
-    target: torch.Tensor
-    columns: tuple[torch.Tensor, ...]
+    to_fill: tuple[memoryview, ...]
+    source: Tensor
+    target: Tensor
+    columns: tuple[Tensor, ...]
 
 
 class IndexStaging:
     """A ring of index buffers: filled on the host, copied to the device, then reused.
 
-    On a GPU the host side is pinned and copies are asynchronous, so a buffer must not be
-    rewritten while a copy from it is in flight. One event per half of the ring guards
-    that: it is recorded when the half is full and waited for when the half is entered
-    again, which costs nothing as long as the device is less than half a ring behind. All
-    copies are made on the caller's current stream, in the order the plans are written.
+    On a GPU the host side is pinned and copies are asynchronous, so a buffer must not be rewritten
+    while a copy from it is in flight. One event per half of the ring guards that: it is recorded
+    when the half is left and waited for when the half is entered again, which costs nothing as
+    long as the device is less than half a ring behind. All copies are made on the caller's current
+    stream, in the order the plans are written.
     """
 
     def __init__(self, device: torch.device, work_counts: Counter[str]) -> None:
-        self._device = device
-        self._work_counts = work_counts
+        self.device = device
+        self.work_counts = work_counts
         self._on_gpu = device.type == "cuda"
-        self.tickets = 0
+        self._tickets = 0
         self._allocate(_FIRST_CAPACITY)
-
-    def check(self, staged: StagedIndices) -> None:
-        """Raise unless the columns are this ring's and still hold what was staged."""
-        if staged.ring is not self:
-            raise BadArgument("the plan was made by another cache")
-        if staged.ticket is not None and self.tickets - staged.ticket >= _SLOTS:
-            raise StalePlan(
-                f"this plan's indices were overwritten: {self.tickets - staged.ticket} plans "
-                f"were made after it and at most {_SLOTS - 1} may be; write a plan before "
-                "making many more"
-            )
 
     def _allocate(self, capacity: int) -> None:
         # Plans already staged keep the old buffers alive through their columns.
         self._capacity = capacity
         with lasting():
             host = torch.empty((_SLOTS, capacity), dtype=torch.int64, pin_memory=self._on_gpu)
-            device = torch.empty_like(host, device=self._device) if self._on_gpu else host
+            device = torch.empty_like(host, device=self.device) if self._on_gpu else host
         self._hosts, self._devices = host.unbind(0), device.unbind(0)
         self._memory = memoryview(host.numpy().data).cast("B").cast("q")
-        self._views: list[dict[tuple[int, int], _Views]] = [{} for _ in range(_SLOTS)]
-        self._half_done: list[torch.cuda.Event | None] = [None, None]
+        self._views: dict[tuple[int, int, int], _Views] = {}
+        self._half_left = [torch.cuda.Event() for _ in range(2)] if self._on_gpu else []  # type: ignore[no-untyped-call]
+
+    def check(self, staged: StagedIndices) -> None:
+        """Raise unless the columns are this ring's and still hold what was staged."""
+        if staged.ring is not self:
+            raise BadArgument("the plan was made by another cache")
+        if staged.ticket is not None and self._tickets - staged.ticket >= _SLOTS:
+            raise StalePlan(
+                f"this plan's indices were overwritten: {self._tickets - staged.ticket} plans "
+                f"were made after it and at most {_SLOTS - 1} may be; write a plan before "
+                "making many more"
+            )
 
     def stage(self, columns: Sequence[list[int]]) -> StagedIndices:
         """Put columns of equal length on the device with a single copy."""
         length = len(columns[0])
-        self._work_counts[Work.STAGED_INDICES] += length * len(columns)
-        if length * len(columns) > _MOST_IN_RING:
-            return StagedIndices(self._stage_apart(columns), self, None)
-        views = self._slot_views(self._next_slot(length * len(columns)), length, len(columns))
-        for begin, column in zip(views.begins, columns, strict=True):
-            self._memory[begin : begin + length] = array("q", column)
+        size = length * len(columns)
+        self.work_counts[Work.STAGED_INDICES] += size
+        if size > _MOST_IN_RING:
+            host = torch.tensor(columns, dtype=torch.int64, pin_memory=self._on_gpu)
+            return StagedIndices(host.to(self.device, non_blocking=True).unbind(0), self, None)
+        slot = self._next_slot(size)
+        views = self._views.get((slot, length, len(columns)))
+        if views is None:
+            views = self._make_views(slot, length, len(columns))
+        for memory, column in zip(views.to_fill, columns, strict=True):
+            memory[:] = array("q", column)
         if self._on_gpu:
             views.target.copy_(views.source, non_blocking=True)
-        return StagedIndices(views.columns, self, self.tickets)
-
-    def _stage_apart(self, columns: Sequence[list[int]]) -> tuple[torch.Tensor, ...]:
-        """Buffers of their own for a long prompt, which must not swell all of the ring."""
-        host = torch.tensor(columns, dtype=torch.int64, pin_memory=self._on_gpu)
-        return host.to(self._device, non_blocking=True).unbind(0)
-
-    def _slot_views(self, slot: int, length: int, columns: int) -> _Views:
-        known = self._views[slot]
-        views = known.get((length, columns))
-        if views is None:
-            if len(known) >= _MOST_SHAPES:
-                known.clear()
-            views = known[length, columns] = self._make_views(slot, length, columns)
-        return views
+        return StagedIndices(views.columns, self, self._tickets)
 
     def _make_views(self, slot: int, length: int, columns: int) -> _Views:
-        pitch = _pitch(length)
+        pitch = length + length % 2  # columns start on 16 bytes, as compiled kernels like it
         total = pitch * columns
+        begins = range(0, total, pitch)
         host, device = self._hosts[slot], self._devices[slot]
-        return _Views(
-            tuple(slot * self._capacity + at for at in range(0, total, pitch)),
+        memory = self._memory[slot * self._capacity : (slot + 1) * self._capacity]
+        if len(self._views) >= _MOST_VIEWS:
+            self._views.clear()
+        views = self._views[slot, length, columns] = _Views(
+            tuple(memory[at : at + length] for at in begins),
             host[:total],
             device[:total],
-            tuple(device[at : at + length] for at in range(0, total, pitch)),
+            tuple(device[at : at + length] for at in begins),
         )
+        return views
 
     def _next_slot(self, size: int) -> int:
         if size + _SPARE > self._capacity:
             self._allocate(1 << (size + _SPARE - 1).bit_length())
-        self.tickets += 1
-        slot = self.tickets % _SLOTS
+        self._tickets += 1
+        slot = self._tickets % _SLOTS
         if self._on_gpu and slot % (_SLOTS // 2) == 0:
-            self._enter_half(slot // (_SLOTS // 2))
+            entered = slot // (_SLOTS // 2)
+            self._half_left[1 - entered].record(torch.cuda.current_stream(self.device))
+            self._half_left[entered].synchronize()  # at once, where it was never recorded
         return slot
 
-    def _enter_half(self, half: int) -> None:
-        left = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        left.record(torch.cuda.current_stream(self._device))
-        self._half_done[1 - half] = left
-        entered = self._half_done[half]
-        if entered is not None:
-            entered.synchronize()
 
-
-def _pitch(length: int) -> int:
-    """Distance of columns: they start on 16 bytes, as compiled kernels like it."""
-    return length + length % 2
-
-
-def choose_write_path(
-    policy: AppendPolicy,
-    *,
-    num_tokens: int,
-    identity: bool,
-    constant_position: bool,
-    triton: bool,
-) -> Path:
-    """The fastest path that the shape of the write and the policy allow."""
-    identity = identity and policy.identity
-    scalar = identity and constant_position and policy.scalar_position
+def choose_write_path(policy: AppendPolicy, plan: AppendPlan, *, triton: bool) -> Path:
+    """Choose the fastest path that the plan and the policy allow."""
+    identity = plan.rows is None and policy.identity
+    num_tokens = len(plan.blocks)
+    scalar = identity and plan.constant_position and policy.scalar_position
     if triton and scalar and num_tokens >= policy.full_batch_threshold:
         return Path.TRITON_FULL_BATCH
     if triton and num_tokens >= policy.triton_min_batch:
@@ -246,7 +218,7 @@ def choose_write_path(
 
 
 class DataMover:
-    """Moves the data of append plans between inputs and storage, and counts how."""
+    """Moves the data of append plans between inputs and storage, and counts by which paths."""
 
     def __init__(
         self,
@@ -261,36 +233,42 @@ class DataMover:
         self._counts = path_counts
         self._staging = IndexStaging(storage.device, work_counts)
         self._kernels: dict[Path, Callable[..., None]] = {}
+        self.use(policy)
+
+    def use(self, policy: AppendPolicy) -> None:
+        """Follow ``policy`` from the next plan on."""
         self.policy = policy
+        if not policy.triton or self._kernels:
+            return
+        if reason := why_unusable(self._storage.device):
+            _warn_once(reason)
+            return
+        from roseinfer.kernels import append, clone  # this imports Triton
 
-    @property
-    def policy(self) -> AppendPolicy:
-        return self._policy
-
-    @policy.setter
-    def policy(self, policy: AppendPolicy) -> None:
-        self._policy = policy
-        if policy.triton and not self._kernels:
-            reason = why_unusable(self._storage.device)
-            if reason:
-                _warn_once(reason)
-            else:
-                self._kernels = _load_kernels()
+        self._kernels = {
+            Path.TRITON_FULL_BATCH: append.launch_full_batch,
+            Path.TRITON_IDENTITY_POS: append.launch_identity_pos,
+            Path.TRITON_GATHER: append.launch_gather,
+            Path.CLONE_TRITON: clone.launch_clone,
+        }
 
     def prepare(self, plan: AppendPlan) -> None:
-        """Do what comes before any layer's write: copy shared blocks, stage the indices."""
+        """Copy shared blocks and stage the indices, before any layer is written."""
         self.copy_shared(plan)
         if not plan.blocks:
             return
-        plan.path = self._write_path(plan)
+        plan.path = choose_write_path(self.policy, plan, triton=self.policy.triton)
+        if self.policy.triton and not self._kernels and plan.path.needs_triton:
+            self._counts[Condition.TRITON_UNAVAILABLE] += 1
+            plan.path = choose_write_path(self.policy, plan, triton=False)
         columns = [plan.blocks]
         if plan.path not in SCALAR_POSITION:
             columns.append(plan.positions)
         if plan.path in GATHER:
-            columns.append(plan.rows if plan.rows is not None else list(range(plan.num_tokens)))
+            columns.append(plan.rows if plan.rows is not None else list(range(len(plan.blocks))))
         plan.staged = self._staging.stage(columns)
 
-    def write(self, plan: AppendPlan, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, plan: AppendPlan, layer: int, key: Tensor, value: Tensor) -> None:
         """Write one layer of a prepared plan."""
         if plan.staged is None:
             return
@@ -311,20 +289,6 @@ class DataMover:
             k_cache, v_cache = storage.key_layers[layer], storage.value_layers[layer]
             self._kernels[path](k_cache, v_cache, key, value, *where)
 
-    def _write_path(self, plan: AppendPlan) -> Path:
-        choose = partial(
-            choose_write_path,
-            self.policy,
-            num_tokens=plan.num_tokens,
-            identity=plan.rows is None,
-            constant_position=plan.constant_position,
-        )
-        path = choose(triton=self.policy.triton)
-        if self.policy.triton and not self._kernels and path.needs_triton:
-            self._counts[Condition.TRITON_UNAVAILABLE] += 1
-            return choose(triton=False)
-        return path
-
     def copy_shared(self, plan: AppendPlan) -> None:
         """Carry out the copies of copy-on-write."""
         if not plan.copy_to:
@@ -339,7 +303,8 @@ class DataMover:
         source_idx, target_idx = self._staging.stage([plan.copy_from, plan.copy_to]).columns
         if self.policy.triton and self._kernels:
             self._counts[Path.CLONE_TRITON] += 1
-            caches = storage.group(layers)
+            first, end = layers.start, layers.stop
+            caches = storage.keys[first:end], storage.values[first:end]
             self._kernels[Path.CLONE_TRITON](*caches, *caches, source_idx, target_idx)
             return
         if self.policy.triton:
@@ -348,26 +313,9 @@ class DataMover:
         storage.clone_blocks(layers, source_idx, target_idx)
 
 
-def _load_kernels() -> dict[Path, Callable[..., None]]:
-    """The unchecked launcher of each path that has a kernel. This imports Triton."""
-    from roseinfer.kernels import append, clone
-
-    return {
-        Path.TRITON_FULL_BATCH: append.launch_full_batch,
-        Path.TRITON_IDENTITY_POS: append.launch_identity_pos,
-        Path.TRITON_GATHER: append.launch_gather,
-        Path.CLONE_TRITON: clone.launch_clone,
-    }
-
-
-_warned: set[str] = set()
-
-
+@functools.cache
 def _warn_once(reason: str) -> None:
     """Say, once per reason and process, that torch operations write in Triton's place."""
-    if reason in _warned:
-        return
-    _warned.add(reason)
     warnings.warn(
         f"Triton KV append is on but cannot run: {reason}. Torch operations write instead; "
         "AppendPolicy(triton=False) says that is meant.",

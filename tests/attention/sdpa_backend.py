@@ -1,4 +1,4 @@
-"""A third attention backend, by torch's own attention: all that adding one takes is this file."""
+"""A third attention backend, by torch's own attention: adding one takes no more than this file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SdpaAttention(AttentionBackend):
     def _attend(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """The last ``len(query)`` tokens of one sequence."""
+        """Attend from the last ``len(query)`` tokens of one sequence."""
         shared = query.shape[1] // keys.shape[0]
         seen = torch.ones(len(query), keys.shape[1], dtype=torch.bool, device=query.device)
         out = scaled_dot_product_attention(

@@ -79,7 +79,7 @@ class Case:
         )
 
     def stored_as_expected(self) -> list[torch.Tensor]:
-        """The caches as they are now, with the new tokens in their slots."""
+        """Return copies of the caches with the new tokens in their slots."""
         caches = [cache.clone() for cache in self.caches]
         for cache, new in zip(caches, (self.key, self.value), strict=True):
             for row, length in enumerate(self.stored):
@@ -105,7 +105,7 @@ class Case:
 def check(case: Case) -> None:
     """Against the reference and the truth; and both caches whole, bit for bit.
 
-    What padding rows attend to is nobody's: they all write to one slot.
+    The results of padding rows are not compared: they all write to one slot.
     """
     expected, referred = case.stored_as_expected(), [cache.clone() for cache in case.caches]
     truth, reference = case.truth(expected), case.by_reference(referred)
@@ -209,7 +209,7 @@ def test_heads_whose_elements_lie_apart(device: str) -> None:
 
 
 def test_lengths_and_tables_that_are_columns_of_one_matrix(device: str) -> None:
-    """As slots have them."""
+    """Slots hand over columns of a larger tensor."""
     case = Case(device, [5, 9, 0])
     rows = torch.cat([case.lengths[:, None], case.lengths[:, None] * 0 + 9999, case.tables], 1)
     case.lengths, case.tables = rows[:, 0], rows[:, 2:]
@@ -218,7 +218,7 @@ def test_lengths_and_tables_that_are_columns_of_one_matrix(device: str) -> None:
 
 
 def test_caches_of_other_strides(device: str) -> None:
-    """As a layer of caches that hold a block's layers, or a token's heads, side by side."""
+    """In such caches a block's layers, or a token's heads, lie side by side."""
     case = Case(device, [5, 9])
     for order in ((2, 0, 1, 3), (0, 2, 1, 3)):
         back = [order.index(dim) for dim in range(4)]

@@ -45,7 +45,7 @@ class Case:
         self.kv.keys.fill_(float("nan"))
         self.kv.values.fill_(float("nan"))
         self.lists: list[list[int]] = [[] for _ in lengths]
-        # In turns, so that nobody's blocks lie side by side.
+        # In turns, so that no sequence's blocks lie side by side.
         for at in range(max(lengths)):
             rows = [row for row, length in enumerate(lengths) if at < length]
             new = torch.randn(2, len(rows), kv_heads, head_dim, device=device).to(dtype)
@@ -132,7 +132,7 @@ def test_a_query_of_other_strides(device: str) -> None:
 
 
 def test_what_comes_later_is_not_seen(device: str) -> None:
-    """Of the chunk itself and of the block behind its end."""
+    """Tokens behind are the chunk's own and those in the block behind its end."""
     case = Case(device, [(2, 3)])
     before = case.run()
     case.kv.values[0, case.lists[0][-1], :, 1:] = 1e30

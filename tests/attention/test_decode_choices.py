@@ -14,7 +14,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_few_kinds_of_kernels_whatever_the_contexts() -> None:
-    """A number of parts that was not met yet is a kernel to compile, while somebody waits."""
+    """Every new number of parts is a kernel to compile, for which a request waits."""
     for rows in (1, 8, 12, 96, 132, 396, 397, 3072):
         parts = [_num_parts(rows, tokens) for tokens in range(1, 70_000, 61)]
         assert set(parts) <= {1, 2, 4, 8, 16, 32}

@@ -24,7 +24,7 @@ SIZE = 4
 def engine_on(
     device: str, family: str = "gpt2", blocks: int = 40, *, kernels: bool | None = None
 ) -> SequenceRunner:
-    """By default on kernels where they are compiled: the interpreter is slow."""
+    """Kernels are used by default where they are compiled: the interpreter is slow."""
     model = CausalModel(deepcopy(tiny(family, device)))
     shape = model.shape
     kv = KVBlockManager(
@@ -93,7 +93,7 @@ class Decoding:
 
 
 def alone(device: str, prompt: list[int], count: int, family: str = "gpt2") -> list[int]:
-    """The prompt and what follows it, one step of the host after the other."""
+    """Return the prompt and what follows it, one step of the host after the other."""
     engine = engine_on(device, family)
     (session,), logits = engine.prefill([prompt])
     session.token_ids += logits.argmax(-1).tolist()

@@ -1,4 +1,4 @@
-"""Steps replayed from CUDA graphs: as the steps themselves, and capturing touches nobody."""
+"""Steps replayed from CUDA graphs do what steps do, and capturing disturbs no sequence."""
 
 from __future__ import annotations
 

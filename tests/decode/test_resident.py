@@ -7,7 +7,7 @@ import torch
 
 from roseinfer import AttentionPath, EnginePath, SamplingBatch, SamplingParams
 from roseinfer.decode.resident import ResidentDecode, ladder
-from roseinfer.kv.work import Work
+from roseinfer.kv.paths import Work
 from tests.decode.residents import PROMPTS, SIZE, Decoding, alone
 from tests.kv.harness import assert_same_bits, bits
 
@@ -93,7 +93,7 @@ def test_a_block_is_taken_as_a_whole_and_given_back(device: str) -> None:
 
 
 def test_who_draws_draws_beside_who_does_not(device: str) -> None:
-    """From the same noise as on the host; afterwards steps are greedy again."""
+    """Tokens are drawn from the same noise as on the host; afterwards steps are greedy again."""
     decoding = Decoding(device)
     decoding.begin(PROMPTS[0])
     drawing = decoding.begin(PROMPTS[1], DRAWN, seed=9)
@@ -127,7 +127,7 @@ def test_steps_that_are_launched_before_others_are_read(device: str) -> None:
 def test_a_step_on_emptied_slots_touches_no_block_of_theirs(
     device: str, kernels: bool, greedy: bool
 ) -> None:
-    """As graphs are captured, whenever that is; what lives goes on as if nothing had been."""
+    """Graphs are captured so; sequences in flight go on as if nothing had been."""
     decoding = Decoding(device, kernels=kernels)
     for prompt in PROMPTS[:2]:
         decoding.begin(prompt)

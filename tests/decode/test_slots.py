@@ -9,9 +9,9 @@ import torch
 
 from roseinfer import SamplingBatch, SamplingParams
 from roseinfer.decode.slots import DecodeSlots
+from roseinfer.kv.paths import Work
 from roseinfer.kv.sequence import InferenceSession
 from roseinfer.kv.storage import IndexStaging
-from roseinfer.kv.work import Work
 
 SLOTS, WIDTH = 5, 3
 GREEDY = SamplingParams(temperature=0)
@@ -25,12 +25,12 @@ SEEDS = [3, (1 << 64) - 1, 1 << 63]
 
 def slots_on(device: str, num_slots: int = SLOTS, width: int = WIDTH) -> DecodeSlots:
     where, work = torch.device(device), Counter[str]()
-    return DecodeSlots(num_slots, width, IndexStaging(where, work), work, where)
+    return DecodeSlots(num_slots, width, IndexStaging(where, work))
 
 
 def uploaded(slots: DecodeSlots) -> int:
-    """Rows, so far."""
-    return slots._work_counts[Work.TABLE_ROWS]
+    """Return how many rows were uploaded so far."""
+    return slots._staging.work_counts[Work.TABLE_ROWS]
 
 
 def session(*blocks: int, stored: int = 4) -> InferenceSession:
@@ -38,7 +38,7 @@ def session(*blocks: int, stored: int = 4) -> InferenceSession:
 
 
 def rows(slots: DecodeSlots, count: int = SLOTS) -> list[tuple[int, int, list[int]]]:
-    """Of each: how long, active or not, its blocks."""
+    """Return the length of each row, whether it is active, and its blocks."""
     columns = slots.lengths(count), slots.active(count), slots.tables(count)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -170,7 +170,7 @@ def test_tokens_are_put_where_they_belong(device: str) -> None:
 
 
 def test_what_the_device_counts_up_is_seen(device: str) -> None:
-    """Columns are views: whoever changes them changes the rows."""
+    """Columns are views: changing them changes the rows."""
     slots = slots_on(device)
     slots.take(session(1, stored=7), GREEDY, 0)
     slots.upload()
@@ -206,7 +206,7 @@ def test_emptied_rows_come_back_whatever_was_done_to_them(device: str) -> None:
 
 
 def test_rows_too_wide_for_the_ring_arrive_all_the_same(device: str) -> None:
-    """Those of thousands of blocks are staged apart."""
+    """Rows of thousands of blocks are staged outside of the ring."""
     slots = slots_on(device, 3, 9000)
     for first in (10, 20, 30):
         slots.take(session(*range(first, first + 5)), GREEDY, 0)

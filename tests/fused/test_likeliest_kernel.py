@@ -13,7 +13,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def advance(logits: torch.Tensor, lengths: torch.Tensor, active: torch.Tensor) -> list[list[int]]:
-    """What was chosen, and the tokens to go on with."""
+    """Return what was chosen, and the tokens to go on with."""
     chosen, tokens = torch.full((2, len(logits)), -7, device=logits.device)
     advance_to_likeliest(logits, chosen, tokens, lengths, active)
     return [chosen.tolist(), tokens.tolist()]

@@ -9,7 +9,7 @@ from torch.nn.functional import gelu as torch_gelu
 from roseinfer.kernels.linear import linear, linear_in_parts
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Of outputs of about 1: rounded to the dtype once."""
+"""For outputs of about 1, which are rounded to the dtype once."""
 ROWS = [1, 16, 17, 65]
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
@@ -60,7 +60,7 @@ def test_a_layer_with_a_bias(device: str, rows: int, dtype: torch.dtype) -> None
 
 @every_dtype
 def test_a_layer_and_its_activation(device: str, dtype: torch.dtype) -> None:
-    """Where it is flat, and where the approximation by a tanh matters."""
+    """The rows reach where it is flat, and where the approximation by a tanh matters."""
     layer = Layer(device, 3, 64, 33, dtype=dtype)
     layer.x[1] *= 30
     before = layer.truth + layer.bias.double()
@@ -99,7 +99,7 @@ def test_parts_add_up(device: str, rows: int, dtype: torch.dtype) -> None:
 def test_parts_of_any_number_of_tiles(
     device: str, tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many to a part as the launcher allows, the last tile not full."""
+    """A part has as many tiles as the launcher allows, and the last tile is not full."""
     monkeypatch.setattr("roseinfer.kernels.linear._PROGRAMS_WANTED", 1)
     layer = Layer(device, 2, tiles * 128 - 5, 20)
     parts = linear_in_parts(layer.x, layer.weight)

@@ -60,7 +60,7 @@ def test_without_a_bias_and_with_rows_that_lie_apart(device: str) -> None:
     want = wide[:, :6] + added[..., :6].sum(0)
     got = add_norm(wide[:, :6], added[..., :6], None, norm)
     torch.testing.assert_close(wide[:, :6], want)
-    assert wide[:, 6:].isnan().all(), "what lies between the rows is nobody's"
+    assert wide[:, 6:].isnan().all(), "what lies between the rows must stay as it is"
     check(got, wide[:, :6], norm)
 
 

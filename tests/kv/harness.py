@@ -97,7 +97,7 @@ class Metadata:
 
 
 def block_ids_of(kv: KVBlockManager) -> Iterable[int]:
-    """Every id but those of the scratch blocks."""
+    """Return every id except those of the scratch blocks."""
     groups = kv.num_layers // kv.layers_per_group
     for group in range(groups):
         first = group * kv.max_blocks_per_layer
@@ -198,7 +198,7 @@ class Twins:
         key: torch.Tensor | None = None,
         value: torch.Tensor | None = None,
     ) -> Counts:
-        """One token to each of ``rows``, a batch here and a loop there; what the batch counted."""
+        """Append a token to each of ``rows``, as a batch and one by one; return the counts."""
         rows = range(len(self.fast_lists)) if rows is None else rows
         key = self.token(len(rows)) if key is None else key
         value = self.token(len(rows)) if value is None else value

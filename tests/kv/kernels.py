@@ -131,7 +131,7 @@ def index(numbers: tuple[int, ...], device: Any, dtype: torch.dtype = torch.int6
 
 
 def arguments(kernel: str, caches: Pair, inputs: Pair, **given: Any) -> dict[str, Any]:
-    """What a kernel's wrapper is called with, ``given`` in the place of the usual."""
+    """Return the arguments of a kernel's wrapper, ``given`` in place of the usual ones."""
     slots, device = KERNELS[kernel], caches[0].device
     usual: dict[str, Any] = {
         "k_cache_layer": caches[0],
@@ -165,7 +165,7 @@ def new_tokens(caches: Caches, dtype: torch.dtype | None = None, rows: int = NUM
 
 
 def after_slow_append(caches: Caches, inputs: Pair, slots: Slots) -> Caches:
-    """A copy of the caches with the tokens put in one by one."""
+    """Return a copy of the caches into which the tokens were put one by one."""
     expected = caches.copy()
     for cache, new in zip(expected.pair, inputs, strict=True):
         for row, block, position in zip(slots.rows, slots.blocks, slots.positions, strict=True):

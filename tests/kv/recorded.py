@@ -1,4 +1,4 @@
-"""What a call did, other than its result: tensor operations, bytecodes, objects made."""
+"""Recording what a call did: tensor operations, bytecodes, objects made."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def count_steps(call: Callable[[], object]) -> int:
 
 @contextmanager
 def block_records_made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """A list that grows by every ``KVBlockInfo`` built in the meantime."""
+    """Yield a list that grows by every ``KVBlockInfo`` built in the meantime."""
     made: list[object] = []
     build = pool.KVBlockInfo
 

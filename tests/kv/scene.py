@@ -1,4 +1,4 @@
-"""A cache with some of everything in it, and calls it must refuse without a trace."""
+"""A cache that holds some of everything, and calls that it must refuse without a trace."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def assert_refused(scene: Scene, case: Refused) -> RoseinferError:
 
 
 def block_lists(arguments: list[Any]) -> list[Any]:
-    """Those of a call's arguments that hold block ids."""
+    """Return those of a call's arguments that hold block ids."""
     return [given for given in arguments if isinstance(given, (list, tuple))]
 
 

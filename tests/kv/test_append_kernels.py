@@ -239,7 +239,7 @@ def test_full_batch_at_any_position(device: str, position: int) -> None:
 def test_unaligned_tensors_after_aligned_ones_of_the_same_form(
     device: str, kernel: str, shifted: str
 ) -> None:
-    """What is compiled for aligned addresses reads 16 bytes at once, and may not be reused."""
+    """A kernel compiled for aligned addresses reads 16 bytes at once and may not be reused."""
     shape, slots = (6, 4, 4, 64), KERNELS[kernel]
     caches = Caches.build(device, shape, dtype=torch.float16)
     assert_appends(kernel, caches, new_tokens(caches))
@@ -254,7 +254,7 @@ def test_unaligned_tensors_after_aligned_ones_of_the_same_form(
 
 @every_kernel
 def test_calls_of_different_kinds_one_after_the_other(device: str, kernel: str) -> None:
-    """What is remembered of one launch must not be used for another kind of argument."""
+    """A kernel remembered from one launch must not be used for another kind of argument."""
     slots = KERNELS[kernel]
     for dtype in (*DTYPES, *DTYPES):
         for layout in LAYOUTS.values():

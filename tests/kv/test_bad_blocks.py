@@ -163,7 +163,7 @@ def test_freeing_as_often_as_held_in_one_call(device: str) -> None:
 def test_two_lists_on_a_partial_block_that_one_holds(
     device: str, policy: AppendPolicy, first: bool
 ) -> None:
-    """Both would write the same slot: somebody forgot ``incref_blocks``."""
+    """Both would write the same slot: ``incref_blocks`` was forgotten."""
 
     def call(scene: Scene) -> Call:
         lists = [scene.partial, list(scene.partial)]
@@ -206,7 +206,7 @@ def test_the_same_empty_list_twice(device: str) -> None:
 
 
 def test_a_list_that_is_not_one_sequence(device: str) -> None:
-    """A partial block before another one: reading on would read what was never stored."""
+    """Reading on behind a partial block would read what was never stored."""
 
     def call(scene: Scene) -> Call:
         return scene.kv.gather_sequence, 0, scene.partial + scene.full

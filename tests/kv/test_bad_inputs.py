@@ -140,7 +140,7 @@ def test_a_write_of_a_tensor_on_another_device(device: str) -> None:
 def test_a_block_list_that_is_no_list(
     device: str, policy: AppendPolicy, row: int, wrong: object
 ) -> None:
-    """It could not be changed in place; the row is named."""
+    """A list of another type could not be changed in place; the row is named."""
 
     def call(scene: Scene) -> Call:
         lists: list[object] = [scene.full]

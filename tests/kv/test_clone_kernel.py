@@ -32,7 +32,7 @@ every_copy = pytest.mark.parametrize(("source", "target"), COPIES.values(), ids=
 
 
 def after_copies(caches: Caches, source: tuple[int, ...], target: tuple[int, ...]) -> Caches:
-    """Every block read before any is written."""
+    """Every block is read before any is written."""
     expected = caches.copy()
     old = caches.copy().pair
     for new_cache, old_cache in zip(expected.pair, old, strict=True):
@@ -85,7 +85,7 @@ def test_blocks_larger_than_one_program_copies(device: str, shape: Shape) -> Non
 
 
 def test_unaligned_caches_after_aligned_ones_of_the_same_form(device: str) -> None:
-    """What is compiled for aligned addresses reads 16 bytes at once, and may not be reused."""
+    """A kernel compiled for aligned addresses reads 16 bytes at once and may not be reused."""
     for layout in (apart, off_by_one):
         assert_clones(Caches.build(device, (2, 4, 2, 4, 64), layout, torch.float16), (1,), (3,))
 

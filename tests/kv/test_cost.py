@@ -84,9 +84,9 @@ def take_all(pool: BlockPool) -> list[int]:
 
 def test_building_a_pool_takes_the_same_steps_and_bytes_whatever_its_size() -> None:
     def build(size: int) -> tuple[int, int]:
-        steps = count_steps(lambda: BlockPool(layer=0, first_id=0, size=size))
+        steps = count_steps(lambda: BlockPool(layer=0, first_id=0, size=size, block_size=16))
         tracemalloc.start()
-        pool = BlockPool(layer=0, first_id=0, size=size)
+        pool = BlockPool(layer=0, first_id=0, size=size, block_size=16)
         taken, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert pool.num_free == size - 1
@@ -105,7 +105,7 @@ def test_a_cache_of_a_million_blocks_is_built_in_under_two_seconds(device: str) 
 
 
 def cost_of_taking_one(in_use: int) -> tuple[int, int]:
-    pool = BlockPool(layer=0, first_id=0, size=MILLION)
+    pool = BlockPool(layer=0, first_id=0, size=MILLION, block_size=16)
     for _ in range(in_use):
         pool.take(start=0, length=0)
     return measure(pool, lambda: pool.take(start=0, length=0))
@@ -114,7 +114,7 @@ def cost_of_taking_one(in_use: int) -> tuple[int, int]:
 def test_a_million_blocks_in_use_take_at_most_200_bytes_each() -> None:
     """Counting the ids in the callers' lists as well."""
     assert cost_of_taking_one(1000) == cost_of_taking_one(10)  # or the next line takes for ever
-    pool = BlockPool(layer=0, first_id=MILLION, size=MILLION)
+    pool = BlockPool(layer=0, first_id=MILLION, size=MILLION, block_size=16)
     tracemalloc.start()
     ids = take_all(pool)
     taken, peak = tracemalloc.get_traced_memory()
@@ -245,7 +245,7 @@ def test_steps_grow_linearly_up_to_4096_sequences(
 
 
 def test_quadratic_work_would_be_seen() -> None:
-    """What the comparison above is worth: a search among the rows before makes it fail."""
+    """The comparison above fails if every row is searched among the rows before it."""
 
     def quadratic(batch: int) -> Callable[[], None]:
         def work() -> None:

@@ -1,4 +1,4 @@
-"""What the fast paths do without, asserted on the operations they dispatch.
+"""The fast paths save operations, as is seen from those they dispatch.
 
 Identity: no gather, the caller's keys are used as they come. One position for all: the
 position is a number and no tensor holds it.

@@ -90,7 +90,7 @@ def test_every_history_ends_where_append_token_ends(
 
 
 def free_everything(twins: Twins) -> None:
-    """No block is lost and none is held by nobody."""
+    """No block is lost: each is free or held by a list."""
     for row in range(SEQUENCES):
         twins.free(row)
     assert twins.fast.num_free_blocks(twins.layer) == twins.fast.max_blocks_per_layer - 1
@@ -99,7 +99,7 @@ def free_everything(twins: Twins) -> None:
 
 @pytest.mark.parametrize("rows", [[0, 1], [1, 0]])
 def test_a_history_that_runs_out_of_blocks(device: str, rows: list[int]) -> None:
-    """The random ones may or may not get there; this one does."""
+    """Random histories may or may not get there; this one does."""
     twins = History(device)
     for _ in range(40):
         twins.step("append", rows, COMBINATIONS[0])

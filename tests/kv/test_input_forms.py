@@ -99,7 +99,7 @@ LAYOUTS = (transposed, batch_last, from_a_wider_tensor, every_other_row, one_hea
 def test_strided_inputs(
     device: str, path: Path, key_layout: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """The value keeps its own strides, so that one taken for the other's would show."""
+    """The value has strides of its own: a mistake of one for the other would show."""
     twins = twins_for(device, path)
     key, value = key_layout(twins.token(3)), twins.token(3)
     assert key.stride() != value.stride()
@@ -110,7 +110,7 @@ def test_strided_inputs(
 
 @every_write
 def test_inputs_that_require_grad(device: str, path: Path) -> None:
-    """The cache takes the numbers and no part in the graph."""
+    """The cache takes the numbers and does not become part of the graph."""
     twins = twins_for(device, path)
     key, value = twins.token(3).requires_grad_(), twins.token(3).requires_grad_()
     assert twins.append(None, key, value)[path] == WRITES[path].times

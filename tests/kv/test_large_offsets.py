@@ -49,7 +49,7 @@ def arena(device: str) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Strewn:
-    """A view of the arena one of whose dimensions reaches ``FAR``."""
+    """Return a view of the arena that reaches ``FAR`` in one dimension."""
 
     view: torch.Tensor
     axis: int
@@ -74,7 +74,7 @@ class Strewn:
         return offsets.flatten()
 
     def wrapped_places(self) -> torch.Tensor:
-        """Where the same elements would be sought by 32-bit offsets."""
+        """Return where 32-bit offsets would find the same elements."""
         start = int(self.view.storage_offset())
         relative = self.places() - start
         return torch.remainder(relative + 2**31, 2**32) - 2**31 + start
@@ -203,7 +203,7 @@ def test_cloning_over_a_distance(
 
 @pytest.mark.parametrize("name", CLONES)
 def test_elements_within_reach_do_not_coincide(arena: torch.Tensor, name: str) -> None:
-    """A wrapped offset would land elsewhere than a right one; else nothing is shown above."""
+    """A wrapped offset would land elsewhere than a right one, or the tests above show nothing."""
     (keys, values) = strewn_caches(arena, CLONES[name], AXES[name])
     right = torch.cat([keys.places(), values.places()])
     assert len(distinct(right)) == len(right)

@@ -1,4 +1,4 @@
-"""One batch in which the rows meet everything there is to meet, under every routing of it."""
+"""One batch whose rows meet every condition, under every policy that splits it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_condition_in_one_batch(
 
 @pytest.mark.parametrize("policy", [policy for policy, _ in ROUTES.values()], ids=ROUTES)
 def test_the_steps_after_a_mixed_batch(device: str, policy: AppendPolicy) -> None:
-    """All eight sequences go on, so that the other holders of shared blocks are met too."""
+    """All eight sequences go on: the other holders of shared blocks take part too."""
     twins = mixed(device, policy)
     append_mixed(twins)
     reached = sum((twins.append() for _ in range(BLOCK_SIZE + 1)), Counts())
@@ -117,7 +117,7 @@ def test_rows_take_blocks_in_their_order(
 
 @pytest.mark.parametrize("policy", [AppendPolicy(batched_rollover=False), AppendPolicy()])
 def test_a_batch_of_new_sequences_only(device: str, policy: AppendPolicy) -> None:
-    """With rollover apart nothing remains in the batch, and nothing is written by it."""
+    """If rollover is not batched, no row remains in the batch, and the batch writes nothing."""
     twins = Twins(device, policy, lengths=(0, 0, 0))
     counts = twins.append()
     write = (Path.TRITON_FULL_BATCH, 1) if policy.batched_rollover else (Path.PER_TOKEN, 3)

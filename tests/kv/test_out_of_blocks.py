@@ -1,4 +1,4 @@
-"""A pool that runs dry at any row and for any reason: all of the call happens, or nothing."""
+"""Where a pool runs dry, at any row and for any reason, all of the call happens or nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def scene_with(device: str, policy: AppendPolicy, free: int) -> Scene:
 
 
 def assert_short(scene: Scene, call: Callable[[Scene], Call], needed: int) -> None:
-    """The call is refused, the error says what was needed and what there was."""
+    """The call is refused; the error says what was needed and what there was."""
     free = scene.kv.num_free_blocks(0)
     words = f"layer 0 has {free} free blocks and {needed} are needed.*max_blocks_per_layer"
     error = assert_refused(scene, Refused(call, OutOfBlocks, words))

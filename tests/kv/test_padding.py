@@ -22,7 +22,7 @@ every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES
 
 
 def appended(device: str, policy: AppendPolicy, *, padded: bool) -> tuple[KVBlockManager, Any]:
-    """One step for a fresh, a partial, a full and a shared list, padding between or not."""
+    """Append to a fresh, a partial, a full and a shared list, with padding between them or not."""
     kv = build(device, policy=policy)
     torch.manual_seed(0)
     shape = (1, kv.num_heads, kv.block_size + 1, kv.head_dim)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roseinfer import AppendPolicy, Path
+from roseinfer import AppendPlan, AppendPolicy, Path
 from roseinfer.kv.storage import choose_write_path
 from tests.kv.harness import Twins
 
@@ -15,13 +15,13 @@ UNEVEN = False
 def choice(
     policy: AppendPolicy, tokens: int, *, even: bool, identity: bool = True, triton: bool = True
 ) -> Path:
-    return choose_write_path(
-        policy,
-        num_tokens=tokens,
-        identity=identity,
-        constant_position=even,
-        triton=triton,
+    plan = AppendPlan(
+        0,
+        blocks=list(range(tokens)),
+        positions=[2 if even else row for row in range(tokens)],
+        rows=None if identity else list(range(tokens)),
     )
+    return choose_write_path(policy, plan, triton=triton)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ THRESHOLDS = [
 def test_thresholds_count_the_tokens_of_the_write(
     device: str, settings: dict[str, int], batch: int, even: bool, path: Path
 ) -> None:
-    """A step of the cache itself, so the policy is known to reach the choice."""
+    """The cache itself appends, so the policy is known to reach the choice."""
     policy = AppendPolicy(**settings)  # type: ignore[arg-type]  # switches and numbers alike
     lengths = [2] * batch if even else [1 + row % 3 for row in range(batch)]
     twins = Twins(device, policy, lengths=lengths)

@@ -70,7 +70,7 @@ def reached_although_off(policy: AppendPolicy, reached: Counts) -> set[Path]:
 
 
 def test_the_history_fills_blocks_and_leaves_partial_ones(device: str) -> None:
-    """What the combinations are compared on is not trivial."""
+    """The history on which the combinations are compared is not trivial."""
     twins = Twins(device, lengths=(0, 0))
     reached = short_history(twins)
     lengths = [twins.fast.block_info(ids[-1]).length for ids in twins.fast_lists]

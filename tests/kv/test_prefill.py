@@ -86,7 +86,7 @@ def test_an_empty_prompt_takes_no_block(device: str, policy: AppendPolicy) -> No
 
 @every_policy
 def test_a_prompt_laid_out_token_first(device: str, policy: AppendPolicy) -> None:
-    """As a model's projection leaves it: ``[1, tokens, heads, head_dim]``, transposed."""
+    """A model's projection leaves its output so: ``[1, tokens, heads, head_dim]``, transposed."""
     fast, slow = build(device, policy), build(device)
     key = prompt(fast, 6, 1).transpose(1, 2).contiguous().transpose(1, 2)
     value = prompt(fast, 6, 2).transpose(2, 3).contiguous().transpose(2, 3)

@@ -47,7 +47,7 @@ def test_the_books_are_those_of_a_plan(device: str, policy: AppendPolicy) -> Non
 
 
 def test_a_shared_block_is_copied_in_all_layers_of_its_group(device: str) -> None:
-    """The copy alone changes, and the one who shared keeps the block."""
+    """Only the copy changes, and the other holder keeps the block."""
     kv, (mine,) = grouped(device, BLOCK_SIZE + 1)
     yours = list(mine)
     kv.incref_blocks(mine)
@@ -149,7 +149,7 @@ REFUSED = {
 
 
 def _behind_shared(scene: Scene) -> list[int]:
-    """A list whose first, full block somebody else holds too."""
+    """Make a list whose first block, a full one, another list holds too."""
     mine = list(scene.full)
     scene.kv.incref_blocks(mine)
     scene.kv.reserve(0, [mine], [3])
@@ -199,7 +199,7 @@ def test_a_shared_block_can_stay_as_it_is(device: str) -> None:
 
 @pytest.mark.parametrize("more", range(1, 2 * BLOCK_SIZE + 1))
 def test_what_was_not_written_goes_back(device: str, more: int) -> None:
-    """As if it had never been asked for; appending goes on where the tokens end."""
+    """Room that was taken back leaves no trace; appending goes on where the tokens end."""
     kv, lists = grouped(device, 3)
     twin, twin_lists = grouped(device, 3)
     kv.reserve(2, lists, [more])

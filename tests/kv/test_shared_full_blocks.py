@@ -83,7 +83,7 @@ def test_no_copy_is_counted_dispatched_or_launched(
 def test_a_partial_block_is_copied(
     device: str, monkeypatch: pytest.MonkeyPatch, policy: AppendPolicy
 ) -> None:
-    """The contrast: the same steps on a block with room do dispatch or launch a copy."""
+    """The same steps on a block with room do dispatch or launch a copy."""
     twins = Twins(device, policy, lengths=(BLOCK_SIZE - 1,))
     twins.fork(0)
     key, value = twins.token(2), twins.token(2)

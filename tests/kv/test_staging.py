@@ -74,7 +74,7 @@ class Step:
 def test_a_ring_full_of_plans_is_written_correctly(
     device: str, policy: AppendPolicy, order: int
 ) -> None:
-    """As many plans outstanding as may be, all with columns of positions."""
+    """As many plans are outstanding as may be, all with columns of positions."""
     steps = Steps(build(device, policy, max_blocks_per_layer=64), starts=[0, 1, 3])
     plans = [steps.plan() for _ in range(RING)]
     for step in plans[::order]:
@@ -84,7 +84,7 @@ def test_a_ring_full_of_plans_is_written_correctly(
 
 @every_policy
 def test_a_window_of_plans_slides_around_the_ring(device: str, policy: AppendPolicy) -> None:
-    """Every plan is written when half a ring of later ones was made."""
+    """Every plan is written only after half a ring of later ones was made."""
     steps = Steps(build(device, policy, max_blocks_per_layer=128), starts=[0, 1])
     waiting: list[Step] = []
     for _ in range(3 * RING):

@@ -1,4 +1,4 @@
-"""A machine on which Triton is wanted and cannot run: torch writes, and says so.
+"""On a machine on which Triton is wanted and cannot run, torch writes, and a warning says so.
 
 A cache on the CPU without the interpreter is such a machine anywhere, so these tests need
 no guard on one that has a GPU. They run in processes of their own, since whether kernels
@@ -60,7 +60,7 @@ print(first.gather_sequence(0, a)[0].flatten().tolist())
 
 
 def told(code: str, machine: str) -> tuple[dict[str, Any], list[str]]:
-    """What ``show`` printed, and the lines after it."""
+    """Return what ``show`` printed, and the lines after it."""
     lines = run_python(MACHINES[machine] + CACHE + code, warm=True).splitlines()
     return json.loads(lines[0]), lines[1:]
 
@@ -134,6 +134,6 @@ else:
 
 @every_machine
 def test_the_warning_made_an_error_leaves_nothing_half_done(machine: str) -> None:
-    """Whoever runs with warnings as errors gets all of the append or none of it."""
+    """With warnings as errors, all of an append happens or none of it."""
     (outcome,) = run_python(MACHINES[machine] + CACHE + WARNINGS_AS_ERRORS, warm=True).splitlines()
     assert outcome in ("done", "refused, nothing changed")

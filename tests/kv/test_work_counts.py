@@ -1,11 +1,11 @@
-"""What the cache says of its own work, call by call."""
+"""The cache counts its own work, call by call."""
 
 from __future__ import annotations
 
 import pytest
 
 from roseinfer import AppendPolicy, BadArgument
-from roseinfer.kv.work import Work
+from roseinfer.kv.paths import Work
 from tests.kv.harness import Twins
 
 

@@ -32,8 +32,8 @@ MUTANTS = (
         "padding-row-on-a-real-block",
         "The row of a sequence that left points to the first block of the cache.",
         _SLOTS,
-        "            return [*_Fields(), *[SCRATCH] * self._width]\n",
-        "            return [*_Fields(), *[SCRATCH + 1] * self._width]\n",
+        "                flat += [slot, *_Fields(), *[SCRATCH] * self._width]\n",
+        "                flat += [slot, *_Fields(), *[SCRATCH + 1] * self._width]\n",
         (6,),
     ),
     _mutant(
@@ -48,8 +48,8 @@ MUTANTS = (
         "parameters-in-each-others-columns",
         "Rows on the device have top_p and min_p in each other's place.",
         _SLOTS,
-        "        top_p=_bits(params.top_p),\n        min_p=_bits(params.min_p),\n",
-        "        top_p=_bits(params.min_p),\n        min_p=_bits(params.top_p),\n",
+        "            top_p=_bits(params.top_p),\n            min_p=_bits(params.min_p),\n",
+        "            top_p=_bits(params.min_p),\n            min_p=_bits(params.top_p),\n",
     ),
     _mutant(
         "seed-cut-to-a-bit",

@@ -92,9 +92,12 @@ MUTANTS = (
         "batch-committed-before-it-fits",
         "Rows are committed one by one; the one that finds no block leaves the others longer.",
         _PER_LAYER,
-        "        seen = self._survey(pool, block_ids_list, None)\n",
-        "        from roseinfer.kv import plan as planning\n\n"
-        "        seen = planning.survey(pool, self.block_size, block_ids_list, None)\n",
+        "        seen = planning.survey(pool, block_ids_list, None)\n",
+        "        free, pool.num_free = pool.num_free, 1 << 60\n"
+        "        try:\n"
+        "            seen = planning.survey(pool, block_ids_list, None)\n"
+        "        finally:\n"
+        "            pool.num_free = free\n",
         rows=(26,),
         targets=(PER_LAYER,),
     ),
@@ -102,10 +105,14 @@ MUTANTS = (
         "plan-committed-before-it-fits",
         "A plan takes blocks before it is known that there are enough.",
         _MANAGER,
-        "self._commit(pool, self._survey(pool, block_lists, counts), counts)",
-        "self._commit(\n"
-        "            pool, planning.survey(pool, self.block_size, block_lists, counts), counts\n"
-        "        )",
+        "        plan = self._commit(pool, planning.survey(pool, block_ids_list, num_tokens), "
+        "num_tokens)\n",
+        "        free, pool.num_free = pool.num_free, 1 << 60\n"
+        "        try:\n"
+        "            seen = planning.survey(pool, block_ids_list, num_tokens)\n"
+        "        finally:\n"
+        "            pool.num_free = free\n"
+        "        plan = self._commit(pool, seen, num_tokens)\n",
         rows=(26,),
     ),
     Mutant(
