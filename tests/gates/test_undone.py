@@ -14,7 +14,7 @@ import torch
 
 from pytest_roseinfer.gates.work.cost_verdict import judge
 from pytest_roseinfer.gates.work.measure_work import Step, measure_work
-from pytest_roseinfer.gates.work.own_code import OwnCode
+from pytest_roseinfer.gates.work.python_calls import OwnCode
 from roseinfer import AppendPolicy
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kv import plan as planning
@@ -104,7 +104,7 @@ def test_metadata_made_anew_for_every_token_is_named(monkeypatch: pytest.MonkeyP
     verdict = judge(measured(of_engine("steady")), was, ())
     said = "\n".join(verdict.in_words())
     assert f"roseinfer.kv.pool.KVBlockInfo.__init__: {CALLS}, baseline 0" in said, said
-    assert [change.kind for change in verdict.worse] == ["Python calls"]
+    assert [change.what for change in verdict.worse] == ["Python calls"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its kernels are those of the interpreter")

@@ -1,72 +1,49 @@
-"""A step's work held against its baseline."""
+"""The verdict on a step's work: what it does more of than its baseline, and what less."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.gates.work.step_work import GROUPS, CannotCompare
+from pytest_roseinfer.gates.gate import CannotCompare
+from pytest_roseinfer.gates.work.step_work import GROUPS, changed_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Mapping
 
-    from pytest_roseinfer.gates.work.step_work import Group, StepWork
+    from pytest_roseinfer.gates.work.step_work import StepWork
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One count that is not what it was."""
+    """A count that differs from its baseline."""
 
-    kind: str
-    name: str
-    """Empty for the sum of all of its kind."""
-    now: int
-    was: int
-    tokens: int | None = None
-    """The tokens of the step, where the count is to be shown for each of them too."""
+    what: str
+    now: int | str
+    was: int | str
+    grew: tuple[Change, ...] = ()
+    """For a sum, the single counts that rose."""
 
     def __str__(self) -> str:
-        what = ", ".join(filter(None, (self.kind, self.name)))
-        now, was = (self._count(count) for count in (self.now, self.was))
-        return f"{what}: {now}, baseline {was}"
-
-    def _count(self, count: int) -> str:
-        return f"{count} a step, {count / self.tokens:g} a token" if self.tokens else str(count)
+        return f"{self.what}: {self.now}, baseline {self.was}"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class CostVerdict:
-    """The changes of a step: what it does more of, what less, and which Python functions grew."""
-
     worse: list[Change] = field(default_factory=list)
-    """These fail the step: they rose, or must not drop and did."""
+    """These fail the step: they rose, or they must not drop and did."""
     less: list[Change] = field(default_factory=list)
-    grew: list[Change] = field(default_factory=list)
-
-    def note(self, change: Change, *, must_not_drop: bool = False) -> None:
-        (self.worse if change.now > change.was or must_not_drop else self.less).append(change)
-
-    def note_sum(
-        self, group: Group, new: Mapping[str, int], old: Mapping[str, int], tokens: int
-    ) -> None:
-        now, was = sum(new.values()), sum(old.values())
-        if now != was:
-            self.note(Change(group.title, "", now, was, tokens))
-        grew = [change for change in _single("", new, old) if change.now > change.was]
-        self.grew += sorted(grew, key=lambda change: change.was - change.now)
 
     def in_words(self) -> list[str]:
-        """A line for each change, the worse first."""
+        """Return a line for each change, the worse ones first."""
         lines = []
         for change in self.worse:
-            lines.append(str(change))
-            if change.tokens:
-                lines += [f"    {function}" for function in self.grew]
+            lines += [str(change), *(f"    {grew}" for grew in change.grew)]
         return lines + [f"less: {change}" for change in self.less]
 
 
 def judge(now: StepWork, was: StepWork, must_not_drop: Collection[str]) -> CostVerdict:
-    """``must_not_drop`` are counters of the code's own of which fewer is a loss."""
+    """Compare a step with its baseline; the counters named in ``must_not_drop`` must not fall."""
     if now.tokens != was.tokens:
         raise CannotCompare(
             f"the step brings {now.tokens} tokens, and its baseline is of {was.tokens}: their "
@@ -78,15 +55,25 @@ def judge(now: StepWork, was: StepWork, must_not_drop: Collection[str]) -> CostV
     for name, group in GROUPS.items():
         new, old = now.groups[name], was.groups[name]
         if group.as_sum:
-            verdict.note_sum(group, new, old, now.tokens)
+            rose = sum(new.values()) - sum(old.values())
+            if rose:
+                worse_or_less = verdict.worse if rose > 0 else verdict.less
+                worse_or_less.append(_change_of_sum(group.title, new, old, now.tokens))
             continue
-        kept = {*new, *old} if group.must_not_drop else must_not_drop if name == "counters" else ()
-        for change in _single(group.title, new, old):
-            verdict.note(change, must_not_drop=change.name in kept)
+        for each, count, baseline in changed_counts(new, old):
+            must_stay = group.must_not_drop or (name == "counters" and each in must_not_drop)
+            worse_or_less = verdict.worse if count > baseline or must_stay else verdict.less
+            worse_or_less.append(Change(f"{group.title}, {each}", count, baseline))
     return verdict
 
 
-def _single(kind: str, new: Mapping[str, int], old: Mapping[str, int]) -> Iterator[Change]:
-    for name in sorted({*new, *old}):
-        if new.get(name, 0) != old.get(name, 0):
-            yield Change(kind, name, new.get(name, 0), old.get(name, 0))
+def _change_of_sum(
+    title: str, new: Mapping[str, int], old: Mapping[str, int], tokens: int
+) -> Change:
+    now, was = (
+        f"{count} a step, {count / tokens:g} a token"
+        for count in (sum(new.values()), sum(old.values()))
+    )
+    grew = [each for each in changed_counts(new, old) if each[1] > each[2]]
+    grew.sort(key=lambda each: each[2] - each[1])
+    return Change(title, now, was, tuple(Change(*each) for each in grew))
