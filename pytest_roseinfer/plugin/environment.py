@@ -1,19 +1,12 @@
-"""What a run depends on beside its tests: the versions it meets, the variables it obeys."""
+"""What a run depends on besides its tests: the device, versions and environment variables."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from pytest_roseinfer.settings import Settings
 
 _PREFIXES = ("ROSEINFER_", "ROSELLM_", "TRITON_", "HYPOTHESIS_", "PYTORCH_", "TORCH_")
@@ -28,7 +21,7 @@ _OWN = ("roseinfer", "torch", "triton", "hypothesis", "pytest")
 
 
 def variables() -> dict[str, str]:
-    """The environment variables that change what a run does."""
+    """Return the environment variables that change what a run does."""
     return {
         name: text
         for name, text in sorted(os.environ.items())
@@ -37,39 +30,22 @@ def variables() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """What the harness itself stands on."""
+    """Return the versions of what the harness needs."""
     return {name: version for name in _OWN if (version := _version(name))}
 
 
 def distribution_of(target: str) -> str:
-    """Name and version of the distribution that ``package.module:Class`` comes from, or ""."""
+    """Return name and version of the distribution that ``package.module:Class`` is from, or ""."""
     package = target.partition(":")[0].partition(".")[0]
     if version := _version(package):
         return f"{package} {version}"
-    # Only now, since this reads the file list of everything that is installed.
-    owners = metadata.packages_distributions().get(package) or _editable_owners(package)
+    # This comes second because it reads the file list of everything that is installed.
+    owners = metadata.packages_distributions().get(package, ())
     return ", ".join(f"{name} {_version(name)}" for name in dict.fromkeys(owners))
 
 
-def _editable_owners(package: str) -> list[str]:
-    """Distributions installed from the folder ``package`` is in, which need not list it."""
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return []
-    if spec is None or spec.origin is None:
-        return []
-    owners = []
-    for distribution in metadata.distributions():
-        source = json.loads(distribution.read_text("direct_url.json") or "{}")
-        path = urlsplit(source.get("url", "")).path
-        if path and Path(spec.origin).is_relative_to(url2pathname(path)):
-            owners.append(distribution.name)
-    return owners
-
-
 def describe_run(asked: Settings) -> list[str]:
-    """How this run goes about it, in lines for the header."""
+    """Return the header's lines about how this run searches."""
     lines = [
         f"roseinfer: device {describe_device(asked)}, profile {asked.profile} "
         f"({asked.examples} examples of up to {asked.steps} steps), seed {asked.seed}, "
@@ -92,11 +68,7 @@ def describe_device(asked: Settings) -> str:
     return asked.device + (" (Triton interpreted)" if interpreted else "")
 
 
-def describe_targets(names: Iterable[str]) -> list[str]:
-    return [f"roseinfer: target {described(name)}" for name in names]
-
-
-def described(target: str) -> str:
+def describe_target(target: str) -> str:
     distribution = distribution_of(target)
     return f"{target} ({distribution})" if distribution else target
 

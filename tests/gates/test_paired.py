@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.time.interval import Interval, Verdict, median_interval, verdict_of
-from pytest_roseinfer.gates.time.paired import Comparing, Plan, paired_ratio
+from pytest_roseinfer.gates.time.paired import Plan, paired_ratio
+from pytest_roseinfer.gates.time.paired import compare as compare_sides
 from pytest_roseinfer.gates.time.timing_report import told_apart
-from pytest_roseinfer.gates.time.worker_process import CannotMeasure, cpus_for
+from pytest_roseinfer.gates.time.worker_process import cpus_for
 from tests.gates.simulated import READY, Machine, SimulatedWorker, compare, quiet
 
 
@@ -82,19 +84,19 @@ def test_every_process_is_stopped_and_each_series_has_its_own() -> None:
         return pair
 
     machine = quiet()
-    Comparing(Plan(), start).compare()
+    compare_sides(Plan(), start)
     assert len(started) == 2 * Plan().looks[0].series
     assert all(worker.stopped for worker in started)
     started.clear()
-    Comparing(Plan(series_per_process=5), start).compare()
+    compare_sides(Plan(series_per_process=5), start)
     assert len(started) == 2 * math.ceil(Plan().looks[0].series / 5)
 
 
 def test_processes_are_stopped_where_one_of_them_breaks() -> None:
     other = replace(READY, tokens=8)
     pair = SimulatedWorker(Machine(1), 1e-3), SimulatedWorker(Machine(1), 1e-3, ready=other)
-    with pytest.raises(CannotMeasure, match="8 tokens here and 4 there"):
-        Comparing(Plan(), lambda _: pair).compare()
+    with pytest.raises(CannotCompare, match="8 tokens here and 4 there"):
+        compare_sides(Plan(), lambda _: pair)
     assert all(worker.stopped for worker in pair)
 
 
@@ -108,8 +110,7 @@ def test_each_side_has_as_many_turns_and_comes_first_as_often() -> None:
 
     machine = quiet()
     plan = Plan(rounds=2)
-    comparison = Comparing(plan, lambda _: (Noting(machine, 1.0), Noting(machine, 1.01)))
-    comparison.compare()
+    compare_sides(plan, lambda _: (Noting(machine, 1.0), Noting(machine, 1.01)))
     assert order[-8:] == [1.0, 1.01, 1.01, 1.0] * 2
 
 

@@ -1,7 +1,8 @@
-"""Each side's turns as a run of pytest-benchmark's, so that what it saves and compares is them.
+"""The turns of both sides as runs of pytest-benchmark, which can save and compare them.
 
-Two sides take turns, and its fixture runs one function until it is done with it. So what it
-is given to run is a side's turns once more, on a clock that goes on by what each took.
+The fixture of pytest-benchmark runs one function until it is done with it, and our two sides
+take turns. So it is given each side's turns once more, on a clock that moves on by what they
+took.
 """
 
 from __future__ import annotations
@@ -14,33 +15,34 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pytest_roseinfer.gates.time.paired import Timings
 
 
-class Recording:
-    """Records one test, which must not use the fixture ``benchmark`` for anything else."""
+def record(
+    request: pytest.FixtureRequest, runs: Mapping[str, tuple[Timings, dict[str, Any]]]
+) -> None:
+    """Record a test's sides by name, each with its ``extra_info``; "" goes by the test's name.
 
-    def __init__(self, request: pytest.FixtureRequest) -> None:
-        self._now = 0.0
-        said = request.node.get_closest_marker("benchmark")
-        options = {"group": request.node.nodeid, **(said.kwargs if said else {})}
-        marker = pytest.mark.benchmark(**options | {"timer": self._clock})
-        request.node.add_marker(marker, append=False)
-        self._fixture: Any = request.getfixturevalue("benchmark")
+    The test must not use the fixture ``benchmark`` for anything else.
+    """
+    now = 0.0
 
-    def _clock(self) -> float:
-        return self._now
+    def pass_turn() -> None:
+        nonlocal now
+        now += next(turns)
 
-    def add(self, timings: Timings, extra_info: dict[str, Any], name: str = "") -> None:
-        """A run for a side; the one with no name goes by that of the test."""
-        fixture = self._fixture
+    said = request.node.get_closest_marker("benchmark")
+    options = {"group": request.node.nodeid, **(said.kwargs if said else {})}
+    marker = pytest.mark.benchmark(**options | {"timer": lambda: now})
+    request.node.add_marker(marker, append=False)
+    benchmark: Any = request.getfixturevalue("benchmark")
+    for name, (timings, extra_info) in runs.items():
+        fixture = copy.copy(benchmark) if name else benchmark
         if name:
-            fixture = copy.copy(fixture)
             fixture.name += f" ({name})"
             fixture.fullname += f" ({name})"
         fixture.extra_info = extra_info
         turns = cycle(mean(turn) for turn in timings.turns)  # profiling takes some again
-        fixture.pedantic(lambda: self._pass(next(turns)), rounds=len(timings.turns))
-
-    def _pass(self, seconds: float) -> None:
-        self._now += seconds
+        fixture.pedantic(pass_turn, rounds=len(timings.turns))

@@ -18,13 +18,13 @@ from pytest_roseinfer.gates.work.python_calls import OwnCode
 from pytest_roseinfer.gates.work.step_work import versions_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 
 class Costs:
     """Compares steps of one test with their baselines."""
 
-    def __init__(self, item: pytest.Item, marked: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(self, item: pytest.Item, marked: Mapping[str, Sequence[str]]) -> None:
         """``marked`` holds the arguments of the test's markers."""
         self.checked: set[str] = set()
         self._gate = CostGate.of(item.config)
@@ -62,13 +62,13 @@ class Costs:
     def _check(self, name: str, step: Step) -> None:
         device = self._asked.device.partition(":")[0]
         where = (self._test, name, device)
-        versions = versions_here(self._marked["keyed_by"])
-        work = measure_work(step, OwnCode(self._marked["packages"]), device)
+        versions = versions_here(self._marked.get("keyed_by", ()))
+        work = measure_work(step, OwnCode(self._marked.get("packages", ())), device)
         if self._asked.update_costs:
             self._gate.measured.append((str(self._file), where, as_entry(work, versions)))
             return
         was = read_baseline(self._file, where, versions)
-        verdict = judge(work, was, self._marked["must_not_drop"])
+        verdict = judge(work, was, self._marked.get("must_not_drop", ()))
         lines = "\n  ".join(verdict.in_words())
         if verdict.worse:
             more = f"{name} does more work than its baseline in {self._file}:\n  {lines}"
