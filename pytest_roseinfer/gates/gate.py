@@ -94,7 +94,7 @@ def finish(session: pytest.Session) -> None:
 
 def take_over(config: pytest.Config, output: Mapping[str, Any]) -> None:
     """Add what a worker saw to the gates of its controller."""
-    from pkgutil import resolve_name  # every run of pytest imports this file, and few have workers
+    from pkgutil import resolve_name  # few runs have workers, and all import this file
 
     for name, seen in output.get(_FROM_WORKER, {}).items():
         resolve_name(name).of(config).add(seen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import CacheSpec
     from pytest_roseinfer.gates.time.tpot import Tpot
     from pytest_roseinfer.gates.work.costs import Costs
-    from roseinfer import AppendPolicy, KVBlockManager, TinyGPT2
+    from roseinfer import KVBlockManager, TinyGPT2
 
 
 @pytest.fixture(scope="session")
@@ -41,23 +41,19 @@ def roseinfer_spec(roseinfer_device: str) -> CacheSpec:
 @pytest.fixture
 def roseinfer_manager(roseinfer_spec: CacheSpec) -> KVBlockManager:
     """An empty ``roseinfer.KVBlockManager`` of shape ``roseinfer_spec``, every fast path on."""
-    from roseinfer import AppendPolicy
-
-    return _manager(roseinfer_spec, AppendPolicy(**roseinfer_spec.options))
+    return _manager(roseinfer_spec, **roseinfer_spec.options)
 
 
 @pytest.fixture
 def roseinfer_reference(roseinfer_spec: CacheSpec) -> KVBlockManager:
     """A second manager of that shape, which writes one token at a time, as a reference."""
-    from roseinfer import AppendPolicy
-
-    return _manager(roseinfer_spec, AppendPolicy(batched=False))
+    return _manager(roseinfer_spec, batched=False)
 
 
-def _manager(spec: CacheSpec, policy: AppendPolicy) -> KVBlockManager:
+def _manager(spec: CacheSpec, **policy: Any) -> KVBlockManager:
     import torch
 
-    from roseinfer import KVBlockManager
+    from roseinfer import AppendPolicy, KVBlockManager
 
     return KVBlockManager(
         num_layers=spec.num_layers,
@@ -67,7 +63,7 @@ def _manager(spec: CacheSpec, policy: AppendPolicy) -> KVBlockManager:
         max_blocks_per_layer=spec.num_blocks + 1,  # block 0 is scratch
         device=spec.device,
         dtype=getattr(torch, spec.dtype),
-        policy=policy,
+        policy=AppendPolicy(**policy),
     )
 
 

@@ -70,16 +70,8 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "update-tpot": (_FLAG, "make the times of this run those of the file"),
 }
 """The options, without ``--roseinfer-``, their arguments to argparse and their help."""
-_INI = {
-    "targets": "linelist",
-    "profile": "string",
-    "examples": "string",
-    "steps": "string",
-    "seed": "string",
-    "required_paths": "bool",
-    "report": "linelist",
-    "costs": "string",
-}
+_INI = dict.fromkeys(("profile", "examples", "steps", "seed", "costs"), "string")
+_INI |= {"targets": "linelist", "report": "linelist", "required_paths": "bool"}
 """Ini options and their types; each does what the command-line option of its name does."""
 _REPORT_SUFFIXES = (".json", ".html")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
@@ -10,16 +11,18 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.finding import load_target
 from pytest_roseinfer.gates.gate import Gate, show_problems
 from pytest_roseinfer.plugin.environment import describe_device, describe_target
-from pytest_roseinfer.report import files
+from pytest_roseinfer.report.html import page
 from pytest_roseinfer.report.verdict import NOT_SEARCHED, verdict
 from pytest_roseinfer.running import coverage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     import pytest
 
-    from pytest_roseinfer.running.coverage import TargetCoverage
+    from pytest_roseinfer.report.verdict import Verdict
+    from pytest_roseinfer.running.coverage import Coverage, TargetCoverage
 
 
 class CoverageGate(Gate):
@@ -51,10 +54,10 @@ class CoverageGate(Gate):
             problems[""] = unchecked
         found = verdict(seen, asked, problems, passed=passed and not problems)
         here = self.config.invocation_params.dir
-        failures = [files.write(here / name, found) for name in asked.reports]
+        failures = [_write(here / name, found) for name in asked.reports]
         if unwritten := [failure for failure in failures if failure]:
             problems.setdefault("", []).extend(unwritten)
-        files.add_junit_properties(self.config, seen)
+        _add_junit_properties(self.config, seen)
         return [line for lines in problems.values() for line in lines]
 
     def _unchecked(self) -> list[str]:
@@ -110,3 +113,25 @@ def _table(target: TargetCoverage, style: str) -> str:
         headers=("", "name", "must equal", "times reached", "verdict"),
         tablefmt=style,
     )
+
+
+def _write(file: Path, verdict: Verdict) -> str:
+    """Write a report in the format its suffix names; return why that failed, if so."""
+    text = page(verdict) if file.suffix == ".html" else json.dumps(verdict, indent=1) + "\n"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        return f"--roseinfer-report {file}: {error.strerror}"
+    return ""
+
+
+def _add_junit_properties(config: pytest.Config, seen: Coverage) -> None:
+    """Add ``roseinfer.<target>.<path>`` to the file of ``--junitxml``, if there is one."""
+    from _pytest.junitxml import xml_key  # its public face is a fixture, and no test runs here
+
+    if (xml := config.stash.get(xml_key, None)) is None:
+        return
+    for name, target in seen.targets.items():
+        for row in target.rows():
+            xml.add_global_property(f"roseinfer.{name}.{row.name}", str(row.times))

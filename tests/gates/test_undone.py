@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pytest_roseinfer.gates.work.cost_verdict import judge
 from pytest_roseinfer.gates.work.measure_work import Step, measure_work
 from pytest_roseinfer.gates.work.python_calls import OwnCode
+from pytest_roseinfer.gates.work.step_work import judge
 from roseinfer import AppendPolicy
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kv import plan as planning

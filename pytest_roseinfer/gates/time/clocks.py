@@ -10,12 +10,11 @@ import os
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
 _CPUS = Path("/sys/devices/system/cpu")
 _CPU_DOUBTS = {
@@ -79,32 +78,23 @@ class GpuClock:
             self._sampler.wait()
         with self._samples:
             self._samples.seek(0)
-            return doubt_about([sample for line in self._samples if (sample := Sample.read(line))])
+            return doubt_about(self._samples)
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    mhz: int
-    utilization: int
-    reasons: int
-
-    @classmethod
-    def read(cls, line: str) -> Sample | None:
-        """Read a line of nvidia-smi; return None if it lacks a number or is half a line."""
+def doubt_about(samples: Iterable[str]) -> str:
+    """Judge lines of nvidia-smi; those that lack a number or are half a line say nothing."""
+    clocks = []
+    for line in samples:
         try:
             mhz, utilization, reasons = line.split(",")
-            return cls(int(mhz), int(utilization), int(reasons, 16))
+            clock, busy, bits = int(mhz), int(utilization) >= _BUSY, int(reasons, 16)
         except ValueError:
-            return None
-
-
-def doubt_about(samples: Sequence[Sample]) -> str:
-    busy = [sample for sample in samples if sample.utilization >= _BUSY]
-    for sample in busy:
-        for bit, reason in _REASONS.items():
-            if sample.reasons & bit:
-                return f"the GPU ran at {sample.mhz} MHz because of {reason}"
-    clocks = [sample.mhz for sample in busy]
+            continue
+        if busy:
+            clocks.append(clock)
+            for bit, reason in _REASONS.items():
+                if bits & bit:
+                    return f"the GPU ran at {clock} MHz because of {reason}"
     if clocks and max(clocks) > (1 + _SPREAD) * min(clocks):
         return f"the GPU's clock went from {min(clocks)} to {max(clocks)} MHz"
     return ""

@@ -32,17 +32,13 @@ def other_side(reference: str, here: Side, folder: Path) -> Iterator[Side]:
     """Build what ``reference`` names where it cannot touch the project in ``folder``."""
     root, path = folder.resolve(), (folder / reference).resolve()
     with tempfile.TemporaryDirectory(prefix="roseinfer-") as name:
-        there = built = Path(name).resolve()
+        built = Path(name).resolve()
         if "==" in reference:
-            _install(reference, built)
+            pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps")
+            _run(f"{OPTION} {reference}", *pip, "--target", str(built), reference)
             yield Side(reference, (str(built),), here.roots)
             return
-        if path.is_dir():
-            there = path
-        else:
-            top = Path(_git(folder, "rev-parse", "--show-toplevel")).resolve()
-            _check_out(reference, top, built)
-            there = built / root.relative_to(top)
+        there = path if path.is_dir() else _check_out(reference, root, built)
         # The same folders as here, as they are in the other tree; only one may have a ``src``.
         roots = _existing(
             [*(there / Path(each).relative_to(root) for each in here.roots), there / "src"]
@@ -54,31 +50,27 @@ def _existing(folders: Sequence[Path]) -> tuple[str, ...]:
     return tuple(str(each) for each in dict.fromkeys(folders) if each.is_dir())
 
 
-def _check_out(revision: str, top: Path, into: Path) -> None:
-    """Clone without copying objects, so that neither worktrees nor the index of ``top`` change."""
-    commit = _git(top, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
-    _git(top, "clone", "--quiet", "--shared", "--no-checkout", str(top), str(into))
-    _git(into, "checkout", "--quiet", "--detach", commit)
+def _check_out(revision: str, project: Path, into: Path) -> Path:
+    """Clone without copying objects, and return the project's folder in the clone.
+
+    Neither the worktrees nor the index of the project's repository change.
+    """
+    git = ("git", "-C", str(project))
+    about = f"{OPTION}: {revision}"
+    top = _run(about, *git, "rev-parse", "--show-toplevel")
+    commit = _run(about, *git, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+    _run(about, *git, "clone", "--quiet", "--shared", "--no-checkout", top, str(into))
+    _run(about, "git", "-C", str(into), "checkout", "--quiet", "--detach", commit)
+    return into / project.relative_to(Path(top).resolve())
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
+def _run(about: str, *command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", "") or "no path, no NAME==VERSION, and no revision of git"
-        asked = arguments[-1].removesuffix("^{commit}")
-        raise CannotCompare(f"{OPTION}: {asked}: {said.strip()}") from error
+        raise CannotCompare(f"{about}: {said.strip()}") from error
     return done.stdout.strip()
-
-
-def _install(requirement: str, into: Path) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-    done = subprocess.run(
-        [*command, "--target", str(into), requirement], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise CannotCompare(f"{OPTION} {requirement}: {done.stderr.strip()}")
 
 
 def _is_installed(folder: Path) -> bool:

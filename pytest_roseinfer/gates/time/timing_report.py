@@ -32,10 +32,6 @@ class Timed:
     noise_floor: bool = False
     """Both sides were the same code, to see what the machine makes of that."""
 
-    @property
-    def slower(self) -> bool:
-        return self.comparison.verdict is Verdict.SLOWER and not self.noise_floor
-
     def in_words(self) -> str:
         """Say what the table leaves open; return "" if it leaves nothing open."""
         comparison = self.comparison

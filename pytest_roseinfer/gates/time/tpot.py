@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+from itertools import cycle
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -12,8 +15,8 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.time import absolute
 from pytest_roseinfer.gates.time.clocks import CpuClock, GpuClock
+from pytest_roseinfer.gates.time.interval import Verdict
 from pytest_roseinfer.gates.time.paired import Plan, compare
-from pytest_roseinfer.gates.time.recording import record
 from pytest_roseinfer.gates.time.timing_gate import NEXT_TO_OTHERS, TimingGate
 from pytest_roseinfer.gates.time.timing_report import Timed, facts, judged
 from pytest_roseinfer.gates.time.worker_process import Side, WorkerProcess, cpus_for
@@ -73,15 +76,9 @@ class Tpot:
         comparison = compare(plan, start, self._clock().doubt)
         timed = Timed(self._test, there.label, comparison, plan.margin, asked.noise_floor)
         self._gate.results.append(timed)
-        verdict = judged(timed)
-        record(
-            self._request,
-            {
-                "there": (comparison.there, {**facts(comparison.there), **verdict}),
-                "": (comparison.here, {**facts(comparison.here), **verdict}),
-            },
-        )
-        if timed.slower and not asked.report_slower:
+        _record(self._request, timed)
+        tolerated = asked.noise_floor or asked.report_slower
+        if comparison.verdict is Verdict.SLOWER and not tolerated:
             pytest.fail(
                 f"SLOWER than {there.label}: {comparison.ratio:.3f} times its TPOT "
                 f"({comparison.interval}), and {1 + plan.margin:.3f} are tolerated",
@@ -119,6 +116,32 @@ class Tpot:
 
     def _clock(self) -> CpuClock | GpuClock:
         return GpuClock(self._asked.gpu_index or 0) if self._asked.gpu else CpuClock()
+
+
+def _record(request: pytest.FixtureRequest, timed: Timed) -> None:
+    """Record both sides with the fixture ``benchmark``, so that its plugin can save and compare.
+
+    The fixture runs one function until it is done with it, and our sides take turns. So it gets
+    each side's turns once more, on a clock that moves on by what they took.
+    """
+    now = 0.0
+
+    def pass_turn() -> None:
+        nonlocal now
+        now += next(turns)
+
+    said = request.node.get_closest_marker("benchmark")
+    options = {"group": request.node.nodeid, **(said.kwargs if said else {})}
+    marker = pytest.mark.benchmark(**options | {"timer": lambda: now})
+    request.node.add_marker(marker, append=False)
+    benchmark: Any = request.getfixturevalue("benchmark")
+    there = copy.copy(benchmark)
+    there.name, there.fullname = f"{benchmark.name} (there)", f"{benchmark.fullname} (there)"
+    comparison = timed.comparison
+    for fixture, timings in ((there, comparison.there), (benchmark, comparison.here)):
+        fixture.extra_info = {**facts(timings), **judged(timed)}
+        turns = cycle(mean(turn) for turn in timings.turns)  # profiling takes some again
+        fixture.pedantic(pass_turn, rounds=len(timings.turns))
 
 
 def _file_of(module: str) -> str:

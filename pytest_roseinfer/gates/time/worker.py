@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _NAMES = ("torch", "triton", "transformers", "numpy")
+"""Libraries that decide how fast a step is."""
 _DEFAULTS = {"floor_seconds": None, "path_counts": dict, "clock": time.perf_counter}
 OFFERS = {"step", "tokens", *_DEFAULTS}
 """The keys of what a factory returns."""
@@ -76,54 +77,30 @@ def import_from(name: str, file: str) -> Any:
     return module
 
 
-def own_modules(roots: list[str]) -> list[str]:
-    """Name the packages and modules that came from one of ``roots``."""
-    found = set()
+def describe(target: dict[str, Any], roots: list[str]) -> dict[str, Any]:
+    """Return what ``Ready`` holds about the step and where it runs."""
+    own = set()
     for name, module in [*sys.modules.items()]:
         file = os.path.realpath(getattr(module, "__file__", None) or "")
         if any(file.startswith(root + os.sep) for root in roots):
-            found.add(name.partition(".")[0])
-    return sorted(found)
-
-
-def device() -> str:
-    """Return the GPU's name if the step uses one, else "cpu"."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return str(torch.cuda.get_device_name())
-    return "cpu"
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of what decides how fast a step is."""
-    found = {"python": sys.version.split()[0]}
+            own.add(name.partition(".")[0])
+    versions = {"python": sys.version.split()[0]}
     if imported := [name for name in _NAMES if name in sys.modules]:
         from importlib import metadata  # this import takes longer than many a worker lives
 
-        found |= {name: metadata.version(name) for name in imported}
-    return found
-
-
-def serve(asked: dict[str, Any], read: Callable[[], str], answer: Callable[[Any], None]) -> None:
-    """Load the step, then run it as often as each line says; a 0 asks for the path counts."""
-    module, _, function = asked["factory"].partition(":")
-    target = make_target(getattr(import_from(module, asked["file"]), function))
-    measure = cuda_seconds if asked["cuda"] else host_seconds
-    answer(
-        {
-            "tokens": target["tokens"],
-            "floor_seconds": target["floor_seconds"],
-            "own_modules": own_modules(asked["roots"]),
-            "device": device(),
-            "versions": versions(),
-        }
-    )
-    while line := read():
-        steps = json.loads(line)
-        answer(measure(target, steps) if steps else dict(target["path_counts"]()))
+        versions |= {name: metadata.version(name) for name in imported}
+    torch = sys.modules.get("torch")
+    return {
+        "tokens": target["tokens"],
+        "floor_seconds": target["floor_seconds"],
+        "own_modules": sorted(own),
+        "device": torch.cuda.get_device_name() if torch and torch.cuda.is_initialized() else "cpu",
+        "versions": versions,
+    }
 
 
 def main() -> None:
+    """Load the step, then run it as often as each line says; a 0 asks for the path counts."""
     asked = json.loads(sys.argv[1])
     if sys.path and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
         del sys.path[0]  # the files beside this one are none of the side's modules
@@ -138,7 +115,13 @@ def main() -> None:
         answers.flush()
 
     try:
-        serve(asked, sys.stdin.readline, answer)
+        module, _, function = asked["factory"].partition(":")
+        target = make_target(getattr(import_from(module, asked["file"]), function))
+        measure = cuda_seconds if asked["cuda"] else host_seconds
+        answer(describe(target, asked["roots"]))
+        while line := sys.stdin.readline():
+            steps = json.loads(line)
+            answer(measure(target, steps) if steps else dict(target["path_counts"]()))
     except Exception:
         answer({"error": traceback.format_exc()})
 

@@ -42,7 +42,6 @@ class Side:
 
     label: str
     roots: tuple[str, ...]
-    """Modules are imported from these folders ahead of all others."""
     shared: tuple[str, ...] = ()
     """Folders of this project, for what the side lacks: the file of the benchmark, say."""
 
@@ -96,12 +95,10 @@ class WorkerProcess:
         return ready
 
     def seconds(self, steps: int) -> list[float]:
-        taken: list[float] = self._ask(steps)
-        return taken
+        return list(self._ask(steps))
 
     def path_counts(self) -> dict[str, int]:
-        counts: dict[str, int] = self._ask(0)
-        return counts
+        return dict(self._ask(0))
 
     def stop(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):

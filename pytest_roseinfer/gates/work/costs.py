@@ -12,10 +12,9 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.work.cost_file import NAME, UPDATE, as_entry, read_baseline
 from pytest_roseinfer.gates.work.cost_gate import CostGate
-from pytest_roseinfer.gates.work.cost_verdict import judge
 from pytest_roseinfer.gates.work.measure_work import Step, measure_work
 from pytest_roseinfer.gates.work.python_calls import OwnCode
-from pytest_roseinfer.gates.work.step_work import versions_here
+from pytest_roseinfer.gates.work.step_work import judge, versions_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
