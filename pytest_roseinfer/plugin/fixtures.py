@@ -34,8 +34,9 @@ def roseinfer_spec(roseinfer_device: str) -> CacheSpec:
     """
     from pytest_roseinfer.adapters.cache import CacheSpec
 
-    shape = {"num_layers": 2, "num_heads": 2, "head_dim": 8, "block_size": 4, "num_blocks": 16}
-    return CacheSpec(**shape, device=roseinfer_device)
+    return CacheSpec(
+        num_layers=2, num_heads=2, head_dim=8, block_size=4, num_blocks=16, device=roseinfer_device
+    )
 
 
 @pytest.fixture

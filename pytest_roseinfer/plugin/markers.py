@@ -35,7 +35,7 @@ def _names(value: object) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
 
 
-_EXPECTED = {
+_EXPECTED: dict[Callable[[Any], bool], str] = {
     _number: "a number above 0",
     _share: "a number above 0 and below 1",
     _whole: "a whole number from 1",

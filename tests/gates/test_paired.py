@@ -12,7 +12,7 @@ from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.time.interval import Interval, Verdict, median_interval, verdict_of
 from pytest_roseinfer.gates.time.paired import Plan, paired_ratio
 from pytest_roseinfer.gates.time.paired import compare as compare_sides
-from pytest_roseinfer.gates.time.timing_report import told_apart
+from pytest_roseinfer.gates.time.timing_report import Timed
 from pytest_roseinfer.gates.time.worker_process import cpus_for
 from tests.gates.simulated import READY, Machine, SimulatedWorker, compare, quiet
 
@@ -162,11 +162,13 @@ def test_the_same_values_give_the_same_interval() -> None:
 
 
 def test_the_noise_floor_goes_to_the_end_and_says_what_can_be_told_apart() -> None:
-    comparison = compare(Machine(1), 1.0, Plan().without_shortcuts())
+    comparison = compare(Machine(1), 1.0, replace(Plan(), looks=Plan().looks[-1:]))
     assert len(comparison.ratios) == Plan().looks[-1].series
     half = comparison.interval.half_width
-    assert f"of {0.02 + half:.1%} is found every other time" in told_apart(comparison, 0.02)
-    assert told_apart(replace(comparison, doubt="it was hot"), 0.02).endswith(": it was hot")
+    timed = Timed("test", "here", comparison, 0.02, noise_floor=True)
+    assert f"of {0.02 + half:.1%} is found every other time" in timed.in_words()
+    doubted = replace(timed, comparison=replace(comparison, doubt="it was hot"))
+    assert doubted.in_words().endswith(": it was hot")
 
 
 def test_both_sides_of_a_series_share_cpus_and_the_next_series_has_others() -> None:

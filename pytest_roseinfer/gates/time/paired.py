@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -60,10 +60,6 @@ class Plan:
     least_steps: int = 3
     """The fewest steps of a turn: the first finds the other's data in the processor's caches."""
     series_per_process: int = 1
-
-    def without_shortcuts(self) -> Plan:
-        """Return a plan that goes to its end, even if the ratio is clear before."""
-        return replace(self, looks=self.looks[-1:])
 
 
 @dataclass(slots=True)
@@ -167,15 +163,10 @@ def compare(
         verdict = verdict_of(interval, plan.margin)
         if verdict is not Verdict.UNSURE:
             break
-    reason = doubt()
-    return Comparison(
-        *measuring.sides,
-        ratios=tuple(ratios),
-        interval=interval,
-        verdict=Verdict.UNSURE if reason else verdict,
-        doubt=reason,
-        seconds=clock() - begin,
-    )
+    if reason := doubt():
+        verdict = Verdict.UNSURE
+    there, here = measuring.sides
+    return Comparison(there, here, tuple(ratios), interval, verdict, reason, clock() - begin)
 
 
 def paired_ratio(there: Turns, here: Turns) -> float:

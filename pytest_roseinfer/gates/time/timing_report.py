@@ -35,33 +35,25 @@ class Timed:
     def in_words(self) -> str:
         """Say what the table leaves open; return "" if it leaves nothing open."""
         comparison = self.comparison
+        after = f"after {len(comparison.ratios)} series"
+        if self.noise_floor and comparison.doubt:
+            return f"{self.test}: nothing can be said: {comparison.doubt}"
         if self.noise_floor:
-            return f"{self.test}: {told_apart(comparison, self.margin)}"
+            # The gate fails a step if its whole interval lies beyond the margin. If the ratio lies
+            # half an interval beyond it, that is as likely as not; with a whole one, nearly sure.
+            half = comparison.interval.half_width
+            return (
+                f"{self.test}: against itself {comparison.ratio - 1:+.2%}, give or take {half:.2%} "
+                f"{after} ({comparison.seconds:.0f} s): with a margin of {self.margin:.1%}, a "
+                f"slowdown of {self.margin + half:.1%} is found every other time, one of "
+                f"{self.margin + 2 * half:.1%} nearly always"
+            )
         if comparison.doubt:
             return f"{self.test}: UNSURE because {comparison.doubt}"
         if comparison.verdict is Verdict.UNSURE:
-            return (
-                f"{self.test}: UNSURE after {len(comparison.ratios)} series and "
-                f"{comparison.seconds:.0f} s; its margin is {self.margin:.1%}"
-            )
+            unsure = f"UNSURE {after} and {comparison.seconds:.0f} s"
+            return f"{self.test}: {unsure}; its margin is {self.margin:.1%}"
         return ""
-
-
-def told_apart(comparison: Comparison, margin: float) -> str:
-    """Say which slowdowns the gate would find here.
-
-    The gate fails a step if its whole interval lies beyond the margin. That happens every other
-    time if the ratio lies half an interval beyond it, and nearly always if a whole one does.
-    """
-    half = comparison.interval.half_width
-    if comparison.doubt:
-        return f"nothing can be said: {comparison.doubt}"
-    return (
-        f"against itself {comparison.ratio - 1:+.2%}, give or take {half:.2%} after "
-        f"{len(comparison.ratios)} series ({comparison.seconds:.0f} s): with a margin of "
-        f"{margin:.1%}, a slowdown of {margin + half:.1%} is found every other time, one of "
-        f"{margin + 2 * half:.1%} nearly always"
-    )
 
 
 def facts(timings: Timings) -> dict[str, Any]:

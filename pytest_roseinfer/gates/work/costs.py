@@ -68,7 +68,7 @@ class Costs:
             return
         was = read_baseline(self._file, where, versions)
         verdict = judge(work, was, self._marked.get("must_not_drop", ()))
-        lines = "\n  ".join(verdict.in_words())
+        lines = "\n  ".join(verdict.worse + verdict.less)
         if verdict.worse:
             more = f"{name} does more work than its baseline in {self._file}:\n  {lines}"
             self._gate.more.append(f"{self._test}, {more}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_roseinfer.gates.gate import CannotCompare
 
@@ -25,16 +25,12 @@ class Group:
     depends_on: str
     """A baseline holds for one version of this, since another counts differently. ``TORCH``
     includes everything that a test names in ``keyed_by``."""
-    as_sum: bool = False
-    """Only the sum is judged; the single counts explain it."""
-    must_not_drop: bool = False
-    """A smaller count fails too: something else does the work."""
 
 
 GROUPS: Mapping[str, Group] = {
-    # What is a call changes: since 3.12 a comprehension is none.
-    "python_calls": Group("Python calls", PYTHON, as_sum=True),
-    # Which operations a call is made of, and which a library calls, changes with releases.
+    # Python versions differ in what they call: since 3.12 a comprehension is no call.
+    "python_calls": Group("Python calls", PYTHON),
+    # Releases of torch and of libraries differ in the operations that they use.
     "operations": Group("torch operations", TORCH),
     "allocations": Group("device allocations", TORCH),
     "host_to_device": Group("copies to the device", TORCH),
@@ -42,7 +38,7 @@ GROUPS: Mapping[str, Group] = {
     "synchronisations": Group("waits for the device", TORCH),
     # The code under test does these itself.
     "triton_launches": Group("Triton launches", NOTHING),
-    "graph_replays": Group("CUDA graph replays", NOTHING, must_not_drop=True),
+    "graph_replays": Group("CUDA graph replays", NOTHING),
     "counters": Group("counters of its own", NOTHING),
 }
 
@@ -64,32 +60,12 @@ def changed_counts(
             yield name, new.get(name, 0), old.get(name, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A count that differs from its baseline."""
+class CostVerdict(NamedTuple):
+    """What a step does more of than its baseline, and what less, in lines of words."""
 
-    what: str
-    now: int | str
-    was: int | str
-    grew: tuple[Change, ...] = ()
-    """For a sum, the single counts that rose."""
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.now}, baseline {self.was}"
-
-
-@dataclass(frozen=True, slots=True)
-class CostVerdict:
-    worse: list[Change] = field(default_factory=list)
-    """These fail the step: they rose, or they must not drop and did."""
-    less: list[Change] = field(default_factory=list)
-
-    def in_words(self) -> list[str]:
-        """Return a line for each change, the worse ones first."""
-        lines = []
-        for change in self.worse:
-            lines += [str(change), *(f"    {grew}" for grew in change.grew)]
-        return lines + [f"less: {change}" for change in self.less]
+    worse: list[str]
+    """Counts that rose, or must not drop and did: these fail the step."""
+    less: list[str]
 
 
 def judge(now: StepWork, was: StepWork, must_not_drop: Collection[str]) -> CostVerdict:
@@ -101,32 +77,38 @@ def judge(now: StepWork, was: StepWork, must_not_drop: Collection[str]) -> CostV
         )
     if unknown := set(must_not_drop) - {*now.groups["counters"], *was.groups["counters"]}:
         raise CannotCompare(f"must_not_drop names no counter of the step: {sorted(unknown)}")
-    verdict = CostVerdict()
+    verdict = CostVerdict([], [])
     for name, group in GROUPS.items():
         new, old = now.groups[name], was.groups[name]
-        if group.as_sum:
-            rose = sum(new.values()) - sum(old.values())
-            if rose:
-                worse_or_less = verdict.worse if rose > 0 else verdict.less
-                worse_or_less.append(_change_of_sum(group.title, new, old, now.tokens))
+        if name == "python_calls":
+            _judge_sum(verdict, group.title, new, old, now.tokens)
             continue
         for each, count, baseline in changed_counts(new, old):
-            must_stay = group.must_not_drop or (name == "counters" and each in must_not_drop)
-            worse_or_less = verdict.worse if count > baseline or must_stay else verdict.less
-            worse_or_less.append(Change(f"{group.title}, {each}", count, baseline))
+            line = f"{group.title}, {each}: {count}, baseline {baseline}"
+            # With fewer graph replays, something else does their work.
+            must_stay = name == "graph_replays" or (name == "counters" and each in must_not_drop)
+            if count > baseline or must_stay:
+                verdict.worse.append(line)
+            else:
+                verdict.less.append(f"less: {line}")
     return verdict
 
 
-def _change_of_sum(
-    title: str, new: Mapping[str, int], old: Mapping[str, int], tokens: int
-) -> Change:
-    now, was = (
-        f"{count} a step, {count / tokens:g} a token"
-        for count in (sum(new.values()), sum(old.values()))
+def _judge_sum(
+    verdict: CostVerdict, title: str, new: Mapping[str, int], old: Mapping[str, int], tokens: int
+) -> None:
+    """Judge only the sum of the counts; those that rose explain it."""
+    now, was = sum(new.values()), sum(old.values())
+    line = f"{title}: " + ", baseline ".join(
+        f"{count} a step, {count / tokens:g} a token" for count in (now, was)
     )
-    grew = [each for each in changed_counts(new, old) if each[1] > each[2]]
-    grew.sort(key=lambda each: each[2] - each[1])
-    return Change(title, now, was, tuple(Change(*each) for each in grew))
+    if now < was:
+        verdict.less.append(f"less: {line}")
+    elif now > was:
+        grew = [each for each in changed_counts(new, old) if each[1] > each[2]]
+        grew.sort(key=lambda each: each[2] - each[1])
+        verdict.worse.append(line)
+        verdict.worse.extend(f"    {name}: {rose}, baseline {base}" for name, rose, base in grew)
 
 
 def versions_here(keyed_by: Sequence[str]) -> Mapping[str, str]:
