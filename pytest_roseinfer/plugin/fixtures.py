@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -42,30 +43,21 @@ def roseinfer_spec(roseinfer_device: str) -> CacheSpec:
 @pytest.fixture
 def roseinfer_manager(roseinfer_spec: CacheSpec) -> KVBlockManager:
     """An empty ``roseinfer.KVBlockManager`` of shape ``roseinfer_spec``, every fast path on."""
-    return _manager(roseinfer_spec, **roseinfer_spec.options)
+    return _manager(roseinfer_spec)
 
 
 @pytest.fixture
 def roseinfer_reference(roseinfer_spec: CacheSpec) -> KVBlockManager:
     """A second manager of that shape, which writes one token at a time, as a reference."""
-    return _manager(roseinfer_spec, batched=False)
+    return _manager(replace(roseinfer_spec, options={"batched": False}))
 
 
-def _manager(spec: CacheSpec, **policy: Any) -> KVBlockManager:
-    import torch
+def _manager(spec: CacheSpec) -> KVBlockManager:
+    from pytest_roseinfer.targets.roseinfer_kv import PerLayerManager
 
-    from roseinfer import AppendPolicy, KVBlockManager
-
-    return KVBlockManager(
-        num_layers=spec.num_layers,
-        num_heads=spec.num_heads,
-        head_dim=spec.head_dim,
-        block_size=spec.block_size,
-        max_blocks_per_layer=spec.num_blocks + 1,  # block 0 is scratch
-        device=spec.device,
-        dtype=getattr(torch, spec.dtype),
-        policy=AppendPolicy(**policy),
-    )
+    cache = PerLayerManager()
+    cache.make(spec)
+    return cache.manager
 
 
 @pytest.fixture(scope="session")
@@ -85,8 +77,8 @@ def roseinfer_costs(request: pytest.FixtureRequest) -> Costs:
     """Compares the work of a decode step with its baseline, in counts and without a clock.
 
     ``roseinfer_costs.check("steady", engine.step, tokens=8)`` counts torch operations, Triton
-    launches, CUDA graph replays, copies across, waits, allocations and Python calls; more than
-    the baseline fails. ``--roseinfer-update-costs`` writes the baseline.
+    launches, CUDA graph replays, copies between devices, waits, allocations and Python calls;
+    more than the baseline fails. ``--roseinfer-update-costs`` writes the baseline.
     """
     settings.choose_kernel_runtime()
     from pytest_roseinfer.gates.work.costs import Costs

@@ -37,10 +37,11 @@ _FROM_HOST = "lift_fresh"
 """Torch dispatches this for every tensor that is made of the host's data."""
 
 
-class TensorWork:
+class TensorWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts by group what torch does while ``count`` runs a step."""
 
     def __init__(self, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kind = device.partition(":")[0]
         self._listening = True
         self._reading = False
@@ -51,14 +52,19 @@ class TensorWork:
         with (
             interpreted_launches(launched, self._uncounted),
             compiled_launches(launched),
-            _Operations(self),
+            self,
             _Reads(self),
         ):
             step()
 
-    def note_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if not self._listening:
-            return
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._listening:
+            self._note_operation(func, args, kwargs, result)
+        return result
+
+    def _note_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func.overloadpacket.__name__
         self._note("operations", name)
         self._note_new_memory(name, args, kwargs, result)
@@ -124,17 +130,6 @@ class TensorWork:
 
     def _on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._kind
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, work: TensorWork) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._work = work
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._work.note_operation(func, args, kwargs or {}, result)
-        return result
 
 
 class _Reads(TorchFunctionMode):
