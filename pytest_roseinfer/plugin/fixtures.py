@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def roseinfer_device() -> str:
-    """The device of caches under test: ``"cuda"`` with --roseinfer-gpu, else ``"cpu"``.
+    """Where caches under test live: ``"cuda"`` with --roseinfer-gpu, else ``"cpu"``.
 
     Where there are several GPUs, each worker of pytest-xdist gets its own: ``"cuda:1"``.
     """

@@ -45,10 +45,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "baselines for the work of steps; without it each folder of tests has a "
         "roseinfer-costs.json",
     ),
-    "update-costs": (
-        _FLAG,
-        "make what steps do now their baselines, for the versions of this run",
-    ),
+    "update-costs": (_FLAG, "make what steps do now their baselines, for the versions of this run"),
     "against": (
         {"metavar": "REF"},
         "fail where a decode step takes longer than at this git revision, in the project at "
@@ -63,10 +60,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"metavar": "DIR"},
         "keep the results of each run there as JSON, with a plot of this one and all before",
     ),
-    "tpot": (
-        _FILE,
-        "fail where a decode step takes much longer than this file says for this GPU",
-    ),
+    "tpot": (_FILE, "fail where a decode step takes much longer than this file says for this GPU"),
     "update-tpot": (_FLAG, "make the times of this run those of the file"),
 }
 """The options, without ``--roseinfer-``, their arguments to argparse and their help."""

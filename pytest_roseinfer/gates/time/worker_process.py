@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -101,22 +102,17 @@ class WorkerProcess:
         return dict(self._ask(0))
 
     def stop(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe:
-                pipe.close()
         try:
-            self._process.wait(_PATIENCE)
+            self._process.communicate(timeout=_PATIENCE)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            self._process.communicate()
 
     def _ask(self, steps: int) -> Any:
         assert self._process.stdin
-        try:
+        with suppress(BrokenPipeError):  # the answer says why, or there is none
             self._process.stdin.write(f"{steps}\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the answer says why, or there is none
         return self._answer()
 
     def _answer(self) -> Any:
