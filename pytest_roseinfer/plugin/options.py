@@ -142,11 +142,13 @@ def _timing(config: pytest.Config) -> Timing:
             "another: choose one"
         )
     if asked.update_tpot and asked.tpot is None:
-        raise pytest.UsageError("--roseinfer-update-tpot: of which file? --roseinfer-tpot FILE")
+        raise pytest.UsageError("--roseinfer-update-tpot needs a file: add --roseinfer-tpot FILE")
     if asked.folder and not asked.paired:
         raise pytest.UsageError("--roseinfer-timings keeps comparisons: add --roseinfer-against")
     if asked.report_slower and not asked.against:
-        raise pytest.UsageError("--roseinfer-report-slower: slower than what? --roseinfer-against")
+        raise pytest.UsageError(
+            "--roseinfer-report-slower needs a comparison: add --roseinfer-against"
+        )
     return asked
 
 

@@ -164,7 +164,7 @@ def test_the_same_values_give_the_same_interval() -> None:
 def test_the_noise_floor_goes_to_the_end_and_says_what_can_be_told_apart() -> None:
     comparison = compare(Machine(1), 1.0, replace(Plan(), looks=Plan().looks[-1:]))
     assert len(comparison.ratios) == Plan().looks[-1].series
-    half = comparison.interval.half_width
+    half = (comparison.interval.high - comparison.interval.low) / 2
     timed = Timed("test", "here", comparison, 0.02, noise_floor=True)
     assert f"of {0.02 + half:.1%} is found every other time" in timed.in_words()
     doubted = replace(timed, comparison=replace(comparison, doubt="it was hot"))

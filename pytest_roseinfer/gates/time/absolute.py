@@ -44,8 +44,8 @@ def exceeded(timings: Timings, file: Path, test: str) -> str:
     if device not in known:
         raise CannotCompare(
             f"{file} has no time of this step on {device}, it names "
-            f"{', '.join(known) or 'no GPU'}. A time of another machine is none of this one; "
-            f"{UPDATE} records one"
+            f"{', '.join(known) or 'no GPU'}. The time of another machine says nothing about this "
+            f"one; {UPDATE} records one"
         )
     was, now = float(known[device]["tpot_us"]), _microseconds(timings)
     if now <= (1 + TOLERATED) * was:

@@ -30,10 +30,6 @@ class Interval:
     low: float
     high: float
 
-    @property
-    def half_width(self) -> float:
-        return (self.high - self.low) / 2
-
     def __str__(self) -> str:
         return f"{self.low:.3f} to {self.high:.3f}"
 

@@ -41,7 +41,7 @@ class Timed:
         if self.noise_floor:
             # The gate fails a step if its whole interval lies beyond the margin. If the ratio lies
             # half an interval beyond it, that is as likely as not; with a whole one, nearly sure.
-            half = comparison.interval.half_width
+            half = (comparison.interval.high - comparison.interval.low) / 2
             return (
                 f"{self.test}: against itself {comparison.ratio - 1:+.2%}, give or take {half:.2%} "
                 f"{after} ({comparison.seconds:.0f} s): with a margin of {self.margin:.1%}, a "

@@ -91,7 +91,7 @@ class WorkerProcess:
         if not ready.own_modules:
             raise CannotCompare(
                 f"{self._side.label}: nothing was imported from {', '.join(self._side.roots)}, "
-                "so this would be no measurement of it"
+                "so this would not measure it"
             )
         return ready
 
