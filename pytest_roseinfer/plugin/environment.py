@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 if TYPE_CHECKING:
     from pytest_roseinfer.settings import Settings
@@ -40,8 +45,25 @@ def distribution_of(target: str) -> str:
     if version := _version(package):
         return f"{package} {version}"
     # This comes second because it reads the file list of everything that is installed.
-    owners = metadata.packages_distributions().get(package, ())
+    owners = metadata.packages_distributions().get(package) or _editable_owners(package)
     return ", ".join(f"{name} {_version(name)}" for name in dict.fromkeys(owners))
+
+
+def _editable_owners(package: str) -> list[str]:
+    """Return the distributions that were installed from a folder around ``package``."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return []
+    if spec is None or spec.origin is None:
+        return []
+    owners = []
+    for distribution in metadata.distributions():
+        source = json.loads(distribution.read_text("direct_url.json") or "{}")
+        path = urlsplit(source.get("url", "")).path
+        if path and Path(spec.origin).is_relative_to(url2pathname(path)):
+            owners.append(distribution.name)
+    return owners
 
 
 def describe_run(asked: Settings) -> list[str]:
