@@ -1,4 +1,4 @@
-"""Importing a folder whose files register what they hold."""
+"""Importing every file of a folder, so that each registers what it holds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 
 def import_all(folder: ModuleType) -> None:
-    """Import every file of a package, in the order of their names."""
+    """Import the files in the order of their names."""
     for found in pkgutil.iter_modules(folder.__path__):
         importlib.import_module(f"{folder.__name__}.{found.name}")

@@ -1,4 +1,4 @@
-"""How a run was asked to go: one frozen value, built once from options and ini."""
+"""The settings of a run: one frozen value, built once from options and ini file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Profile:
     examples: int
     """Histories for each search."""
     steps: int
-    """Most steps of one history."""
+    """The most steps of one history."""
 
 
 PROFILES = {
@@ -34,22 +34,19 @@ PROFILES = {
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What the options said about timing decode steps."""
+    """The options about timing decode steps."""
 
     against: str = ""
-    """A revision, path or version to compare with."""
     noise_floor: bool = False
     report_slower: bool = False
-    """Whether SLOWER is said and fails nothing."""
     tpot: str | None = None
-    """The file of times that GPUs are held to."""
     update_tpot: bool = False
     folder: str | None = None
-    """Where results are kept."""
+    """The folder of ``--roseinfer-timings``."""
 
     @property
     def paired(self) -> bool:
-        """Whether two sides are compared."""
+        """True if two sides are compared."""
         return self.noise_floor or bool(self.against)
 
     @property
@@ -67,23 +64,23 @@ class Settings:
     seed: int | None = None
     gpu: bool = False
     gpu_index: int | None = None
-    """The GPU of one worker among several; None where there is one process."""
+    """The GPU of this worker of pytest-xdist; None if there are no workers."""
     require_paths: bool = True
     targets: tuple[str, ...] = SHIPPED_TARGETS
     named_targets: tuple[str, ...] = ()
-    """Those asked for on the command line, which this run must therefore have checked."""
+    """The targets of the command line, which this run must therefore check."""
     reports: tuple[str, ...] = ()
     failures_dir: str | None = None
     costs: str | None = None
     """The file of baselines for the work of steps; None for one beside each test's file."""
     costs_requested: bool = False
-    """Whether the command line asks for that gate, which this run must therefore apply."""
+    """The command line asks for that gate, which this run must therefore apply."""
     update_costs: bool = False
     timing: Timing = field(default_factory=Timing)
 
     @property
     def chosen_targets(self) -> tuple[str, ...]:
-        """Those that somebody named, not the ones the plugin comes with."""
+        """The targets, unless they are those that the plugin ships."""
         return () if self.targets == SHIPPED_TARGETS else self.targets
 
     @property
@@ -97,7 +94,7 @@ _current = Settings()
 
 
 def current() -> Settings:
-    """The settings of this run; the defaults outside a pytest run."""
+    """Return the settings of this run, or the defaults outside a pytest run."""
     return _current
 
 
@@ -109,8 +106,8 @@ def set_current(settings: Settings) -> None:
 def choose_kernel_runtime() -> None:
     """Without a GPU, let Triton kernels run under its interpreter.
 
-    Called before the first cache is built, and only by what uses the harness: other tests
-    in the same run that import Triton first are left alone.
+    Only what uses the harness calls this, ahead of the first cache: other tests of the same run
+    may import Triton for a GPU.
     """
     if not _current.gpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")

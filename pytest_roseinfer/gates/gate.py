@@ -1,7 +1,7 @@
-"""A gate adds something up over the tests of a run, and fails a run that would else have passed.
+"""A gate collects what the tests of a run found, and can fail a run whose tests all passed.
 
-It is made by the first test that needs it, or where the command line asks for it. Workers of
-pytest-xdist have gates of their own, which their controller adds to its own and judges once.
+The first test that needs a gate makes it, or the command line asks for it. Each worker of
+pytest-xdist has its own gates; the controller adds them up and judges once.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 _GATES = pytest.StashKey[dict[type["Gate"], "Gate"]]()
 _FROM_WORKER = "roseinfer_gates"
 _MUST_CHECK = {"roseinfer_costs": "checked", "roseinfer_tpot": "timed"}
-"""Fixtures that a test takes in vain if it never lets them do this to a step."""
+"""A test that takes one of these fixtures must do this to a step with it."""
+
+
+class CannotCompare(Exception):
+    """A step cannot be compared with anything; the message says why."""
 
 
 class Gate(ABC):
-    """One subject of a run; a subclass says what it adds up and when that is a failure."""
+    """A subclass says what it collects and when that fails the run."""
 
     judged_last = False
-    """A gate that reports how the run ended is judged after those that may still fail it."""
+    """A gate that reports how the run ended must be judged after those that can still fail it."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -34,7 +38,7 @@ class Gate(ABC):
 
     @classmethod
     def of(cls, config: pytest.Config) -> Self:
-        """The gate of this run, made where there is none yet."""
+        """Return this run's gate, and make it if there is none yet."""
         gates = config.stash.setdefault(_GATES, {})
         if cls not in gates:
             gates[cls] = cls(config)
@@ -43,7 +47,7 @@ class Gate(ABC):
         return gate
 
     def to_json(self) -> Any:
-        """Return what a worker hands to its controller; None if there is nothing."""
+        """Return what a worker sends to its controller; nothing is sent if that is empty."""
         return None
 
     def add(self, seen: Any) -> None:
@@ -52,11 +56,11 @@ class Gate(ABC):
 
     @abstractmethod
     def judge(self, *, passed: bool) -> Sequence[str]:
-        """Write what is to be written, and return the problems; ``passed`` says of the tests."""
+        """Write files and return the problems; ``passed`` says that no test failed."""
 
     @abstractmethod
     def in_markdown(self) -> Iterable[str]:
-        """The lines of a GitHub step summary."""
+        """Return the lines of a GitHub step summary."""
 
     @abstractmethod
     def show(self, reporter: pytest.TerminalReporter) -> None:
@@ -69,22 +73,28 @@ def show_problems(reporter: pytest.TerminalReporter, problems: Iterable[str]) ->
 
 
 def finish(session: pytest.Session) -> None:
-    """Judge every gate of this run, or hand over what a worker saw."""
+    """Judge every gate of this run; a worker only sends what it saw."""
+    gates = _gates(session.config)
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
-        gates = _gates(session.config)
-        output[_FROM_WORKER] = {_name(gate): seen for gate in gates if (seen := gate.to_json())}
+        output[_FROM_WORKER] = {
+            f"{type(gate).__module__}:{type(gate).__qualname__}": seen
+            for gate in gates
+            if (seen := gate.to_json())
+        }
         return
-    for gate in _gates(session.config):
+    for gate in gates:
         gate.problems = gate.judge(passed=session.exitstatus == pytest.ExitCode.OK)
         if gate.problems and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        _add_to_github_summary(gate.in_markdown())
+        if file := os.environ.get("GITHUB_STEP_SUMMARY"):
+            with open(file, "a", encoding="utf-8") as summary:
+                summary.writelines(f"{line}\n" for line in gate.in_markdown())
 
 
 def take_over(config: pytest.Config, output: Mapping[str, Any]) -> None:
     """Add what a worker saw to the gates of its controller."""
-    from pkgutil import resolve_name  # every run of pytest imports this file, and few have workers
+    from pkgutil import resolve_name  # few runs have workers, and all import this file
 
     for name, seen in output.get(_FROM_WORKER, {}).items():
         resolve_name(name).of(config).add(seen)
@@ -105,13 +115,3 @@ def require_checks(item: pytest.Item) -> None:
 
 def _gates(config: pytest.Config) -> list[Gate]:
     return sorted(config.stash.get(_GATES, {}).values(), key=lambda gate: gate.judged_last)
-
-
-def _name(gate: Gate) -> str:
-    return f"{type(gate).__module__}:{type(gate).__qualname__}"
-
-
-def _add_to_github_summary(lines: Iterable[str]) -> None:
-    if file := os.environ.get("GITHUB_STEP_SUMMARY"):
-        with open(file, "a", encoding="utf-8") as summary:
-            summary.writelines(f"{line}\n" for line in lines)

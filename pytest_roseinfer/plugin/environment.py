@@ -1,4 +1,4 @@
-"""What a run depends on beside its tests: the versions it meets, the variables it obeys."""
+"""What a run depends on besides its tests: the device, versions and environment variables."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from pytest_roseinfer.settings import Settings
 
 _PREFIXES = ("ROSEINFER_", "ROSELLM_", "TRITON_", "HYPOTHESIS_", "PYTORCH_", "TORCH_")
@@ -28,7 +26,7 @@ _OWN = ("roseinfer", "torch", "triton", "hypothesis", "pytest")
 
 
 def variables() -> dict[str, str]:
-    """The environment variables that change what a run does."""
+    """Return the environment variables that change what a run does."""
     return {
         name: text
         for name, text in sorted(os.environ.items())
@@ -37,22 +35,22 @@ def variables() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """What the harness itself stands on."""
+    """Return the versions of what the harness needs."""
     return {name: version for name in _OWN if (version := _version(name))}
 
 
 def distribution_of(target: str) -> str:
-    """Name and version of the distribution that ``package.module:Class`` comes from, or ""."""
+    """Return name and version of the distribution that ``package.module:Class`` is from, or ""."""
     package = target.partition(":")[0].partition(".")[0]
     if version := _version(package):
         return f"{package} {version}"
-    # Only now, since this reads the file list of everything that is installed.
+    # This comes second because it reads the file list of everything that is installed.
     owners = metadata.packages_distributions().get(package) or _editable_owners(package)
     return ", ".join(f"{name} {_version(name)}" for name in dict.fromkeys(owners))
 
 
 def _editable_owners(package: str) -> list[str]:
-    """Distributions installed from the folder ``package`` is in, which need not list it."""
+    """Return the distributions that were installed from a folder around ``package``."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
@@ -69,7 +67,7 @@ def _editable_owners(package: str) -> list[str]:
 
 
 def describe_run(asked: Settings) -> list[str]:
-    """How this run goes about it, in lines for the header."""
+    """Return the header's lines about how this run searches."""
     lines = [
         f"roseinfer: device {describe_device(asked)}, profile {asked.profile} "
         f"({asked.examples} examples of up to {asked.steps} steps), seed {asked.seed}, "
@@ -92,11 +90,7 @@ def describe_device(asked: Settings) -> str:
     return asked.device + (" (Triton interpreted)" if interpreted else "")
 
 
-def describe_targets(names: Iterable[str]) -> list[str]:
-    return [f"roseinfer: target {described(name)}" for name in names]
-
-
-def described(target: str) -> str:
+def describe_target(target: str) -> str:
     distribution = distribution_of(target)
     return f"{target} ({distribution})" if distribution else target
 

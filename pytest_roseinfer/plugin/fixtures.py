@@ -1,7 +1,8 @@
-"""Fixtures that any test may use. ``pytest --fixtures`` shows what each docstring says."""
+"""Fixtures that any test may use; ``pytest --fixtures`` shows their docstrings."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,14 +14,14 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import CacheSpec
     from pytest_roseinfer.gates.time.tpot import Tpot
     from pytest_roseinfer.gates.work.costs import Costs
-    from roseinfer import AppendPolicy, KVBlockManager, TinyGPT2
+    from roseinfer import KVBlockManager, TinyGPT2
 
 
 @pytest.fixture(scope="session")
 def roseinfer_device() -> str:
     """Where caches under test live: ``"cuda"`` with --roseinfer-gpu, else ``"cpu"``.
 
-    A worker of pytest-xdist gets a GPU of its own where there are several: ``"cuda:1"``.
+    Where there are several GPUs, each worker of pytest-xdist gets its own: ``"cuda:1"``.
     """
     settings.choose_kernel_runtime()
     return settings.current().device
@@ -30,59 +31,41 @@ def roseinfer_device() -> str:
 def roseinfer_spec(roseinfer_device: str) -> CacheSpec:
     """The shape of the caches below: 2 layers, 2 heads of 8, 16 blocks of 4 tokens, float32.
 
-    Override it in a conftest.py to change them.
+    Override it in a conftest.py to change their shape.
     """
     from pytest_roseinfer.adapters.cache import CacheSpec
 
     return CacheSpec(
-        num_layers=2,
-        num_heads=2,
-        head_dim=8,
-        block_size=4,
-        num_blocks=16,
-        device=roseinfer_device,
+        num_layers=2, num_heads=2, head_dim=8, block_size=4, num_blocks=16, device=roseinfer_device
     )
 
 
 @pytest.fixture
 def roseinfer_manager(roseinfer_spec: CacheSpec) -> KVBlockManager:
     """An empty ``roseinfer.KVBlockManager`` of shape ``roseinfer_spec``, every fast path on."""
-    from roseinfer import AppendPolicy
-
-    return _manager(roseinfer_spec, AppendPolicy(**roseinfer_spec.options))
+    return _manager(roseinfer_spec)
 
 
 @pytest.fixture
 def roseinfer_reference(roseinfer_spec: CacheSpec) -> KVBlockManager:
-    """Another of the same shape that writes one token at a time: what fast paths must equal."""
-    from roseinfer import AppendPolicy
-
-    return _manager(roseinfer_spec, AppendPolicy(batched=False))
+    """A second manager of that shape, which writes one token at a time, as a reference."""
+    return _manager(replace(roseinfer_spec, options={"batched": False}))
 
 
-def _manager(spec: CacheSpec, policy: AppendPolicy) -> KVBlockManager:
-    import torch
+def _manager(spec: CacheSpec) -> KVBlockManager:
+    from pytest_roseinfer.targets.roseinfer_kv import PerLayerManager
 
-    from roseinfer import KVBlockManager
-
-    return KVBlockManager(
-        num_layers=spec.num_layers,
-        num_heads=spec.num_heads,
-        head_dim=spec.head_dim,
-        block_size=spec.block_size,
-        max_blocks_per_layer=spec.num_blocks + 1,  # block 0 is scratch
-        device=spec.device,
-        dtype=getattr(torch, spec.dtype),
-        policy=policy,
-    )
+    cache = PerLayerManager()
+    cache.make(spec)
+    return cache.manager
 
 
 @pytest.fixture(scope="session")
 def roseinfer_tiny_gpt2(roseinfer_device: str) -> TinyGPT2:
     """A small random GPT-2 and its byte-level tokenizer: ``.model`` and ``.tokenizer``.
 
-    Built on the spot, without network and always with the same weights, which are so large
-    that the likeliest token is never a tie. Shared by all tests: leave it as it is.
+    It is built without network and always has the same weights, which are so large that the
+    likeliest token is never a tie. All tests share it, so do not change it.
     """
     from roseinfer import tiny_gpt2
 
@@ -91,16 +74,16 @@ def roseinfer_tiny_gpt2(roseinfer_device: str) -> TinyGPT2:
 
 @pytest.fixture
 def roseinfer_costs(request: pytest.FixtureRequest) -> Costs:
-    """Holds the work of a decode step against its baseline, in counts and without a clock.
+    """Compares the work of a decode step with its baseline, in counts and without a clock.
 
     ``roseinfer_costs.check("steady", engine.step, tokens=8)`` counts torch operations, Triton
-    launches, CUDA graph replays, copies across, waits, allocations and Python calls; more than
-    the baseline fails. ``--roseinfer-update-costs`` writes the baseline.
+    launches, CUDA graph replays, copies between devices, waits, allocations and Python calls;
+    more than the baseline fails. ``--roseinfer-update-costs`` writes the baseline.
     """
     settings.choose_kernel_runtime()
     from pytest_roseinfer.gates.work.costs import Costs
 
-    return Costs(request.node, markers.costs(request.node))
+    return Costs(request.node, markers.arguments(request.node, markers.COSTS))
 
 
 @pytest.fixture
@@ -113,4 +96,4 @@ def roseinfer_tpot(request: pytest.FixtureRequest) -> Tpot:
     """
     from pytest_roseinfer.gates.time.tpot import Tpot
 
-    return Tpot(request, markers.tpot(request.node))
+    return Tpot(request, markers.arguments(request.node, markers.TPOT))

@@ -1,7 +1,7 @@
-"""The pytest plugin: hooks only; what they do stands in the modules they call.
+"""The hooks of the pytest plugin; the modules they call do the work.
 
-It is active in every pytest run of an environment that has it, so it imports nothing
-heavy: torch, triton, transformers and hypothesis come in with what uses them.
+The plugin is active in every pytest run of an environment that has it, so it imports nothing
+heavy: torch, triton, transformers and hypothesis are imported by what uses them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from pytest_roseinfer.gates import gate
 from pytest_roseinfer.plugin import markers, options
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterable
 
-    from pytest_roseinfer.adapters.base import Adapter
     from pytest_roseinfer.running.coverage import Coverage
 
 pytest_plugins = ("pytest_roseinfer.plugin.fixtures",)
 
 _WORKER_ERROR = "roseinfer_usage_error"
 _OUTER = pytest.StashKey[tuple[settings.Settings, "Coverage | None"]]()
-"""What belongs to a pytest run that started this one in its own process."""
+"""The state of a pytest run that started this one in its own process."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,7 +56,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def _swap_coverage(new: Coverage | None) -> Coverage | None:
-    """Put another coverage, or an empty one, in place of that so far, if anything had use of it."""
+    """Replace this process's coverage, by an empty one if need be, and return the old one."""
     coverage = sys.modules.get("pytest_roseinfer.running.coverage")
     if coverage is None:
         return None
@@ -67,13 +66,10 @@ def _swap_coverage(new: Coverage | None) -> Coverage | None:
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Run the one history of a trace instead of any test."""
-    if file := config.getoption("--roseinfer-replay"):
-        return _replay(config, file)
-    return None
-
-
-def _replay(config: pytest.Config, file: str) -> int:
+    """Replay a trace instead of running tests, if the command line names one."""
+    file = config.getoption("--roseinfer-replay")
+    if not file:
+        return None
     from pytest_roseinfer.adapters.finding import TargetError
     from pytest_roseinfer.findings.replay import TraceError, replay
 
@@ -84,31 +80,30 @@ def _replay(config: pytest.Config, file: str) -> int:
         raise pytest.UsageError(f"--roseinfer-replay {error}") from error
 
 
-# -------------------------------------------------------------------------- what is about to run
-
-
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    if not options.configured(config):
-        return []
-    from pytest_roseinfer.plugin import environment
-
     asked = settings.current()
-    lines = environment.describe_targets(asked.chosen_targets)
-    return [*lines, *environment.describe_run(asked)]
+    return _describe(asked.chosen_targets, asked) if options.configured(config) else []
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
-    """What the header could not say before the tests were collected."""
-    asked = settings.current()
-    adapters = dict.fromkeys(adapter for item in items if (adapter := _adapter(item)))
-    if not adapters:
+    """Say what the header could not say before the tests were collected."""
+    shipped = [item for item in items if markers.is_shipped(item)]
+    if not shipped:
         return []
-    from pytest_roseinfer.plugin import environment
     from pytest_roseinfer.running import coverage
 
-    names = map(coverage.name_of, adapters)
-    lines = environment.describe_targets(n for n in names if n not in asked.chosen_targets)
-    return lines if options.configured(config) else [*lines, *environment.describe_run(asked)]
+    asked = settings.current()
+    names = dict.fromkeys(coverage.name_of(item.cls.adapter) for item in shipped)  # type: ignore[attr-defined]
+    unsaid = [name for name in names if name not in asked.chosen_targets]
+    return _describe(unsaid, None if options.configured(config) else asked)
+
+
+def _describe(targets: Iterable[str], asked: settings.Settings | None) -> list[str]:
+    """Name targets, and describe the run unless the header did so."""
+    from pytest_roseinfer.plugin import environment
+
+    lines = [f"roseinfer: target {environment.describe_target(name)}" for name in targets]
+    return lines + (environment.describe_run(asked) if asked else [])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -141,7 +136,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show a difference as its message alone: the way to it leads through the harness."""
+    """Show a difference as its message alone: its traceback only leads through the harness."""
     report = yield
     divergence = sys.modules.get("pytest_roseinfer.findings.divergence")
     if call.excinfo is None or divergence is None or item.config.getoption("fulltrace"):
@@ -156,17 +151,6 @@ def pytest_runtest_makereport(
             trace = "".join(traceback.format_exception(failure.__cause__))
             report.sections.append(("raised by what was tested", trace))
     return report
-
-
-def _adapter(item: pytest.Item) -> type[Adapter] | None:
-    """The adapter that a test of ``conformance()`` is about."""
-    if not markers.is_shipped(item):
-        return None
-    adapter: type[Adapter] = item.cls.adapter  # type: ignore[attr-defined]
-    return adapter
-
-
-# ------------------------------------------------------------------------- the verdict at the end
 
 
 @pytest.hookimpl(optionalhook=True)

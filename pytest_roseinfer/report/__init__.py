@@ -1,1 +1,1 @@
-"""The verdict, in the forms people and machines read."""
+"""The verdict on a run, for people and for programs."""

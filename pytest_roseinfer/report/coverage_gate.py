@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
 from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.finding import load_target
-from pytest_roseinfer.gates.gate import Gate
-from pytest_roseinfer.report import files, terminal
-from pytest_roseinfer.report.verdict import verdict
+from pytest_roseinfer.gates.gate import Gate, show_problems
+from pytest_roseinfer.plugin.environment import describe_device, describe_target
+from pytest_roseinfer.report.html import page
+from pytest_roseinfer.report.verdict import NOT_SEARCHED, verdict
 from pytest_roseinfer.running import coverage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     import pytest
 
+    from pytest_roseinfer.report.verdict import Verdict
+    from pytest_roseinfer.running.coverage import Coverage, TargetCoverage
+
 
 class CoverageGate(Gate):
-    """Judges what this process saw and its workers handed over."""
+    """Judges what this process and its workers saw."""
 
     judged_last = True
 
@@ -28,6 +35,7 @@ class CoverageGate(Gate):
         self._asked = settings.current()
         self._seen = coverage.current()
         self._by_target: dict[str, list[str]] = {}
+        """The problems of each target; those of the run have an empty name."""
 
     def to_json(self) -> dict[str, Any]:
         return self._seen.to_json()
@@ -36,7 +44,7 @@ class CoverageGate(Gate):
         self._seen.add(seen)
 
     def judge(self, *, passed: bool) -> Sequence[str]:
-        """Write every report; the problems of a target are kept under its name."""
+        """Write every report that was asked for."""
         seen, asked = self._seen, self._asked
         if not (seen.targets or asked.named_targets or asked.reports):
             return ()
@@ -46,14 +54,14 @@ class CoverageGate(Gate):
             problems[""] = unchecked
         found = verdict(seen, asked, problems, passed=passed and not problems)
         here = self.config.invocation_params.dir
-        failures = [files.write(Path(here, name), found) for name in asked.reports]
+        failures = [_write(here / name, found) for name in asked.reports]
         if unwritten := [failure for failure in failures if failure]:
             problems.setdefault("", []).extend(unwritten)
-        files.add_junit_properties(self.config, seen)
+        _add_junit_properties(self.config, seen)
         return [line for lines in problems.values() for line in lines]
 
     def _unchecked(self) -> list[str]:
-        """Targets the command line names that no test of this run touched."""
+        """Return a problem for each target of the command line that no test touched."""
         return [
             f"--roseinfer-target {name}: no test of this run checked it. Those that do are run by "
             "pytest --pyargs pytest_roseinfer.suite"
@@ -62,7 +70,68 @@ class CoverageGate(Gate):
         ]
 
     def in_markdown(self) -> Iterable[str]:
-        return files.in_markdown(self._seen, self._asked, self._by_target)
+        for name, target in self._seen.targets.items():
+            yield from (f"### roseinfer: `{name}`", "", self._searched(target), "")
+            if target.checked:
+                yield from (f"checked: {target.checks}", "")
+            yield from (_table(target, "github"), "")
+            yield from (f"- **failed**: {problem}" for problem in self._by_target.get(name, ()))
+            yield ""
+        if self._seen.targets:
+            yield from (f"- **failed**: {problem}" for problem in self._by_target.get("", ()))
 
     def show(self, reporter: pytest.TerminalReporter) -> None:
-        terminal.show(reporter, self._seen, self._asked, self._by_target)
+        for name, target in self._seen.targets.items():
+            reporter.section(f"roseinfer: {describe_target(name)}")
+            reporter.line(self._searched(target))
+            reporter.line(f"tested: {', '.join(target.tested)}")
+            if target.not_offered:
+                reporter.line(f"not offered: {', '.join(target.not_offered)}")
+            if target.checked:
+                reporter.line(f"checked: {target.checks}")
+            if target.rows():
+                reporter.line(_table(target, "simple"))
+            show_problems(reporter, self._by_target.get(name, ()))
+        if problems := self._by_target.get(""):
+            reporter.section("roseinfer")
+            show_problems(reporter, problems)
+
+    def _searched(self, target: TargetCoverage) -> str:
+        """Say how hard this run looked at a target."""
+        if not target.searched:
+            return NOT_SEARCHED
+        asked = self._asked
+        return (
+            f"{target.histories} histories of up to {asked.steps} steps on "
+            f"{describe_device(asked)}, profile {asked.profile}, seed {asked.seed}"
+        )
+
+
+def _table(target: TargetCoverage, style: str) -> str:
+    return tabulate(
+        [(row.kind, row.name, row.must_equal, row.times, row.verdict) for row in target.rows()],
+        headers=("", "name", "must equal", "times reached", "verdict"),
+        tablefmt=style,
+    )
+
+
+def _write(file: Path, verdict: Verdict) -> str:
+    """Write a report in the format its suffix names; return why that failed, if so."""
+    text = page(verdict) if file.suffix == ".html" else json.dumps(verdict, indent=1) + "\n"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        return f"--roseinfer-report {file}: {error.strerror}"
+    return ""
+
+
+def _add_junit_properties(config: pytest.Config, seen: Coverage) -> None:
+    """Add ``roseinfer.<target>.<path>`` to the file of ``--junitxml``, if there is one."""
+    from _pytest.junitxml import xml_key  # its public face is a fixture, and no test runs here
+
+    if (xml := config.stash.get(xml_key, None)) is None:
+        return
+    for name, target in seen.targets.items():
+        for row in target.rows():
+            xml.add_global_property(f"roseinfer.{name}.{row.name}", str(row.times))

@@ -1,16 +1,17 @@
-"""The verdict as one HTML file that needs nothing else: no script, no font, no request."""
+"""The verdict as one HTML file that loads nothing: no script, no font, no request."""
 
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.report.plot import plot
+from pytest_roseinfer.report.verdict import NOT_SEARCHED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from pytest_roseinfer.report.verdict import Row, Target, Verdict
+    from pytest_roseinfer.report.verdict import Target, Verdict
 
 _STYLE = """
 :root { --paper: #fff; --ink: #1c2330; --faint: #66707f; --line: #d9dee5; --shade: #12707a;
@@ -38,26 +39,13 @@ svg text { fill: var(--ink); }
 svg .cell { fill: var(--shade); } svg .empty { fill: none; stroke: var(--line); }
 svg text.dark { fill: var(--paper); }
 """
+_TONES = {"equal": "good", "met": "good", "not searched": "faint"}
+"""The class of each verdict; the others are bad."""
 
 
 def page(verdict: Verdict) -> str:
     targets = verdict["targets"]
-    body = [
-        f"<h1>roseinfer: what was reached {_badge(passed=verdict['passed'])}</h1>",
-        _facts(_run_facts(verdict)),
-        _problems(verdict["problems"]),
-        *(_target(target) for target in targets),
-        "" if targets else "<p>No cache was tested in this run.</p>",
-    ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width">\n<title>roseinfer report</title>\n'
-        f"<style>{_STYLE}</style>\n</head>\n<body>\n{chr(10).join(filter(None, body))}\n"
-        "</body>\n</html>\n"
-    )
-
-
-def _run_facts(verdict: Verdict) -> dict[str, str]:
+    tone, word = ("good", "passed") if verdict["passed"] else ("bad", "failed")
     facts = {
         "device": verdict["device"],
         "profile": f"{verdict['profile']}: {verdict['examples']} examples of up to "
@@ -67,33 +55,41 @@ def _run_facts(verdict: Verdict) -> dict[str, str]:
         "versions": _pairs(verdict["versions"], " "),
         "environment": _pairs(verdict["environment"], "="),
     }
-    return {name: fact for name, fact in facts.items() if fact}
+    body = [
+        f'<h1>roseinfer: what was reached <span class="badge {tone}">{word}</span></h1>',
+        _facts(facts),
+        _problems(verdict["problems"]),
+        *map(_target, targets),
+        "" if targets else "<p>No cache was tested in this run.</p>",
+    ]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width">\n<title>roseinfer report</title>\n'
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n{_lines(body)}\n</body>\n</html>\n"
+    )
 
 
 def _target(target: Target) -> str:
     name, distribution = escape(target["name"]), escape(target["distribution"])
-    state = (
-        f"{target['histories']} histories"
-        if target["searched"]
-        else "its histories were not searched in this run, so its paths are not judged"
-    )
+    state = f"{target['histories']} histories" if target["searched"] else NOT_SEARCHED
     if target["failed"]:
         state += "; a check failed, as the output of the run shows"
-    abilities = {"searched": state, "tested": ", ".join(target["tested"])}
-    if target["not_offered"]:
-        abilities["not offered"] = ", ".join(target["not_offered"])
-    if checked := target["checked"]:
-        abilities["checked"] = ", ".join(f"{name} {times}" for name, times in checked.items())
+    facts = {
+        "searched": state,
+        "tested": ", ".join(target["tested"]),
+        "not offered": ", ".join(target["not_offered"]),
+        "checked": _pairs(target["checked"], " "),
+    }
     figure = (
         f"<figure>{plot(target)}<figcaption>Steps in which a path (row) ran while a condition "
         "(column) was met; the first column counts all its runs.</figcaption></figure>"
         if target["times"]
         else '<p class="faint">This cache declares no paths.</p>'
     )
-    return "\n".join(
+    return _lines(
         [
             f'<h2>{name} <span class="faint">{distribution}</span></h2>',
-            _facts(abilities),
+            _facts(facts),
             _problems(target["problems"]),
             figure,
             _rows(target["rows"]) if target["rows"] else "",
@@ -101,12 +97,12 @@ def _target(target: Target) -> str:
     )
 
 
-def _rows(rows: Iterable[Row]) -> str:
+def _rows(rows: Iterable[Mapping[str, Any]]) -> str:
     lines = [
         f"<tr><td>{row['kind']}</td><td><code>{escape(row['name'])}</code></td>"
         f"<td><code>{escape(row['must_equal'])}</code></td>"
         f'<td class="number">{row["times"]}</td>'
-        f'<td class="{_tone(row["verdict"])}">{row["verdict"]}</td></tr>'
+        f'<td class="{_TONES.get(row["verdict"], "bad")}">{row["verdict"]}</td></tr>'
         for row in rows
     ]
     head = (
@@ -116,14 +112,10 @@ def _rows(rows: Iterable[Row]) -> str:
     return f"<table>{head}{''.join(lines)}</table>"
 
 
-def _tone(verdict: str) -> str:
-    if verdict in ("equal", "met"):
-        return "good"
-    return "faint" if verdict == "not searched" else "bad"
-
-
 def _facts(facts: Mapping[str, str]) -> str:
-    lines = [f"<tr><th>{name}</th><td>{escape(fact)}</td></tr>" for name, fact in facts.items()]
+    lines = [
+        f"<tr><th>{name}</th><td>{escape(fact)}</td></tr>" for name, fact in facts.items() if fact
+    ]
     return f"<table>{''.join(lines)}</table>"
 
 
@@ -131,10 +123,9 @@ def _problems(problems: Iterable[str]) -> str:
     return "".join(f'<p class="bad">FAILED: {escape(problem)}</p>' for problem in problems)
 
 
-def _badge(*, passed: bool) -> str:
-    tone, word = ("good", "passed") if passed else ("bad", "failed")
-    return f'<span class="badge {tone}">{word}</span>'
+def _pairs(values: Mapping[str, object], sign: str) -> str:
+    return ", ".join(f"{name}{sign}{value}" for name, value in values.items())
 
 
-def _pairs(values: Mapping[str, str], sign: str) -> str:
-    return ", ".join(f"{name}{sign}{text}" for name, text in values.items())
+def _lines(parts: Iterable[str]) -> str:
+    return "\n".join(filter(None, parts))

@@ -10,51 +10,43 @@ if TYPE_CHECKING:
     from pytest_roseinfer.report.verdict import Target
 
 _WIDTH, _HEIGHT = 62, 30
-"""Of a cell."""
+"""The size of a cell."""
 _CHARACTER = 7.3
-"""Width of one in a label."""
+"""The width of a character in a label."""
 _SLANT = 35
-"""Degrees by which the names of columns rise."""
+"""The names of columns rise by so many degrees."""
 
 
 def plot(target: Target) -> str:
-    """Inline SVG: a row for each path, a column for all its runs and one for each condition.
+    """Draw inline SVG: a row for each path, a column for all its runs and one for each condition.
 
     Shades follow the logarithm of a count, so that what was met three times still shows.
     """
-    paths, conditions = list(target["times"]), _conditions(target)
+    paths = list(target["times"])
+    conditions = [row["name"] for row in target["rows"] if row["kind"] == "condition"]
+    columns = ["times run", *conditions]
     left = 16 + _CHARACTER * max(map(len, paths))
-    longest = max(map(len, ["times run", *conditions]))
-    top = 16 + _CHARACTER * longest * math.sin(math.radians(_SLANT))
-    right = _CHARACTER * longest * math.cos(math.radians(_SLANT))
-    width = left + _WIDTH * (1 + len(conditions)) + right
+    longest, slant = _CHARACTER * max(map(len, columns)), math.radians(_SLANT)
+    top = 16 + longest * math.sin(slant)
+    width = left + _WIDTH * len(columns) + longest * math.cos(slant)
     height = top + _HEIGHT * len(paths) + 6
     most = max([1, *target["times"].values()])
-    marks = [
-        _column_name(left + _WIDTH * (at + 0.5), top - 10, name)
-        for at, name in enumerate(["times run", *conditions])
-    ]
+    marks = []
+    for at, name in enumerate(columns):
+        x, y = left + _WIDTH * (at + 0.5), top - 10
+        marks.append(_text(x, y, name, f'transform="rotate(-{_SLANT} {x:.0f} {y:.0f})"'))
     for at, path in enumerate(paths):
         y = top + _HEIGHT * at
         marks.append(_text(left - 10, y + _HEIGHT / 2, path, 'text-anchor="end"'))
-        marks.append(_cell(left, y, target["times"][path], most, f"{path} ran"))
-        for column, name in enumerate(conditions, start=1):
-            steps = target["together"][path][name]
-            marks.append(
-                _cell(left + _WIDTH * column, y, steps, most, f"{path} while {name}: steps")
-            )
+        counts = {f"{path} ran": target["times"][path]} | {
+            f"{path} while {name}: steps": target["together"][path][name] for name in conditions
+        }
+        for column, (what, count) in enumerate(counts.items()):
+            marks.append(_cell(left + _WIDTH * column, y, count, most, what))
     return (
         f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img" '
         f'aria-label="paths x conditions reached">{"".join(marks)}</svg>'
     )
-
-
-def _conditions(target: Target) -> list[str]:
-    return [row["name"] for row in target["rows"] if row["kind"] == "condition"]
-
-
-def _column_name(x: float, y: float, name: str) -> str:
-    return _text(x, y, name, f'transform="rotate(-{_SLANT} {x:.0f} {y:.0f})"')
 
 
 def _text(x: float, y: float, text: str, attributes: str) -> str:
@@ -67,8 +59,6 @@ def _cell(x: float, y: float, count: int, most: int, what: str) -> str:
         f'<rect x="{x + 2:.0f}" y="{y + 2:.0f}" width="{_WIDTH - 4}" height="{_HEIGHT - 4}" '
         f'rx="3" class="{"cell" if count else "empty"}" fill-opacity="{shade:.2f}"/>'
     )
-    tone = "dark" if shade > 0.65 else "light"
-    number = _text(
-        x + _WIDTH / 2, y + _HEIGHT / 2, str(count), f'text-anchor="middle" class="{tone}"'
-    )
+    tone = f'text-anchor="middle" class="{"dark" if shade > 0.65 else "light"}"'
+    number = _text(x + _WIDTH / 2, y + _HEIGHT / 2, str(count), tone)
     return f"<g><title>{escape(what)} {count}</title>{box}{number}</g>"

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FILE = Path(__file__).with_name("strength.json")
-"""Written by ``python -m tests.mutants --write-docs``, and by nothing else."""
+"""Only ``python -m tests.mutants --write-docs`` writes it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""What a run found, as plain data: what the JSON file holds and the HTML file shows."""
+"""What a run found, as plain data: the JSON file holds it and the HTML file shows it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from pytest_roseinfer.plugin.environment import (
     describe_device,
@@ -18,17 +19,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.settings import Settings
 
 FORMAT = 1
-"""Raised when a field changes its meaning."""
-
-
-class Row(TypedDict):
-    """A declared path or condition."""
-
-    kind: str
-    name: str
-    must_equal: str
-    times: int
-    verdict: str
+"""This number rises when a field changes its meaning."""
+NOT_SEARCHED = "its histories were not searched in this run, so its paths are not judged"
 
 
 class Target(TypedDict):
@@ -42,11 +34,12 @@ class Target(TypedDict):
     not_offered: list[str]
     checked: dict[str, int]
     """How often each invariant was checked."""
-    rows: list[Row]
+    rows: list[dict[str, Any]]
+    """The fields of ``Reached`` for each declared path and condition."""
     times: dict[str, int]
-    """How often each path ran, slow twins included."""
+    """How often each path ran, slow ones included."""
     together: dict[str, dict[str, int]]
-    """For each of them, in how many steps that took it each condition was met."""
+    """For each path, in how many steps that took it each condition was met."""
 
 
 class Verdict(TypedDict):
@@ -67,7 +60,7 @@ class Verdict(TypedDict):
 def verdict(
     seen: Coverage, asked: Settings, problems: Mapping[str, Sequence[str]], *, passed: bool
 ) -> Verdict:
-    """``problems`` are lines by target; those of no target stand under an empty name."""
+    """``problems`` holds lines for each target; those of the run have an empty name."""
     return {
         "format": FORMAT,
         "passed": passed,
@@ -95,19 +88,10 @@ def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Targe
         "searched": target.searched,
         "failed": target.failed,
         "problems": list(problems),
-        "tested": ["make", "append", "peek", *target.tested],
+        "tested": target.tested,
         "not_offered": target.not_offered,
         "checked": dict(target.checked),
-        "rows": [
-            {
-                "kind": row.kind,
-                "name": row.name,
-                "must_equal": row.twin,
-                "times": row.times,
-                "verdict": row.verdict,
-            }
-            for row in target.rows()
-        ],
+        "rows": [asdict(row) for row in target.rows()],
         "times": {path: target.counts[path] for path in paths},
         "together": {
             path: {name: target.together[path][name] for name in target.conditions}

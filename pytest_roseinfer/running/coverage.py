@@ -26,7 +26,7 @@ class Reached:
 
     kind: str
     name: str
-    twin: str
+    must_equal: str
     times: int
     verdict: str
 

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
     gpu = torch.cuda.is_available() and not args.cpu
     arguments = ["--pyargs", "pytest_roseinfer.suite", "-p", "no:cacheprovider", "-v"]
-    # Whatever the folder it is called from says about its own tests is not meant for these.
+    # The configuration of the folder it is called from is meant for other tests.
     arguments += ["-c", os.devnull, "--rootdir", "."]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # roseinfer is running
     arguments += ["--roseinfer-profile", _PROFILE]

@@ -18,14 +18,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.gates.time.interval import Verdict
-from pytest_roseinfer.gates.time.paired import Comparing, Comparison, Plan
-from pytest_roseinfer.gates.time.worker_process import (
-    Job,
-    Side,
-    WorkerProcess,
-    cpus_for,
-    cpus_here,
-)
+from pytest_roseinfer.gates.time.paired import Comparison, Plan, compare
+from pytest_roseinfer.gates.time.worker_process import Side, WorkerProcess, cpus_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -60,17 +54,19 @@ def side(folder: Path, label: str, rounds: int) -> Side:
 
 def comparisons(runs: int, percent: float, plan: Plan) -> Iterator[Comparison]:
     """So many, one after the other, of a step with one that does ``percent`` more work."""
-    cpus = cpus_here()
     with tempfile.TemporaryDirectory() as folder:
         there = side(Path(folder, "there"), "there", _ROUNDS)
         here = side(Path(folder, "here"), "here", round(_ROUNDS * (1 + percent / 100)))
 
         def start(series: int) -> tuple[WorkerProcess, WorkerProcess]:
-            job = Job("decode_step:decode", cpus=cpus_for(series, 1, cpus))
-            return WorkerProcess(there, job), WorkerProcess(here, job)
+            cpus = cpus_for(series, 1)
+            return (
+                WorkerProcess(there, "decode_step:decode", cpus=cpus),
+                WorkerProcess(here, "decode_step:decode", cpus=cpus),
+            )
 
         for _ in range(runs):
-            yield Comparing(plan, start).compare()
+            yield compare(plan, start)
 
 
 def row(percent: float, found: Sequence[dict[str, Any]]) -> str:

@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.gates.time.paired import Comparing, Plan
+from pytest_roseinfer.gates.time.paired import Plan
+from pytest_roseinfer.gates.time.paired import compare as compare_sides
 from pytest_roseinfer.gates.time.worker_process import Ready
 
 if TYPE_CHECKING:
@@ -78,4 +79,4 @@ def compare(
     def start(_: int) -> tuple[SimulatedWorker, SimulatedWorker]:
         return SimulatedWorker(machine, 1e-3), SimulatedWorker(machine, 1e-3 * slower)
 
-    return Comparing(plan or Plan(), start, doubt, clock).compare()
+    return compare_sides(plan or Plan(), start, doubt, clock)

@@ -55,7 +55,7 @@ def _count_in_a_process(hash_seed: int) -> str:
 def count() -> str:
     """All that the steps do, as one text."""
     from pytest_roseinfer.gates.work.measure_work import measure_work
-    from pytest_roseinfer.gates.work.own_code import OwnCode
+    from pytest_roseinfer.gates.work.python_calls import OwnCode
     from roseinfer import AppendPolicy
     from tests.gates.decode_steps import STEPS
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.time.absolute import exceeded, measure_alone, update
 from pytest_roseinfer.gates.time.paired import Plan, Timings
-from pytest_roseinfer.gates.time.worker_process import CannotMeasure
 from tests.gates.simulated import READY, SimulatedWorker, quiet
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ def test_it_is_quiet_within_the_tolerance_and_trips_beyond(file: Path) -> None:
 
 
 def test_another_gpu_and_another_test_have_no_baseline(file: Path) -> None:
-    with pytest.raises(CannotMeasure, match="no time of this step on NVIDIA L4, it names NVIDIA H"):
+    with pytest.raises(CannotCompare, match="no time of this step on NVIDIA L4, it names NVIDIA H"):
         exceeded(timings(1000, "NVIDIA L4"), file, TEST)
-    with pytest.raises(CannotMeasure, match="it names no GPU"):
+    with pytest.raises(CannotCompare, match="it names no GPU"):
         exceeded(timings(1000), file, "test_speed.py::test_other")
 
 
@@ -60,7 +60,7 @@ def test_an_update_leaves_other_gpus_and_tests_alone(file: Path) -> None:
 def test_a_file_that_is_none_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "tpot.json"
     file.write_text(text)
-    with pytest.raises(CannotMeasure, match=file.name):
+    with pytest.raises(CannotCompare, match=file.name):
         exceeded(timings(1000), file, TEST)
     assert file.read_text() == text
 

@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.work.measure_work import Step, measure_work
-from pytest_roseinfer.gates.work.own_code import OwnCode
-from pytest_roseinfer.gates.work.step_work import CannotCompare
+from pytest_roseinfer.gates.work.python_calls import OwnCode
 from pytest_roseinfer.gates.work.tensor_work import TensorWork
 
 if TYPE_CHECKING:

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.time.interval import Interval, Verdict, median_interval, verdict_of
-from pytest_roseinfer.gates.time.paired import Comparing, Plan, paired_ratio
-from pytest_roseinfer.gates.time.timing_report import told_apart
-from pytest_roseinfer.gates.time.worker_process import CannotMeasure, cpus_for
+from pytest_roseinfer.gates.time.paired import Plan, paired_ratio
+from pytest_roseinfer.gates.time.paired import compare as compare_sides
+from pytest_roseinfer.gates.time.timing_report import Timed
+from pytest_roseinfer.gates.time.worker_process import cpus_for
 from tests.gates.simulated import READY, Machine, SimulatedWorker, compare, quiet
 
 
@@ -82,19 +84,19 @@ def test_every_process_is_stopped_and_each_series_has_its_own() -> None:
         return pair
 
     machine = quiet()
-    Comparing(Plan(), start).compare()
+    compare_sides(Plan(), start)
     assert len(started) == 2 * Plan().looks[0].series
     assert all(worker.stopped for worker in started)
     started.clear()
-    Comparing(Plan(series_per_process=5), start).compare()
+    compare_sides(Plan(series_per_process=5), start)
     assert len(started) == 2 * math.ceil(Plan().looks[0].series / 5)
 
 
 def test_processes_are_stopped_where_one_of_them_breaks() -> None:
     other = replace(READY, tokens=8)
     pair = SimulatedWorker(Machine(1), 1e-3), SimulatedWorker(Machine(1), 1e-3, ready=other)
-    with pytest.raises(CannotMeasure, match="8 tokens here and 4 there"):
-        Comparing(Plan(), lambda _: pair).compare()
+    with pytest.raises(CannotCompare, match="8 tokens here and 4 there"):
+        compare_sides(Plan(), lambda _: pair)
     assert all(worker.stopped for worker in pair)
 
 
@@ -108,8 +110,7 @@ def test_each_side_has_as_many_turns_and_comes_first_as_often() -> None:
 
     machine = quiet()
     plan = Plan(rounds=2)
-    comparison = Comparing(plan, lambda _: (Noting(machine, 1.0), Noting(machine, 1.01)))
-    comparison.compare()
+    compare_sides(plan, lambda _: (Noting(machine, 1.0), Noting(machine, 1.01)))
     assert order[-8:] == [1.0, 1.01, 1.01, 1.0] * 2
 
 
@@ -161,11 +162,13 @@ def test_the_same_values_give_the_same_interval() -> None:
 
 
 def test_the_noise_floor_goes_to_the_end_and_says_what_can_be_told_apart() -> None:
-    comparison = compare(Machine(1), 1.0, Plan().without_shortcuts())
+    comparison = compare(Machine(1), 1.0, replace(Plan(), looks=Plan().looks[-1:]))
     assert len(comparison.ratios) == Plan().looks[-1].series
-    half = comparison.interval.half_width
-    assert f"of {0.02 + half:.1%} is found every other time" in told_apart(comparison, 0.02)
-    assert told_apart(replace(comparison, doubt="it was hot"), 0.02).endswith(": it was hot")
+    half = (comparison.interval.high - comparison.interval.low) / 2
+    timed = Timed("test", "here", comparison, 0.02, noise_floor=True)
+    assert f"of {0.02 + half:.1%} is found every other time" in timed.in_words()
+    doubted = replace(timed, comparison=replace(comparison, doubt="it was hot"))
+    assert doubted.in_words().endswith(": it was hot")
 
 
 def test_both_sides_of_a_series_share_cpus_and_the_next_series_has_others() -> None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pytest_roseinfer.gates.work.cost_verdict import judge
 from pytest_roseinfer.gates.work.measure_work import Step, measure_work
-from pytest_roseinfer.gates.work.own_code import OwnCode
+from pytest_roseinfer.gates.work.python_calls import OwnCode
+from pytest_roseinfer.gates.work.step_work import judge
 from roseinfer import AppendPolicy
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kv import plan as planning
@@ -38,7 +38,7 @@ def worse(now: Step, was: Step) -> str:
     """What the gate has to say about ``now``; it must be something."""
     verdict = judge(measured(now), measured(was), ())
     assert verdict.worse
-    return "\n".join(verdict.in_words())
+    return "\n".join(verdict.worse + verdict.less)
 
 
 def of_engine(name: str, policy: AppendPolicy = TORCH) -> Step:
@@ -102,9 +102,10 @@ def test_metadata_made_anew_for_every_token_is_named(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(planning, "commit", commit)
     verdict = judge(measured(of_engine("steady")), was, ())
-    said = "\n".join(verdict.in_words())
+    said = "\n".join(verdict.worse + verdict.less)
     assert f"roseinfer.kv.pool.KVBlockInfo.__init__: {CALLS}, baseline 0" in said, said
-    assert [change.kind for change in verdict.worse] == ["Python calls"]
+    others = [line for line in verdict.worse if not line.startswith(("Python calls", "    "))]
+    assert others == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its kernels are those of the interpreter")
@@ -121,7 +122,7 @@ def test_a_block_table_uploaded_for_every_layer_is_named(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(TritonAttention, "_table", forgetful)
     verdict = judge(measured(step()), was, ())
-    said = "\n".join(verdict.in_words())
+    said = "\n".join(verdict.worse + verdict.less)
     assert f"table_rows: {LAYERS * REQUESTS}, baseline {REQUESTS}" in said, said
 
 
@@ -212,4 +213,4 @@ def test_a_graph_that_is_used_no_more_fails_with_nothing_in_its_place(
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda _: None)
     graph = Graph(print)
     verdict = judge(measured(Step(lambda: None, 1)), measured(Step(graph.replay, 1)), ())
-    assert "CUDA graph replays, replays: 0, baseline 1" in map(str, verdict.worse)
+    assert "CUDA graph replays, replays: 0, baseline 1" in verdict.worse

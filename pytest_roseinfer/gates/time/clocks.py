@@ -1,7 +1,7 @@
-"""These clocks tell if a processor changed its speed while something was timed on it.
+"""Clocks tell whether a processor changed its speed while something was timed on it.
 
-What both sides meet alike cancels, which is why the rest of a busy machine is no reason for
-doubt. A processor too hot for its clock is: it slows down whoever makes it work harder.
+Whatever slows both sides alike cancels, so a busy machine is no reason for doubt. A processor
+that is too hot for its clock is one: it slows down the side that makes it work harder.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ import os
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
 _CPUS = Path("/sys/devices/system/cpu")
-_THROTTLED = "cpu[0-9]*/thermal_throttle/*_throttle_count"
-_ALLOWED = "cpu[0-9]*/cpufreq/scaling_max_freq"
+_CPU_DOUBTS = {
+    "cpu[0-9]*/thermal_throttle/*_throttle_count": "a CPU was throttled",
+    "cpu[0-9]*/cpufreq/scaling_max_freq": "the highest clock of a CPU was changed",
+}
+"""What it means that the content of these files changed."""
 _QUERY = "--query-gpu=clocks.sm,utilization.gpu,clocks_throttle_reasons.active"
 _EVERY_MS = 200
 _BUSY = 20
-"""Percent of utilization from which a GPU's clock is one it works at."""
+"""From this utilization on, in percent, a GPU's clock is the one it works at."""
 _SPREAD = 0.05
 _REASONS = {
     0x04: "its power limit",
@@ -36,27 +38,26 @@ _REASONS = {
 
 
 class CpuClock:
-    """Asks Linux about the CPUs; a virtual machine is told nothing, and doubts nothing."""
+    """Reads what Linux says about the CPUs; in a virtual machine that is mostly nothing."""
 
     def __init__(self, folder: Path = _CPUS) -> None:
         self._folder = folder
-        self._before = self._read(_THROTTLED), self._read(_ALLOWED)
+        self._before = self._read()
 
     def doubt(self) -> str:
-        """Say why times taken since this was made are no good; empty if they are good."""
-        throttled, allowed = self._before
-        if self._read(_THROTTLED) != throttled:
-            return "a CPU was throttled"
-        if self._read(_ALLOWED) != allowed:
-            return "the highest clock of a CPU was changed"
-        return ""
+        """Return why times taken since this was made cannot be trusted, or ""."""
+        now = self._read()
+        return next((_CPU_DOUBTS[each] for each in now if now[each] != self._before[each]), "")
 
-    def _read(self, pattern: str) -> dict[str, str]:
-        return {str(file): file.read_text() for file in sorted(self._folder.glob(pattern))}
+    def _read(self) -> dict[str, list[str]]:
+        return {
+            pattern: [file.read_text() for file in sorted(self._folder.glob(pattern))]
+            for pattern in _CPU_DOUBTS
+        }
 
 
 class GpuClock:
-    """Samples of ``nvidia-smi``, which runs beside what is timed and never waits for it."""
+    """Samples with ``nvidia-smi``, which runs beside the timed step and never waits for it."""
 
     def __init__(self, gpu: int) -> None:
         self._samples: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
@@ -71,40 +72,29 @@ class GpuClock:
             )
 
     def doubt(self) -> str:
-        """End the sampling, and say the same of a GPU."""
+        """Stop sampling, and return why the times cannot be trusted, or ""."""
         if self._sampler:
             self._sampler.terminate()
             self._sampler.wait()
-        self._samples.seek(0)
-        lines = self._samples.read().splitlines()
-        self._samples.close()
-        return doubt_about([sample for line in lines if (sample := Sample.read(line))])
+        with self._samples:
+            self._samples.seek(0)
+            return doubt_about(self._samples)
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    mhz: int
-    utilization: int
-    reasons: int
-
-    @classmethod
-    def read(cls, line: str) -> Sample | None:
-        """Read a line of nvidia-smi; None if it knew no number, or wrote half the line."""
-        cells = [cell.strip() for cell in line.split(",")]
+def doubt_about(samples: Iterable[str]) -> str:
+    """Judge lines of nvidia-smi; those that lack a number or are half a line say nothing."""
+    clocks = []
+    for line in samples:
         try:
-            mhz, utilization, reasons = cells
-            return cls(int(mhz), int(utilization), int(reasons, 16))
+            mhz, utilization, reasons = line.split(",")
+            clock, busy, bits = int(mhz), int(utilization) >= _BUSY, int(reasons, 16)
         except ValueError:
-            return None
-
-
-def doubt_about(samples: Sequence[Sample]) -> str:
-    busy = [sample for sample in samples if sample.utilization >= _BUSY]
-    for sample in busy:
-        for bit, reason in _REASONS.items():
-            if sample.reasons & bit:
-                return f"the GPU ran at {sample.mhz} MHz because of {reason}"
-    clocks = [sample.mhz for sample in busy]
-    if busy and max(clocks) > (1 + _SPREAD) * min(clocks):
+            continue
+        if busy:
+            clocks.append(clock)
+            for bit, reason in _REASONS.items():
+                if bits & bit:
+                    return f"the GPU ran at {clock} MHz because of {reason}"
+    if clocks and max(clocks) > (1 + _SPREAD) * min(clocks):
         return f"the GPU's clock went from {min(clocks)} to {max(clocks)} MHz"
     return ""

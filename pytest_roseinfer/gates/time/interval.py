@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _RESAMPLES = 20_000
-"""There are so many that dozens lie in the narrowest tail that is asked about."""
+"""Enough for dozens to lie in the narrowest tail that is asked about."""
 _SEED = 20_011
-"""The same values always give the same interval: a verdict can be computed again."""
+"""The same values always give the same interval, so a verdict can be computed again."""
 
 
 class Verdict(StrEnum):
@@ -25,21 +25,17 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The bounds of the time here over the time there."""
+    """The bounds of the ratio: time here over time there."""
 
     low: float
     high: float
-
-    @property
-    def half_width(self) -> float:
-        return (self.high - self.low) / 2
 
     def __str__(self) -> str:
         return f"{self.low:.3f} to {self.high:.3f}"
 
 
 def verdict_of(interval: Interval, margin: float) -> Verdict:
-    """Say only what holds for the whole interval; ``margin`` 0.02 tolerates 2% more time."""
+    """Return what holds for the whole interval; a margin of 0.02 tolerates 2% more time."""
     if interval.low > 1 + margin:
         return Verdict.SLOWER
     if interval.high < 1 / (1 + margin):
@@ -50,10 +46,11 @@ def verdict_of(interval: Interval, margin: float) -> Verdict:
 
 
 def median_interval(values: Sequence[float], error: float) -> Interval:
-    """Bound the median, wrong in at most ``error`` of all cases on either side.
+    """Bound the median; on either side that is wrong with a probability of at most ``error``.
 
-    The percentile bootstrap, and never narrower than the interval between two of the sorted
-    values that holds for any shape of noise: of few values, resamples promise too much.
+    The bounds are those of the percentile bootstrap, widened where needed to the interval
+    between two sorted values that holds for noise of any shape: with few values the bootstrap
+    alone promises too much.
     """
     import numpy as np
 
@@ -68,7 +65,7 @@ def median_interval(values: Sequence[float], error: float) -> Interval:
 
 
 def _outermost(count: int, error: float) -> int:
-    """The largest rank whose value exceeds the true median in at most ``error`` of all cases."""
+    """Return the largest rank whose value exceeds the true median with at most this error."""
     rank, tail = 0, 1 / 2**count
     while tail <= error:
         rank += 1

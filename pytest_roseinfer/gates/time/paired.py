@@ -1,21 +1,22 @@
-"""Two decode steps compared, in processes that take turns, until it is clear which is slower.
+"""Two decode steps are compared, in processes that take turns, until it is clear which is slower.
 
-What differs between two processes that run the same code is more than what differs between
-two moments in one: where its memory happens to lie makes a step some percent faster or slower
-for as long as it lives. So a comparison is made of many short *series*, each with two fresh
-processes, and the series are what the interval is an interval of.
+Two processes that run the same code differ by more than two moments of one process do: where
+its memory lies makes every step of a process some percent faster or slower. A comparison is
+therefore made of many short *series*, each with two fresh processes, and the interval is one of
+the median over series.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.time.interval import Verdict, median_interval, verdict_of
-from pytest_roseinfer.gates.time.worker_process import CannotMeasure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,24 +24,27 @@ if TYPE_CHECKING:
     from pytest_roseinfer.gates.time.interval import Interval
     from pytest_roseinfer.gates.time.worker_process import Ready, Worker
 
+    Turns = list[list[float]]
+    """The seconds of each step, in each turn of one side."""
+
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """After how many series the comparison may end, and the error it may make by that."""
+    """A comparison may end after so many series."""
 
     series: int
     error: float
-    """The probability that the interval is wrong, on either side."""
+    """The probability that the interval is then wrong, on either side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The effort of a comparison and its margin. Each number has its reason in docs/gates.md."""
+    """How hard to compare, and with which margin. docs/gates.md has the reason of each number."""
 
     margin: float = 0.02
     """A token may take so much more time."""
     seconds: float = 300
-    """The budget: a comparison that is unsure after so long stays unsure."""
+    """A comparison that is still unsure after so long stays unsure."""
     looks: tuple[Look, ...] = (
         Look(13, 0.0002),
         Look(20, 0.0006),
@@ -48,18 +52,14 @@ class Plan:
         Look(40, 0.0008),
         Look(60, 0.0008),
     )
-    """The errors add up to less than one in 200, whatever the look that a comparison ends at."""
+    """The errors add up to less than one in 200."""
     rounds: int = 8
-    """A series has so many; each side runs twice in each."""
+    """The rounds of a series; each side runs twice in each."""
     turn_seconds: float = 0.003
     """A side runs so long, in whole steps, before it is the other's turn."""
     least_steps: int = 3
-    """A turn has at least these: the first finds the other's data in the processor's caches."""
+    """The fewest steps of a turn: the first finds the other's data in the processor's caches."""
     series_per_process: int = 1
-
-    def without_shortcuts(self) -> Plan:
-        """The plan that goes to its end, however clear the ratio is before."""
-        return replace(self, looks=self.looks[-1:])
 
 
 @dataclass(slots=True)
@@ -67,14 +67,10 @@ class Timings:
     """The times of one side."""
 
     ready: Ready
-    turns: list[list[float]] = field(default_factory=list)
-    """Seconds of each step."""
+    turns: Turns = field(default_factory=list)
     series_tpot: list[float] = field(default_factory=list)
-    """Each series' median step."""
+    """The median step of each series."""
     path_counts: dict[str, int] = field(default_factory=dict)
-
-    def steps(self) -> list[float]:
-        return [step for turn in self.turns for step in turn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +82,7 @@ class Comparison:
     interval: Interval
     verdict: Verdict
     doubt: str
-    """The reason to call the verdict UNSURE whatever the interval says; empty if there is none."""
+    """Why the verdict is UNSURE whatever the interval says; empty if there is no reason."""
     seconds: float
 
     @property
@@ -94,115 +90,87 @@ class Comparison:
         return median(self.ratios)
 
 
-class Comparing:
-    """``start(series)`` starts both sides' workers; ``doubt()`` says why not to trust clocks."""
+@dataclass(slots=True)
+class Measuring:
+    """Measures series of one side alone or of two in turns."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        start: Callable[[int], tuple[Worker, Worker]],
-        doubt: Callable[[], str] = str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._plan = plan
-        self._start = start
-        self._doubt = doubt
-        self._clock = clock
-        self._sides: tuple[Timings, Timings] | None = None
-        self._steps = 0
-        self._ratios: list[float] = []
+    plan: Plan
+    sides: list[Timings] = field(default_factory=list)
+    _steps: int = 0
+    """The steps of a turn, the same for all sides and series."""
 
-    def compare(self) -> Comparison:
-        begin = self._clock()
-        look = self._plan.looks[0]
-        for look in self._plan.looks:
-            enough = self._measure_up_to(look.series, begin)
-            if not enough:
-                break
-            interval = median_interval(self._ratios, look.error)
-            verdict = verdict_of(interval, self._plan.margin)
-            if verdict is not Verdict.UNSURE:
-                break
-        doubt = self._doubt()
-        assert self._sides
-        return Comparison(
-            *self._sides,
-            ratios=tuple(self._ratios),
-            interval=interval,
-            verdict=Verdict.UNSURE if doubt else verdict,
-            doubt=doubt,
-            seconds=self._clock() - begin,
-        )
-
-    def _measure_up_to(self, series: int, begin: float) -> bool:
-        """Return False if the budget ran out before so many; the first look is always afforded."""
-        first = self._plan.looks[0].series
-        while len(self._ratios) < series:
-            if len(self._ratios) >= first and self._clock() - begin > self._plan.seconds:
-                return False
-            self._run_processes(len(self._ratios))
-        return True
-
-    def _run_processes(self, series: int) -> None:
-        workers = self._start(series)
-        try:
-            there, here = (Timings(worker.ready) for worker in workers)
-            self._sides = self._sides or comparable(there, here)
-            # The same for both, and for all series.
-            self._steps = self._steps or steps_of_a_turn(self._plan, workers)
+    def run(self, workers: Sequence[Worker]) -> list[list[Turns]]:
+        """Run as many series as these workers are good for, stop them, and return the turns."""
+        with ExitStack() as stopping:
+            for worker in workers:
+                stopping.callback(worker.stop)
+            ready = [worker.ready for worker in workers]
+            if ready[0].tokens != ready[-1].tokens:
+                raise CannotCompare(
+                    f"a step brings {ready[-1].tokens} tokens here and {ready[0].tokens} there: "
+                    "their times say nothing about each other"
+                )
+            self.sides = self.sides or [Timings(each) for each in ready]
+            self._steps = self._steps or self._steps_of_a_turn(workers)
             for worker in workers:
                 worker.seconds(2 * self._steps)
-            for _ in range(self._plan.series_per_process):
-                self._ratios.append(self._series(workers))
-        finally:
-            for worker in workers:
-                worker.stop()
+            return [self._series(workers) for _ in range(self.plan.series_per_process)]
 
-    def _series(self, workers: tuple[Worker, Worker]) -> float:
-        assert self._sides
-        turns = measure_turns(self._plan, self._steps, [*zip(workers, self._sides, strict=True)])
-        return paired_ratio(*turns)
+    def _steps_of_a_turn(self, workers: Sequence[Worker]) -> int:
+        """Find how many steps fill a turn of the fastest worker."""
+        least = self.plan.least_steps
+        for worker in workers:
+            worker.seconds(least)  # compiles, allocates
+        step = min(median(worker.seconds(least)) for worker in workers)
+        return max(least, math.ceil(self.plan.turn_seconds / step))
 
-
-def comparable(there: Timings, here: Timings) -> tuple[Timings, Timings]:
-    """Return both if they do the same work, and raise otherwise."""
-    if there.ready.tokens != here.ready.tokens:
-        raise CannotMeasure(
-            f"a step brings {here.ready.tokens} tokens here and {there.ready.tokens} there: their "
-            "times say nothing about each other"
-        )
-    return there, here
-
-
-def steps_of_a_turn(plan: Plan, workers: Sequence[Worker]) -> int:
-    """Find how many steps fill a turn of the fastest worker."""
-    for worker in workers:
-        worker.seconds(plan.least_steps)  # compiles, allocates
-    step = min(median(worker.seconds(plan.least_steps)) for worker in workers)
-    return max(plan.least_steps, math.ceil(plan.turn_seconds / step))
+    def _series(self, workers: Sequence[Worker]) -> list[Turns]:
+        """Each side comes first as often as second in a round, so a drift favours neither."""
+        turns: list[Turns] = [[] for _ in workers]
+        sides = range(len(workers))
+        for _ in range(self.plan.rounds):
+            for side in (*sides, *reversed(sides)):
+                turns[side].append(workers[side].seconds(self._steps))
+        for worker, timings, own in zip(workers, self.sides, turns, strict=True):
+            timings.turns += own
+            timings.series_tpot.append(median(step for turn in own for step in turn))
+            timings.path_counts = worker.path_counts()
+        return turns
 
 
-def measure_turns(
-    plan: Plan, steps: int, sides: Sequence[tuple[Worker, Timings]]
-) -> list[list[list[float]]]:
-    """A series: the turns of each side, which are added to its timings.
+def compare(
+    plan: Plan,
+    start: Callable[[int], tuple[Worker, Worker]],
+    doubt: Callable[[], str] = str,
+    clock: Callable[[], float] = time.monotonic,
+) -> Comparison:
+    """Compare two sides as ``plan`` says.
 
-    In every round each comes first as often as second, so a drift favours neither.
+    ``start`` starts the workers of both sides for a series, there and here; ``doubt`` returns
+    why times cannot be trusted, or "".
     """
-    turns: list[list[list[float]]] = [[] for _ in sides]
-    for _ in range(plan.rounds):
-        for order in (range(len(sides)), reversed(range(len(sides)))):
-            for side in order:
-                turns[side].append(sides[side][0].seconds(steps))
-    for (worker, timings), own in zip(sides, turns, strict=True):
-        timings.turns += own
-        timings.series_tpot.append(median(step for turn in own for step in turn))
-        timings.path_counts = worker.path_counts()
-    return turns
+    begin = clock()
+    measuring = Measuring(plan)
+    ratios: list[float] = []
+    for number, look in enumerate(plan.looks):
+        # The budget never ends a comparison before its first look.
+        while len(ratios) < look.series and (number == 0 or clock() - begin <= plan.seconds):
+            series = measuring.run(start(len(ratios)))
+            ratios += [paired_ratio(there, here) for there, here in series]
+        if len(ratios) < look.series:
+            break
+        interval = median_interval(ratios, look.error)
+        verdict = verdict_of(interval, plan.margin)
+        if verdict is not Verdict.UNSURE:
+            break
+    if reason := doubt():
+        verdict = Verdict.UNSURE
+    there, here = measuring.sides
+    return Comparison(there, here, tuple(ratios), interval, verdict, reason, clock() - begin)
 
 
-def paired_ratio(there: list[list[float]], here: list[list[float]]) -> float:
-    """The median over rounds of two turns each, so that what both sides met at once cancels."""
+def paired_ratio(there: Turns, here: Turns) -> float:
+    """Return the median over rounds of two turns each, so that what slowed both sides cancels."""
     logs = [
         math.log(median(mine) / median(theirs)) for theirs, mine in zip(there, here, strict=True)
     ]

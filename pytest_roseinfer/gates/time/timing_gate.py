@@ -1,9 +1,10 @@
-"""The gate of time: the two sides of a run, and what its tests found about them."""
+"""The gate of time holds the two sides of a run, and collects what its tests found about them."""
 
 from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,85 +28,79 @@ NEXT_TO_OTHERS = (
 
 
 class TimingGate(Gate):
-    """Holds the two sides of a run, and adds up what its tests found."""
+    """Tests add their comparisons to ``results``."""
 
     def __init__(self, config: pytest.Config) -> None:
         super().__init__(config)
         self._built = ExitStack()
         config.add_cleanup(self._built.close)
-        self._sides: tuple[Side, Side] | None = None
-        self._results: list[Timed] = []
+        self.results: list[Timed] = []
         self._lines: list[str] = []
-        self._absolutes = 0
+        self._held_to_baseline = False
 
+    @cached_property
     def sides(self) -> tuple[Side, Side]:
-        """There and here; without a revision to compare with, here twice."""
-        if self._sides is None:
-            started_in = self.config.invocation_params.dir
-            # Without an ini file, pytest takes the folder of the other side into account.
-            folder = self.config.rootpath if self.config.inipath else started_in
-            here = this_side(folder, [str(started_in), *sys.path])
-            reference = settings.current().timing.against
-            there = here
-            if reference:
-                there = self._built.enter_context(other_side(reference, here, folder))
-            self._sides = there, here
-        return self._sides
-
-    def compared(self, timed: Timed) -> None:
-        self._results.append(timed)
+        """There and here; both are here if there is nothing to compare with."""
+        started_in = self.config.invocation_params.dir
+        # Without an ini file, pytest takes the folder of the other side into account.
+        folder = self.config.rootpath if self.config.inipath else started_in
+        here = this_side(folder, [str(started_in), *sys.path])
+        reference = settings.current().timing.against
+        if not reference:
+            return here, here
+        return self._built.enter_context(other_side(reference, here, folder)), here
 
     def held_to_baseline(self, line: str) -> None:
-        """A step's time was compared with the baseline of this GPU, or became it."""
-        self._absolutes += 1
+        """Note that a step's time was compared with this GPU's baseline, or became it."""
+        self._held_to_baseline = True
         self._lines.append(line)
 
     def judge(self, *, passed: bool) -> Sequence[str]:
-        self._lines += filter(None, (timed.in_words() for timed in self._results))
+        self._lines += filter(None, (timed.in_words() for timed in self.results))
         problem = self._write() or (self._nothing_done() if passed else "")
         return [problem] if problem else []
 
     def _write(self) -> str:
         """Keep the results where the command line says; return why that failed, if so."""
         where = settings.current().timing.folder
-        if not (where and self._results):
+        if not (where and self.results):
             return ""
         from pytest_roseinfer.gates.time import timing_plot
 
         folder = Path(where)
         try:
-            self._lines.append(f"written: {timing_report.write(folder, self._results)}")
+            self._lines.append(f"written: {timing_report.write(folder, self.results)}")
             self._lines.append(timing_plot.draw(folder) or f"written: {folder / timing_plot.NAME}")
         except (OSError, ValueError, KeyError) as error:
             return f"--roseinfer-timings {folder}: {error!r}"
         return ""
 
     def _nothing_done(self) -> str:
-        """Return why a run that was asked for the gate did not apply it, if it did not."""
+        """Return why a run that asked for this gate did not apply it, if so."""
         asked = settings.current().timing
         problem = ""
-        if asked.paired and not self._results:
+        if asked.paired and not self.results:
             option = "--roseinfer-against" if asked.against else "--roseinfer-noise-floor"
             problem = f"{option}: no test of this run compared a step"
-        elif asked.tpot and not self._absolutes:
+        elif asked.tpot and not self._held_to_baseline:
             problem = "--roseinfer-tpot: no test of this run compared a step with its baseline"
         if problem and self.config.getoption("numprocesses", None):
             problem += f"; {NEXT_TO_OTHERS}"
         return problem
 
     def in_markdown(self) -> Iterable[str]:
-        if self._results:
-            yield f"### roseinfer: decode steps against {self._results[0].there}"
-            yield from ("", timing_report.table(self._results, "github"), "")
+        if self.results:
+            yield f"### roseinfer: decode steps against {self.results[0].there}"
+            yield from ("", timing_report.table(self.results, "github"), "")
             yield from (f"- {line}" for line in self._lines)
 
     def show(self, reporter: pytest.TerminalReporter) -> None:
-        if not (self._results or self._lines or self.problems):
+        if not (self.results or self._lines or self.problems):
             return
         reporter.section("roseinfer: times of decode steps")
-        if self._results:
-            reporter.line(f"there: {self._results[0].there}")
-            reporter.line(timing_report.table(self._results, "simple"))
+        if self.results:
+            reporter.line(f"there: {self.results[0].there}")
+            reporter.line(timing_report.table(self.results, "simple"))
         for line in self._lines:
             reporter.line(line)
         show_problems(reporter, self.problems)

@@ -1,4 +1,4 @@
-"""What was compared, for people and programs: a table, lines of words, a document of JSON."""
+"""What was compared, for people and programs: a table, lines of words, a JSON document."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pytest_roseinfer.gates.time.paired import Comparison, Timings
 
 FORMAT = 1
-_HEADERS = ["test", "TPOT there", "here", "here / there", "interval", "series", "verdict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,47 +30,35 @@ class Timed:
     comparison: Comparison
     margin: float
     noise_floor: bool = False
-    """True if both sides were the same code, to see what the machine makes of that."""
-
-    @property
-    def slower(self) -> bool:
-        return self.comparison.verdict is Verdict.SLOWER and not self.noise_floor
+    """Both sides were the same code, to see what the machine makes of that."""
 
     def in_words(self) -> str:
-        """Say what the table leaves open; empty where it leaves nothing open."""
+        """Say what the table leaves open; return "" if it leaves nothing open."""
         comparison = self.comparison
+        after = f"after {len(comparison.ratios)} series"
+        if self.noise_floor and comparison.doubt:
+            return f"{self.test}: nothing can be said: {comparison.doubt}"
         if self.noise_floor:
-            return f"{self.test}: {told_apart(comparison, self.margin)}"
+            # The gate fails a step if its whole interval lies beyond the margin. If the ratio lies
+            # half an interval beyond it, that is as likely as not; with a whole one, nearly sure.
+            half = (comparison.interval.high - comparison.interval.low) / 2
+            return (
+                f"{self.test}: against itself {comparison.ratio - 1:+.2%}, give or take {half:.2%} "
+                f"{after} ({comparison.seconds:.0f} s): with a margin of {self.margin:.1%}, a "
+                f"slowdown of {self.margin + half:.1%} is found every other time, one of "
+                f"{self.margin + 2 * half:.1%} nearly always"
+            )
         if comparison.doubt:
             return f"{self.test}: UNSURE because {comparison.doubt}"
         if comparison.verdict is Verdict.UNSURE:
-            return (
-                f"{self.test}: UNSURE after {len(comparison.ratios)} series and "
-                f"{comparison.seconds:.0f} s; its margin is {self.margin:.1%}"
-            )
+            unsure = f"UNSURE {after} and {comparison.seconds:.0f} s"
+            return f"{self.test}: {unsure}; its margin is {self.margin:.1%}"
         return ""
 
 
-def told_apart(comparison: Comparison, margin: float) -> str:
-    """Which slowdowns the gate would find here, in words.
-
-    It fires where the whole interval lies beyond the margin. Half an interval beyond it, that
-    is as likely as not; a whole one beyond it, next to certain.
-    """
-    half = comparison.interval.half_width
-    if comparison.doubt:
-        return f"nothing can be said: {comparison.doubt}"
-    return (
-        f"against itself {comparison.ratio - 1:+.2%}, give or take {half:.2%} after "
-        f"{len(comparison.ratios)} series ({comparison.seconds:.0f} s): with a margin of "
-        f"{margin:.1%}, a slowdown of {margin + half:.1%} is found every other time, one of "
-        f"{margin + 2 * half:.1%} nearly always"
-    )
-
-
 def facts(timings: Timings) -> dict[str, Any]:
-    """One side in numbers, as they stand in ``extra_info`` and in the document."""
-    steps = sorted(timings.steps())
+    """Return one side in numbers, for ``extra_info`` and the document."""
+    steps = sorted(step for turn in timings.turns for step in turn)
     p50 = median(steps)
     floor = timings.ready.floor_seconds
     return {
@@ -86,7 +73,7 @@ def facts(timings: Timings) -> dict[str, Any]:
 
 
 def judged(timed: Timed) -> dict[str, Any]:
-    """The decision in numbers, for the same two places."""
+    """Return the decision in numbers, for the same two places."""
     comparison = timed.comparison
     return {
         "against": timed.there,
@@ -122,7 +109,7 @@ def _side(timings: Timings) -> dict[str, Any]:
 
 
 def write(folder: Path, results: Sequence[Timed]) -> Path:
-    """A file of its own for each run: together they are the history."""
+    """Write a file for this run; the files of a folder are the history."""
     found = document(results)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{found['when'].replace(':', '-')}-{os.getpid()}.json"
@@ -134,18 +121,18 @@ def table(results: Sequence[Timed], form: str) -> str:
     from tabulate import tabulate
 
     rows = [
-        [
-            timed.test,
-            _microseconds(timed.comparison.there),
-            _microseconds(timed.comparison.here),
-            f"{timed.comparison.ratio:.3f}",
-            str(timed.comparison.interval),
-            len(timed.comparison.ratios),
-            timed.comparison.verdict.value,
-        ]
+        {
+            "test": timed.test,
+            "TPOT there": _microseconds(timed.comparison.there),
+            "here": _microseconds(timed.comparison.here),
+            "here / there": f"{timed.comparison.ratio:.3f}",
+            "interval": str(timed.comparison.interval),
+            "series": len(timed.comparison.ratios),
+            "verdict": timed.comparison.verdict.value,
+        }
         for timed in results
     ]
-    return tabulate(rows, _HEADERS, tablefmt=form, disable_numparse=True)
+    return tabulate(rows, headers="keys", tablefmt=form, disable_numparse=True)
 
 
 def _microseconds(timings: Timings) -> str:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.gates.time import absolute, timing_report
+from pytest_roseinfer.gates.gate import CannotCompare
+from pytest_roseinfer.gates.time import absolute
 from pytest_roseinfer.gates.time.clocks import CpuClock, GpuClock
-from pytest_roseinfer.gates.time.paired import Comparing, Plan
-from pytest_roseinfer.gates.time.recording import Recording
+from pytest_roseinfer.gates.time.interval import Verdict
+from pytest_roseinfer.gates.time.paired import Plan, compare
 from pytest_roseinfer.gates.time.timing_gate import NEXT_TO_OTHERS, TimingGate
-from pytest_roseinfer.gates.time.timing_report import Timed
-from pytest_roseinfer.gates.time.worker_process import (
-    CannotMeasure,
-    Job,
-    Side,
-    WorkerProcess,
-    cpus_for,
-    cpus_here,
-)
+from pytest_roseinfer.gates.time.timing_report import Timed, facts, judged
+from pytest_roseinfer.gates.time.worker_process import Side, WorkerProcess, cpus_for
 
 _NOTHING_ASKED = (
     "nothing to compare with: --roseinfer-against REF, --roseinfer-noise-floor or "
@@ -31,16 +29,16 @@ _NOTHING_ASKED = (
 
 
 class Tpot:
-    """Times the decode step of one test, as the command line asks for it."""
+    """Times the decode step of one test, as the command line asks."""
 
     def __init__(self, request: pytest.FixtureRequest, marked: dict[str, Any]) -> None:
-        """``marked`` are the arguments of the test's markers."""
+        """``marked`` holds the arguments of the test's markers."""
         self.checked = False
         self._request = request
+        self._test = request.node.nodeid
         self._gate = TimingGate.of(request.config)
         self._asked = settings.current()
-        wanted = None if self._asked.gpu else 1
-        self._cpus = marked.pop("cpus", wanted)
+        self._cpus = marked.pop("cpus", None if self._asked.gpu else 1)
         self._plan = Plan(**marked)
 
     def check(self, factory: str) -> None:
@@ -53,7 +51,7 @@ class Tpot:
         place of the host's, where that says nothing about the device.
         """
         if self.checked:
-            raise ValueError(f"{self._request.node.nodeid} has timed a step already")
+            raise ValueError(f"{self._test} has timed a step already")
         self.checked = True
         asked = self._asked.timing
         if not asked.requested:
@@ -65,30 +63,25 @@ class Tpot:
                 self._compare(factory)
             if asked.tpot:
                 self._hold_to_baseline(factory, Path(asked.tpot))
-        except CannotMeasure as error:
-            said = str(error)
-        else:
-            return
-        pytest.fail(said, pytrace=False)  # outside, or the reason would be shown twice
+        except CannotCompare as error:
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
 
     def _compare(self, factory: str) -> None:
         asked = self._asked.timing
-        there, here = self._gate.sides()
-        plan = self._plan.without_shortcuts() if asked.noise_floor else self._plan
-        comparison = Comparing(
-            plan,
-            lambda series: (
-                self._worker(there, factory, series),
-                self._worker(here, factory, series),
-            ),
-            self._clock().doubt,
-        ).compare()
-        timed = Timed(
-            self._request.node.nodeid, there.label, comparison, plan.margin, asked.noise_floor
-        )
-        self._gate.compared(timed)
-        self._record(timed)
-        if timed.slower and not asked.report_slower:
+        there, here = self._gate.sides
+        plan = self._plan
+        if asked.noise_floor:  # goes to its end, even if the ratio is clear before
+            plan = replace(plan, looks=plan.looks[-1:])
+
+        def start(series: int) -> tuple[WorkerProcess, WorkerProcess]:
+            return self._worker(there, factory, series), self._worker(here, factory, series)
+
+        comparison = compare(plan, start, self._clock().doubt)
+        timed = Timed(self._test, there.label, comparison, plan.margin, asked.noise_floor)
+        self._gate.results.append(timed)
+        _record(self._request, timed)
+        tolerated = asked.noise_floor or asked.report_slower
+        if comparison.verdict is Verdict.SLOWER and not tolerated:
             pytest.fail(
                 f"SLOWER than {there.label}: {comparison.ratio:.3f} times its TPOT "
                 f"({comparison.interval}), and {1 + plan.margin:.3f} are tolerated",
@@ -96,46 +89,62 @@ class Tpot:
             )
 
     def _hold_to_baseline(self, factory: str, file: Path) -> None:
-        """Time the step anew, even after a comparison: in the way the file's times were taken."""
+        """Time the step anew, even after a comparison, in the way the file's times were taken."""
         if not self._asked.gpu:
-            raise CannotMeasure(f"{absolute.OPTION} is about GPUs: run with --roseinfer-gpu")
-        test, clock = self._request.node.nodeid, self._clock()
-        _, here = self._gate.sides()
+            raise CannotCompare(f"{absolute.OPTION} is about GPUs: run with --roseinfer-gpu")
+        clock = self._clock()
+        _, here = self._gate.sides
         timings = absolute.measure_alone(
             self._plan, lambda series: self._worker(here, factory, series)
         )
         doubt = clock.doubt()
         if self._asked.timing.update_tpot:
-            absolute.update(file, test, timings)
+            absolute.update(file, self._test, timings)
             self._gate.held_to_baseline(f"written: {file}")
             return
-        more = absolute.exceeded(timings, file, test)
+        more = absolute.exceeded(timings, file, self._test)
         if more and not doubt:
             pytest.fail(more, pytrace=False)
-        self._gate.held_to_baseline(
-            f"{test}: UNSURE because {doubt}" if doubt else f"{test}: within its baseline in {file}"
-        )
+        verdict = f"UNSURE because {doubt}" if doubt else f"within its baseline in {file}"
+        self._gate.held_to_baseline(f"{self._test}: {verdict}")
 
     def _worker(self, side: Side, factory: str, series: int) -> WorkerProcess:
-        module = factory.partition(":")[0]
         return WorkerProcess(
             side,
-            Job(
-                factory,
-                file=_file_of(module),
-                cuda=self._asked.gpu,
-                cpus=cpus_for(series, self._cpus, cpus_here()),
-            ),
+            factory,
+            file=_file_of(factory.partition(":")[0]),
+            cuda=self._asked.gpu,
+            cpus=cpus_for(series, self._cpus),
         )
 
     def _clock(self) -> CpuClock | GpuClock:
         return GpuClock(self._asked.gpu_index or 0) if self._asked.gpu else CpuClock()
 
-    def _record(self, timed: Timed) -> None:
-        recording = Recording(self._request)
-        for name, timings in (("there", timed.comparison.there), ("", timed.comparison.here)):
-            info = {**timing_report.facts(timings), **timing_report.judged(timed)}
-            recording.add(timings, info, name)
+
+def _record(request: pytest.FixtureRequest, timed: Timed) -> None:
+    """Record both sides with the fixture ``benchmark``, so that its plugin can save and compare.
+
+    The fixture runs one function until it is done with it, and our sides take turns. So it gets
+    each side's turns once more, on a clock that moves on by what they took.
+    """
+    now = 0.0
+
+    def pass_turn() -> None:
+        nonlocal now
+        now += next(turns)
+
+    said = request.node.get_closest_marker("benchmark")
+    options = {"group": request.node.nodeid, **(said.kwargs if said else {})}
+    marker = pytest.mark.benchmark(**options | {"timer": lambda: now})
+    request.node.add_marker(marker, append=False)
+    benchmark: Any = request.getfixturevalue("benchmark")
+    there = copy.copy(benchmark)
+    there.name, there.fullname = f"{benchmark.name} (there)", f"{benchmark.fullname} (there)"
+    comparison = timed.comparison
+    for fixture, timings in ((there, comparison.there), (benchmark, comparison.here)):
+        fixture.extra_info = {**facts(timings), **judged(timed)}
+        turns = cycle(mean(turn) for turn in timings.turns)  # profiling takes some again
+        fixture.pedantic(pass_turn, rounds=len(timings.turns))
 
 
 def _file_of(module: str) -> str:

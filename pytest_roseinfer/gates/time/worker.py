@@ -1,7 +1,7 @@
-"""The process that runs one side's decode step, when it is told to, and says how long it took.
+"""The process that runs one side's decode step when it is told to, and says how long it took.
 
-Run as a file, with nothing but the standard library, so that it works the same whatever the
-side's own tree holds; what it measures it imports from there. One line of JSON in, one out.
+It is run as a file and uses only the standard library, so that it works the same whatever the
+side's own tree holds; it imports the step from there. It reads and answers lines of JSON.
 """
 
 from __future__ import annotations
@@ -13,84 +13,56 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 _NAMES = ("torch", "triton", "transformers", "numpy")
-OFFERS = {"step", "tokens", "floor_seconds", "path_counts", "clock"}
+"""Libraries that decide how fast a step is."""
+_DEFAULTS = {"floor_seconds": None, "path_counts": dict, "clock": time.perf_counter}
+OFFERS = {"step", "tokens", *_DEFAULTS}
+"""The keys of what a factory returns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The step that a factory returned, and what it offers beside it."""
-
-    step: Callable[[], object]
-    tokens: int
-    floor_seconds: float | None
-    path_counts: Callable[[], Mapping[str, int]]
-    clock: Callable[[], float]
-
-    @classmethod
-    def of(cls, offered: Any) -> Target:
-        if not isinstance(offered, dict) or not {"step", "tokens"} <= offered.keys():
-            raise TypeError(f"the factory returned {offered!r}: expected 'step' and 'tokens'")
-        if unknown := offered.keys() - OFFERS:
-            raise TypeError(f"the factory returned {sorted(unknown)}, which mean nothing here")
-        if not isinstance(offered["tokens"], int) or offered["tokens"] < 1:
-            raise TypeError(f"a step that brings {offered['tokens']!r} tokens is no decode step")
-        return cls(
-            step=offered["step"],
-            tokens=offered["tokens"],
-            floor_seconds=offered.get("floor_seconds"),
-            path_counts=offered.get("path_counts", dict),
-            clock=offered.get("clock", time.perf_counter),
-        )
+def make_target(factory: Callable[[], Any]) -> dict[str, Any]:
+    """Return what the factory offers, with a default for each key it may leave out."""
+    offered = factory()
+    if not isinstance(offered, dict) or not {"step", "tokens"} <= offered.keys():
+        raise TypeError(f"the factory returned {offered!r}: expected 'step' and 'tokens'")
+    if unknown := offered.keys() - OFFERS:
+        raise TypeError(f"the factory returned {sorted(unknown)}, which mean nothing here")
+    if not isinstance(offered["tokens"], int) or offered["tokens"] < 1:
+        raise TypeError(f"a step that brings {offered['tokens']!r} tokens is no decode step")
+    return {**_DEFAULTS, **offered}
 
 
-def host_seconds(target: Target, steps: int) -> list[float]:
+def host_seconds(target: dict[str, Any], steps: int) -> list[float]:
     """Time each step by the clock; reading it costs less than a microsecond."""
-    step, clock = target.step, target.clock
+    step, clock = target["step"], target["clock"]
     times = [clock()]
     for _ in range(steps):
         step()
         times.append(clock())
-    return [end - begin for begin, end in zip(times, times[1:])]  # noqa: B905, RUF007
+    return [end - begin for begin, end in pairwise(times)]
 
 
-def cuda_seconds(target: Target, steps: int) -> list[float]:
+def cuda_seconds(target: dict[str, Any], steps: int) -> list[float]:
     """Time each step between events on the GPU; the host waits once, at the end."""
     import torch
 
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]  # type: ignore[no-untyped-call]
     events[0].record()
     for event in events[1:]:
-        target.step()
+        target["step"]()
         event.record()
     torch.cuda.synchronize()
-    return [
-        begin.elapsed_time(end) / 1e3
-        for begin, end in zip(events, events[1:])  # noqa: B905, RUF007
-    ]
-
-
-def load(name: str, file: str, roots: list[str]) -> tuple[Target, dict[str, Any]]:
-    """The step that ``module:function`` makes, and what can be said about where it runs."""
-    module, _, function = name.partition(":")
-    target = Target.of(getattr(import_from(module, file), function)())
-    return target, {
-        "tokens": target.tokens,
-        "floor_seconds": target.floor_seconds,
-        "own_modules": sorted(own_modules(roots)),
-        "device": device(),
-        "versions": {"python": sys.version.split()[0], **versions()},
-    }
+    return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]
 
 
 def import_from(name: str, file: str) -> Any:
-    """The side's own module of that name, or else ``file``: a revision may be older than it."""
+    """Import the side's own module, or else ``file``: a revision may be older than the module."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -105,47 +77,33 @@ def import_from(name: str, file: str) -> Any:
     return module
 
 
-def own_modules(roots: list[str]) -> set[str]:
-    """Packages and modules that came from one of ``roots``."""
-    found = set()
+def describe(target: dict[str, Any], roots: list[str]) -> dict[str, Any]:
+    """Return what ``Ready`` holds about the step and where it runs."""
+    own = set()
     for name, module in [*sys.modules.items()]:
-        file = getattr(module, "__file__", None) or ""
-        if any(os.path.realpath(file).startswith(root + os.sep) for root in roots):
-            found.add(name.partition(".")[0])
-    return found
+        file = os.path.realpath(getattr(module, "__file__", None) or "")
+        if any(file.startswith(root + os.sep) for root in roots):
+            own.add(name.partition(".")[0])
+    versions = {"python": sys.version.split()[0]}
+    if imported := [name for name in _NAMES if name in sys.modules]:
+        from importlib import metadata  # this import takes longer than many a worker lives
 
-
-def device() -> str:
-    """The GPU by name where the step uses one, else the CPU."""
+        versions |= {name: metadata.version(name) for name in imported}
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return str(torch.cuda.get_device_name())
-    return "cpu"
-
-
-def versions() -> dict[str, str]:
-    """Name the versions of imported libraries that decide how fast a step is."""
-    if not (imported := [name for name in _NAMES if name in sys.modules]):
-        return {}
-    from importlib import metadata  # which takes longer than many a worker lives
-
-    return {name: metadata.version(name) for name in imported}
-
-
-def serve(asked: dict[str, Any], read: Callable[[], str], answer: Callable[[Any], None]) -> None:
-    """Load the step, then run it as often as each line says; an empty line asks for counts."""
-    target, ready = load(asked["factory"], asked["file"], asked["roots"])
-    measure = cuda_seconds if asked["cuda"] else host_seconds
-    answer(ready)
-    while line := read():
-        steps = json.loads(line)
-        answer(measure(target, steps) if steps else dict(target.path_counts()))
+    return {
+        "tokens": target["tokens"],
+        "floor_seconds": target["floor_seconds"],
+        "own_modules": sorted(own),
+        "device": torch.cuda.get_device_name() if torch and torch.cuda.is_initialized() else "cpu",
+        "versions": versions,
+    }
 
 
 def main() -> None:
+    """Load the step, then run it as often as each line says; a 0 asks for the path counts."""
     asked = json.loads(sys.argv[1])
     if sys.path and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
-        del sys.path[0]  # our neighbours are none of the side's modules
+        del sys.path[0]  # the files beside this one are none of the side's modules
     if asked["cpus"]:
         os.sched_setaffinity(0, asked["cpus"])
     # What the side prints must not end up among the answers.
@@ -157,7 +115,13 @@ def main() -> None:
         answers.flush()
 
     try:
-        serve(asked, sys.stdin.readline, answer)
+        module, _, function = asked["factory"].partition(":")
+        target = make_target(getattr(import_from(module, asked["file"]), function))
+        measure = cuda_seconds if asked["cuda"] else host_seconds
+        answer(describe(target, asked["roots"]))
+        while line := sys.stdin.readline():
+            steps = json.loads(line)
+            answer(measure(target, steps) if steps else dict(target["path_counts"]()))
     except Exception:
         answer({"error": traceback.format_exc()})
 

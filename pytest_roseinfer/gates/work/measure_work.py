@@ -1,4 +1,4 @@
-"""Running a step as often as it takes to count all it does."""
+"""Running a step as often as it takes to count everything it does."""
 
 from __future__ import annotations
 
@@ -8,38 +8,51 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.work.python_calls import count_python_calls
-from pytest_roseinfer.gates.work.step_work import GROUPS, CannotCompare, StepWork
+from pytest_roseinfer.gates.work.step_work import GROUPS, StepWork, changed_counts
 from pytest_roseinfer.gates.work.tensor_work import TensorWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from pytest_roseinfer.gates.work.own_code import OwnCode
+    from pytest_roseinfer.gates.work.python_calls import OwnCode
 
 _WARM_UP = 2
-"""Steps that may still build what later ones find."""
+"""The first steps may still build what later ones use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that can be done again and again."""
+    """A step that can be repeated."""
 
     run: Callable[[], object]
     tokens: int
     before: Callable[[], object] | None = None
-    """Brings about, ahead of every step, what that step is about."""
+    """This runs ahead of every step and sets up what the step is about."""
     counters: Callable[[], Mapping[str, int]] | None = None
-    """The code counts these itself: numbers that only ever rise."""
+    """This returns what the code counts itself: numbers that only ever rise."""
+
+    def prepare(self) -> None:
+        if self.before:
+            self.before()
+
+    def own_counts(self) -> Counter[str]:
+        counts = self.counters() if self.counters else {}
+        return Counter({str(name): times for name, times in counts.items()})
 
 
 def measure_work(step: Step, own: OwnCode, device: str) -> StepWork:
-    """The work of one step, the same in two of them."""
+    """Return the work of one step, which must be the same in the next."""
     for _ in range(_WARM_UP):
-        _prepare(step)
+        step.prepare()
         step.run()
     first, second = (_count(step, own, device) for _ in range(2))
-    if differing := first.differing(second):
+    if differing := [
+        f"{group.title}, {what}: {one} and {other}"
+        for name, group in GROUPS.items()
+        for what, one, other in changed_counts(first.groups[name], second.groups[name])
+    ]:
         raise CannotCompare(
             "two steps did not do the same, so no baseline says how much a step does:\n  "
             + "\n  ".join(differing)
@@ -53,35 +66,24 @@ def measure_work(step: Step, own: OwnCode, device: str) -> StepWork:
 
 
 def _count(step: Step, own: OwnCode, device: str) -> StepWork:
-    """Calls in one step and tensors in another, so that neither counts the other's counting."""
+    """Count calls in one step and tensors in another, so that neither counts the other's work."""
     with _no_garbage_collected():
-        _prepare(step)
+        step.prepare()
         found = count_python_calls(step.run, own)
-        _prepare(step)
+        step.prepare()
         tensors = TensorWork(device)
-        before = _own_counts(step)
+        before = step.own_counts()
         tensors.count(step.run)
-        after = _own_counts(step)
+        after = step.own_counts()
     for group, counts in tensors.counts.items():
         found[group].update(counts)
     found["counters"] = Counter({name: times - before[name] for name, times in after.items()})
     return StepWork(step.tokens, {group: dict(found[group]) for group in GROUPS})
 
 
-def _prepare(step: Step) -> None:
-    if step.before:
-        step.before()
-
-
-def _own_counts(step: Step) -> Counter[str]:
-    """Read the counters of the code under test, with names as text."""
-    counts = step.counters() if step.counters else {}
-    return Counter({str(name): times for name, times in counts.items()})
-
-
 @contextmanager
 def _no_garbage_collected() -> Iterator[None]:
-    """When garbage is collected depends on all that ran before, and finalisers are calls."""
+    """Keep garbage collection out of the counts: its time is random, and finalisers are calls."""
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()

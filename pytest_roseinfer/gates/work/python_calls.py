@@ -1,15 +1,18 @@
 """Counting the calls that the code under test makes, by function.
 
-A call counts if the caller or the function called is its own. What libraries do among
-themselves is left out: it changes with every release of theirs. What they make the device do
-is counted as torch operations, whoever asked for them.
+A call counts if the caller or the called function is under test. Calls between libraries are
+left out, since they change with every release; what libraries make the device do is counted as
+torch operations.
 """
 
 from __future__ import annotations
 
 import sys
+import sysconfig
 from collections import Counter, defaultdict
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,17 +20,51 @@ import torch
 from pytest_roseinfer.gates.work.triton_launches import interpreted_launches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import CodeType, FrameType
 
-    from pytest_roseinfer.gates.work.own_code import OwnCode
+_TOOLS = frozenset({"pytest_roseinfer", "triton"})
+"""These are no code under test: we count, and calls into Triton are counted as launches."""
+
+
+class OwnCode:
+    """The code under test: ``packages`` if any are named, else whatever is not installed."""
+
+    def __init__(self, packages: Sequence[str] = ()) -> None:
+        self.packages = frozenset(packages)
+
+    def is_own(self, module: str) -> bool:
+        root = module.partition(".")[0]
+        return root in self.packages if self.packages else not _is_library(root)
+
+    def concerns(self, frame: FrameType) -> bool:
+        """Return True if a frame is one of this code, or was called by it."""
+        module, caller = _module(frame), frame.f_back
+        if self.is_own(module):
+            return True
+        called_by_own = caller is not None and self.is_own(_module(caller))
+        return called_by_own and module.partition(".")[0] not in _TOOLS
+
+
+@cache
+def _is_library(root: str) -> bool:
+    """Return True for a top-level module that is installed, built in, or none at all."""
+    if root in _TOOLS or root in sys.builtin_module_names:
+        return True
+    module = sys.modules.get(root)
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    paths = sysconfig.get_paths()
+    installed = [paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    found = [Path(place) for place in places if place]
+    return not found or any(place.is_relative_to(each) for place in found for each in installed)
 
 
 def count_python_calls(step: Callable[[], object], own: OwnCode) -> defaultdict[str, Counter[str]]:
-    """Run ``step``; how often each function was entered, those written in C too.
+    """Run ``step`` and count, by group and name, how often each function was entered.
 
-    Beside these come the calls, by whomever, that wait for the device or replay a graph. Tracers
-    of others, coverage's say, are not seen: Python calls them with profiling off.
+    Functions written in C count too. Calls that wait for the device or replay a graph come in
+    groups of their own, whoever makes them. The tracers of other tools, such as coverage's, are
+    not counted, because Python calls them with profiling off.
     """
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     calls = counts["python_calls"]
@@ -35,7 +72,7 @@ def count_python_calls(step: Callable[[], object], own: OwnCode) -> defaultdict[
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
-            if _concerns(frame, own):
+            if own.concerns(frame):
                 calls[_python_name(frame)] += 1
             if known := by_code.get(frame.f_code):
                 group, name = known
@@ -44,7 +81,7 @@ def count_python_calls(step: Callable[[], object], own: OwnCode) -> defaultdict[
             calls[_c_name(arg)] += 1
 
     @contextmanager
-    def apart() -> Iterator[None]:
+    def uncounted() -> Iterator[None]:
         sys.setprofile(None)
         try:
             yield
@@ -52,7 +89,7 @@ def count_python_calls(step: Callable[[], object], own: OwnCode) -> defaultdict[
             sys.setprofile(profile)
 
     before = sys.getprofile()
-    with interpreted_launches(_counted_elsewhere, apart):
+    with interpreted_launches(lambda _kernel: None, uncounted):
         sys.setprofile(profile)
         try:
             step()
@@ -62,10 +99,10 @@ def count_python_calls(step: Callable[[], object], own: OwnCode) -> defaultdict[
 
 
 def _torch_functions() -> dict[CodeType, tuple[str, str]]:
-    """Functions that wait for a device or hand it a graph: no operation tells of them.
+    """Return the functions that wait for a device or replay a graph, with the group of each.
 
-    They are known by their code, since callers may have taken hold of them long before; for
-    each comes the group it counts in and its name there.
+    No torch operation shows these calls. The functions are known by their code, since callers
+    may have imported them under any name.
     """
     waiting = (torch.cuda, torch.cuda.Stream, torch.cuda.Event, torch.accelerator, torch.cpu)
     found = {
@@ -73,18 +110,6 @@ def _torch_functions() -> dict[CodeType, tuple[str, str]]:
         for owner in waiting
     }
     return found | {torch.cuda.CUDAGraph.replay.__code__: ("graph_replays", "replays")}
-
-
-def _counted_elsewhere(_kernel: str) -> None:
-    """Launches are work of the device."""
-
-
-def _concerns(frame: FrameType, own: OwnCode) -> bool:
-    module = _module(frame)
-    if own.is_own(module):
-        return True
-    caller = frame.f_back
-    return caller is not None and own.is_own(_module(caller)) and not own.is_tool(module)
 
 
 def _module(frame: FrameType) -> str:
@@ -95,13 +120,10 @@ def _python_name(frame: FrameType) -> str:
     code = frame.f_code
     name = code.co_qualname
     if code.co_filename == "<string>" and code.co_argcount:
-        name = f"{_owner(frame, code)}.{code.co_name}"
+        # A method that was generated as text, as dataclasses do, has no class in its name.
+        owner = type(frame.f_locals[code.co_varnames[0]])
+        name = f"{owner.__qualname__}.{code.co_name}"
     return f"{_module(frame)}.{name}"
-
-
-def _owner(frame: FrameType, code: CodeType) -> str:
-    """The class whose method somebody wrote as text, as dataclasses do."""
-    return type(frame.f_locals[code.co_varnames[0]]).__qualname__
 
 
 def _c_name(function: Any) -> str:

@@ -1,22 +1,20 @@
-"""What one step did, as counts in groups, and which versions each group depends on."""
+"""The work of one step as counts in groups, and the verdict on it when it has a baseline."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from pytest_roseinfer.gates.gate import CannotCompare
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 PYTHON = "python"
 TORCH = "torch"
 NOTHING = ""
-
-
-class CannotCompare(Exception):
-    """There are no two numbers that could be held against each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,68 +23,98 @@ class Group:
 
     title: str
     depends_on: str
-    """The version that decides about them beside the code under test: a baseline holds for it
-    alone. ``TORCH`` stands for everything a test names in ``keyed_by`` too."""
-    why: str
-    """The reason why they depend on it, or on nothing."""
-    as_sum: bool = False
-    """Only their sum is judged; the single counts say where it comes from."""
-    must_not_drop: bool = False
-    """Fewer of them means that something else does the work."""
+    """A baseline holds for one version of this, since another counts differently. ``TORCH``
+    includes everything that a test names in ``keyed_by``."""
 
 
 GROUPS: Mapping[str, Group] = {
-    "python_calls": Group(
-        "Python calls",
-        PYTHON,
-        "what is a call changes: since 3.12 a comprehension is none",
-        as_sum=True,
-    ),
-    "operations": Group(
-        "torch operations",
-        TORCH,
-        "which ones a call is made of, and which a library calls, changes with their releases",
-    ),
-    "allocations": Group("device allocations", TORCH, "each is the result of an operation"),
-    "host_to_device": Group("copies to the device", TORCH, "libraries make some"),
-    "device_to_host": Group("copies to the host", TORCH, "libraries make some"),
-    "synchronisations": Group("waits for the device", TORCH, "libraries make some"),
-    "triton_launches": Group(
-        "Triton launches", NOTHING, "the code under test launches its own kernels"
-    ),
-    "graph_replays": Group(
-        "CUDA graph replays", NOTHING, "the code under test replays its own", must_not_drop=True
-    ),
-    "counters": Group("counters of its own", NOTHING, "the code under test counts them"),
+    # Python versions differ in what they call: since 3.12 a comprehension is no call.
+    "python_calls": Group("Python calls", PYTHON),
+    # Releases of torch and of libraries differ in the operations that they use.
+    "operations": Group("torch operations", TORCH),
+    "allocations": Group("device allocations", TORCH),
+    "host_to_device": Group("copies to the device", TORCH),
+    "device_to_host": Group("copies to the host", TORCH),
+    "synchronisations": Group("waits for the device", TORCH),
+    # The code under test does these itself.
+    "triton_launches": Group("Triton launches", NOTHING),
+    "graph_replays": Group("CUDA graph replays", NOTHING),
+    "counters": Group("counters of its own", NOTHING),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The work of one step."""
-
     tokens: int
-    """The step brought so many."""
+    """The step brings so many."""
     groups: Mapping[str, Mapping[str, int]]
-    """For each group that was counted, how often each thing in it happened."""
+    """For each group, how often each thing in it happened."""
 
-    def differing(self, other: StepWork) -> list[str]:
-        """Name every count that is not the same in both, with both numbers."""
-        found = []
-        for group, counts in self.groups.items():
-            others = other.groups[group]
-            found += [
-                f"{GROUPS[group].title}, {name}: {counts.get(name, 0)} and {others.get(name, 0)}"
-                for name in sorted({*counts, *others})
-                if counts.get(name, 0) != others.get(name, 0)
-            ]
-        return found
+
+def changed_counts(
+    new: Mapping[str, int], old: Mapping[str, int]
+) -> Iterator[tuple[str, int, int]]:
+    """Yield the name of every count that differs, and the count in both."""
+    for name in sorted({*new, *old}):
+        if new.get(name, 0) != old.get(name, 0):
+            yield name, new.get(name, 0), old.get(name, 0)
+
+
+class CostVerdict(NamedTuple):
+    """What a step does more of than its baseline, and what less, in lines of words."""
+
+    worse: list[str]
+    """Counts that rose, or must not drop and did: these fail the step."""
+    less: list[str]
+
+
+def judge(now: StepWork, was: StepWork, must_not_drop: Collection[str]) -> CostVerdict:
+    """Compare a step with its baseline; the counters named in ``must_not_drop`` must not fall."""
+    if now.tokens != was.tokens:
+        raise CannotCompare(
+            f"the step brings {now.tokens} tokens, and its baseline is of {was.tokens}: their "
+            "work says nothing about each other"
+        )
+    if unknown := set(must_not_drop) - {*now.groups["counters"], *was.groups["counters"]}:
+        raise CannotCompare(f"must_not_drop names no counter of the step: {sorted(unknown)}")
+    verdict = CostVerdict([], [])
+    for name, group in GROUPS.items():
+        new, old = now.groups[name], was.groups[name]
+        if name == "python_calls":
+            _judge_sum(verdict, group.title, new, old, now.tokens)
+            continue
+        for each, count, baseline in changed_counts(new, old):
+            line = f"{group.title}, {each}: {count}, baseline {baseline}"
+            # With fewer graph replays, something else does their work.
+            must_stay = name == "graph_replays" or (name == "counters" and each in must_not_drop)
+            if count > baseline or must_stay:
+                verdict.worse.append(line)
+            else:
+                verdict.less.append(f"less: {line}")
+    return verdict
+
+
+def _judge_sum(
+    verdict: CostVerdict, title: str, new: Mapping[str, int], old: Mapping[str, int], tokens: int
+) -> None:
+    """Judge only the sum of the counts; those that rose explain it."""
+    now, was = sum(new.values()), sum(old.values())
+    line = f"{title}: " + ", baseline ".join(
+        f"{count} a step, {count / tokens:g} a token" for count in (now, was)
+    )
+    if now < was:
+        verdict.less.append(f"less: {line}")
+    elif now > was:
+        grew = [each for each in changed_counts(new, old) if each[1] > each[2]]
+        grew.sort(key=lambda each: each[2] - each[1])
+        verdict.worse.append(line)
+        verdict.worse.extend(f"    {name}: {rose}, baseline {base}" for name, rose, base in grew)
 
 
 def versions_here(keyed_by: Sequence[str]) -> Mapping[str, str]:
-    """For each thing that counts can depend on, what it is in this run.
+    """Return this run's version of each thing that counts can depend on.
 
-    Major and minor version: what a patch release changes of this would be a regression of it.
+    Only major and minor versions matter: a patch release that changes a count has a regression.
     """
     libraries = [f"{name} {_minor(name)}" for name in ("torch", *keyed_by)]
     return {

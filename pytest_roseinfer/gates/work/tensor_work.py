@@ -1,14 +1,15 @@
-"""Counting what torch is made to do: operations, copies across, waits, allocations.
+"""Counting what torch is made to do: operations, copies between devices, waits, allocations.
 
-Where the code runs on a GPU, copies are those between host and device. On a CPU the host's
-memory stands for the device's: a tensor made of Python's or NumPy's data counts as a copy to
-the device, and reading a tensor's values as one back, which is what they would be.
+On a GPU, copies are those between host and device. On a CPU the host's memory stands for the
+device's: a tensor made of Python's or NumPy's data counts as a copy to the device, and reading
+a tensor's values as a copy back, because that is what they would be on a GPU.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ _READS = {"tolist", "numpy", "item", "__array__"} | {
 }
 """Methods of a tensor that hand its values to Python."""
 _NUMBERS = {"_local_scalar_dense", "item", "is_nonzero"}
-"""These operations read too: torch calls them itself where a tensor stands for a number."""
+"""Operations that read too: torch calls them itself where a tensor is used as a number."""
 _WAITS = {"nonzero", "nonzero_numpy", "argwhere", "masked_select", "equal"} | {
     f"{kind}unique{which}" for kind in ("", "_") for which in ("2", "_dim", "_consecutive")
 }
@@ -33,31 +34,37 @@ _WAITS = {"nonzero", "nonzero_numpy", "argwhere", "masked_select", "equal"} | {
 _COPIES = {"copy_", "_to_copy", "to", "cpu", "cuda"}
 _MASKED = {"index", "index_put_", "index_put"}
 _FROM_HOST = "lift_fresh"
-"""Torch dispatches this for every tensor that is made of data of the host."""
+"""Torch dispatches this for every tensor that is made of the host's data."""
 
 
-class TensorWork:
-    """Counts by group, of whatever runs in ``count``."""
+class TensorWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts by group what torch does while ``count`` runs a step."""
 
     def __init__(self, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kind = device.partition(":")[0]
         self._listening = True
         self._reading = False
         self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def count(self, step: Callable[[], object]) -> None:
+        launched = partial(self._note, "triton_launches")
         with (
-            interpreted_launches(self._launched, self._apart),
-            compiled_launches(self._launched),
-            _Dispatched(self),
-            _Called(self),
+            interpreted_launches(launched, self._uncounted),
+            compiled_launches(launched),
+            self,
+            _Reads(self),
         ):
             step()
 
-    def dispatched(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Take note of one operation."""
-        if not self._listening:
-            return
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._listening:
+            self._note_operation(func, args, kwargs, result)
+        return result
+
+    def _note_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func.overloadpacket.__name__
         self._note("operations", name)
         self._note_new_memory(name, args, kwargs, result)
@@ -75,7 +82,7 @@ class TensorWork:
 
     @contextmanager
     def reading(self, method: str, tensor: torch.Tensor) -> Iterator[None]:
-        """Take note of a read; the operations that it consists of are no reads of their own."""
+        """Note one read; the operations that it consists of are not noted as more reads."""
         self._note_read(method, tensor)
         self._reading = True
         try:
@@ -84,15 +91,12 @@ class TensorWork:
             self._reading = False
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
+    def _uncounted(self) -> Iterator[None]:
         before, self._listening = self._listening, False
         try:
             yield
         finally:
             self._listening = before
-
-    def _launched(self, kernel: str) -> None:
-        self._note("triton_launches", kernel)
 
     def _note(self, group: str, name: str, times: int = 1) -> None:
         if self._listening:
@@ -113,7 +117,8 @@ class TensorWork:
             return
         to_device = self._on_device(result)
         self._note_copy("host_to_device" if to_device else "device_to_host", result)
-        if not _argument("non_blocking", func, args, kwargs):
+        names = [each.name for each in func._schema.arguments]
+        if not {**dict(zip(names, args, strict=False)), **kwargs}.get("non_blocking"):
             self._note("synchronisations", "a copy that does not say non_blocking")
 
     def _note_new_memory(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -127,19 +132,8 @@ class TensorWork:
         return tensor.device.type == self._kind
 
 
-class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, work: TensorWork) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._work = work
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._work.dispatched(func, args, kwargs or {}, result)
-        return result
-
-
-class _Called(TorchFunctionMode):
-    """Sees what is read without an operation: a CPU's tensors hand their values over directly."""
+class _Reads(TorchFunctionMode):
+    """Sees reads that are no operation: a CPU's tensors hand their values over directly."""
 
     def __init__(self, work: TensorWork) -> None:
         super().__init__()
@@ -153,13 +147,6 @@ class _Called(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _argument(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Find the argument of that name, given by place or by keyword."""
-    names = [each.name for each in func._schema.arguments]
-    at = names.index(name) if name in names else len(args)
-    return args[at] if at < len(args) else kwargs.get(name)
-
-
 def _has_mask(indices: Any) -> bool:
     masks = (torch.bool, torch.uint8)
     return any(index is not None and index.dtype in masks for index in indices)
@@ -170,7 +157,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _tensors(*values: Any) -> Iterator[torch.Tensor]:
-    """Find the tensors among the values, but sparse ones: their memory is not of one piece."""
+    """Yield the tensors among the values; sparse ones have no memory of one piece to look at."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.layout is torch.strided:

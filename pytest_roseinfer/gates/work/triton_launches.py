@@ -1,8 +1,8 @@
-"""Seeing every launch of a Triton kernel, by whatever way it goes.
+"""Watching every launch of a Triton kernel, interpreted or compiled.
 
-Under the interpreter that is a method all launches pass. Compiled kernels call Triton's launch
-hooks; launchers that go round Triton's own path to be faster, as ``roseinfer``'s do, are
-expected to take it while hooks are set, or profilers would miss them too.
+Every interpreted launch passes one method. Compiled kernels call Triton's launch hooks;
+launchers that bypass Triton's own path to be faster, as ``roseinfer``'s do, must take that path
+while hooks are set, or profilers would miss them too.
 """
 
 from __future__ import annotations
@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def interpreted_launches(
-    launched: Callable[[str], None], apart: Callable[[], AbstractContextManager[None]]
+    launched: Callable[[str], None], uncounted: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """Tell ``launched`` of each kernel by name, and run it within ``apart``.
-
-    What the interpreter does to run a kernel is no work of the host's.
-    """
+    """Call ``launched`` with each kernel's name, and run the interpreter inside ``uncounted``."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:  # then nothing has launched a kernel
         yield
@@ -33,7 +30,7 @@ def interpreted_launches(
 
     def watched(launch: Any, *args: Any, **kwargs: Any) -> None:
         launched(launch.fn.__name__)
-        with apart():
+        with uncounted():
             run(launch, *args, **kwargs)
 
     executor.__call__ = watched
@@ -45,7 +42,7 @@ def interpreted_launches(
 
 @contextmanager
 def compiled_launches(launched: Callable[[str], None]) -> Iterator[None]:
-    """Tell ``launched`` of each kernel by name."""
+    """Call ``launched`` with each kernel's name."""
     knobs = sys.modules.get("triton.knobs")
     if knobs is None:
         yield
