@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request's tokens are chosen, and how many."""
+    """The way one request's tokens are chosen, and how many."""
 
     max_new_tokens: int = 1
     temperature: float = 0.0
@@ -30,9 +30,13 @@ class Asked:
     prompt: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
     arrives: int = 0
-    """The step before which it is submitted."""
+    """It is submitted before this step."""
     cancelled_after: int | None = None
-    """So many steps later; None for a request that runs to its end."""
+    """It is cancelled so many steps later; None for a request that runs to its end."""
+
+    @property
+    def most_tokens(self) -> int:
+        return len(self.prompt) + self.sampling.max_new_tokens
 
     def words(self) -> str:
         sampling = self.sampling
@@ -58,7 +62,7 @@ class RequestMix:
     requests: tuple[Asked, ...]
     block_size: int = 4
     cache_tokens: int = 64
-    """Tokens its cache has room for."""
+    """The cache has room for so many tokens."""
     device: str = "cpu"
     options: Mapping[str, Any] = field(default_factory=dict)
     """Switches of the engine."""

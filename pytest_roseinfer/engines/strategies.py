@@ -1,7 +1,7 @@
 """Hypothesis strategies for mixes of requests.
 
-Prompts are never drawn token by token: they begin with a common text, of which each takes
-a part, and go on in a few different ways, so that prefixes meet at every length.
+Prompts are never drawn token by token: each begins with a part of a common text and goes on in
+one of a few ways, so that prefixes meet at every length.
 """
 
 from __future__ import annotations
@@ -78,14 +78,30 @@ def request_mixes(
     longest = adapter.most_tokens - new
     kind = draw(st.sampled_from((*("uneven", "crowded") * 2, "anyhow", "continued", "relay")))
     if kind == "continued":
-        return draw(_continued(adapter, longest, new, device, aim))
-    if kind == "relay":
-        return draw(_relay(adapter, longest, new, device, aim))
+        asked = _continued(draw, adapter.vocabulary, longest, new)
+    elif kind == "relay":
+        asked = _relay(draw, adapter.vocabulary, longest, new)
+    else:
+        asked = _crowd(draw, adapter.vocabulary, longest, new, kind)
+    block_size = draw(st.sampled_from(BLOCK_SIZES))
+    sizes = [each.most_tokens for each in asked]
+    if kind == "continued":
+        room = max(sizes)
+    elif kind == "relay":
+        room = sum(sizes) + block_size * len(sizes)
+    else:
+        more = [0, 1, block_size, 3 * block_size]
+        more += [] if kind == "crowded" else [sum(sizes)]
+        room = max(sizes) + draw(st.sampled_from(more))
+    return RequestMix(tuple(asked), block_size, room, device, draw(switches(adapter, aim)))
+
+
+def _crowd(draw: st.DrawFn, vocabulary: int, longest: int, new: int, kind: str) -> list[Asked]:
     if kind == "anyhow":
         lengths = ["any"] * draw(st.integers(1, _MOST_REQUESTS))
     else:
         lengths = (["short", "long"] * _MOST_REQUESTS)[: draw(st.integers(4, _MOST_REQUESTS))]
-    asked: list[Asked] = []
+    asked = []
     arrives = 0
     for length in lengths:
         if kind == "anyhow":
@@ -93,23 +109,51 @@ def request_mixes(
         sampling = draw(samplings(most=new))
         if kind == "crowded":
             sampling = replace(sampling, ignore_eos=True, max_new_tokens=new)
-        prompt = draw(prompts(vocabulary=adapter.vocabulary, longest=longest, length=length))
+        prompt = draw(prompts(vocabulary=vocabulary, longest=longest, length=length))
         cancelled = draw(st.sampled_from((None, None, None, None, 0, 1, 2, 4)))
         asked.append(Asked(prompt, sampling, arrives, cancelled))
-    block_size = draw(st.sampled_from(BLOCK_SIZES))
-    sizes = [len(each.prompt) + each.sampling.max_new_tokens for each in asked]
-    more = [0, 1, block_size, 3 * block_size]
-    room = max(sizes) + draw(st.sampled_from(more if kind == "crowded" else [*more, sum(sizes)]))
-    return RequestMix(tuple(asked), block_size, room, device, draw(switches(adapter, aim)))
+    return asked
+
+
+def _relay(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Asked]:
+    """Two requests last, and some between them end soon; others come after those.
+
+    A new request takes over what belonged to one that ended, while its neighbours still go on.
+    """
+    lasting = Sampling(new, ignore_eos=True)
+    soon = min(new, draw(st.integers(2, 3)))
+    ends = [lasting, *[Sampling(soon, ignore_eos=True)] * draw(st.integers(1, 3)), lasting]
+    lengths = st.integers(1, max(1, longest // 4))
+    asked = [
+        Asked(common_text(draw(lengths), vocabulary, at), sampling)
+        for at, sampling in enumerate(ends)
+    ]
+    arrives = soon
+    for _ in range(draw(st.integers(1, min(2, _MOST_REQUESTS - len(ends))))):
+        arrives += draw(st.integers(0, 2))
+        length = draw(st.integers(max(1, longest // 3), longest))
+        text = common_text(length, vocabulary, len(asked))
+        asked.append(Asked(text, draw(samplings(most=new)), arrives))
+    return asked
+
+
+def _continued(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Asked]:
+    """A prompt gets one token, and a longer prompt begins with all that was stored of it."""
+    stored = draw(st.integers(1, longest - 2))
+    more = draw(st.integers(1, 2))
+    return [
+        Asked(common_text(stored, vocabulary), Sampling()),
+        Asked(common_text(stored + more, vocabulary), draw(samplings(most=new))),
+    ]
 
 
 _LARGE_BLOCKS = (1, 3, 16, 64, 2, 256)
 _LENGTHS = (1, 5, 40, 64, 65, 255, 257, 600, 1200)
 _CROWDS = (1, 2, 5, 20, 100)
 _MOST_PROMPTED = 20_000
-"""Tokens of all prompts of a mix."""
+"""All prompts of a mix have no more tokens together."""
 _MOST_GENERATED = 120
-"""Tokens that all requests of a mix get; alone, each of them takes a forward pass."""
+"""All requests of a mix get no more tokens; alone, each token takes a forward pass."""
 
 
 @st.composite
@@ -137,62 +181,7 @@ def large_mixes(
     options = {name: values[0] for name, values in adapter.option_choices.items()}
     for name, values in adapter.sizes.items():
         options[name] = draw(st.sampled_from(values[:few]))
-    needed = [len(each.prompt) + each.sampling.max_new_tokens for each in asked]
+    needed = [each.most_tokens for each in asked]
     block_size = draw(st.sampled_from(_LARGE_BLOCKS[:few]))
     room = max(needed) + draw(st.sampled_from((0, 1, sum(needed) // 2, sum(needed))))
     return RequestMix(asked, block_size, room, device, options)
-
-
-@st.composite
-def _relay(
-    draw: st.DrawFn,
-    adapter: type[EngineAdapter],
-    longest: int,
-    new: int,
-    device: str,
-    aim: str | None,
-) -> RequestMix:
-    """Two requests that last, and between them some that end soon; others come after those.
-
-    What belongs to one that ended is the next one's, while its neighbours still go on.
-    """
-    lasting = Sampling(new, ignore_eos=True)
-    soon = min(new, draw(st.integers(2, 3)))
-    between = [Sampling(soon, ignore_eos=True)] * draw(st.integers(1, 3))
-    ends = [lasting, *between, lasting]
-    lengths = st.integers(1, max(1, longest // 4))
-    asked = [
-        Asked(common_text(draw(lengths), adapter.vocabulary, at), sampling)
-        for at, sampling in enumerate(ends)
-    ]
-    arrives = soon
-    for at in range(draw(st.integers(1, min(2, _MOST_REQUESTS - len(ends))))):
-        arrives += draw(st.integers(0, 2))
-        length = draw(st.integers(max(1, longest // 3), longest))
-        text = common_text(length, adapter.vocabulary, len(ends) + at)
-        asked.append(Asked(text, draw(samplings(most=new)), arrives))
-    sizes = [len(each.prompt) + each.sampling.max_new_tokens for each in asked]
-    block_size = draw(st.sampled_from(BLOCK_SIZES))
-    room = sum(sizes) + block_size * len(sizes)
-    return RequestMix(tuple(asked), block_size, room, device, draw(switches(adapter, aim)))
-
-
-@st.composite
-def _continued(
-    draw: st.DrawFn,
-    adapter: type[EngineAdapter],
-    longest: int,
-    new: int,
-    device: str,
-    aim: str | None,
-) -> RequestMix:
-    """A prompt, one token, and a longer prompt that begins with all that was stored of it."""
-    stored = draw(st.integers(1, longest - 2))
-    more = draw(st.integers(1, 2))
-    asked = (
-        Asked(common_text(stored, adapter.vocabulary), Sampling()),
-        Asked(common_text(stored + more, adapter.vocabulary), draw(samplings(most=new))),
-    )
-    room = stored + more + asked[1].sampling.max_new_tokens
-    block_size = draw(st.sampled_from(BLOCK_SIZES))
-    return RequestMix(asked, block_size, room, device, draw(switches(adapter, aim)))
