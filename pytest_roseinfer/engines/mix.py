@@ -1,4 +1,4 @@
-"""Requests that come at different times, as plain data, and in words."""
+"""Requests that come at different times, as plain data and in words."""
 
 from __future__ import annotations
 
@@ -40,10 +40,8 @@ class Asked:
 
     def words(self) -> str:
         sampling = self.sampling
-        parts = [
-            f"at step {self.arrives}: {len(self.prompt)} tokens {list(self.prompt)}, "
-            f"up to {sampling.max_new_tokens} new"
-        ]
+        prompt = f"{len(self.prompt)} tokens {list(self.prompt)}"
+        parts = [f"at step {self.arrives}: {prompt}, up to {sampling.max_new_tokens} new"]
         if sampling.temperature:
             parts.append(f"drawn at temperature {sampling.temperature} from seed {sampling.seed}")
         if sampling.repetition_penalty != 1:
@@ -65,18 +63,16 @@ class RequestMix:
     """The cache has room for so many tokens."""
     device: str = "cpu"
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Switches of the engine."""
+    """These are switches of the engine."""
 
     @property
     def size(self) -> int:
         return len(self.requests)
 
     def words(self) -> str:
-        switches = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        lines = [
-            f"a cache of {self.cache_tokens} tokens in blocks of {self.block_size}"
-            + (f", {switches}" if switches else "")
-        ]
+        cache = f"a cache of {self.cache_tokens} tokens in blocks of {self.block_size}"
+        switches = (f"{name}={value!r}" for name, value in self.options.items())
+        lines = [", ".join([cache, *switches])]
         lines += [f"{at}. {asked.words()}" for at, asked in enumerate(self.requests)]
         return "\n  ".join(lines)
 
@@ -85,9 +81,8 @@ class RequestMix:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RequestMix:
-        return cls(**{**data, "requests": tuple(map(_asked, data["requests"]))})
-
-
-def _asked(data: Mapping[str, Any]) -> Asked:
-    sampling = Sampling(**data["sampling"])
-    return Asked(**{**data, "prompt": tuple(data["prompt"]), "sampling": sampling})
+        requests = []
+        for each in data["requests"]:
+            prompt, sampling = tuple(each["prompt"]), Sampling(**each["sampling"])
+            requests.append(Asked(**{**each, "prompt": prompt, "sampling": sampling}))
+        return cls(**{**data, "requests": tuple(requests)})

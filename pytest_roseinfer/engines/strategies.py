@@ -85,14 +85,12 @@ def request_mixes(
         asked = _crowd(draw, adapter.vocabulary, longest, new, kind)
     block_size = draw(st.sampled_from(BLOCK_SIZES))
     sizes = [each.most_tokens for each in asked]
-    if kind == "continued":
-        room = max(sizes)
-    elif kind == "relay":
+    room = max(sizes)
+    if kind == "relay":
         room = sum(sizes) + block_size * len(sizes)
-    else:
-        more = [0, 1, block_size, 3 * block_size]
-        more += [] if kind == "crowded" else [sum(sizes)]
-        room = max(sizes) + draw(st.sampled_from(more))
+    elif kind != "continued":
+        more = [0, 1, block_size, 3 * block_size] + [sum(sizes)] * (kind != "crowded")
+        room += draw(st.sampled_from(more))
     return RequestMix(tuple(asked), block_size, room, device, draw(switches(adapter, aim)))
 
 

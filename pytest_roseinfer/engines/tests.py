@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.engines.mix import RequestMix
 
 _SHARE = 0.8
-"""Of a profile's examples: one is a whole engine, and many requests."""
+"""So many mixes are drawn for each example of a profile: one takes a whole engine to serve."""
 _FORK_SHARE = 0.15
 _EXAMPLES_OF_A_TURN = 4
 _FORKS_AGAIN = 2
@@ -33,7 +33,7 @@ _FEW = 3
 
 
 class EngineTests(ShippedTests):
-    """What ``conformance(Adapter)`` returns a subclass of, for an engine."""
+    """``conformance(Adapter)`` returns a subclass of this for an engine."""
 
     adapter: ClassVar[type[EngineAdapter]]
 
@@ -79,30 +79,31 @@ class EngineTests(ShippedTests):
         drawn: SearchStrategy[RequestMix] | None = None,
         ends: float = math.inf,
     ) -> None:
-        """Without mixes ``drawn`` otherwise, small ones; none begins after ``ends``."""
+        """Check mixes as ``drawn``, else small ones; none begins after ``ends``."""
         from pytest_roseinfer.engines.strategies import request_mixes
         from pytest_roseinfer.search.search import search
 
-        target = coverage.current().of(self.adapter)
-        asked = settings.current()
-
-        failing = False
+        target, asked, failed = coverage.current().of(self.adapter), settings.current(), False
+        if drawn is None:
+            drawn = request_mixes(
+                self.adapter, most_steps=asked.steps, device=asked.device, aim=aim
+            )
 
         def attempt(mix: RequestMix) -> None:
-            nonlocal failing
-            if monotonic() > ends and not failing:  # what fails is made smaller all the same
+            nonlocal failed
+            if monotonic() > ends and not failed:  # what fails is made smaller all the same
                 return
-            failing = True
-            target.note(check(self.adapter, mix))
+            try:
+                target.note(check(self.adapter, mix))
+            except Exception:
+                failed = True
+                raise
             target.histories += 1
-            failing = False
 
         search(
             self.adapter,
             attempt,
-            drawn
-            if drawn is not None
-            else request_mixes(self.adapter, most_steps=asked.steps, device=asked.device, aim=aim),
+            drawn,
             examples=max(1, examples),
             replayed_by=check.__name__,
             salt=f"{aim} {turn}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
@@ -14,35 +14,29 @@ ODD = "odd llama"
 """This model has one token more than the others, so its head is padded."""
 LONG_POSITIONS = 1300
 
-
-class _Shape(NamedTuple):
-    config: type[Any]
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-
-_SHORT = {
-    "gpt2": _Shape(GPT2Config, 2, 2, 12),
-    "llama": _Shape(LlamaConfig, 4, 2, 6),
-    ODD: _Shape(LlamaConfig, 4, 2, 6),
-    "llama 10:2": _Shape(LlamaConfig, 10, 2, 6),
-    "llama 24:3": _Shape(LlamaConfig, 24, 3, 6),
-    "llama 32:2": _Shape(LlamaConfig, 32, 2, 6),
+_Shape = tuple[type[Any], int, int, int]
+"""A configuration, query heads, KV heads and the size of a head."""
+_SHORT: dict[str, _Shape] = {
+    "gpt2": (GPT2Config, 2, 2, 12),
+    "llama": (LlamaConfig, 4, 2, 6),
+    ODD: (LlamaConfig, 4, 2, 6),
+    "llama 10:2": (LlamaConfig, 10, 2, 6),
+    "llama 24:3": (LlamaConfig, 24, 3, 6),
+    "llama 32:2": (LlamaConfig, 32, 2, 6),
 }
-_LONG = {
-    "gpt2 1x16": _Shape(GPT2Config, 1, 1, 16),
-    "llama 32:2x16": _Shape(LlamaConfig, 32, 2, 16),
-    "qwen3 4:4x16": _Shape(Qwen3Config, 4, 4, 16),
-    "gpt2 3x80": _Shape(GPT2Config, 3, 3, 80),
-    "gpt2 12x64": _Shape(GPT2Config, 12, 12, 64),
-    "llama 1:1x32": _Shape(LlamaConfig, 1, 1, 32),
-    "llama 8:1x64": _Shape(LlamaConfig, 8, 1, 64),
-    "llama 10:2x64": _Shape(LlamaConfig, 10, 2, 64),
-    "llama 4:2x256": _Shape(LlamaConfig, 4, 2, 256),
-    "llama 6:3x80": _Shape(LlamaConfig, 6, 3, 80),
-    "qwen3 16:8x128": _Shape(Qwen3Config, 16, 8, 128),
-    "qwen3 16:1x64": _Shape(Qwen3Config, 16, 1, 64),
+_LONG: dict[str, _Shape] = {
+    "gpt2 1x16": (GPT2Config, 1, 1, 16),
+    "llama 32:2x16": (LlamaConfig, 32, 2, 16),
+    "qwen3 4:4x16": (Qwen3Config, 4, 4, 16),
+    "gpt2 3x80": (GPT2Config, 3, 3, 80),
+    "gpt2 12x64": (GPT2Config, 12, 12, 64),
+    "llama 1:1x32": (LlamaConfig, 1, 1, 32),
+    "llama 8:1x64": (LlamaConfig, 8, 1, 64),
+    "llama 10:2x64": (LlamaConfig, 10, 2, 64),
+    "llama 4:2x256": (LlamaConfig, 4, 2, 256),
+    "llama 6:3x80": (LlamaConfig, 6, 3, 80),
+    "qwen3 16:8x128": (Qwen3Config, 16, 8, 128),
+    "qwen3 16:1x64": (Qwen3Config, 16, 1, 64),
 }
 OF_MANY_SHAPES = tuple(_LONG)
 """Kernels depend on these shapes: one query head to 16 for each KV head, and heads of 16 to 256.
@@ -64,20 +58,19 @@ def network(name: str, device: str) -> Any:
 
 
 def _config(name: str) -> Any:
-    shape = _SHORT.get(name) or _LONG[name]
+    config, heads, kv_heads, head_dim = _SHORT.get(name) or _LONG[name]
     positions = POSITIONS if name in _SHORT else LONG_POSITIONS
-    heads, head_dim = shape.heads, shape.head_dim
     tokens = {"vocab_size": VOCABULARY + (name == ODD), "bos_token_id": END, "eos_token_id": END}
-    if shape.config is GPT2Config:
+    if config is GPT2Config:
         return GPT2Config(
             n_positions=positions, n_embd=heads * head_dim, n_layer=2, n_head=heads, **tokens
         )
-    return shape.config(
+    return config(
         hidden_size=24 if 24 % heads == 0 else 2 * heads,
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=heads,
-        num_key_value_heads=shape.kv_heads,
+        num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=positions,
         **tokens,

@@ -111,14 +111,10 @@ class PagedAttentionCacheAdapter(KVCacheAdapter):
         named = [seq for seq in seqs if seq is not None]
         # Padding comes last.
         rows = sorted(range(len(seqs)), key=lambda row: seqs[row] is None)
-        batch = self._prepare(named, [1] * len(named), len(seqs) - len(named))
+        batch = self.reserve(named, [1] * len(named), padding=len(seqs) - len(named))
         self.fill(batch, key[:, rows], value[:, rows])
 
-    def reserve(self, seqs: Sequence[int], counts: Sequence[int]) -> Batch:
-        return self._prepare(seqs, counts, padding=0)
-
-    def _prepare(self, seqs: Sequence[int], counts: Sequence[int], padding: int) -> Batch:
-        """Make room for ``counts[i]`` tokens of ``seqs[i]``, and the arguments that write them."""
+    def reserve(self, seqs: Sequence[int], counts: Sequence[int], padding: int = 0) -> Batch:
         states = [self.states.get(seq) or _new_request(str(seq)) for seq in seqs]
         requests = list(zip(states, counts, strict=True))
         self._find_room(requests)

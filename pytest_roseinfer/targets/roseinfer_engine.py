@@ -10,15 +10,7 @@ import torch
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
-from pytest_roseinfer.targets.engine_models import (
-    END,
-    LONG_POSITIONS,
-    ODD,
-    OF_MANY_SHAPES,
-    POSITIONS,
-    VOCABULARY,
-    network,
-)
+from pytest_roseinfer.targets import engine_models as models
 from roseinfer import LLM, AttentionPath, EnginePath, SamplingBatch, SamplingParams
 
 if TYPE_CHECKING:
@@ -39,16 +31,17 @@ _REUSED_AT_ONCE = {**_RESIDENT, "prefix_cache": False, "max_batch_size": 8}
 """A new sequence takes what another one gave up while others still decode beside it."""
 _ONE_BY_ONE = {**_RESIDENT, "prefill_max_batch_size": 1, "max_batch_size": 8}
 """Sequences begin to decode one after another, and none ends in between."""
+_TWO_AT_ONCE = {**_RESIDENT, "max_batch_size": 2}
 _PACKED = {"prefill_admission_policy": "pack", "prefill_max_tokens": 8, "max_batch_size": 8}
+
+
+def _with_models(settings: Mapping[str, Any], *others: str) -> list[Mapping[str, Any]]:
+    return [settings, *({**settings, "model": name} for name in others)]
+
 
 _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     # Paths come in the order in which searches aim at them.
-    EnginePath.RESIDENT: [
-        _RESIDENT,
-        _REUSED_AT_ONCE,
-        _ONE_BY_ONE,
-        {**_RESIDENT, "max_batch_size": 2},
-    ],
+    EnginePath.RESIDENT: [_RESIDENT, _REUSED_AT_ONCE, _ONE_BY_ONE, _TWO_AT_ONCE],
     EnginePath.RUN_AHEAD: [{**_RESIDENT, "run_ahead": 2}, {**_REUSED_AT_ONCE, "run_ahead": 3}],
     EnginePath.BATCHED: (),
     EnginePath.MIXED: (),
@@ -57,7 +50,7 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.PREFIX_HIT: [{"prefix_cache": True}],
     EnginePath.RESUMED: [{"max_batch_size": 8}],
     EnginePath.FORKED: (),
-    EnginePath.PADDED_HEAD: [{"pad_head": True, "model": ODD}],
+    EnginePath.PADDED_HEAD: [{"pad_head": True, "model": models.ODD}],
     EnginePath.GRAPH: [
         {**_RESIDENT, "cuda_graph": True, "run_ahead": 0},
         {**_RESIDENT, "cuda_graph": True, "run_ahead": 2},
@@ -68,38 +61,28 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.FUSED: [{"fused_model": True, "model": "gpt2"}],
     EnginePath.LIKELIEST: [_RESIDENT_KERNELS],
 }
-"""Every path but ``COMPILED``: to compile takes seconds for every model of every mix, so that
-``tests/engine/test_compiling.py`` compares it with its twin, and no switch here asks for it."""
+"""Only ``COMPILED`` is missing. To compile takes seconds for every model of every mix, so no
+switch here asks for it, and ``tests/engine/test_compiling.py`` compares it with its twin."""
 
 
 class RoseinferEngine(EngineAdapter):
     """``LLM``, driven step by step on a cache full of NaN."""
 
-    vocabulary = VOCABULARY
-    most_tokens = POSITIONS
+    vocabulary = models.VOCABULARY
+    most_tokens = models.POSITIONS
     lag = max(_RUN_AHEAD)
     paths: ClassVar[Mapping[str, FastPath]] = {
         **{path.value: FastPath(_ALONE, runs_with) for path, runs_with in _RUNS_WITH.items()},
         EnginePath.GRAPH.value: FastPath(_ALONE, _RUNS_WITH[EnginePath.GRAPH], device="cuda"),
         AttentionPath.DECODE_TRITON.value: FastPath(
-            equals=AttentionPath.REFERENCE.value,
-            runs_with=[
-                _KERNELS,
-                {**_KERNELS, "model": "llama"},
-                {**_KERNELS, "model": "llama 10:2"},
-            ],
+            AttentionPath.REFERENCE.value, _with_models(_KERNELS, "llama", "llama 10:2")
         ),
         AttentionPath.APPEND_AND_ATTEND.value: FastPath(
-            equals=AttentionPath.SLOTS_REFERENCE.value,
-            runs_with=[
-                _RESIDENT_KERNELS,
-                {**_RESIDENT_KERNELS, "model": "llama"},
-                {**_RESIDENT_KERNELS, "model": "llama 32:2"},
-            ],
+            AttentionPath.SLOTS_REFERENCE.value,
+            _with_models(_RESIDENT_KERNELS, "llama", "llama 32:2"),
         ),
         AttentionPath.CHUNK_TRITON.value: FastPath(
-            equals=AttentionPath.REFERENCE.value,
-            runs_with=[_KERNELS, {**_KERNELS, "model": "llama 10:2"}],
+            AttentionPath.REFERENCE.value, _with_models(_KERNELS, "llama 10:2")
         ),
     }
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -121,9 +104,9 @@ class RoseinferEngine(EngineAdapter):
         "cuda_graph": (False,),
     }
 
-    longest = LONG_POSITIONS
+    longest = models.LONG_POSITIONS
     sizes: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "model": OF_MANY_SHAPES,
+        "model": models.OF_MANY_SHAPES,
         "max_batch_size": (8, 1, 17, 3, 64, 128),
         "prefill_max_tokens": (2048, 16, 100, 333),
         "prefill_max_batch_size": (16, 1, 128),
@@ -215,8 +198,8 @@ class RoseinferEngine(EngineAdapter):
 
 
 # The engine makes the network that it serves its own, so the slow twin has another one.
-_served = lru_cache(maxsize=16)(network)
-_original = lru_cache(maxsize=16)(network)
+_served = lru_cache(maxsize=16)(models.network)
+_original = lru_cache(maxsize=16)(models.network)
 
 
 @lru_cache(maxsize=4096)
@@ -230,7 +213,7 @@ def _alone(name: str, device: str, prompt: tuple[int, ...], sampling: Sampling) 
 
 def _goes_on(tokens: Sequence[int], prompted: int, sampling: Sampling) -> bool:
     new = tokens[prompted:]
-    ended = bool(new) and new[-1] == END and not sampling.ignore_eos
+    ended = bool(new) and new[-1] == models.END and not sampling.ignore_eos
     return len(new) < sampling.max_new_tokens and not ended
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,38 +31,29 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.bad_call import BadCall
 
 
-_PER_TOKEN = Path.PER_TOKEN.value
 _ALWAYS_TRITON = {"triton": True, "triton_min_batch": 1}
 _TORCH = {"triton": False}
-_SCALAR_OFF = {"scalar_position": False}
 _CLONES_OFF = {"batched_copy_on_write": False}
 _IDENTITY_OFF = {"identity": False}
+_SCALAR_OFF = {"scalar_position": False}
+_NO_SCALAR = [_IDENTITY_OFF, _SCALAR_OFF]
 _SUBSETS = [_IDENTITY_OFF, {"batched_rollover": False}, _CLONES_OFF]
+_moves = partial(FastPath, Path.PER_TOKEN.value)
 PATHS = {
-    Path.TRITON_FULL_BATCH.value: FastPath(
-        equals=_PER_TOKEN, never_with=[_TORCH, _IDENTITY_OFF, _SCALAR_OFF], one_position=True
+    Path.TRITON_FULL_BATCH.value: _moves(never_with=[_TORCH, *_NO_SCALAR], one_position=True),
+    Path.TRITON_IDENTITY_POS.value: _moves(never_with=[_TORCH, _IDENTITY_OFF]),
+    Path.TRITON_GATHER.value: _moves(runs_with=_SUBSETS, never_with=[_TORCH]),
+    Path.TORCH_SCALAR.value: _moves(
+        runs_with=[_TORCH], never_with=[_ALWAYS_TRITON, *_NO_SCALAR], one_position=True
     ),
-    Path.TRITON_IDENTITY_POS.value: FastPath(equals=_PER_TOKEN, never_with=[_TORCH, _IDENTITY_OFF]),
-    Path.TRITON_GATHER.value: FastPath(equals=_PER_TOKEN, runs_with=_SUBSETS, never_with=[_TORCH]),
-    Path.TORCH_SCALAR.value: FastPath(
-        equals=_PER_TOKEN,
-        runs_with=[_TORCH],
-        never_with=[_ALWAYS_TRITON, _IDENTITY_OFF, _SCALAR_OFF],
-        one_position=True,
+    Path.TORCH_VECTOR.value: _moves(
+        runs_with=[{**_TORCH, **_SCALAR_OFF}], never_with=[_ALWAYS_TRITON, _IDENTITY_OFF]
     ),
-    Path.TORCH_VECTOR.value: FastPath(
-        equals=_PER_TOKEN,
-        runs_with=[{**_TORCH, **_SCALAR_OFF}],
-        never_with=[_ALWAYS_TRITON, _IDENTITY_OFF],
+    Path.TORCH_GATHER.value: _moves(
+        runs_with=[{**_TORCH, **subset} for subset in _SUBSETS], never_with=[_ALWAYS_TRITON]
     ),
-    Path.TORCH_GATHER.value: FastPath(
-        equals=_PER_TOKEN,
-        runs_with=[{**_TORCH, **subset} for subset in _SUBSETS],
-        never_with=[_ALWAYS_TRITON],
-    ),
-    Path.CLONE_TRITON.value: FastPath(equals=_PER_TOKEN, never_with=[_TORCH, _CLONES_OFF]),
-    Path.CLONE_TORCH.value: FastPath(
-        equals=_PER_TOKEN,
+    Path.CLONE_TRITON.value: _moves(never_with=[_TORCH, _CLONES_OFF]),
+    Path.CLONE_TORCH.value: _moves(
         runs_with=[{**_TORCH, "batched_copy_on_write": True}],
         never_with=[{"triton": True}, _CLONES_OFF],
     ),
@@ -159,10 +151,7 @@ class _ManagerAdapter(KVCacheAdapter):
             self.attended[AttentionPath.REFERENCE.value] += 1
             return paged_attention_reference(manager, layer, query, lists, [1] * len(seqs), scale)
         self.attended[AttentionPath.DECODE_TRITON.value] += 1
-        lengths = [
-            sum(manager.block_info(block_id).length for block_id in block_ids)
-            for block_ids in lists
-        ]
+        lengths = [sum(manager.block_info(each).length for each in own) for own in lists]
         # Rows of the table are filled up with the scratch block.
         columns = zip_longest(*(self.table(seq, layer) for seq in seqs), fillvalue=0)
         return kernels.decode(
@@ -245,25 +234,17 @@ class GroupedManager(_ManagerAdapter):
     def append_padded(
         self, seqs: Sequence[int | None], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        self.fill(self._plan(seqs, None), key, value)
+        self.fill(self.reserve(seqs, None), key, value)
 
     def append_many(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        self.fill(self._plan(seqs, counts), key, value)
+        self.fill(self.reserve(seqs, counts), key, value)
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.append_many([seq], [key.shape[1]], key, value)
 
-    def reserve(self, seqs: Sequence[int], counts: Sequence[int]) -> list[AppendPlan]:
-        return self._plan(seqs, counts)
-
-    def fill(self, reservation: list[AppendPlan], key: torch.Tensor, value: torch.Tensor) -> None:
-        for layer in range(self.spec.num_layers):
-            plan = reservation[layer // self.manager.layers_per_group]
-            self.manager.write(plan, layer, key[layer], value[layer])
-
-    def _plan(self, seqs: Sequence[int | None], counts: Sequence[int] | None) -> list[AppendPlan]:
+    def reserve(self, seqs: Sequence[int | None], counts: Sequence[int] | None) -> list[AppendPlan]:
         lists = self.lists_of(seqs)
         plans = []
         for group, first_layer in enumerate(self.first_layers):
@@ -271,3 +252,8 @@ class GroupedManager(_ManagerAdapter):
             plans.append(self.manager.plan_append(first_layer, rows, counts))
         self.lists.update(lists)
         return plans
+
+    def fill(self, reservation: list[AppendPlan], key: torch.Tensor, value: torch.Tensor) -> None:
+        for layer in range(self.spec.num_layers):
+            plan = reservation[layer // self.manager.layers_per_group]
+            self.manager.write(plan, layer, key[layer], value[layer])
