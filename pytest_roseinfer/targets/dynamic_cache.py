@@ -78,8 +78,8 @@ class DynamicCacheAdapter(KVCacheAdapter):
     def append_many(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        pairs = zip(key.split(list(counts), 1), value.split(list(counts), 1), strict=True)
-        tokens = dict(zip(seqs, pairs, strict=True))
+        columns = [torch.split(kind, list(counts), dim=1) for kind in (key, value)]
+        tokens = dict(zip(seqs, zip(*columns, strict=True), strict=True))
         batches: dict[tuple[Rows | None, int], list[int]] = {}
         for seq, count in zip(seqs, counts, strict=True):
             batches.setdefault((self.home.get(seq), count), []).append(seq)

@@ -38,7 +38,7 @@ def session(*blocks: int, stored: int = 4) -> InferenceSession:
 
 
 def rows(slots: DecodeSlots, count: int = SLOTS) -> list[tuple[int, int, list[int]]]:
-    """Of each: how long, active or not, its blocks."""
+    """Return the length of each row, whether it is active, and its blocks."""
     columns = slots.lengths(count), slots.active(count), slots.tables(count)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 

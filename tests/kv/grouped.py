@@ -105,6 +105,6 @@ class GroupTwins:
 
 
 def facts(kv: KVBlockManager, block_ids: list[int]) -> list[tuple[int, int, int, int]]:
-    """Of every block of a list: index, start, length, holders."""
+    """Return the index, start, length and holders of every block of a list."""
     infos = [(kv.block_info(block), kv.refcount(block)) for block in block_ids]
     return [(info.block_index, info.start, info.length, held) for info, held in infos]

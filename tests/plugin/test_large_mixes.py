@@ -119,7 +119,7 @@ def test_what_is_drawn(few: int | None) -> None:
 
 
 def test_our_engine_serves_some(device: str) -> None:
-    """With its kernels on a GPU, and as torch does it elsewhere."""
+    """The engine runs its kernels on a GPU, and torch's own operations elsewhere."""
     slow = {} if device == "cuda" else {"paged_attention": False, "fused_model": False}
 
     @hypothesis_settings(max_examples=6, deadline=None, database=None, derandomize=True)
