@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 BLOCK_SIZES = (4, 1, 2, 3, 8)
 _MOST_REQUESTS = 6
-_TEMPERATURES = (0.0, 0.0, 1.0, 3.0)
 
 
 def common_text(length: int, vocabulary: int, branch: int = 0) -> tuple[int, ...]:
@@ -49,7 +48,7 @@ def samplings(draw: st.DrawFn, *, most: int) -> Sampling:
     return Sampling(
         # With one new token, the blocks of the prompt alone are left behind.
         max_new_tokens=draw(st.one_of(st.just(1), st.integers(1, most))),
-        temperature=draw(st.sampled_from(_TEMPERATURES)),
+        temperature=draw(st.sampled_from((0.0, 0.0, 1.0, 3.0))),
         top_k=draw(st.sampled_from((0, 1, 5))),
         top_p=draw(st.sampled_from((1.0, 0.8))),
         repetition_penalty=draw(st.sampled_from((1.0, 1.0, 1.5))),
@@ -147,7 +146,6 @@ def _continued(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list
 
 _LARGE_BLOCKS = (1, 3, 16, 64, 2, 256)
 _LENGTHS = (1, 5, 40, 64, 65, 255, 257, 600, 1200)
-_CROWDS = (1, 2, 5, 20, 100)
 _MOST_PROMPTED = 20_000
 """All prompts of a mix have no more tokens together."""
 _MOST_GENERATED = 120
@@ -164,7 +162,7 @@ def large_mixes(
     Sizes lie around those that buffers begin with, grow to and are given up at. With ``few``,
     only so many of each of the engine's switches are drawn, so that few kernels are compiled.
     """
-    crowd = draw(st.sampled_from(_CROWDS))
+    crowd = draw(st.sampled_from((1, 2, 5, 20, 100)))
     new = min(8, max(1, _MOST_GENERATED // crowd))
     longest = min(adapter.longest - new, _MOST_PROMPTED // crowd)
     lengths = st.sampled_from([length for length in _LENGTHS if length <= longest])

@@ -1,4 +1,4 @@
-"""The tests every engine gets."""
+"""The tests that every engine gets."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ _SHARE = 0.8
 """So many mixes are drawn for each example of a profile: one takes a whole engine to serve."""
 _FORK_SHARE = 0.15
 _EXAMPLES_OF_A_TURN = 4
-_FORKS_AGAIN = 2
 _SECONDS_OF_LARGE_MIXES = 6.0
 """No mix begins later; where its kernels are compiled first, the last takes some seconds more."""
-_FEW = 3
 
 
 class EngineTests(ShippedTests):
@@ -38,7 +36,7 @@ class EngineTests(ShippedTests):
     adapter: ClassVar[type[EngineAdapter]]
 
     def test_requests_get_what_they_get_alone(self) -> None:
-        """Whatever comes before, beside and after, and however little room there is."""
+        """Neither other requests nor a lack of room change what a request gets."""
         target = coverage.current().of(self.adapter)
         target.searched = True
         examples = round(settings.current().examples * _SHARE)
@@ -48,16 +46,16 @@ class EngineTests(ShippedTests):
         for aim, turn, due in coverage.turns_again(missing, _EXAMPLES_OF_A_TURN):
             self._search(run_mix, due, aim, turn)
             if self.adapter.defines("forked"):  # which may be all that takes this path
-                self._search(run_forks, _FORKS_AGAIN, aim, turn)
+                self._search(run_forks, 2, aim, turn)
 
     def test_requests_of_any_size_get_what_they_get_alone(self) -> None:
-        """However large blocks, prompts, batches and the cache are: for some seconds, on a GPU."""
+        """No size of blocks, prompts, batches or the cache changes it (on a GPU alone)."""
         from pytest_roseinfer.engines.strategies import large_mixes
 
         device = settings.current().device
         if not self.adapter.sizes or device == "cpu":
             _skip(f"{self.adapter.__name__} has no sizes to vary, or there is no GPU")
-        drawn = large_mixes(self.adapter, device=device, few=_FEW)
+        drawn = large_mixes(self.adapter, device=device, few=3)
         ends = monotonic() + _SECONDS_OF_LARGE_MIXES
         for turn in count():
             if monotonic() > ends:
