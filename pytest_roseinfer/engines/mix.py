@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The way one request's tokens are chosen, and how many."""
+    """The parameters by which one request's tokens are chosen."""
 
     max_new_tokens: int = 1
     temperature: float = 0.0
@@ -55,7 +55,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class RequestMix:
-    """An engine to build and what it is asked to do."""
+    """An engine to build, and the requests that it is given."""
 
     requests: tuple[Asked, ...]
     block_size: int = 4
@@ -63,7 +63,7 @@ class RequestMix:
     """The cache has room for so many tokens."""
     device: str = "cpu"
     options: Mapping[str, Any] = field(default_factory=dict)
-    """These are switches of the engine."""
+    """The engine's switches."""
 
     @property
     def size(self) -> int:

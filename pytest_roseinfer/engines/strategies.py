@@ -22,7 +22,7 @@ _MOST_REQUESTS = 6
 
 
 def common_text(length: int, vocabulary: int, branch: int = 0) -> tuple[int, ...]:
-    """Tokens that look like any others and are the same every time."""
+    """Return tokens that look like any others and are the same every time."""
     return tuple((at * at * 7 + at * 3 + branch * 11 + 5) % vocabulary for at in range(length))
 
 
@@ -113,7 +113,7 @@ def _crowd(draw: st.DrawFn, vocabulary: int, longest: int, new: int, kind: str) 
 
 
 def _relay(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Asked]:
-    """Two requests last, and some between them end soon; others come after those.
+    """Two requests last, some between them end soon, and others come after those.
 
     A new request takes over what belonged to one that ended, while its neighbours still go on.
     """
