@@ -16,11 +16,6 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.targets.attended import KeysAndValues
 
-_MOST_SEQUENCES = 10
-"""A history keeps fewer alive at once."""
-_ALIGNMENT = 128
-"""The bytes of a sector are a multiple of this."""
-
 
 class SlidingPagedAttentionCacheAdapter(ForkedPagedAttentionCacheAdapter):
     """Sliding windows, in every layer or in every other one.
@@ -44,11 +39,12 @@ class SlidingPagedAttentionCacheAdapter(ForkedPagedAttentionCacheAdapter):
             for layer in range(spec.num_layers)
         ]
         self.window = int(spec.options["window"])
-        # Forks share nothing in sliding layers.
-        num_blocks = spec.num_blocks * _MOST_SEQUENCES
-        # A sector goes to one kind of layers, and the last one of each may be nearly empty.
+        # Forks share nothing in sliding layers, and a history keeps fewer than 10 sequences.
+        num_blocks = 10 * spec.num_blocks
+        # A sector goes to one kind of layers, and the last one of each may be nearly empty. Its
+        # bytes are a multiple of 128.
         token = 2 * spec.num_heads * spec.head_dim * getattr(torch, spec.dtype).itemsize
-        num_blocks += 2 * _ALIGNMENT // math.gcd(_ALIGNMENT, spec.block_size * token)
+        num_blocks += 2 * 128 // math.gcd(128, spec.block_size * token)
         self._make(spec, num_blocks, layer_types=kinds, sliding_window=self.window)
 
     def peek(self, seq: int, layer: int) -> KeysAndValues:
