@@ -1,4 +1,4 @@
-"""Requests that come at different times, as plain data, and in words."""
+"""Requests that come at different times, as plain data and in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request's tokens are chosen, and how many."""
+    """The parameters by which one request's tokens are chosen."""
 
     max_new_tokens: int = 1
     temperature: float = 0.0
@@ -30,16 +30,18 @@ class Asked:
     prompt: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
     arrives: int = 0
-    """The step before which it is submitted."""
+    """It is submitted before this step."""
     cancelled_after: int | None = None
-    """So many steps later; None for a request that runs to its end."""
+    """It is cancelled so many steps later; None for a request that runs to its end."""
+
+    @property
+    def most_tokens(self) -> int:
+        return len(self.prompt) + self.sampling.max_new_tokens
 
     def words(self) -> str:
         sampling = self.sampling
-        parts = [
-            f"at step {self.arrives}: {len(self.prompt)} tokens {list(self.prompt)}, "
-            f"up to {sampling.max_new_tokens} new"
-        ]
+        prompt = f"{len(self.prompt)} tokens {list(self.prompt)}"
+        parts = [f"at step {self.arrives}: {prompt}, up to {sampling.max_new_tokens} new"]
         if sampling.temperature:
             parts.append(f"drawn at temperature {sampling.temperature} from seed {sampling.seed}")
         if sampling.repetition_penalty != 1:
@@ -53,26 +55,24 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class RequestMix:
-    """An engine to build and what it is asked to do."""
+    """An engine to build, and the requests that it is given."""
 
     requests: tuple[Asked, ...]
     block_size: int = 4
     cache_tokens: int = 64
-    """Tokens its cache has room for."""
+    """The cache has room for so many tokens."""
     device: str = "cpu"
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Switches of the engine."""
+    """The engine's switches."""
 
     @property
     def size(self) -> int:
         return len(self.requests)
 
     def words(self) -> str:
-        switches = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        lines = [
-            f"a cache of {self.cache_tokens} tokens in blocks of {self.block_size}"
-            + (f", {switches}" if switches else "")
-        ]
+        cache = f"a cache of {self.cache_tokens} tokens in blocks of {self.block_size}"
+        switches = (f"{name}={value!r}" for name, value in self.options.items())
+        lines = [", ".join([cache, *switches])]
         lines += [f"{at}. {asked.words()}" for at, asked in enumerate(self.requests)]
         return "\n  ".join(lines)
 
@@ -81,9 +81,8 @@ class RequestMix:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RequestMix:
-        return cls(**{**data, "requests": tuple(map(_asked, data["requests"]))})
-
-
-def _asked(data: Mapping[str, Any]) -> Asked:
-    sampling = Sampling(**data["sampling"])
-    return Asked(**{**data, "prompt": tuple(data["prompt"]), "sampling": sampling})
+        requests = []
+        for each in data["requests"]:
+            prompt, sampling = tuple(each["prompt"]), Sampling(**each["sampling"])
+            requests.append(Asked(**{**each, "prompt": prompt, "sampling": sampling}))
+        return cls(**{**data, "requests": tuple(requests)})

@@ -1,4 +1,4 @@
-"""Runs a mix of requests and holds each against the same request served alone."""
+"""Runs a mix of requests and compares each with the same request served alone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from pytest_roseinfer.engines.mix import Asked, RequestMix
 
 _SLACK = 20
-"""Steps an engine may take beyond one for every token of every request."""
+"""An engine may take so many steps beyond one for every token of every request."""
 
 
 class MixDivergence(Difference):
-    """An engine whose requests got something else than they get alone. Carries the mix."""
+    """A request got something else than it gets alone. The error carries the mix."""
 
     def __init__(self, mix: RequestMix, what: str) -> None:
         super().__init__(what, mix.words)
@@ -33,12 +33,12 @@ class _Served:
     request: Any
     expected: list[int]
     cancelled: bool = False
-    found: int = 0
-    """Tokens it had when it was last looked at."""
-    over: bool = False
-    """Whether it had ended by then."""
+    ended: bool = False
+    """It had ended when it was last looked at."""
+    tokens: int = 0
+    """It had so many tokens then."""
     tied: int | None = None
-    """The token that rounding decided; what follows says nothing."""
+    """Rounding decided this token; those behind it say nothing."""
 
 
 class _MixRun:
@@ -50,28 +50,28 @@ class _MixRun:
 
     def run(self) -> Counter[str]:
         asked = self.mix.requests
-        tokens = sum(len(each.prompt) + each.sampling.max_new_tokens for each in asked)
-        # Whoever is preempted is computed again, at worst for each of the others' tokens.
+        # A request that is preempted is computed again, at worst for each token of the others.
+        tokens = sum(each.most_tokens for each in asked) * len(asked)
         late = self.adapter.lag * len(asked)
-        most = max(each.arrives for each in asked) + tokens * len(asked) + late + _SLACK
+        most = max(each.arrives for each in asked) + tokens + late + _SLACK
         for step in range(most + 1):
             self._arrive(step)
             self._cancel(step)
             for each in self.served:
                 self._compare(each)
-            if len(self.served) == len(asked) and all(map(self._ended, self.served)):
+            if len(self.served) == len(asked) and all(each.ended for each in self.served):
                 break
             if step < most:
-                self._step()
+                try:
+                    self.adapter.step()
+                except Exception as error:
+                    self.fail(f"a step raised {type(error).__name__}: {error}", error)
         else:
-            waiting = [each.number for each in self.served if not self._ended(each)]
+            waiting = [each.number for each in self.served if not each.ended]
             self.fail(f"requests {waiting} have not ended after {most} steps")
         if left := self.adapter.leftovers():
             self.fail(f"every request has ended, and the engine still holds {left}")
         return _paths(self.adapter, self.mix)
-
-    def _ended(self, each: _Served) -> bool:
-        return self.adapter.ended(each.request)
 
     def _arrive(self, step: int) -> None:
         for number, asked in enumerate(self.mix.requests):
@@ -88,42 +88,29 @@ class _MixRun:
         for each in self.served:
             after = each.asked.cancelled_after
             if after is not None and each.asked.arrives + after == step:
-                each.cancelled = each.cancelled or not self._ended(each)
+                each.cancelled = not self.adapter.ended(each.request)
                 self.adapter.cancel(each.request)
-                if not self._ended(each):
+                if not self.adapter.ended(each.request):
                     self.fail(f"request {each.number} was cancelled and goes on")
 
-    def _step(self) -> None:
-        try:
-            self.adapter.step()
-        except Exception as error:
-            self.fail(f"a step raised {type(error).__name__}: {error}", error)
-
     def _compare(self, each: _Served) -> None:
-        found = self.adapter.tokens(each.request)
-        if each.over and len(found) > each.found:
-            self.fail(
-                f"request {each.number} had ended and got token {each.found}: {found[each.found]}"
-            )
+        found, name = self.adapter.tokens(each.request), f"request {each.number}"
+        if each.ended and len(found) > each.tokens:
+            self.fail(f"{name} had ended and got token {each.tokens}: {found[each.tokens]}")
         for at, token in enumerate(found[: each.tied]):
             wanted = each.expected[at] if at < len(each.expected) else None
-            if token != wanted:
-                before = [*each.asked.prompt, *found[:at]]
-                if not self.adapter.undecided(before, each.asked.sampling, self.mix):
-                    self._fail_token(each, at, wanted, token)
-                each.tied = at
-                break
-        each.found, each.over = len(found), self._ended(each)
-        short = len(found) < len(each.expected) and each.tied is None
-        if each.over and not each.cancelled and short:
-            self.fail(
-                f"request {each.number} ended after {len(found)} tokens; alone it gets "
-                f"{len(each.expected)}"
-            )
-
-    def _fail_token(self, each: _Served, at: int, wanted: int | None, found: int) -> NoReturn:
-        right = f"it gets {wanted}" if wanted is not None else "it has ended by then"
-        self.fail(f"request {each.number}, token {at}: {found}; alone {right}")
+            if token == wanted:
+                continue
+            before = [*each.asked.prompt, *found[:at]]
+            if not self.adapter.undecided(before, each.asked.sampling, self.mix):
+                right = "it has ended by then" if wanted is None else f"it gets {wanted}"
+                self.fail(f"{name}, token {at}: {token}; alone {right}")
+            each.tied = at
+            break
+        each.tokens, each.ended = len(found), self.adapter.ended(each.request)
+        enough = each.cancelled or each.tied is not None or len(found) >= len(each.expected)
+        if each.ended and not enough:
+            self.fail(f"{name} ended after {len(found)} tokens; alone it gets {len(each.expected)}")
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
         raise MixDivergence(self.mix, what) from cause
@@ -133,27 +120,25 @@ def _paths(engine: EngineAdapter, mix: RequestMix) -> Counter[str]:
     counts = Counter({str(name): n for name, n in engine.path_counts().items() if n})
     twins = (path.equals for path in engine.paths.values())
     declared = {*engine.paths, *twins, *engine.conditions}
-    wrong = [f"path {name!r} ran and is not declared" for name in sorted(set(counts) - declared)]
-    wrong += [
-        f"path {name!r} was counted, which {switches} rules out"
-        for name, path in engine.paths.items()
-        for switches in path.never_with
-        if counts[name] and switches.items() <= mix.options.items()
-    ]
-    if wrong:
-        raise MixDivergence(mix, wrong[0])
+    for name in sorted(counts.keys() - declared):
+        raise MixDivergence(mix, f"path {name!r} ran and is not declared")
+    for name, path in engine.paths.items():
+        for switches in path.never_with:
+            if counts[name] and switches.items() <= mix.options.items():
+                what = f"path {name!r} was counted, which {switches} rules out"
+                raise MixDivergence(mix, what)
     return counts
 
 
 def run_mix(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
-    """Serve a mix; returns the paths it took and raises where a request is served wrongly."""
+    """Serve a mix and return the paths it took; raise where a request is served wrongly."""
     return _MixRun(adapter, mix).run()
 
 
 def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
-    """The mix's ways of sampling as forks of its first prompt equal as many requests.
+    """Fork the mix's first prompt for each of its samplings; compare the forks with requests.
 
-    The cache is made large enough for all: forks that run out of blocks are nobody's promise.
+    The cache is large enough for all: no engine promises anything for forks that run out of blocks.
     """
     prompt = mix.requests[0].prompt
     samplings = [asked.sampling for asked in mix.requests]
@@ -167,13 +152,10 @@ def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
         wanted = engine.alone(prompt, sampling, mix)
         pairs = zip(wanted, found, strict=False)
         at = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
-        if at is None and len(found) == len(wanted):
-            continue
-        if at is not None and engine.undecided([*prompt, *found[:at]], sampling, mix):
-            continue
-        raise MixDivergence(
-            mix, f"fork {number} of request 0's prompt got {found}; alone it gets {wanted}"
-        )
+        undecided = at is not None and engine.undecided([*prompt, *found[:at]], sampling, mix)
+        if (at is not None or len(found) != len(wanted)) and not undecided:
+            what = f"fork {number} of request 0's prompt got {found}; alone it gets {wanted}"
+            raise MixDivergence(mix, what)
     if left := engine.leftovers():
         raise MixDivergence(mix, f"every fork was released, and left are {left}")
     return _paths(engine, mix)

@@ -1,7 +1,7 @@
 """Hypothesis strategies for mixes of requests.
 
-Prompts are never drawn token by token: they begin with a common text, of which each takes
-a part, and go on in a few different ways, so that prefixes meet at every length.
+Prompts are never drawn token by token: each begins with a part of a common text and goes on in
+one of a few ways, so that prefixes meet at every length.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 
 BLOCK_SIZES = (4, 1, 2, 3, 8)
 _MOST_REQUESTS = 6
-_TEMPERATURES = (0.0, 0.0, 1.0, 3.0)
 
 
 def common_text(length: int, vocabulary: int, branch: int = 0) -> tuple[int, ...]:
-    """Tokens that look like any others and are the same every time."""
+    """Return tokens that look like any others and are the same every time."""
     return tuple((at * at * 7 + at * 3 + branch * 11 + 5) % vocabulary for at in range(length))
 
 
@@ -49,7 +48,7 @@ def samplings(draw: st.DrawFn, *, most: int) -> Sampling:
     return Sampling(
         # With one new token, the blocks of the prompt alone are left behind.
         max_new_tokens=draw(st.one_of(st.just(1), st.integers(1, most))),
-        temperature=draw(st.sampled_from(_TEMPERATURES)),
+        temperature=draw(st.sampled_from((0.0, 0.0, 1.0, 3.0))),
         top_k=draw(st.sampled_from((0, 1, 5))),
         top_p=draw(st.sampled_from((1.0, 0.8))),
         repetition_penalty=draw(st.sampled_from((1.0, 1.0, 1.5))),
@@ -78,14 +77,28 @@ def request_mixes(
     longest = adapter.most_tokens - new
     kind = draw(st.sampled_from((*("uneven", "crowded") * 2, "anyhow", "continued", "relay")))
     if kind == "continued":
-        return draw(_continued(adapter, longest, new, device, aim))
+        asked = _continued(draw, adapter.vocabulary, longest, new)
+    elif kind == "relay":
+        asked = _relay(draw, adapter.vocabulary, longest, new)
+    else:
+        asked = _crowd(draw, adapter.vocabulary, longest, new, kind)
+    block_size = draw(st.sampled_from(BLOCK_SIZES))
+    sizes = [each.most_tokens for each in asked]
+    room = max(sizes)
     if kind == "relay":
-        return draw(_relay(adapter, longest, new, device, aim))
+        room = sum(sizes) + block_size * len(sizes)
+    elif kind != "continued":
+        more = [0, 1, block_size, 3 * block_size] + [sum(sizes)] * (kind != "crowded")
+        room += draw(st.sampled_from(more))
+    return RequestMix(tuple(asked), block_size, room, device, draw(switches(adapter, aim)))
+
+
+def _crowd(draw: st.DrawFn, vocabulary: int, longest: int, new: int, kind: str) -> list[Asked]:
     if kind == "anyhow":
         lengths = ["any"] * draw(st.integers(1, _MOST_REQUESTS))
     else:
         lengths = (["short", "long"] * _MOST_REQUESTS)[: draw(st.integers(4, _MOST_REQUESTS))]
-    asked: list[Asked] = []
+    asked = []
     arrives = 0
     for length in lengths:
         if kind == "anyhow":
@@ -93,23 +106,50 @@ def request_mixes(
         sampling = draw(samplings(most=new))
         if kind == "crowded":
             sampling = replace(sampling, ignore_eos=True, max_new_tokens=new)
-        prompt = draw(prompts(vocabulary=adapter.vocabulary, longest=longest, length=length))
+        prompt = draw(prompts(vocabulary=vocabulary, longest=longest, length=length))
         cancelled = draw(st.sampled_from((None, None, None, None, 0, 1, 2, 4)))
         asked.append(Asked(prompt, sampling, arrives, cancelled))
-    block_size = draw(st.sampled_from(BLOCK_SIZES))
-    sizes = [len(each.prompt) + each.sampling.max_new_tokens for each in asked]
-    more = [0, 1, block_size, 3 * block_size]
-    room = max(sizes) + draw(st.sampled_from(more if kind == "crowded" else [*more, sum(sizes)]))
-    return RequestMix(tuple(asked), block_size, room, device, draw(switches(adapter, aim)))
+    return asked
+
+
+def _relay(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Asked]:
+    """Two requests last, some between them end soon, and others come after those.
+
+    A new request takes over what belonged to one that ended, while its neighbours still go on.
+    """
+    lasting = Sampling(new, ignore_eos=True)
+    soon = min(new, draw(st.integers(2, 3)))
+    ends = [lasting, *[Sampling(soon, ignore_eos=True)] * draw(st.integers(1, 3)), lasting]
+    lengths = st.integers(1, max(1, longest // 4))
+    asked = [
+        Asked(common_text(draw(lengths), vocabulary, at), sampling)
+        for at, sampling in enumerate(ends)
+    ]
+    arrives = soon
+    for _ in range(draw(st.integers(1, min(2, _MOST_REQUESTS - len(ends))))):
+        arrives += draw(st.integers(0, 2))
+        length = draw(st.integers(max(1, longest // 3), longest))
+        text = common_text(length, vocabulary, len(asked))
+        asked.append(Asked(text, draw(samplings(most=new)), arrives))
+    return asked
+
+
+def _continued(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Asked]:
+    """A prompt gets one token, and a longer prompt begins with all that was stored of it."""
+    stored = draw(st.integers(1, longest - 2))
+    more = draw(st.integers(1, 2))
+    return [
+        Asked(common_text(stored, vocabulary), Sampling()),
+        Asked(common_text(stored + more, vocabulary), draw(samplings(most=new))),
+    ]
 
 
 _LARGE_BLOCKS = (1, 3, 16, 64, 2, 256)
 _LENGTHS = (1, 5, 40, 64, 65, 255, 257, 600, 1200)
-_CROWDS = (1, 2, 5, 20, 100)
 _MOST_PROMPTED = 20_000
-"""Tokens of all prompts of a mix."""
+"""All prompts of a mix have no more tokens together."""
 _MOST_GENERATED = 120
-"""Tokens that all requests of a mix get; alone, each of them takes a forward pass."""
+"""All requests of a mix get no more tokens; alone, each token takes a forward pass."""
 
 
 @st.composite
@@ -122,7 +162,7 @@ def large_mixes(
     Sizes lie around those that buffers begin with, grow to and are given up at. With ``few``,
     only so many of each of the engine's switches are drawn, so that few kernels are compiled.
     """
-    crowd = draw(st.sampled_from(_CROWDS))
+    crowd = draw(st.sampled_from((1, 2, 5, 20, 100)))
     new = min(8, max(1, _MOST_GENERATED // crowd))
     longest = min(adapter.longest - new, _MOST_PROMPTED // crowd)
     lengths = st.sampled_from([length for length in _LENGTHS if length <= longest])
@@ -137,62 +177,7 @@ def large_mixes(
     options = {name: values[0] for name, values in adapter.option_choices.items()}
     for name, values in adapter.sizes.items():
         options[name] = draw(st.sampled_from(values[:few]))
-    needed = [len(each.prompt) + each.sampling.max_new_tokens for each in asked]
+    needed = [each.most_tokens for each in asked]
     block_size = draw(st.sampled_from(_LARGE_BLOCKS[:few]))
     room = max(needed) + draw(st.sampled_from((0, 1, sum(needed) // 2, sum(needed))))
     return RequestMix(asked, block_size, room, device, options)
-
-
-@st.composite
-def _relay(
-    draw: st.DrawFn,
-    adapter: type[EngineAdapter],
-    longest: int,
-    new: int,
-    device: str,
-    aim: str | None,
-) -> RequestMix:
-    """Two requests that last, and between them some that end soon; others come after those.
-
-    What belongs to one that ended is the next one's, while its neighbours still go on.
-    """
-    lasting = Sampling(new, ignore_eos=True)
-    soon = min(new, draw(st.integers(2, 3)))
-    between = [Sampling(soon, ignore_eos=True)] * draw(st.integers(1, 3))
-    ends = [lasting, *between, lasting]
-    lengths = st.integers(1, max(1, longest // 4))
-    asked = [
-        Asked(common_text(draw(lengths), adapter.vocabulary, at), sampling)
-        for at, sampling in enumerate(ends)
-    ]
-    arrives = soon
-    for at in range(draw(st.integers(1, min(2, _MOST_REQUESTS - len(ends))))):
-        arrives += draw(st.integers(0, 2))
-        length = draw(st.integers(max(1, longest // 3), longest))
-        text = common_text(length, adapter.vocabulary, len(ends) + at)
-        asked.append(Asked(text, draw(samplings(most=new)), arrives))
-    sizes = [len(each.prompt) + each.sampling.max_new_tokens for each in asked]
-    block_size = draw(st.sampled_from(BLOCK_SIZES))
-    room = sum(sizes) + block_size * len(sizes)
-    return RequestMix(tuple(asked), block_size, room, device, draw(switches(adapter, aim)))
-
-
-@st.composite
-def _continued(
-    draw: st.DrawFn,
-    adapter: type[EngineAdapter],
-    longest: int,
-    new: int,
-    device: str,
-    aim: str | None,
-) -> RequestMix:
-    """A prompt, one token, and a longer prompt that begins with all that was stored of it."""
-    stored = draw(st.integers(1, longest - 2))
-    more = draw(st.integers(1, 2))
-    asked = (
-        Asked(common_text(stored, adapter.vocabulary), Sampling()),
-        Asked(common_text(stored + more, adapter.vocabulary), draw(samplings(most=new))),
-    )
-    room = stored + more + asked[1].sampling.max_new_tokens
-    block_size = draw(st.sampled_from(BLOCK_SIZES))
-    return RequestMix(asked, block_size, room, device, draw(switches(adapter, aim)))

@@ -1,4 +1,4 @@
-"""The tests every engine gets."""
+"""The tests that every engine gets."""
 
 from __future__ import annotations
 
@@ -23,22 +23,20 @@ if TYPE_CHECKING:
     from pytest_roseinfer.engines.mix import RequestMix
 
 _SHARE = 0.8
-"""Of a profile's examples: one is a whole engine, and many requests."""
+"""So many mixes are drawn for each example of a profile: one takes a whole engine to serve."""
 _FORK_SHARE = 0.15
 _EXAMPLES_OF_A_TURN = 4
-_FORKS_AGAIN = 2
 _SECONDS_OF_LARGE_MIXES = 6.0
 """No mix begins later; where its kernels are compiled first, the last takes some seconds more."""
-_FEW = 3
 
 
 class EngineTests(ShippedTests):
-    """What ``conformance(Adapter)`` returns a subclass of, for an engine."""
+    """``conformance(Adapter)`` returns a subclass of this for an engine."""
 
     adapter: ClassVar[type[EngineAdapter]]
 
     def test_requests_get_what_they_get_alone(self) -> None:
-        """Whatever comes before, beside and after, and however little room there is."""
+        """Neither other requests nor a lack of room change what a request gets."""
         target = coverage.current().of(self.adapter)
         target.searched = True
         examples = round(settings.current().examples * _SHARE)
@@ -48,16 +46,16 @@ class EngineTests(ShippedTests):
         for aim, turn, due in coverage.turns_again(missing, _EXAMPLES_OF_A_TURN):
             self._search(run_mix, due, aim, turn)
             if self.adapter.defines("forked"):  # which may be all that takes this path
-                self._search(run_forks, _FORKS_AGAIN, aim, turn)
+                self._search(run_forks, 2, aim, turn)
 
     def test_requests_of_any_size_get_what_they_get_alone(self) -> None:
-        """However large blocks, prompts, batches and the cache are: for some seconds, on a GPU."""
+        """No size of blocks, prompts, batches or the cache changes it (on a GPU alone)."""
         from pytest_roseinfer.engines.strategies import large_mixes
 
         device = settings.current().device
         if not self.adapter.sizes or device == "cpu":
             _skip(f"{self.adapter.__name__} has no sizes to vary, or there is no GPU")
-        drawn = large_mixes(self.adapter, device=device, few=_FEW)
+        drawn = large_mixes(self.adapter, device=device, few=3)
         ends = monotonic() + _SECONDS_OF_LARGE_MIXES
         for turn in count():
             if monotonic() > ends:
@@ -79,30 +77,31 @@ class EngineTests(ShippedTests):
         drawn: SearchStrategy[RequestMix] | None = None,
         ends: float = math.inf,
     ) -> None:
-        """Without mixes ``drawn`` otherwise, small ones; none begins after ``ends``."""
+        """Check mixes as ``drawn``, else small ones; none begins after ``ends``."""
         from pytest_roseinfer.engines.strategies import request_mixes
         from pytest_roseinfer.search.search import search
 
-        target = coverage.current().of(self.adapter)
-        asked = settings.current()
-
-        failing = False
+        target, asked, failed = coverage.current().of(self.adapter), settings.current(), False
+        if drawn is None:
+            drawn = request_mixes(
+                self.adapter, most_steps=asked.steps, device=asked.device, aim=aim
+            )
 
         def attempt(mix: RequestMix) -> None:
-            nonlocal failing
-            if monotonic() > ends and not failing:  # what fails is made smaller all the same
+            nonlocal failed
+            if monotonic() > ends and not failed:  # what fails is made smaller all the same
                 return
-            failing = True
-            target.note(check(self.adapter, mix))
+            try:
+                target.note(check(self.adapter, mix))
+            except Exception:
+                failed = True
+                raise
             target.histories += 1
-            failing = False
 
         search(
             self.adapter,
             attempt,
-            drawn
-            if drawn is not None
-            else request_mixes(self.adapter, most_steps=asked.steps, device=asked.device, aim=aim),
+            drawn,
             examples=max(1, examples),
             replayed_by=check.__name__,
             salt=f"{aim} {turn}",

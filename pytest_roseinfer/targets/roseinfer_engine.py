@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -9,22 +10,8 @@ import torch
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
-from pytest_roseinfer.targets.engine_models import (
-    END,
-    LONG_POSITIONS,
-    ODD,
-    OF_MANY_SHAPES,
-    POSITIONS,
-    VOCABULARY,
-    network,
-)
-from roseinfer import (
-    LLM,
-    AttentionPath,
-    EnginePath,
-    SamplingBatch,
-    SamplingParams,
-)
+from pytest_roseinfer.targets import engine_models as models
+from roseinfer import LLM, AttentionPath, EnginePath, SamplingBatch, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,99 +19,71 @@ if TYPE_CHECKING:
     from pytest_roseinfer.engines.mix import RequestMix, Sampling
 
 _ALONE = "transformers"
-"""Which has the model's own attention, no cache, no batches, and none of our code."""
+"""The slow twin: a model's own attention, without a cache, batches, or any code of ours."""
 _ROUNDING = 3e-5
-"""Relative, of logits that were computed in batches of other sizes."""
-
-
+"""How much logits may differ between batches of different sizes, relative to the largest."""
 _RUN_AHEAD = (0, 1, 3)
+
+_KERNELS = {"paged_attention": True}
 _RESIDENT = {"resident_decode": True, "per_layer_kv": False}
-"""Settings with which the state of what decodes is on the device."""
+_RESIDENT_KERNELS = {**_RESIDENT, **_KERNELS}
 _REUSED_AT_ONCE = {**_RESIDENT, "prefix_cache": False, "max_batch_size": 8}
-"""And what one sequence gives up is the next one's, while others decode beside it."""
+"""A new sequence takes what another one gave up while others still decode beside it."""
 _ONE_BY_ONE = {**_RESIDENT, "prefill_max_batch_size": 1, "max_batch_size": 8}
-"""And they come to decode there one after another, with nobody ending in between."""
-_ON_KERNELS = {**_RESIDENT, "paged_attention": True}
-_EASY = (EnginePath.RESIDENT, EnginePath.RUN_AHEAD)
-_SLOW = (EnginePath.FUSED, EnginePath.LIKELIEST)
-_OPTED_IN = (EnginePath.COMPILED,)
-"""Compiling takes seconds for every model of every mix, and no switch here asks for it:
-``tests/engine/test_compiling.py`` compares it with its twin."""
-_IN_ORDER = (
-    *_EASY,
-    *(path for path in EnginePath if path not in _EASY + _SLOW + _OPTED_IN),
-    *_SLOW,
-)
-"""What takes long under Triton's interpreter is aimed at last."""
+"""Sequences begin to decode one after another, and none ends in between."""
+_TWO_AT_ONCE = {**_RESIDENT, "max_batch_size": 2}
+_PACKED = {"prefill_admission_policy": "pack", "prefill_max_tokens": 8, "max_batch_size": 8}
+
+
+def _with_models(settings: Mapping[str, Any], *others: str) -> list[Mapping[str, Any]]:
+    return [settings, *({**settings, "model": name} for name in others)]
+
+
+_RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
+    # Paths come in the order in which searches aim at them.
+    EnginePath.RESIDENT: [_RESIDENT, _REUSED_AT_ONCE, _ONE_BY_ONE, _TWO_AT_ONCE],
+    EnginePath.RUN_AHEAD: [{**_RESIDENT, "run_ahead": 2}, {**_REUSED_AT_ONCE, "run_ahead": 3}],
+    EnginePath.BATCHED: (),
+    EnginePath.MIXED: (),
+    EnginePath.CHUNKED: [{"chunked_prefill": True, "prefill_max_tokens": 3}],
+    EnginePath.OVERTAKEN: [_PACKED],
+    EnginePath.PREFIX_HIT: [{"prefix_cache": True}],
+    EnginePath.RESUMED: [{"max_batch_size": 8}],
+    EnginePath.FORKED: (),
+    EnginePath.PADDED_HEAD: [{"pad_head": True, "model": models.ODD}],
+    EnginePath.GRAPH: [
+        {**_RESIDENT, "cuda_graph": True, "run_ahead": 0},
+        {**_RESIDENT, "cuda_graph": True, "run_ahead": 2},
+        {**_RESIDENT_KERNELS, "cuda_graph": True, "run_ahead": 2, "fused_model": True},
+    ],
+    EnginePath.CANCELLED: (),
+    # These two take long under Triton's interpreter.
+    EnginePath.FUSED: [{"fused_model": True, "model": "gpt2"}],
+    EnginePath.LIKELIEST: [_RESIDENT_KERNELS],
+}
+"""Only ``COMPILED`` is missing. To compile takes seconds for every model of every mix, so no
+switch here asks for it, and ``tests/engine/test_compiling.py`` compares it with its twin."""
 
 
 class RoseinferEngine(EngineAdapter):
     """``LLM``, driven step by step on a cache full of NaN."""
 
-    vocabulary = VOCABULARY
-    most_tokens = POSITIONS
+    vocabulary = models.VOCABULARY
+    most_tokens = models.POSITIONS
     lag = max(_RUN_AHEAD)
     paths: ClassVar[Mapping[str, FastPath]] = {
-        **{path.value: FastPath(equals=_ALONE) for path in _IN_ORDER},
+        **{path.value: FastPath(_ALONE, runs_with) for path, runs_with in _RUNS_WITH.items()},
+        EnginePath.GRAPH.value: FastPath(_ALONE, _RUNS_WITH[EnginePath.GRAPH], device="cuda"),
         AttentionPath.DECODE_TRITON.value: FastPath(
-            equals=AttentionPath.REFERENCE.value,
-            runs_with=[
-                {"paged_attention": True},
-                {"paged_attention": True, "model": "llama"},
-                {"paged_attention": True, "model": "llama 10:2"},
-            ],
+            AttentionPath.REFERENCE.value, _with_models(_KERNELS, "llama", "llama 10:2")
         ),
         AttentionPath.APPEND_AND_ATTEND.value: FastPath(
-            equals=AttentionPath.SLOTS_REFERENCE.value,
-            runs_with=[
-                _ON_KERNELS,
-                {**_ON_KERNELS, "model": "llama"},
-                {**_ON_KERNELS, "model": "llama 32:2"},
-            ],
+            AttentionPath.SLOTS_REFERENCE.value,
+            _with_models(_RESIDENT_KERNELS, "llama", "llama 32:2"),
         ),
         AttentionPath.CHUNK_TRITON.value: FastPath(
-            equals=AttentionPath.REFERENCE.value,
-            runs_with=[{"paged_attention": True}, {"paged_attention": True, "model": "llama 10:2"}],
+            AttentionPath.REFERENCE.value, _with_models(_KERNELS, "llama 10:2")
         ),
-        EnginePath.FUSED.value: FastPath(
-            equals=_ALONE, runs_with=[{"fused_model": True, "model": "gpt2"}]
-        ),
-        EnginePath.PADDED_HEAD.value: FastPath(
-            equals=_ALONE, runs_with=[{"pad_head": True, "model": ODD}]
-        ),
-        EnginePath.LIKELIEST.value: FastPath(equals=_ALONE, runs_with=[_ON_KERNELS]),
-        EnginePath.RESIDENT.value: FastPath(
-            equals=_ALONE,
-            runs_with=[
-                _RESIDENT,
-                _REUSED_AT_ONCE,
-                _ONE_BY_ONE,
-                {**_RESIDENT, "max_batch_size": 2},
-            ],
-        ),
-        EnginePath.RUN_AHEAD.value: FastPath(
-            equals=_ALONE,
-            runs_with=[{**_RESIDENT, "run_ahead": 2}, {**_REUSED_AT_ONCE, "run_ahead": 3}],
-        ),
-        EnginePath.GRAPH.value: FastPath(
-            equals=_ALONE,
-            device="cuda",
-            runs_with=[
-                *({**_RESIDENT, "cuda_graph": True, "run_ahead": lag} for lag in (0, 2)),
-                {**_ON_KERNELS, "cuda_graph": True, "run_ahead": 2, "fused_model": True},
-            ],
-        ),
-        EnginePath.CHUNKED.value: FastPath(
-            equals=_ALONE, runs_with=[{"chunked_prefill": True, "prefill_max_tokens": 3}]
-        ),
-        EnginePath.OVERTAKEN.value: FastPath(
-            equals=_ALONE,
-            runs_with=[
-                {"prefill_admission_policy": "pack", "prefill_max_tokens": 8, "max_batch_size": 8}
-            ],
-        ),
-        EnginePath.PREFIX_HIT.value: FastPath(equals=_ALONE, runs_with=[{"prefix_cache": True}]),
-        EnginePath.RESUMED.value: FastPath(equals=_ALONE, runs_with=[{"max_batch_size": 8}]),
     }
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         "model": ("gpt2", "llama", "llama 10:2", "llama 24:3", "llama 32:2"),
@@ -145,9 +104,9 @@ class RoseinferEngine(EngineAdapter):
         "cuda_graph": (False,),
     }
 
-    longest = LONG_POSITIONS
+    longest = models.LONG_POSITIONS
     sizes: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "model": OF_MANY_SHAPES,
+        "model": models.OF_MANY_SHAPES,
         "max_batch_size": (8, 1, 17, 3, 64, 128),
         "prefill_max_tokens": (2048, 16, 100, 333),
         "prefill_max_batch_size": (16, 1, 128),
@@ -186,8 +145,7 @@ class RoseinferEngine(EngineAdapter):
         self.engine.step()
 
     def tokens(self, request: Any) -> list[int]:
-        token_ids: list[int] = request.token_ids
-        return token_ids
+        return list(request.token_ids)
 
     def ended(self, request: Any) -> bool:
         return request.finish_reason is not None
@@ -213,23 +171,18 @@ class RoseinferEngine(EngineAdapter):
         (first,), logits = sessions.prefill([list(prompt)])
         forks = [first, *(sessions.fork(first) for _ in samplings[1:])]
         logits = logits.expand(len(forks), -1)
-        going = list(range(len(forks)))
+        going = list(zip(forks, samplings, strict=True))
         while going:
             chosen = _choose(
-                logits,
-                [samplings[at] for at in going],
-                [forks[at].token_ids for at in going],
+                logits, [own for _, own in going], [fork.token_ids for fork, _ in going]
             )
-            for at, token in zip(going, chosen, strict=True):
-                forks[at].token_ids.append(token)
+            for (fork, _), token in zip(going, chosen, strict=True):
+                fork.token_ids.append(token)
             going = [
-                at
-                for at, token in zip(going, chosen, strict=True)
-                if len(forks[at].token_ids) - len(prompt) < samplings[at].max_new_tokens
-                and (token != END or samplings[at].ignore_eos)
+                (fork, own) for fork, own in going if _goes_on(fork.token_ids, len(prompt), own)
             ]
             if going:
-                logits = sessions.extend([forks[at] for at in going])
+                logits = sessions.extend([fork for fork, _ in going])
         found = [fork.token_ids[len(prompt) :] for fork in forks]
         for fork in forks:
             sessions.release(fork)
@@ -244,58 +197,46 @@ class RoseinferEngine(EngineAdapter):
         return len(set(_choose(nearly, [sampling] * rows, [tokens] * rows))) > 1
 
 
-@lru_cache(maxsize=16)
-def _served(name: str, device: str) -> Any:
-    """The network that the engine makes its own."""
-    return network(name, device)
-
-
-@lru_cache(maxsize=16)
-def _original(name: str, device: str) -> Any:
-    return network(name, device)
+# The engine makes the network that it serves its own, so the slow twin has another one.
+_served = lru_cache(maxsize=16)(models.network)
+_original = lru_cache(maxsize=16)(models.network)
 
 
 @lru_cache(maxsize=4096)
 def _alone(name: str, device: str, prompt: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
     tokens = list(prompt)
     positions = _original(name, device).config.max_position_embeddings
-    for _ in range(min(sampling.max_new_tokens, positions - len(prompt))):
-        (chosen,) = _choose(_logits(name, device, tokens), [sampling], [tokens])
-        tokens.append(chosen)
-        if chosen == END and not sampling.ignore_eos:
-            break
+    while len(tokens) < positions and _goes_on(tokens, len(prompt), sampling):
+        tokens += _choose(_logits(name, device, tokens), [sampling], [tokens])
     return tuple(tokens[len(prompt) :])
 
 
+def _goes_on(tokens: Sequence[int], prompted: int, sampling: Sampling) -> bool:
+    new = tokens[prompted:]
+    ended = bool(new) and new[-1] == models.END and not sampling.ignore_eos
+    return len(new) < sampling.max_new_tokens and not ended
+
+
 def _logits(name: str, device: str, tokens: Sequence[int]) -> torch.Tensor:
-    """Of the next token, all of it computed anew."""
+    """Compute the logits of the next token from all tokens anew."""
     ids = torch.tensor([list(tokens)], device=device)
     logits: torch.Tensor = _original(name, device)(ids, use_cache=False).logits[:, -1]
     return logits
 
 
 def _params(sampling: Sampling) -> SamplingParams:
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=sampling.seed,
-        max_new_tokens=sampling.max_new_tokens,
-        ignore_eos=sampling.ignore_eos,
-    )
+    return SamplingParams(**asdict(sampling))
 
 
 def _choose(
     logits: torch.Tensor, samplings: Sequence[Sampling], tokens: Sequence[Sequence[int]]
 ) -> list[int]:
-    """The next token of each row, by the engine's own sampling."""
-    batch = SamplingBatch.of(
-        [_params(each) for each in samplings], [each.seed for each in samplings], logits.device
-    )
+    """Choose the next token of each row by the engine's own sampling."""
+    params, seeds = [_params(each) for each in samplings], [each.seed for each in samplings]
     seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     for row, own in enumerate(tokens):
         seen[row, list(own)] = samplings[row].repetition_penalty != 1
     positions = torch.tensor([len(own) for own in tokens], device=logits.device)
+    batch = SamplingBatch.of(params, seeds, logits.device)
     chosen: list[int] = batch.choose(logits, positions, seen).tolist()
     return chosen

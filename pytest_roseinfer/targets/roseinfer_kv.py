@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -29,59 +31,34 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.bad_call import BadCall
 
 
-_PER_TOKEN = Path.PER_TOKEN.value
 _ALWAYS_TRITON = {"triton": True, "triton_min_batch": 1}
+_TORCH = {"triton": False}
+_CLONES_OFF = {"batched_copy_on_write": False}
+_IDENTITY_OFF = {"identity": False}
+_SCALAR_OFF = {"scalar_position": False}
+_NO_SCALAR = [_IDENTITY_OFF, _SCALAR_OFF]
+_SUBSETS = [_IDENTITY_OFF, {"batched_rollover": False}, _CLONES_OFF]
+_moves = partial(FastPath, Path.PER_TOKEN.value)
 PATHS = {
-    Path.TRITON_FULL_BATCH.value: FastPath(
-        equals=_PER_TOKEN,
-        never_with=[{"triton": False}, {"identity": False}, {"scalar_position": False}],
-        one_position=True,
+    Path.TRITON_FULL_BATCH.value: _moves(never_with=[_TORCH, *_NO_SCALAR], one_position=True),
+    Path.TRITON_IDENTITY_POS.value: _moves(never_with=[_TORCH, _IDENTITY_OFF]),
+    Path.TRITON_GATHER.value: _moves(runs_with=_SUBSETS, never_with=[_TORCH]),
+    Path.TORCH_SCALAR.value: _moves(
+        runs_with=[_TORCH], never_with=[_ALWAYS_TRITON, *_NO_SCALAR], one_position=True
     ),
-    Path.TRITON_IDENTITY_POS.value: FastPath(
-        equals=_PER_TOKEN,
-        never_with=[{"triton": False}, {"identity": False}],
+    Path.TORCH_VECTOR.value: _moves(
+        runs_with=[{**_TORCH, **_SCALAR_OFF}], never_with=[_ALWAYS_TRITON, _IDENTITY_OFF]
     ),
-    Path.TRITON_GATHER.value: FastPath(
-        equals=_PER_TOKEN,
-        runs_with=[
-            {"identity": False},
-            {"batched_rollover": False},
-            {"batched_copy_on_write": False},
-        ],
-        never_with=[{"triton": False}],
+    Path.TORCH_GATHER.value: _moves(
+        runs_with=[{**_TORCH, **subset} for subset in _SUBSETS], never_with=[_ALWAYS_TRITON]
     ),
-    Path.TORCH_SCALAR.value: FastPath(
-        equals=_PER_TOKEN,
-        runs_with=[{"triton": False}],
-        never_with=[_ALWAYS_TRITON, {"identity": False}, {"scalar_position": False}],
-        one_position=True,
-    ),
-    Path.TORCH_VECTOR.value: FastPath(
-        equals=_PER_TOKEN,
-        runs_with=[{"triton": False, "scalar_position": False}],
-        never_with=[_ALWAYS_TRITON, {"identity": False}],
-    ),
-    Path.TORCH_GATHER.value: FastPath(
-        equals=_PER_TOKEN,
-        runs_with=[
-            {"triton": False, "identity": False},
-            {"triton": False, "batched_rollover": False},
-            {"triton": False, "batched_copy_on_write": False},
-        ],
-        never_with=[_ALWAYS_TRITON],
-    ),
-    Path.CLONE_TRITON.value: FastPath(
-        equals=_PER_TOKEN,
-        never_with=[{"triton": False}, {"batched_copy_on_write": False}],
-    ),
-    Path.CLONE_TORCH.value: FastPath(
-        equals=_PER_TOKEN,
-        runs_with=[{"triton": False, "batched_copy_on_write": True}],
-        never_with=[{"triton": True}, {"batched_copy_on_write": False}],
+    Path.CLONE_TRITON.value: _moves(never_with=[_TORCH, _CLONES_OFF]),
+    Path.CLONE_TORCH.value: _moves(
+        runs_with=[{**_TORCH, "batched_copy_on_write": True}],
+        never_with=[{"triton": True}, _CLONES_OFF],
     ),
     AttentionPath.DECODE_TRITON.value: FastPath(
-        equals=AttentionPath.REFERENCE.value,
-        never_with=[{"triton": False}],
+        equals=AttentionPath.REFERENCE.value, never_with=[_TORCH]
     ),
 }
 _COUNTED_BY_ROW = tuple(
@@ -90,7 +67,7 @@ _COUNTED_BY_ROW = tuple(
 
 
 class _ManagerAdapter(KVCacheAdapter):
-    """What the arrangements share: reading storage directly, and the books."""
+    """Both arrangements share this: reading the storage directly, and the books."""
 
     full_errors = (OutOfBlocks,)
     paths = PATHS
@@ -108,14 +85,10 @@ class _ManagerAdapter(KVCacheAdapter):
     }
     row_conditions: ClassVar[Mapping[str, str]] = {name: name for name in _COUNTED_BY_ROW}
 
-    manager: KVBlockManager
-
-    def layers_per_group(self, spec: CacheSpec) -> int:
-        raise NotImplementedError
-
-    def make(self, spec: CacheSpec) -> None:
+    def _make(self, spec: CacheSpec, layers_per_group: int) -> None:
         self.spec = spec
         self.lists: dict[int, list[list[int]]] = {}
+        """The block lists of each sequence, one for each group of layers."""
         self.attended: Counter[str] = Counter()
         self.manager = KVBlockManager(
             num_layers=spec.num_layers,
@@ -126,91 +99,82 @@ class _ManagerAdapter(KVCacheAdapter):
             device=spec.device,
             dtype=getattr(torch, spec.dtype),
             policy=AppendPolicy(**spec.options),
-            layers_per_group=self.layers_per_group(spec),
+            layers_per_group=layers_per_group,
         )
-        self.groups = spec.num_layers // self.manager.layers_per_group
+        self.first_layers = range(0, spec.num_layers, layers_per_group)
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         self.manager.policy = AppendPolicy(**options)
 
     def fork(self, parent: int, child: int) -> None:
-        lists = [list(block_ids) for block_ids in self.lists[parent]]
-        for block_ids in lists:
+        self.lists[child] = [list(block_ids) for block_ids in self.lists[parent]]
+        for block_ids in self.lists[child]:
             self.manager.incref_blocks(block_ids)
-        self.lists[child] = lists
 
     def free(self, seq: int) -> None:
-        for group, block_ids in enumerate(self.lists.pop(seq)):
-            self.manager.free_blocks(group * self.manager.layers_per_group, block_ids)
+        for first_layer, block_ids in zip(self.first_layers, self.lists.pop(seq), strict=True):
+            self.manager.free_blocks(first_layer, block_ids)
+
+    def block_ids(self, seq: int, layer: int) -> list[int]:
+        return self.lists[seq][layer // self.manager.layers_per_group]
+
+    def first_id(self, layer: int) -> int:
+        """Return the id of the first block of a layer's group: ids count through all groups."""
+        return layer // self.manager.layers_per_group * self.manager.max_blocks_per_layer
 
     def table(self, seq: int, layer: int) -> list[int]:
-        group = layer // self.manager.layers_per_group
-        first = group * self.manager.max_blocks_per_layer
-        return [block_id - first for block_id in self.lists[seq][group]]
+        return [block_id - self.first_id(layer) for block_id in self.block_ids(seq, layer)]
 
     def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks = self.table(seq, layer)
-        per_group = self.manager.layers_per_group
-        first = layer // per_group * self.manager.max_blocks_per_layer
-        infos = [self.manager.block_info(first + block) for block in blocks]
+        infos = [self.manager.block_info(block_id) for block_id in self.block_ids(seq, layer)]
+        first_layer = layer - layer % self.manager.layers_per_group
         for at, info in enumerate(infos):
-            if (info.layer, info.start) != (layer - layer % per_group, at * self.spec.block_size):
+            if (info.layer, info.start) != (first_layer, at * self.spec.block_size):
                 raise AssertionError(f"block {at} of the list has the record {info}")
         length = sum(info.length for info in infos)
-        named = torch.tensor(blocks, dtype=torch.int64, device=self.manager.device)
+        blocks = torch.tensor(self.table(seq, layer), dtype=torch.int64, device=self.spec.device)
         keys, values = (
-            cache[layer].index_select(0, named).transpose(1, 2).flatten(0, 1)[:length]
-            for cache in (self.manager.keys, self.manager.values)
+            cache[layer].index_select(0, blocks).transpose(1, 2).flatten(0, 1)[:length]
+            for cache in self.arena()
         )
         return keys, values
 
     def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        group = layer // self.manager.layers_per_group
-        keys, values = self.manager.gather_sequence(layer, self.lists[seq][group])
+        keys, values = self.manager.gather_sequence(layer, self.block_ids(seq, layer))
         return keys.transpose(0, 1), values.transpose(0, 1)
 
     def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
         manager, scale = self.manager, self.spec.head_dim**-0.5
+        lists = [self.block_ids(seq, layer) for seq in seqs]
         kernels = load_attention_kernels(manager.device) if manager.policy.triton else None
         if kernels is None:
             self.attended[AttentionPath.REFERENCE.value] += 1
-            lists = [self.lists[seq][layer // manager.layers_per_group] for seq in seqs]
             return paged_attention_reference(manager, layer, query, lists, [1] * len(seqs), scale)
         self.attended[AttentionPath.DECODE_TRITON.value] += 1
-        tables = [self.table(seq, layer) for seq in seqs]
-        lengths = [self._length(seq, layer) for seq in seqs]
-        width = max(map(len, tables))
-        padded = [[*table, *[0] * (width - len(table))] for table in tables]
+        lengths = [sum(manager.block_info(each).length for each in own) for own in lists]
+        # Rows of the table are filled up with the scratch block.
+        columns = zip_longest(*(self.table(seq, layer) for seq in seqs), fillvalue=0)
         return kernels.decode(
             query,
             manager.keys[layer],
             manager.values[layer],
-            torch.tensor(padded, device=manager.device),
+            torch.tensor(list(zip(*columns, strict=True)), device=manager.device),
             torch.tensor(lengths, device=manager.device),
             scale,
         )
 
-    def _length(self, seq: int, layer: int) -> int:
-        """How many tokens the manager's books say a sequence has."""
-        block_ids = self.lists[seq][layer // self.manager.layers_per_group]
-        return sum(self.manager.block_info(block_id).length for block_id in block_ids)
-
     def ledger(self, layer: int) -> Ledger:
-        manager = self.manager
-        first = layer // manager.layers_per_group * manager.max_blocks_per_layer
+        manager, first = self.manager, self.first_id(layer)
         counts = {
             block: manager.refcount(first + block)
             for block in range(1, manager.max_blocks_per_layer)
         }
         free = [block for block, count in counts.items() if not count]
-        claimed = manager.num_free_blocks(layer)
-        # The manager shows a number, not a list: a wrong one must not look right.
-        free += [-1] * max(0, claimed - len(free))
-        return Ledger(
-            {block: count for block, count in counts.items() if count},
-            free[: max(claimed, 0)],
-            self.spec.num_blocks,
-        )
+        # The manager shows how many blocks are free, not which: a wrong number must not look right.
+        claimed = max(0, manager.num_free_blocks(layer))
+        free = [*free, *[-1] * (claimed - len(free))][:claimed]
+        held = {block: count for block, count in counts.items() if count}
+        return Ledger(held, free, self.spec.num_blocks)
 
     def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.manager.keys, self.manager.values
@@ -225,10 +189,10 @@ class _ManagerAdapter(KVCacheAdapter):
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         self.append_padded(seqs, key, value)
 
-    def _with_fresh(self, seqs: Sequence[int | None]) -> dict[int, list[list[int]]]:
-        """The sequences' lists, with new ones for names not seen before."""
+    def lists_of(self, seqs: Sequence[int | None]) -> dict[int, list[list[int]]]:
+        """Return the sequences' lists, empty ones for new sequences."""
         return {
-            seq: self.lists.get(seq) or [[] for _ in range(self.groups)]
+            seq: self.lists.get(seq) or [[] for _ in self.first_layers]
             for seq in seqs
             if seq is not None
         }
@@ -237,13 +201,13 @@ class _ManagerAdapter(KVCacheAdapter):
 class PerLayerManager(_ManagerAdapter):
     """``append_token_batch`` and ``register_prefill_layer``, a block list for every layer."""
 
-    def layers_per_group(self, spec: CacheSpec) -> int:  # noqa: ARG002  (the other arrangement asks)
-        return 1
+    def make(self, spec: CacheSpec) -> None:
+        self._make(spec, layers_per_group=1)
 
     def append_padded(
         self, seqs: Sequence[int | None], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        lists = self._with_fresh(seqs)
+        lists = self.lists_of(seqs)
         for layer in range(self.spec.num_layers):
             rows = [None if seq is None else lists[seq][layer] for seq in seqs]
             self.manager.append_token_batch(layer, rows, key[layer], value[layer])
@@ -264,36 +228,32 @@ class GroupedManager(_ManagerAdapter):
     Four layers make two groups; fewer are one.
     """
 
-    def layers_per_group(self, spec: CacheSpec) -> int:
-        return 2 if spec.num_layers == 4 else spec.num_layers
+    def make(self, spec: CacheSpec) -> None:
+        self._make(spec, layers_per_group=2 if spec.num_layers == 4 else spec.num_layers)
 
     def append_padded(
         self, seqs: Sequence[int | None], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        self.fill(self._plan(seqs, None), key, value)
+        self.fill(self.reserve(seqs, None), key, value)
 
     def append_many(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        self.fill(self._plan(seqs, counts), key, value)
+        self.fill(self.reserve(seqs, counts), key, value)
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.fill(self._plan([seq], [key.shape[1]]), key, value)
+        self.append_many([seq], [key.shape[1]], key, value)
 
-    def reserve(self, seqs: Sequence[int], counts: Sequence[int]) -> list[AppendPlan]:
-        return self._plan(seqs, counts)
+    def reserve(self, seqs: Sequence[int | None], counts: Sequence[int] | None) -> list[AppendPlan]:
+        lists = self.lists_of(seqs)
+        plans = []
+        for group, first_layer in enumerate(self.first_layers):
+            rows = [None if seq is None else lists[seq][group] for seq in seqs]
+            plans.append(self.manager.plan_append(first_layer, rows, counts))
+        self.lists.update(lists)
+        return plans
 
     def fill(self, reservation: list[AppendPlan], key: torch.Tensor, value: torch.Tensor) -> None:
         for layer in range(self.spec.num_layers):
             plan = reservation[layer // self.manager.layers_per_group]
             self.manager.write(plan, layer, key[layer], value[layer])
-
-    def _plan(self, seqs: Sequence[int | None], counts: Sequence[int] | None) -> list[AppendPlan]:
-        lists = self._with_fresh(seqs)
-        plans = []
-        for group in range(self.groups):
-            rows = [None if seq is None else lists[seq][group] for seq in seqs]
-            first = group * self.manager.layers_per_group
-            plans.append(self.manager.plan_append(first, rows, counts))
-        self.lists.update(lists)
-        return plans

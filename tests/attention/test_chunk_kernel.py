@@ -132,7 +132,7 @@ def test_a_query_of_other_strides(device: str) -> None:
 
 
 def test_what_comes_later_is_not_seen(device: str) -> None:
-    """Tokens behind are the chunk's own and those in the block behind its end."""
+    """Later tokens of the chunk are hidden, and so is the rest of its last block."""
     case = Case(device, [(2, 3)])
     before = case.run()
     case.kv.values[0, case.lists[0][-1], :, 1:] = 1e30

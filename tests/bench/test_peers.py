@@ -107,7 +107,7 @@ def test_less_work_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_time_of_a_step_leaves_the_first_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call takes 100 s and 2 s a token, and two batches run one after the other."""
+    """A call takes 100 s and 2 s a token, and serves two batches one after the other."""
     monkeypatch.setattr(peers, "_seconds", lambda _generate, new, _job: 100.0 + 2.0 * new)
     assert peers._ms_per_step(lambda new: new, 108.0, JOB) == pytest.approx(1000.0)
     assert peers._ms_per_step(lambda new: new, 101.0, JOB) is None

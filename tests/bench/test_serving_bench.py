@@ -129,7 +129,7 @@ def test_the_chart_shows_the_peers(tmp_path: Path) -> None:
 def test_medians_are_over_the_repeats_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 2 untimed and 3 timed runs, each timed one seems to take 10 s longer than the last."""
+    """There are 2 untimed runs and 3 timed ones, and each looks 10 s longer than the last."""
     real = ThroughputRow.of
     seen: list[float] = []
 

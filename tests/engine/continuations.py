@@ -1,4 +1,4 @@
-"""Continuations of the tiny model: by this engine and by transformers."""
+"""Continuations of the tiny model by this engine and by transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def original(device: str) -> Any:
 
 
 def by_transformers(device: str, prompt: str | list[int], count: int, **how: Any) -> list[int]:
-    """Its greedy continuation, whatever tokens that end a text come up."""
+    """Continue a prompt greedily, past tokens that end a text."""
     model, tokenizer = original(device).model, original(device).tokenizer
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     row = torch.tensor([ids], device=device)

@@ -39,13 +39,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def tiny(family: str, device: str) -> Any:
-    """The same weights whenever it is asked for the same family."""
+    """Build a family's model; its weights are the same every time."""
     torch.manual_seed(1)
     return scaled_up(transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())).to(device)
 
 
 def scaled_up(model: Any) -> Any:
-    """Its weights made large."""
+    """Make a model's weights large."""
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:

@@ -1,6 +1,6 @@
 """Many large mixes of requests, in parts: ``python -m tests.engine.large_mixes --parts 60``.
 
-What is done is noted in a file, and a run that was ended goes on behind it.
+A file notes the parts that are done, and a run that was ended continues after them.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class World:
         return sequence
 
     def plan(self, sequence: Sequence, num_tokens: int, *, write: bool = True) -> None:
-        """Room for tokens, and their keys and values, but nothing that counts them as stored."""
+        """Make room for tokens and write their keys and values, but do not count them as stored."""
         start, size = sequence.stored, self.shape.layers_per_group
         new = self.coded(sequence.tokens[: start + num_tokens])[start:]
         for group, block_ids in enumerate(sequence.block_lists):
@@ -87,7 +87,7 @@ class World:
                     self.kv.write(plan, layer, new[:, None, None] + layer, -new[:, None, None])
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """One forward pass, and blocks that become full are registered."""
+        """Do one forward pass and register the blocks that became full."""
         self.plan(sequence, num_tokens)
         sequence.stored += num_tokens
         self.insert(sequence)
@@ -96,7 +96,7 @@ class World:
         self.cache.insert(sequence.held, sequence.tokens, sequence.block_lists, sequence.stored)
 
     def run(self, tokens: list[int]) -> Sequence:
-        """A sequence that has stored all its tokens."""
+        """Return a sequence that has stored all its tokens."""
         sequence = self.start(tokens)
         self.grow(sequence, len(tokens) - sequence.stored)
         return sequence
@@ -124,7 +124,7 @@ class World:
         return freed
 
     def keep(self, *tokens: int) -> None:
-        """Store these, and release them."""
+        """Store these sequences and release them."""
         self.release(self.run(list(tokens)))
 
     # -------------------------------------------------------------------------- looking on
@@ -139,7 +139,7 @@ class World:
         return list(self.cache._entries.values())
 
     def hit(self, *tokens: int) -> int:
-        """How many tokens a prompt would find. The sequence never runs."""
+        """Return how many tokens a prompt would find. Its sequence never runs."""
         sequence = self.start(list(tokens))
         self.check()
         self.release(sequence)

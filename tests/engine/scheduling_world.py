@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Blocks:
-    """A supply that keeps accounts and nothing else.
+    """This supply of blocks keeps accounts and stores nothing.
 
     What is known of a prompt lies in blocks that nobody uses until the prompt begins. A known
     part that ends within a block is copied when it is written behind.
@@ -67,7 +67,7 @@ class Blocks:
 
 
 class World:
-    """A scheduler whose steps are carried out, and each compared with what a step may be."""
+    """Steps of a scheduler are carried out here, and each is checked against what a step may be."""
 
     def __init__(self, *, blocks: int = 1000, size: int = 4, **config: Any) -> None:
         self.config = EngineConfig(block_size=size, **config)

@@ -30,7 +30,7 @@ def small_llm(device: str, **config: Any) -> LLM:
 
 @contextmanager
 def serving(llm: LLM) -> Iterator[AsyncLLM]:
-    """Closed in the end; then nothing may be left in the engine."""
+    """Yield a server and close it; then nothing may be left in its engine."""
     served = AsyncLLM(llm)
     try:
         yield served
@@ -46,7 +46,7 @@ def run(what: Coroutine[Any, Any, Any]) -> Any:
 
 @cache
 def expected(device: str, text: str, count: int = 12) -> list[int]:
-    """Generated alone, and compared with transformers elsewhere."""
+    """Generate a text alone; another test compares the result with transformers."""
     (output,) = small_llm(device, prefix_cache=False).generate(text, greedy(count), progress=False)
     return output.token_ids
 

@@ -1,4 +1,4 @@
-"""What sessions generate is what transformers generates, logits and tokens."""
+"""Sessions generate the logits and tokens that transformers generates."""
 
 from __future__ import annotations
 

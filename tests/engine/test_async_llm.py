@@ -75,7 +75,7 @@ def test_a_stream_that_comes_later_joins_in(device: str) -> None:
 
 
 def test_a_stream_gets_a_token_from_every_step(device: str) -> None:
-    """Not all of them when it is over."""
+    """Tokens come one by one, not all of them when the request is over."""
     with serving(small_llm(device)) as served:
 
         async def seen_while_running() -> list[bool]:
@@ -127,7 +127,7 @@ def test_two_loops_in_two_threads(device: str) -> None:
 
 
 def test_one_loop_after_another(device: str) -> None:
-    """The first ends without having read its stream to the end."""
+    """The first task ends without having read its stream to the end."""
     with serving(small_llm(device)) as served:
 
         async def take_one() -> Update:

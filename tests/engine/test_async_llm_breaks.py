@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class Panic(BaseException):
-    """As a failure of Rust comes to Python: as no ``Exception``."""
+    """A panic in Rust reaches Python like this: it is no ``Exception``."""
 
 
 def breaking_at(call: int, real: Any, error: BaseException) -> Any:
-    """``real``, but that one of its calls raises instead."""
+    """``real``, except that one of its calls raises instead."""
     calls = iter(range(10_000))
 
     def sometimes(*args: Any) -> Any:
@@ -72,7 +72,7 @@ def assert_stopped_by(error: BaseException, ends: list[Any]) -> None:
 def test_out_of_memory_once_ends_the_streams_of_that_step_only(
     device: str, monkeypatch: pytest.MonkeyPatch, resident: bool
 ) -> None:
-    """Two take part in it, and the others wait behind them."""
+    """Two requests take part in the step, and the others wait behind them."""
     llm = small_llm(device, resident_decode=resident, max_batch_size=2, cuda_graph=False)
     error = torch.OutOfMemoryError("CUDA out of memory")
     model = llm.engine.sessions.model
@@ -89,7 +89,7 @@ def test_out_of_memory_once_ends_the_streams_of_that_step_only(
 def test_three_failures_in_a_row_stop_the_engine(
     device: str, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
-    """Of streams that wait behind each other, and of streams that come one after the other."""
+    """The streams wait behind each other, or come one after the other."""
     llm = small_llm(device, max_batch_size=1)
     error = RuntimeError("the GPU fell off")
 

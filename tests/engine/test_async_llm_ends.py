@@ -73,7 +73,7 @@ def test_forgetting_a_stream_cancels(device: str) -> None:
 
 @pytest.mark.parametrize("queued", [False, True])
 def test_a_task_that_is_cancelled_cancels(device: str, queued: bool) -> None:
-    """While it runs, and while it waits behind another."""
+    """The request runs then, or waits behind another one."""
     llm = small_llm(device, max_batch_size=1)
     with serving(llm) as served:
 

@@ -29,7 +29,7 @@ def rounded(family: str, device: str) -> Any:
 
 @lru_cache(maxsize=len(CONFIGS))
 def truth(family: str, device: str) -> Any:
-    """In float32, with the weights that bfloat16 has."""
+    """Return the model in float32, with the weights that bfloat16 has."""
     return tiny(family, device).to(torch.bfloat16).float()
 
 
@@ -72,7 +72,7 @@ def test_logits_are_as_near_to_the_truth(device: str, family: str) -> None:
 def test_tokens_are_the_same_wherever_rounding_cannot_decide(
     device: str, family: str, config: dict[str, Any]
 ) -> None:
-    """Every token of 40 requests at once, up to the first that rounding may have decided."""
+    """Every token of 40 requests at once agrees, up to the first that rounding may have decided."""
     params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     compared = 0
     asked = prompts(40)

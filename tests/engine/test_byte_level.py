@@ -18,7 +18,7 @@ from tests.engine.tokenizers import SPECIAL, UNKNOWN, all_cuts, byte_level, llam
 
 @lru_cache(maxsize=1)
 def cut_bytes() -> Any:
-    """Pieces of up to three bytes that no character respects, and tokens added by hand."""
+    """Pieces of up to three bytes cut through characters, and some tokens were added by hand."""
     tokenizer = byte_level([bytes([byte]) for byte in range(256)] + all_cuts(3))
     tokenizer.add_tokens(["héllo wörld", "plain", " spaced "])
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|tool|>")]})

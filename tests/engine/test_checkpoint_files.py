@@ -31,7 +31,7 @@ def sharded(directory: Path) -> Path:
 
 
 def in_a_hub_cache(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """What is in the directory, as if it had been downloaded; nothing else can be."""
+    """Serve the directory's files as if they had been downloaded; no other file can be."""
     cache = directory.parent / "hub"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -79,7 +79,7 @@ def test_a_model_in_one_file_or_several(
 def test_an_index_that_names_what_it_must_not(
     named: tuple[Path, Callable[[], str]], shard: str
 ) -> None:
-    """The weights are there, in a shard of that name: they are not read."""
+    """The weights are there, in a shard of that name, but they are not read."""
     directory, name = named
     shard = shard.format(root=directory.parent)
     sharded(directory)

@@ -22,7 +22,7 @@ def generated(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """What is compiled, and then run as it was: what a backend makes of it is torch's affair."""
+    """This backend notes what is compiled and runs it unchanged: the rest is torch's affair."""
     found: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:

@@ -34,7 +34,7 @@ AMID = [
 
 
 def with_ctrl_c(real: Callable[..., Any], call: int) -> Callable[..., Any]:
-    """``real``, but that Ctrl-C is pressed as one of its calls returns."""
+    """``real``, except that Ctrl-C is pressed as one of its calls returns."""
     calls = iter(range(10_000))
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:

@@ -48,7 +48,7 @@ def whole(tokenizer: Any, tokens: Iterable[int]) -> str:
 
 
 def streamed(tokenizer: Any, groups: Iterable[list[int]]) -> list[str]:
-    """What each group returned, and at last what ``flush`` did."""
+    """Return what each group returned, and then what ``flush`` did."""
     detokenizer = Detokenizer(tokenizer)
     return [*["".join(map(detokenizer.add, group)) for group in groups], detokenizer.flush()]
 
@@ -62,7 +62,7 @@ def joined(groups: Iterable[list[int]]) -> list[int]:
 
 
 def byte_tokens(*numbers: int) -> list[int]:
-    """Those of ``llama``."""
+    """Return the tokens of ``llama``."""
     return [number + 1 for number in numbers]
 
 
@@ -165,7 +165,7 @@ def test_any_tokens_of_several_bytes(groups: list[list[int]]) -> None:
 @unhurried
 @given(st.lists(st.sampled_from([0x61, 0xC3, 0xA9, 0xE2, 0x82, 0xFF]), max_size=60))
 def test_nothing_is_held_back_for_long(noise: list[int]) -> None:
-    """At most the characters that bytes to come may still change."""
+    """Only characters that later bytes may still change are held back."""
     detokenizer = Detokenizer(plain_bytes())
     returned = ""
     for at, byte in enumerate(noise, 1):

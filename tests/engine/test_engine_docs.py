@@ -29,7 +29,7 @@ PRINTED = {
 
 
 def blocks(language: str) -> dict[str, str]:
-    """Code by the section it stands in."""
+    """Return the code of each section."""
     sections = re.split(r"^## (.*)$", PAGE, flags=re.MULTILINE)[1:]
     found: dict[str, str] = {}
     for title, text in zip(sections[::2], sections[1::2], strict=True):

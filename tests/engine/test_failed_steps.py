@@ -22,7 +22,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.
 
 
 def run_and_fail(llm: LLM, error: type[Exception] = Mishap) -> tuple[list[Update], int]:
-    """Steps until all is done, those that raise failed; every update, and how many raised."""
+    """Step to the end, and fail each step that raises; return all updates and how many raised."""
     updates: list[Update] = []
     raised = 0
     for _ in range(200):
@@ -38,7 +38,7 @@ def run_and_fail(llm: LLM, error: type[Exception] = Mishap) -> tuple[list[Update
 
 
 def out_of_memory_at(call: int, real: Any) -> Any:
-    """``real``, but that one of its calls finds no memory."""
+    """``real``, except that one of its calls finds no memory."""
     calls = iter(range(1000))
 
     def sometimes(*args: Any) -> Any:
@@ -73,7 +73,7 @@ def check_told(requests: list[Request], updates: list[Update], want: list[list[i
 def test_out_of_memory_once_ends_the_requests_of_that_step(
     device: str, lag: int, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two run and two wait, who go on as if nothing had happened. All slots are free again."""
+    """Two run. The two that wait go on as if nothing had happened, and all slots are free again."""
     want = [expected(device, at) for at in range(4)]
     llm = ahead(device, lag, max_batch_size=2, cuda_graph=False)
     model = llm.engine.sessions.model
@@ -100,7 +100,7 @@ def test_out_of_memory_once_ends_the_requests_of_that_step(
 def test_every_token_that_came_is_told_wherever_a_step_breaks(
     device: str, lag: int, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those that the very step that broke had brought, and of requests that it ended."""
+    """This includes tokens that the broken step itself brought, and those of requests it ended."""
     params = [greedy(6), greedy(), greedy(8, logprobs=True), greedy(7)]
     want = [expected(device, at)[: own.max_new_tokens] for at, own in enumerate(params)]
     for call in range(60):

@@ -89,7 +89,7 @@ def test_whoever_wants_to_leave_may(device: str, error: type[BaseException]) -> 
 
 
 class Panic(BaseException):
-    """As a failure of Rust comes to Python: as no ``Exception``."""
+    """A panic in Rust reaches Python like this: it is no ``Exception``."""
 
 
 def unwritable(device: str) -> tuple[LLM, list[int]]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Interrupter:
-    """Raises at the n-th call of something, once."""
+    """It raises once, at the n-th call of something."""
 
     def __init__(self, error: BaseException, at: int) -> None:
         self.error, self.left = error, at
@@ -30,7 +30,7 @@ class Interrupter:
 def interrupt(
     monkeypatch: pytest.MonkeyPatch, llm: LLM, where: str, error: BaseException, step: int = 3
 ) -> None:
-    """Have a step break off: before anything, between two layers, or with everything stored."""
+    """Make a step break off before anything, between two layers, or with everything stored."""
     interrupter = Interrupter(error, step)
     if where == "between layers":
         attention = llm.engine.sessions.attention

@@ -131,7 +131,7 @@ def test_a_model_that_was_loaded_already(device: str) -> None:
 
 
 def test_half_precision_chooses_among_the_likeliest(device: str) -> None:
-    """Its logits are rounded to about a twentieth, and differently so."""
+    """Logits in bfloat16 are rounded to about a twentieth, and not in the same way."""
     llm = LLM("tiny", device=device, dtype="bfloat16", kv_cache_tokens=128)
     assert llm.engine.sessions.kv.keys.dtype == torch.bfloat16
     with torch.no_grad():

@@ -54,7 +54,7 @@ def test_streams_in_turns(device: str) -> None:
 
 
 def test_a_stream_that_waits_misses_nothing(device: str) -> None:
-    """The other runs to its end first, which takes this one along."""
+    """The other stream runs to its end first, and its steps serve this one too."""
     llm = small_llm(device)
     waits, runs = llm.stream(TEXTS[0], greedy(6)), llm.stream(TEXTS[1], greedy(12))
     tokens = [next(waits).token_id]

@@ -45,11 +45,11 @@ def drawn(seed: int) -> SamplingParams:
 
 
 class Mishap(Exception):
-    """Something that goes wrong once."""
+    """One call fails with this."""
 
 
 def going_wrong_at(call: int, real: Any, when: str = "before") -> Any:
-    """``real``, but that one of its calls raises, ``before`` or ``after`` it is carried out."""
+    """``real``, except that one of its calls raises, ``before`` or ``after`` it is carried out."""
     calls = iter(range(1000))
 
     def sometimes(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def going_wrong_at(call: int, real: Any, when: str = "before") -> Any:
 
 
 def run_through(llm: LLM) -> int:
-    """Steps until all is done, whatever they raise; how many did."""
+    """Step until all is done, whatever steps raise; return how many raised."""
     raised = 0
     for _ in range(200):
         if not llm.engine.has_work:

@@ -36,7 +36,7 @@ class Tokens(abc.Sequence[int]):
 
 @dataclass
 class Work:
-    """Tokens hashed, and tokens compared."""
+    """How many tokens were hashed, and how many compared."""
 
     hashed: int = 0
     compared: int = 0
@@ -62,7 +62,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
 
 @pytest.mark.parametrize("length", [40, 200, 1000])
 def test_a_match_looks_at_each_token_once(work: Work, length: int) -> None:
-    """Though the block it ends in has a tail of every length to offer."""
+    """This holds though the block it ends in has a tail of every length to offer."""
     world = World(Shape(block_size=32, blocks=110))
     tokens = list(range(length))
     begun = length // 32 * 32 - 32

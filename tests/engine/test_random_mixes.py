@@ -90,7 +90,7 @@ def known_prompts(family: str, device: str) -> list[Known]:
 
 
 def without_ties(family: str, device: str, prompts: list[list[int]]) -> list[Known]:
-    """With their continuations, but for those where rounding might decide."""
+    """Return prompts with their continuations, except where rounding might decide."""
     continued, gaps = greedy(tiny(family, device), prompts, MOST_NEW)
     clear = [gap > CLEAR_CUT for gap in gaps]
     assert sum(clear) > 0.8 * len(prompts), "too many ties: the weights are too small"
@@ -103,7 +103,7 @@ def without_ties(family: str, device: str, prompts: list[list[int]]) -> list[Kno
 
 @torch.no_grad()
 def greedy(model: Any, prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[float]]:
-    """By whole forward passes. What pads a prompt stands behind it, where nothing sees it."""
+    """Generate by whole forward passes. Padding stands behind a prompt, where nothing sees it."""
     rows = torch.arange(len(prompts), device=model.device)
     ends = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
     tokens = torch.zeros(len(prompts), int(ends.max()) + count, dtype=torch.long)
@@ -161,7 +161,7 @@ def draw_settings(rng: random.Random, requests: list[Asked]) -> dict[str, Any]:
 
 
 def run(llm: LLM, asked: list[Asked]) -> list[Request]:
-    """All of them, each submitted and cancelled at its step."""
+    """Run all requests, each submitted and cancelled at its step."""
     engine = llm.engine
     requests: dict[int, Request] = {}
     for step in range(2000):
@@ -188,7 +188,7 @@ def assert_no_block_is_lost(llm: LLM) -> None:
 
 
 def run_mix(family: str, device: str, seed: int) -> Counter[str]:
-    """One mix, compared with transformers; returns the paths it took."""
+    """Compare one mix with transformers, and return the paths it took."""
     rng = random.Random(f"{family} {seed}")
     asked = draw_requests(rng, known_prompts(family, device))
     settings = draw_settings(rng, asked)
@@ -218,7 +218,7 @@ def run_mix(family: str, device: str, seed: int) -> Counter[str]:
 def test_every_request_of_a_mix_ends_as_transformers_would(
     device: str, family: str, first: int
 ) -> None:
-    """And all that could go wrong was tried: each path was taken by some of the mixes."""
+    """Every path was taken by some of the mixes."""
     taken: Counter[str] = Counter()
     for seed in range(first, first + MIXES):
         print(f"the mix of {family} with seed {seed}")

@@ -40,7 +40,7 @@ def ahead(device: str, lag: int, model: Any = None, **config: Any) -> LLM:
 
 
 def in_step(device: str, model: Any = None, **config: Any) -> LLM:
-    """Its twin: every token is read before the next is computed."""
+    """Return its twin, which reads every token before it computes the next."""
     return ahead(device, 0, model, resident_decode=False, prefix_cache=False, **config)
 
 
@@ -55,7 +55,7 @@ def expected(device: str, at: int, count: int = 12) -> list[int]:
 
 
 def run(llm: LLM, most: int = 500) -> list[Update]:
-    """Steps until all is done; every update on the way."""
+    """Step until all is done, and return every update."""
     updates: list[Update] = []
     for _ in range(most):
         if not llm.engine.has_work:
@@ -109,7 +109,7 @@ def test_a_stream_lags_by_no_more_while_a_long_prompt_is_stored(device: str, lag
 @every_lag
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
 def test_as_many_tokens_as_asked_for(device: str, lag: int, count: int) -> None:
-    """None more is computed: the last is never stored, and the slot is free at its launch."""
+    """No further token is computed: the last is never stored, and its launch frees the slot."""
     llm = ahead(device, lag, prefix_cache=False)
     request = llm.engine.submit(PROMPTS[0], greedy(count))
     steps = 0
@@ -152,7 +152,7 @@ def test_requests_share_as_many_slots_as_run_at_once(device: str, lag: int, batc
 @every_lag
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_nothing_is_shown_behind_the_end_of_a_text(device: str, lag: int, count: int) -> None:
-    """Nor kept: who goes on from there gets what a fresh engine gives it."""
+    """Nor is it kept: a request that goes on from there gets what a fresh engine gives it."""
     model, want = ends_after(device, 2, count)
     llm = ahead(device, lag, model)
     request = llm.engine.submit(PROMPTS[2], greedy())

@@ -138,7 +138,7 @@ def test_temperature_zero_takes_the_most_likely(device: str) -> None:
 @pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 2e-38, 1e-30, 1e-6])
 @pytest.mark.parametrize("penalty", [1.0, 1.3, 1e-38, 3.4e38])
 def test_next_to_no_temperature_is_greedy(device: str, temperature: float, penalty: float) -> None:
-    """No division by it overflows, and none by the smallest penalty."""
+    """Neither a division by it overflows nor one by the smallest penalty."""
     logits = some_logits(device, rows=8)
     seen = torch.arange(VOCABULARY, device=device).expand(8, -1) % 3 == 0
     cold, greedy = (

@@ -25,7 +25,7 @@ class Queue(deque[Request]):
 
 
 def calls_in_a_step(world: World) -> int:
-    """Calls of Python and of C: a cost that needs no clock."""
+    """Count the calls of Python and of C, a cost that needs no clock."""
     calls = 0
 
     def note(_frame: FrameType, event: str, _argument: object) -> None:
@@ -43,7 +43,7 @@ def calls_in_a_step(world: World) -> int:
 
 
 def queue_of(length: int, policy: str, *, blocks: int, running: int, places: int) -> World:
-    """Some run; the others wait, for blocks or for a place."""
+    """Some requests run; the others wait for blocks or for a place."""
     world = World(blocks=blocks, prefill_admission_policy=policy, max_batch_size=running + places)
     for _ in range(running):
         world.submit(4, new=100)

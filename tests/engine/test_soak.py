@@ -68,7 +68,7 @@ class Soak:
         self._now = 0
 
     def run(self, requests: int) -> None:
-        """Serve so many more, to the end of the last."""
+        """Serve so many more requests, to the end of the last."""
         todo = requests
         while todo or self._live:
             while todo and len(self._live) < TOGETHER and self._rng.random() < 0.5:
@@ -115,7 +115,7 @@ class Soak:
 
 
 def resident() -> int:
-    """Bytes of main memory that this process has."""
+    """Return the bytes of main memory that this process has."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 

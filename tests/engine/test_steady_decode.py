@@ -55,7 +55,7 @@ def steady(device: str, family: str) -> LLM:
 
 
 def python_calls(call: Callable[[], object]) -> Counter[str]:
-    """Every function entered, those written in C too, by module and name."""
+    """Count every function that is entered, in Python or C, by module and name."""
     seen: Counter[str] = Counter()
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:

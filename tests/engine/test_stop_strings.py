@@ -110,7 +110,7 @@ def test_stop_strings_that_make_no_sense(stops: Sequence[str]) -> None:
 
 
 def lines_run(stops: Sequence[str], pieces: Sequence[str]) -> int:
-    """How many lines of Python it takes: a cost that needs no clock."""
+    """Count the lines of Python that run, a cost that needs no clock."""
     count = 0
 
     def trace(_frame: FrameType, event: str, _argument: object) -> Any:
@@ -132,7 +132,7 @@ def lines_run(stops: Sequence[str], pieces: Sequence[str]) -> int:
 @pytest.mark.parametrize("text", ["a" * 4000, ("a" * 199 + "c") * 20, "ab" * 2000])
 @pytest.mark.parametrize("length", [1, 7, 4000])
 def test_a_character_costs_the_same_whatever_the_stop_strings(text: str, length: int) -> None:
-    """Also where every character could be the beginning of all of them, and none is met."""
+    """This holds even where every character could begin all of them, and none is met."""
     pieces = [text[at : at + length] for at in range(0, len(text), length)]
     alike = ["a" * n + "b" + "a" * 100 for n in range(100, 200, 10)]
     assert lines_run(alike, pieces) < 20 * len(text)

@@ -15,7 +15,7 @@ IN_USE = "in use by another thread"
 
 
 def in_another_thread(call: Any) -> Any:
-    """What it returned or raised there."""
+    """Call it in another thread; return what it returned or raised there."""
     found: list[Any] = []
 
     def run() -> None:

@@ -101,6 +101,6 @@ def test_seeds_differ_and_so_do_requests_without_one(device: str) -> None:
 
 
 def test_every_token_is_drawn_anew(device: str) -> None:
-    """So hot that all tokens are about as likely, whatever stands before them."""
+    """At this temperature all tokens are about as likely, whatever stands before them."""
     hot = SamplingParams(temperature=1000.0, seed=5, max_new_tokens=30, ignore_eos=True)
     assert len(set(one(small_llm(device), "Once", hot).token_ids)) > 20

@@ -107,7 +107,7 @@ def test_rotations_that_are_always_the_same(rotation: Any, dtype: torch.dtype) -
 
 
 def test_rotations_that_no_config_tells_of() -> None:
-    """A dynamic scaling that begins within the positions in use."""
+    """A dynamic scaling begins within the positions in use."""
     model = build(transformers.LlamaConfig(**_SHAPE, **scaling("dynamic", factor=2.0)))
     rotary = model.model.rotary_emb
     rotary.max_seq_len_cached = rotary.original_max_seq_len = 32
@@ -129,7 +129,7 @@ def test_positions_counted_from_elsewhere(config: Any, pad: int) -> None:
 
 
 def test_positions_that_skip_a_token() -> None:
-    """It counts from 0, and a padding token not at all."""
+    """The model counts from 0 and skips padding tokens."""
     model = build(transformers.LlamaConfig(**_SHAPE | {"pad_token_id": 7}))
     forward = model.forward
 
@@ -239,7 +239,7 @@ def test_chunks_and_what_lies_within_one() -> None:
 
 
 def test_a_window_under_another_name() -> None:
-    """What a mask hides tells, not a setting."""
+    """The mask shows what is hidden; no setting has to say so."""
     model = build(transformers.MistralConfig(**_SHAPE, sliding_window=12))
     inner = model.model
     forward = inner.forward

@@ -55,7 +55,7 @@ def byte_level(pieces: Sequence[bytes]) -> PreTrainedTokenizerBase:
 
 
 def words(known: Sequence[str]) -> PreTrainedTokenizerBase:
-    """Knows these, with spaces between, and raises an ``Exception`` for any other."""
+    """It knows these words, with spaces between, and raises an ``Exception`` for any other."""
     return _of_words(known, pre_tokenizers.WhitespaceSplit())
 
 
@@ -80,14 +80,14 @@ def _of_words(known: Sequence[str], cut: Any) -> PreTrainedTokenizerBase:
 
 
 def all_cuts(longest: int = 3) -> list[bytes]:
-    """Everything of up to three bytes, out of those that ``SAMPLE`` has."""
+    """Return every string of up to three bytes of those that ``SAMPLE`` has."""
     alphabet = sorted(set(SAMPLE.encode()))
     lengths = range(1, longest + 1)
     return [bytes(each) for n in lengths for each in product(alphabet, repeat=n)]
 
 
 def _written(piece: bytes) -> str:
-    """As GPT-2's vocabulary writes bytes: itself where it can be seen, else from 256 up."""
+    """GPT-2's vocabulary writes a byte as itself where it is printable, else from 256 up."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return "".join(chr(byte if byte in plain else 256 + others.index(byte)) for byte in piece)

@@ -136,7 +136,7 @@ def test_verdicts(low: float, high: float, verdict: Verdict) -> None:
 
 
 def test_an_interval_of_few_values_is_no_narrower_than_any_noise_allows() -> None:
-    """Of 10 values, all lie above the median once in 1024: at one in 1000 nothing less will do."""
+    """All of 10 values lie above the median once in 1024: at one in 1000 all are needed."""
     values = [float(value) for value in range(10)]
     assert median_interval(values, 0.001) == Interval(0.0, 9.0)
     with pytest.raises(ValueError, match="9 values say nothing"):

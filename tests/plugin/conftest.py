@@ -68,7 +68,7 @@ class Project:
             (self.path / f"{name}.py").write_text(dedent(text))
 
     def copy_caches(self) -> None:
-        """The caches beside this file, as a package of the project."""
+        """Copy the caches beside this file into the project, as a package."""
         shutil.copytree(CACHES, self.path / "caches", ignore=shutil.ignore_patterns("__pycache__"))
 
     def pretend_gpus(self, *, count: int) -> list[str]:
@@ -82,7 +82,7 @@ class Project:
         (self.path / "pytest.ini").write_text("\n".join(["[pytest]", *lines]) + "\n")
 
     def pytest(self, *arguments: str) -> pytest.RunResult:
-        """Run in a process of its own, so that the plugin comes in as it does for a user."""
+        """Run pytest in its own process, so that the plugin comes in as it does for a user."""
         arguments = ("-p", "no:cacheprovider", *arguments)
         if self.from_cold:
             return self.pytester.runpytest_subprocess(*arguments)
@@ -100,7 +100,7 @@ class Project:
         return pytest.RunResult(done.returncode, *lines, seconds)
 
     def saved(self, suffix: str) -> Path:
-        """The trace, or script, of the one failure there was."""
+        """Return the trace, or script, of the only failure."""
         (file,) = (self.path / ".roseinfer").glob(f"*{suffix}")
         return file
 

@@ -1,4 +1,4 @@
-"""Caches made to fool the harness: each is rejected, and the message says for what."""
+"""Caches made to fool the harness: each is rejected, and the message says why."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_each_is_rejected_for_what_it_does(project: Project) -> None:
 
 
 def failures(project: Project) -> dict[str, str]:
-    """The message of every failed test, by the name of the cache."""
+    """Return the message of every failed test, by the name of the cache."""
     cases = ElementTree.parse(project.path / "results.xml").iter("testcase")
     return {
         case.attrib["classname"].rpartition(".Test")[2]: str(failure.text)

@@ -23,7 +23,7 @@ HISTORY = History(CacheSpec(), (Append((0, 1)), Append((0,))))
 
 
 class StrictCache(PagedCache):
-    """Refuses to free a sequence it does not know."""
+    """It refuses to free a sequence it does not know."""
 
     def bad_calls(self) -> Iterable[BadCall]:
         yield BadCall("free of an unknown sequence", lambda: self.free(99), (KeyError,))

@@ -65,7 +65,7 @@ def test_the_tutorial_takes_ten_lines() -> None:
 
 
 def test_the_suite_needs_no_file_and_hides_no_target(project: Project) -> None:
-    """Started as ``pytest``, which unlike ``python -m pytest`` does not look where it stands."""
+    """``pytest``, unlike ``python -m pytest``, does not import from the folder it is started in."""
     for name in ("one", "two"):
         (project.path / name).mkdir()
         (project.path / name / "caches.py").write_text(tutorial().partition("TestListCache")[0])
@@ -115,7 +115,7 @@ def replaced(**tests: Any) -> type:
 
 
 def nothing(self: object) -> None:
-    """A test that checks nothing."""
+    """This test checks nothing."""
 
 
 @pytest.mark.skip(reason="slow")

@@ -29,7 +29,7 @@ SIZE = 2
 
 
 def met(*steps: Operation) -> dict[str, int]:
-    """What the last step finds after the others."""
+    """Return what the last step finds after the others."""
     oracle = Oracle(SIZE, capacity=20)
     for step in steps[:-1]:
         step.apply(oracle)
@@ -60,7 +60,7 @@ def test_the_oracle_says_what_rows_meet(steps: list[Operation], expected: dict[s
 
 
 class CountingCache(PagedCache):
-    """Counts what its rows met, for one list of all layers."""
+    """It counts what its rows met, for one list of all layers."""
 
     conditions = ("new", "old")
     row_conditions: ClassVar[Mapping[str, str]] = {"fresh": "new", "in_place": "old"}
@@ -106,7 +106,7 @@ def test_wrong_counts_are_found(cache: type[CountingCache]) -> None:
 
 
 class SwitchedCache(PagedCache):
-    """Has a switch that keeps the fast path off, and heeds it."""
+    """It has a switch that keeps the fast path off, and obeys it."""
 
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {"fast": (True, False)}
     paths: ClassVar[Mapping[str, FastPath]] = {

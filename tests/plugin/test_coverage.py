@@ -101,7 +101,7 @@ def test_the_same_verdict_with_workers_as_without(project: Project) -> None:
 
 
 def summary(result: pytest.RunResult) -> list[str]:
-    """From the first table to the last line before the count of tests."""
+    """Return the lines from the first table to the last one before the count of tests."""
     lines = result.outlines
     first = next(at for at, line in enumerate(lines) if "= roseinfer: caches." in line)
     return [line for line in lines[first:-1] if line]
@@ -140,7 +140,7 @@ def test_a_deselected_search_is_not_missed(project: Project) -> None:
 
 
 def test_a_target_that_was_asked_for_must_be_tested(project: Project) -> None:
-    """Easily said: the option, without the suite that it is for."""
+    """It is easy to give the option without the suite that it is for."""
     project.write(
         mine="""
             from pytest_roseinfer import KVCacheAdapter

@@ -1,4 +1,4 @@
-"""Mixes of requests as they are drawn: what adapters were promised, and of every kind."""
+"""Mixes of requests are drawn as adapters were promised, and of every kind."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_an_aim_sets_the_switches_its_path_needs(drawn: RequestMix) -> None:
     ids=["crowded", "roomy", "sharing a prefix", "cancelled at once", "late", "drawn"],
 )
 def test_mixes_are_of_every_kind(wanted: Callable[[RequestMix], bool]) -> None:
-    """Else ``find`` raises."""
+    """``find`` raises where it finds none."""
     find(
         request_mixes(ToyAdapter),
         wanted,

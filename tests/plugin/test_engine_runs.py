@@ -127,7 +127,7 @@ def test_a_token_that_was_right_must_stay_so() -> None:
 
 def test_a_request_that_was_cancelled_gets_nothing_more() -> None:
     class Deaf(ToyAdapter):
-        """Says that it has ended what it goes on with."""
+        """It says that a request has ended and goes on with it."""
 
         def make(self, mix: RequestMix) -> None:
             super().make(mix)

@@ -1,4 +1,4 @@
-"""Whole engines under test: one that is right passes, each that is not is told what it does."""
+"""Whole engines under test: a right one passes, and each wrong one is told what it does."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def engines(project: Project) -> Project:
 
 
 def file_testing(*adapters: type[EngineAdapter]) -> str:
-    """A test file."""
+    """Return the text of a test file."""
     imports = [f"from {each.__module__} import {each.__name__}" for each in adapters]
     classes = [f"Test{each.__name__} = conformance({each.__name__})" for each in adapters]
     return "\n".join(["from pytest_roseinfer import conformance", *imports, *classes])
 
 
 def failures(project: Project) -> dict[str, str]:
-    """What each failed test says, by the name of the adapter."""
+    """Return what each failed test says, by the name of the adapter."""
     cases = ElementTree.parse(project.path / "results.xml").iter("testcase")
     return {
         case.attrib["classname"].rpartition(".Test")[2]: failure.attrib["message"]
@@ -127,7 +127,7 @@ def test_each_that_is_not_is_rejected_for_what_it_does(engines: Project) -> None
 
 @pytest.fixture
 def how_to() -> tuple[str, str]:
-    """What docs/how-to.md says of engines: its example, and what follows that."""
+    """Return the example of docs/how-to.md for engines, and what follows it."""
     page = (ROOT / "docs" / "how-to.md").read_text(encoding="utf-8")
     section = page.partition("**Test a whole engine.**")[2].partition("\n\n**")[0]
     code, after = section.partition("```python\n")[2].split("```")

@@ -19,7 +19,7 @@ PROMPTS = ("The quick brown fox", "a", "KV cache", "ü" * 30, "0123456789" * 12,
 
 @pytest.fixture(scope="session")
 def roseinfer_device(device: str) -> str:
-    """Here the device of all tests: the plugin's own would choose the interpreter for them."""
+    """Return the device of all tests; the plugin's own would choose the interpreter for them."""
     return device
 
 
@@ -95,7 +95,7 @@ def test_tokens_are_the_bytes_of_a_text(roseinfer_tiny_gpt2: TinyGPT2, text: str
 
 
 def test_any_tokens_decode(roseinfer_tiny_gpt2: TinyGPT2) -> None:
-    """What a random model says is mostly no UTF-8."""
+    """The bytes that a random model generates are mostly no UTF-8."""
     assert (
         roseinfer_tiny_gpt2.tokenizer.decode([0xC3, 0x28, 0xFF, 256]).count(
             "\N{REPLACEMENT CHARACTER}"
@@ -150,7 +150,7 @@ def test_it_is_the_same_every_time_and_leaves_the_random_state_alone(
 
 
 def test_it_needs_no_network(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor a cache of earlier downloads: the home folder of this run is empty."""
+    """It needs no cache of earlier downloads either: the home folder of this run is empty."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     project.from_cold = True  # what is imported counts
     project.write(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class SharesNothing(PagedCache):
-    """Copies every block at once."""
+    """It copies every block at once."""
 
     fork_shares = "nothing"
 
@@ -43,7 +43,7 @@ class SharesNothing(PagedCache):
             self.append([seq], key[:, at : at + 1], value[:, at : at + 1])
 
     def shared(self, parent: int) -> int:  # noqa: ARG002
-        """How many of the parent's blocks its forks have in common with it."""
+        """Return how many of the parent's blocks its forks share."""
         return 0
 
     def fork(self, parent: int, child: int) -> None:

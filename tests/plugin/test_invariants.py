@@ -52,7 +52,7 @@ NEW = token_of(0, 2)
 
 
 def stored(*tokens: tuple[int, int, int]) -> Pair:
-    """An arena of poison with each of (block, position, token) in it."""
+    """Return an arena of poison with each (block, position, token) in it."""
     keys, values = (torch.full((1, 4, 2, 2, 4), float("nan")) for _ in range(2))
     for block, position, token in tokens:
         key, value = PAYLOAD.layer([token], 0)
@@ -64,7 +64,7 @@ OLD = [(0, 0, token_of(0, 0)), (0, 1, token_of(0, 1)), (1, 0, token_of(1, 0))]
 
 
 def observed() -> Observation:
-    """What is seen of a right cache."""
+    """Return an observation of a right cache."""
     oracle = Oracle(SPEC.block_size, SPEC.num_blocks)
     rows = [(0, 2), (1, 1)]
     oracle.append(rows, oracle.new_tokens(rows))
@@ -95,7 +95,7 @@ def observed() -> Observation:
 
 
 def after(**shown: Any) -> Observation:
-    """The same with something else in the cache afterwards."""
+    """Return the same with something else in the cache afterwards."""
     seen = observed()
     return replace(seen, after=replace(seen.after, **shown))
 

@@ -71,6 +71,24 @@ def test_a_buffer_that_is_too_short_is_found_and_shown_small() -> None:
     assert len(lengths) <= 2
 
 
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_what_fails_is_made_small_though_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class TakesLong(ShortBuffer):
+        def read_prompt(self, request: ToyRequest) -> None:
+            now[0] += 3.0 * (len(request.prompt) > 256)
+            super().read_prompt(request)
+
+    class Late(Sized):
+        engine_type = TakesLong
+
+    monkeypatch.setattr(checks, "monotonic", lambda: now[0])
+    with pytest.raises(MixDivergence) as caught:
+        search(Late)
+    assert len(caught.value.mix.requests) <= 2
+
+
 def test_an_engine_without_sizes_is_left_alone() -> None:
     with pytest.raises(pytest.skip.Exception, match="no sizes to vary"):
         search(ToyAdapter)
@@ -101,7 +119,7 @@ def test_what_is_drawn(few: int | None) -> None:
 
 
 def test_our_engine_serves_some(device: str) -> None:
-    """With its kernels on a GPU, and as torch does it elsewhere."""
+    """The engine runs its kernels on a GPU, and torch's own operations elsewhere."""
     slow = {} if device == "cuda" else {"paged_attention": False, "fused_model": False}
 
     @hypothesis_settings(max_examples=6, deadline=None, database=None, derandomize=True)

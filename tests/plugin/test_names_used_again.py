@@ -140,7 +140,7 @@ def test_shipped_adapters_begin_anew(adapter: type[KVCacheAdapter]) -> None:
 
 
 def test_a_prompt_under_a_name_whose_request_ended() -> None:
-    """In the cache without sharing between prompts, blocks go to the pool with their request."""
+    """Without sharing between prompts, blocks go back to the pool as their request ends."""
     steps = (Prefill(0, 5), Free(0), Prefill(0, 3), Append((0,)), Free(0), Append((0,)))
     run_history(UnsharedPagedAttentionCacheAdapter, History(SPEC, steps))
 

@@ -22,7 +22,7 @@ SUITE = ("--pyargs", "pytest_roseinfer.suite")
 
 
 def seen(project: Project, *arguments: str) -> str:
-    """The settings that a test of the project finds."""
+    """Return the settings that a test of the project finds."""
     project.write(test_show=SHOW)
     result = project.pytest("-s", *arguments)
     result.assert_outcomes(passed=1)
@@ -127,7 +127,7 @@ def test_an_unknown_name_in_the_ini_file_is_warned_about(project: Project) -> No
 def test_a_gpu_is_asked_for_where_there_is_none(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not a skip: whoever says --roseinfer-gpu wants to know that the GPU was not tested."""
+    """This is no skip: who gives --roseinfer-gpu wants to know that the GPU was not tested."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for more in ([], ["-n", "2"]):
         result = project.pytest("--roseinfer-gpu", *more)

@@ -37,7 +37,7 @@ FEW = ("--roseinfer-examples=25", "--roseinfer-seed=4")
 
 
 def met(*steps: Operation, block_size: int = 3) -> dict[str, int]:
-    """What the last step meets after the others, in three blocks."""
+    """Return what the last step meets after the others, in three blocks."""
     oracle = Oracle(block_size, capacity=3)
     for step in steps[:-1]:
         assert step.apply(oracle)

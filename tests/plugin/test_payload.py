@@ -1,4 +1,4 @@
-"""Tokens are coded once, and nobody who asks for them sees what others asked for or did."""
+"""Tokens are coded once, and a caller sees nothing of what others asked for or changed."""
 
 from __future__ import annotations
 

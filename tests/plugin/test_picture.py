@@ -23,7 +23,7 @@ STEPS = (Prefill(0, 18), Prefill(7, 3), Fork(0, 1))
 
 
 def drawn(adapter: type[GroupedManager]) -> list[str]:
-    """The picture's lines."""
+    """Return the picture's lines."""
     with pytest.raises(Divergence) as raised:
         run_history(adapter, History(SPEC, STEPS))
     return [line.strip() for line in str(raised.value).split("\n\n")[-1].splitlines()]
@@ -109,7 +109,7 @@ class CountsAHolderTooMany(GroupedManager):
 
 
 def test_a_wrong_refcount_marks_its_block_whole() -> None:
-    """After the first step, when there is but one sequence."""
+    """This is after the first step, when there is only one sequence."""
     legend, _, pages, _, table = drawn(CountsAHolderTooMany)
     assert legend == "> < marks what is wrong in layer 0, block 2"
     assert pages == "sequence 0: [0.0 0.1 0.2 0.3 ... 0.13 0.14 0.15] >[0.16 0.17]<"

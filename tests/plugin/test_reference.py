@@ -1,4 +1,4 @@
-"""docs/reference.md names what there is, all of it, and nothing else."""
+"""docs/reference.md names everything that exists, and nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 
 
 def table(heading: str) -> list[list[str]]:
-    """The rows of the table under a heading; cells that are a name lose their backticks."""
+    """Return the rows of the table under a heading; names lose their backticks."""
     found = re.search(rf"^##+ {re.escape(heading)}\n(.*?)(?=^##|\Z)", REFERENCE, re.M | re.S)
     assert found, f"no heading {heading!r}"
     lines = [line for line in found[1].splitlines() if line.startswith("|")]
@@ -56,7 +56,7 @@ def names(heading: str) -> list[str]:
 
 @dataclass
 class Recorder:
-    """Stands for pytest's parser and notes what is added to it."""
+    """This stands for pytest's parser and notes what is added to it."""
 
     options: list[str] = field(default_factory=list)
     ini: dict[str, str] = field(default_factory=dict)

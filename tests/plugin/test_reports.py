@@ -115,7 +115,7 @@ def test_the_json_says_why_a_run_is_no_pass() -> None:
 
 
 class Reader(HTMLParser):
-    """What a page would make a browser do, and whether its tags are closed in order."""
+    """This notes what a page would make a browser do, and checks that tags are closed in order."""
 
     def __init__(self) -> None:
         super().__init__()

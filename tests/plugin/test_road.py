@@ -32,7 +32,7 @@ class Negates(ListCache):
 
 
 def road(test: Callable[[], None]) -> list[str]:
-    """The files of both packages that are entered from a call to the first failing assertion."""
+    """Return the files of both packages that are entered up to the first failing assertion."""
     files: dict[str, None] = {}
     end = Divergence.__init__.__code__
 

@@ -1,4 +1,4 @@
-"""Where nothing uses it, the plugin costs next to nothing: it is in every pytest run there is."""
+"""The plugin is in every pytest run, so where nothing uses it, it costs next to nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def probed(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 def test_it_imports_nothing_but_itself(probed: Project) -> None:
-    """Not a module more than without it, in an empty project and in one with a test."""
+    """No more modules are imported than without it, in an empty project and in one with a test."""
     for arguments in [("--collect-only",), ("test_plain.py",)]:
         extra = loaded(probed, *arguments) - loaded(probed, *arguments, "-p", "no:roseinfer")
         assert extra == ALLOWED
@@ -66,14 +66,14 @@ def test_its_help_and_fixtures_import_nothing_heavy(probed: Project) -> None:
 
 
 def test_a_project_that_is_configured_for_it_imports_nothing_heavy(probed: Project) -> None:
-    """An ini file is there in every run; most of them are about other tests."""
+    """Every run has its ini file, and most runs are about other tests."""
     probed.ini("roseinfer_targets = mine:Cache", "roseinfer_profile = ci")
     probed.write(test_plain="def test_plain(): pass")
     assert not HEAVY & loaded(probed)
 
 
 def test_it_adds_at_most_20_milliseconds(project: Project, tmp_path: Path) -> None:
-    """The fastest of several runs with it, less the fastest without.
+    """Return the fastest of several runs with it, less the fastest without.
 
     Other work on the machine only ever makes a run slower, so the fastest says most. Where
     five pairs leave a doubt, more are run before it counts.
@@ -91,14 +91,14 @@ def test_it_adds_at_most_20_milliseconds(project: Project, tmp_path: Path) -> No
 
 @dataclass(frozen=True)
 class Collection:
-    """``pytest --collect-only`` in an empty folder, with no plugin but those it is given."""
+    """Run ``pytest --collect-only`` in an empty folder, only with the plugins it is given."""
 
     folder: Path
     bytecode: Path
     """Where this run compiles to, as an installation has its modules compiled."""
 
     def seconds(self, arguments: list[str]) -> float:
-        """Of the processor, not of the clock."""
+        """Return seconds of the processor, not of the clock."""
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
         environment = os.environ | {
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",

@@ -33,7 +33,7 @@ def git(project: Project, *arguments: str) -> None:
 
 
 def test_a_folder_beside_the_one_pytest_is_started_in(project: Project) -> None:
-    """With its name apart from the option, and no ini file, pytest's root is what holds both."""
+    """The option's value looks like a path, so without an ini file pytest's root holds both."""
     for name, microseconds in (("mine", 1000), ("other", 800)):
         (project.path / name).mkdir()
         project.write(**{f"{name}/engine": engine(microseconds), f"{name}/test_speed": marked()})

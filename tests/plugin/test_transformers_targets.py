@@ -113,7 +113,7 @@ class LosesTokens(DynamicCacheAdapter):
 
 
 class SelectsOthers(DynamicCacheAdapter):
-    """Rows come back in the order they had, whichever was asked for."""
+    """Rows come back in the order they had, whatever order was asked for."""
 
     def new_cache(self) -> Any:
         def select(cache: Any, indices: torch.Tensor) -> None:
@@ -126,7 +126,7 @@ class SelectsOthers(DynamicCacheAdapter):
 
 
 def planted(base: type[PagedAttentionCacheAdapter], plant: Callable[[Any], None]) -> Any:
-    """An adapter of a cache that is broken after it was made."""
+    """Return an adapter that breaks its cache as soon as it is made."""
 
     def make(adapter: PagedAttentionCacheAdapter, spec: CacheSpec) -> None:
         base.make(adapter, spec)
@@ -260,7 +260,7 @@ def test_the_step_that_found_md_names() -> None:
 
 
 def scripts() -> list[tuple[str, str]]:
-    """Every script of docs/found.md, and what it says there that it prints."""
+    """Return every script of docs/found.md, and the output that is printed there."""
     return re.findall(r"```python\n(.*?)```.*?```text\n(.*?)```", FOUND.read_text(), re.DOTALL)
 
 

@@ -89,7 +89,7 @@ def test_it_holds_a_step_to_the_time_of_its_gpu(on_a_gpu: Project) -> None:
 
 
 def test_it_takes_its_time_as_it_did_after_a_comparison_too(on_a_gpu: Project) -> None:
-    """Of a step that grows, the time depends on how many are measured."""
+    """If a step grows, its time depends on how many are measured."""
     growing = GPU_ENGINE.format(microseconds='(1000 + 10 * counts["steps"])')
     growing = growing.replace("MICROSECONDS = ", "MICROSECONDS = lambda counts: ")
     growing = growing.replace("+= MICROSECONDS", "+= MICROSECONDS(counts)")

@@ -91,7 +91,7 @@ def test_no_more_is_searched_where_nothing_is_required(project: Project) -> None
 
 
 def test_mixes_and_forks_of_an_engine_go_on_as_well(project: Project) -> None:
-    """Forks too, since requests alone may be unable to take a path."""
+    """Forks are searched again too, since requests alone may be unable to take a path."""
     project.monkeypatch.setenv("PYTHONPATH", str(ROOT))
     project.write(test_late=LATE_ENGINE)
     result = project.pytest("-k", "requests_get", *SEARCH)

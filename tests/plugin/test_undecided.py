@@ -20,7 +20,7 @@ Question = tuple[tuple[int, ...], Sampling]
 
 
 class Undecided(Misrounds):
-    """Rounding excuses whatever begins like the first request."""
+    """Rounding excuses every text that begins like the first request."""
 
     questions: ClassVar[list[Question]]
 
@@ -37,7 +37,7 @@ def questions() -> list[Question]:
 
 
 def first_tokens(*prompt: int) -> tuple[int, ...]:
-    """A prompt, and what is right to follow."""
+    """Return a prompt and the tokens that must follow."""
     (token,) = ToyAdapter().alone(prompt, Sampling(1), mix())
     return (*prompt, token)
 
@@ -69,7 +69,7 @@ def test_undecided_excuses_nobody_else(questions: list[Question]) -> None:
 
 
 def test_undecided_excuses_only_what_follows(questions: list[Question]) -> None:
-    """Not the token before, nor what is held at the end."""
+    """Rounding excuses neither the token before nor what is held at the end."""
 
     class WrongFromTheStart(ToyEngine):
         def choose(self, batch: Sequence[ToyRequest]) -> list[int]:

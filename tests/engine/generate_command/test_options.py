@@ -48,7 +48,7 @@ ENGINE = {
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[LLM, SamplingParams]]:
-    """What prompts were continued with."""
+    """Return what the prompts were continued with."""
     found: list[tuple[LLM, SamplingParams]] = []
     generate = LLM.generate
 

@@ -62,7 +62,7 @@ def test_a_closed_standard_input_is_no_prompt(
 
 
 def test_an_interrupt_amid_imports_ends_it_quietly(tmp_path: Path) -> None:
-    """Which in torch's C++ would abort."""
+    """An interrupt in torch's C++ would abort the process."""
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     code = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "

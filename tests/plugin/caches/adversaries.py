@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ReturnsItsInputs(ListCache):
-    """Keeps what it is handed and hands it back: what it never stored is always right."""
+    """It keeps what it is handed and hands it back, so what it never stored is always right."""
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         for i, seq in enumerate(seqs):
@@ -44,7 +44,7 @@ class WritesNothing(PagedCache):
 
 
 class PeekSharesMemory(PagedCache):
-    """Stores nothing, and shows the caller's own tensors to whoever asks what is stored."""
+    """It stores nothing, and shows the caller's own tensors as what is stored."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
@@ -72,7 +72,7 @@ class NeverTakesItsFastPath(PagedCache):
 
 
 class _Claims(PagedCache):
-    """Writes row by row and counts what ``claim`` says."""
+    """It writes row by row and counts what ``claim`` says."""
 
     def claim(self) -> str:
         raise NotImplementedError

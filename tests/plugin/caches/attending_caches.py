@@ -30,7 +30,7 @@ class AttendingCache(PagedCache):
         return torch.stack(outputs).to(query.dtype)
 
     def blocks_of(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whole blocks, ``[heads, tokens, head_dim]``: behind the last token lies anything."""
+        """Return whole blocks, ``[heads, tokens, head_dim]``; the last token may not end them."""
         blocks = self.tables[seq]
         return (
             self.keys[layer, blocks].transpose(0, 1).flatten(1, 2).float(),
@@ -38,7 +38,7 @@ class AttendingCache(PagedCache):
         )
 
     def for_each(self, query: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        """The head that each query head attends to."""
+        """Return the head that each query head attends to."""
         return cache.repeat_interleave(len(query) // len(cache), 0)
 
     def length_of(self, seq: int) -> int:
@@ -47,7 +47,7 @@ class AttendingCache(PagedCache):
     def weigh(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: int
     ) -> torch.Tensor:
-        """Of one sequence, of whose tokens so many count."""
+        """Attend to the first so many tokens of one sequence."""
         scores = torch.einsum("hd,htd->ht", query.float(), keys[:, :length])
         weights = torch.softmax(scores * self.scale, -1)
         return torch.einsum("ht,htd->hd", weights, values[:, :length])
@@ -73,14 +73,14 @@ class MissesTheLastToken(AttendingCache):
 
 
 class TakesATokenTooMany(AttendingCache):
-    """Where the last block has one, which was never written or is another's of before."""
+    """The last block may have one that was never written, or that another sequence left there."""
 
     def length_of(self, seq: int) -> int:
         return super().length_of(seq) + 1
 
 
 class WeighsTheTailWithZero(AttendingCache):
-    """Masks the scores behind the last token and not the values: zero times NaN is NaN."""
+    """It masks the scores behind the last token and not the values: zero times NaN is NaN."""
 
     def weigh(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: int
@@ -91,7 +91,7 @@ class WeighsTheTailWithZero(AttendingCache):
 
 
 class _TakesFromAnother(AttendingCache):
-    """From the first sequence there is, as far as it goes."""
+    """It takes from the first sequence as far as that goes."""
 
     takes: ClassVar[tuple[int, ...]]
 

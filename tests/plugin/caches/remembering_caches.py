@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class KeepsTheLength(PagedCache):
-    """Frees the table, and keeps the length."""
+    """It frees the table and keeps the length."""
 
     def free(self, seq: int) -> None:
         self.unused += self.tables.pop(seq)
 
 
 class KeepsTheTokens(ListCache):
-    """Frees a sequence by its length alone, and does not write again what it has written."""
+    """It frees a sequence by its length alone, and does not write again what it has written."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)

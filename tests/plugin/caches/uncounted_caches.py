@@ -19,13 +19,13 @@ class UncountedCache(PagedCache):
 
 
 class EndlessCache(ListCache):
-    """Is never out of room, and declares that it is."""
+    """It is never out of room, and declares that it is."""
 
     conditions = ALL[:2]
 
 
 class NeverFreesCache(ListCache):
-    """Frees no sequence, and declares that names are used again."""
+    """It frees no sequence, and declares that names are used again."""
 
     conditions = ALL[2:]
 

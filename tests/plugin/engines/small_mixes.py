@@ -1,4 +1,4 @@
-"""Short mixes of requests for the toy engine, and what is said against one."""
+"""Short mixes of requests for the toy engine, and why one fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def asked(*prompt: int, sampling: Sampling = GREEDY, **fields: int) -> Asked:
 
 
 def reason(adapter: type[EngineAdapter], requests: RequestMix) -> str:
-    """The first line of what is said against it."""
+    """Return the first line of what a failing mix says."""
     with pytest.raises(MixDivergence) as caught:
         run_mix(adapter, requests)
     return str(caught.value).partition("\n")[0]

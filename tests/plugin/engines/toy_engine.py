@@ -177,7 +177,7 @@ class ToyAdapter(EngineAdapter):
 
 
 class ToyForks(ToyAdapter):
-    """The same, with forks."""
+    """This is the same adapter, with forks."""
 
     def forked(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
         first = ToyRequest(tuple(prompt), samplings[0], Random(0))
