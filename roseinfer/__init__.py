@@ -56,40 +56,28 @@ if TYPE_CHECKING:
     from roseinfer.sampling import SamplingBatch as SamplingBatch
 
 _HOMES = {
-    "AppendPlan": "roseinfer.kv.plan",
-    "AppendPolicy": "roseinfer.config",
-    "AsyncLLM": "roseinfer.async_llm",
-    "AttentionPath": "roseinfer.attention.paths",
-    "BadArgument": "roseinfer.errors",
-    "BadBlock": "roseinfer.errors",
-    "BadRefcount": "roseinfer.errors",
-    "Condition": "roseinfer.kv.paths",
-    "ConfigError": "roseinfer.errors",
-    "EngineConfig": "roseinfer.config",
-    "EnginePath": "roseinfer.engine_paths",
-    "EngineStopped": "roseinfer.errors",
-    "KVBlockInfo": "roseinfer.kv.pool",
-    "KVBlockManager": "roseinfer.kv.manager",
-    "LLM": "roseinfer.llm",
-    "NoDistribution": "roseinfer.errors",
-    "NoText": "roseinfer.errors",
-    "OutOfBlocks": "roseinfer.errors",
-    "Path": "roseinfer.kv.paths",
-    "RequestOutput": "roseinfer.llm",
-    "RequestTooLarge": "roseinfer.errors",
-    "RoseinferError": "roseinfer.errors",
-    "SamplingBatch": "roseinfer.sampling",
-    "SamplingParams": "roseinfer.config",
-    "StalePlan": "roseinfer.errors",
-    "StepFailed": "roseinfer.errors",
-    "TinyGPT2": "roseinfer.models.tiny",
-    "TritonUnavailable": "roseinfer.errors",
-    "UnsupportedModel": "roseinfer.errors",
-    "byte_tokenizer": "roseinfer.models.tiny",
-    "load_attention_kernels": "roseinfer.attention.triton",
-    "paged_attention_reference": "roseinfer.attention.reference",
-    "tiny_gpt2": "roseinfer.models.tiny",
+    name: f"roseinfer.{home}"
+    for home, names in {
+        "async_llm": "AsyncLLM",
+        "attention.paths": "AttentionPath",
+        "attention.reference": "paged_attention_reference",
+        "attention.triton": "load_attention_kernels",
+        "config": "AppendPolicy EngineConfig SamplingParams",
+        "engine_paths": "EnginePath",
+        "errors": "BadArgument BadBlock BadRefcount ConfigError EngineStopped NoDistribution "
+        "NoText OutOfBlocks RequestTooLarge RoseinferError StalePlan StepFailed "
+        "TritonUnavailable UnsupportedModel",
+        "kv.manager": "KVBlockManager",
+        "kv.paths": "Condition Path",
+        "kv.plan": "AppendPlan",
+        "kv.pool": "KVBlockInfo",
+        "llm": "LLM RequestOutput",
+        "models.tiny": "TinyGPT2 byte_tokenizer tiny_gpt2",
+        "sampling": "SamplingBatch",
+    }.items()
+    for name in names.split()
 }
+"""The module of each public name."""
 
 __version__ = "0.1.0"
 __all__ = sorted(_HOMES)

@@ -92,7 +92,7 @@ class Engine:
             self.sessions.model,
             self.sessions.attention,
             config.max_batch_size,
-            graphs=config.replays_graphs(device.type),
+            graphs=device.type == "cuda" and config.cuda_graph is not False,
         )
 
     # -------------------------------------------------------------------------- requests
