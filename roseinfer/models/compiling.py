@@ -12,10 +12,10 @@ from roseinfer.models.causal import ATTENTION, attend
 
 
 def compile_layers(model: Any) -> None:
-    """Have what lies between a layer's matrix products and its attention fused.
+    """Fuse what lies between the matrix products of a layer and its attention.
 
-    Each layer is compiled alone, for any number of tokens, and all share what comes of it: the
-    work is that of one layer. Attention stays as it is, being ours.
+    Layers are compiled one by one, for any number of tokens, and share the code: the work is that
+    of one layer. Our attention is left out.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]

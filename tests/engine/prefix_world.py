@@ -71,8 +71,8 @@ class World:
     # ------------------------------------------------------------------------------- steps
 
     def start(self, tokens: list[int]) -> Sequence:
-        match = self.cache.match(tokens)
-        sequence = Sequence(list(tokens), match.block_lists, match.num_tokens, match.held)
+        held, block_lists, num_tokens = self.cache.match(tokens)
+        sequence = Sequence(list(tokens), block_lists, num_tokens, held)
         self.sequences.append(sequence)
         return sequence
 
