@@ -21,28 +21,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from roseinfer.async_llm import AsyncLLM as AsyncLLM
     from roseinfer.attention.paths import AttentionPath as AttentionPath
-    from roseinfer.attention.reference import (
-        paged_attention_reference as paged_attention_reference,
-    )
+    from roseinfer.attention.reference import paged_attention_reference as paged_attention_reference
     from roseinfer.attention.triton import load_attention_kernels as load_attention_kernels
     from roseinfer.config import AppendPolicy as AppendPolicy
     from roseinfer.config import EngineConfig as EngineConfig
     from roseinfer.config import SamplingParams as SamplingParams
     from roseinfer.engine_paths import EnginePath as EnginePath
-    from roseinfer.errors import BadArgument as BadArgument
-    from roseinfer.errors import BadBlock as BadBlock
-    from roseinfer.errors import BadRefcount as BadRefcount
-    from roseinfer.errors import ConfigError as ConfigError
-    from roseinfer.errors import EngineStopped as EngineStopped
-    from roseinfer.errors import NoDistribution as NoDistribution
-    from roseinfer.errors import NoText as NoText
-    from roseinfer.errors import OutOfBlocks as OutOfBlocks
-    from roseinfer.errors import RequestTooLarge as RequestTooLarge
-    from roseinfer.errors import RoseinferError as RoseinferError
-    from roseinfer.errors import StalePlan as StalePlan
-    from roseinfer.errors import StepFailed as StepFailed
-    from roseinfer.errors import TritonUnavailable as TritonUnavailable
-    from roseinfer.errors import UnsupportedModel as UnsupportedModel
+    from roseinfer.errors import *  # noqa: F403
     from roseinfer.kv.manager import KVBlockManager as KVBlockManager
     from roseinfer.kv.paths import Condition as Condition
     from roseinfer.kv.paths import Path as Path

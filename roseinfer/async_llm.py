@@ -88,7 +88,6 @@ class AsyncLLM:
             self._do(lambda: self._leave(listener))
 
     async def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
-        """Continue one prompt to its end."""
         last = None
         async for update in self.stream(prompt, params):
             last = update

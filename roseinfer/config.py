@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, fields
 from types import NoneType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roseinfer.errors import ConfigError
 
@@ -88,7 +88,7 @@ class AppendPolicy:
             "triton_min_batch": TRITON_MIN_BATCH,
             "triton_full_batch_min_batch": TRITON_FULL_BATCH_MIN_BATCH,
         }
-        given = {
+        given: dict[str, Any] = {
             threshold: _whole_number(variable, env[variable])
             for threshold, variable in thresholds.items()
             if variable in env
@@ -180,8 +180,7 @@ class EngineConfig:
     chunked_prefill: bool = True
     """Off: a prompt is stored in one step, however long."""
     attention_backend: str | None = None
-    """What computes attention: ``triton``, ``reference``, which gathers every sequence, or
-    another that was registered; None for the device's best."""
+    """``triton``, ``reference`` or another that was registered; None for the device's best."""
     paged_attention: bool | None = None
     """An older name for the same: True for ``triton`` and False for ``reference``."""
     resident_decode: bool | None = None
@@ -189,11 +188,9 @@ class EngineConfig:
     fused_model: bool | None = None
     """Run a model on fused kernels if there are some for it; None for yes on a GPU."""
     pad_head: bool | None = None
-    """Widen the head of a model that runs on its own modules if its vocabulary is of an odd size;
-    None for yes on a GPU."""
+    """Widen the heads of other models with odd vocabularies; None for yes on a GPU."""
     compile_layers: bool = False
-    """Have torch.compile fuse the layers of models that run on their own modules, which takes
-    some ten seconds at the start."""
+    """Have torch.compile fuse the layers of other models, which takes some ten seconds."""
     cuda_graph: bool | None = None
     """Replay steps of resident sequences from CUDA graphs; None for yes on a GPU."""
     run_ahead: int | None = field(default=None, metadata={"least": 0})
@@ -202,8 +199,7 @@ class EngineConfig:
     per_layer_kv: bool = False
     """A block list for every layer, which the append policy's per-token switches need."""
     append_policy: AppendPolicy | None = None
-    """How the KV cache is written to. None for what the environment asks for; where it asks for
-    nothing, kernels write on a GPU."""
+    """How the KV cache is written to; None for what the environment asks for."""
 
     def __post_init__(self) -> None:
         if self.append_policy is None:

@@ -61,10 +61,11 @@ class _Caused(RoseinferError, RuntimeError):
     """An error that may be kept for long, with the exception that caused it, if one did."""
 
     def __init__(self, what: str, cause: BaseException | None = None) -> None:
-        super().__init__(what if cause is None else f"{what}: {in_words(cause)}")
         if cause is not None:
+            what += f": {type(cause).__name__}: {cause}"
             self.__cause__ = cause
             _clear_all_frames(cause)
+        super().__init__(what)
 
 
 class StepFailed(_Caused):
@@ -83,10 +84,6 @@ class NoText(_Caused):
 
 class EngineStopped(_Caused):
     """A stream of an engine that no longer runs."""
-
-
-def in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _clear_all_frames(error: BaseException) -> None:

@@ -35,7 +35,6 @@ class SamplingBatch:
     greedy: bool
     """True if every row takes its most likely token: nothing has to be sorted or drawn."""
     penalised: bool
-    """True if some row has a repetition penalty."""
 
     @classmethod
     def of(

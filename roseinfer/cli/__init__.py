@@ -23,16 +23,13 @@ _NOT_INSTALLED = (
 
 
 class Command(Protocol):
-    """What the module of a command offers."""
-
     HELP: str
     DESCRIPTION: str
 
     def add_options(self, parser: argparse.ArgumentParser, /) -> None:
         """Import nothing heavy: this is called whichever command was asked for."""
 
-    def run(self, args: argparse.Namespace, /) -> int:
-        """Do it, and return the exit status."""
+    def run(self, args: argparse.Namespace, /) -> int: ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:

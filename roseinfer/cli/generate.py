@@ -16,9 +16,8 @@ from roseinfer.errors import ConfigError, RoseinferError, UnsupportedModel
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from roseinfer.engine.engine import Update
     from roseinfer.llm import LLM, Prompt, RequestOutput
 
 HELP = "continue prompts with a language model"
@@ -219,9 +218,14 @@ def _interrupts_kill() -> Iterator[None]:
 
 
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_ids: bool) -> int:
+    space = ""
     try:
-        for piece in _pieces(llm.stream(prompt, params), as_ids=as_ids):
-            print(piece, end="", flush=True)
+        for update in llm.stream(prompt, params):
+            if not as_ids:
+                print(update.text, end="", flush=True)
+            elif update.token_id is not None:
+                print(f"{space}{update.token_id}", end="", flush=True)
+                space = " "
     except UnsupportedModel:
         raise  # no fault of the prompt
     except RoseinferError as error:
@@ -230,16 +234,6 @@ def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_ids: bool) -
         return _FAILED
     print(flush=True)
     return 0
-
-
-def _pieces(updates: Iterable[Update], *, as_ids: bool) -> Iterator[str]:
-    space = ""
-    for update in updates:
-        if not as_ids:
-            yield update.text
-        elif update.token_id is not None:
-            yield f"{space}{update.token_id}"
-            space = " "
 
 
 def _print_texts(outputs: Sequence[RequestOutput], *, as_ids: bool) -> None:

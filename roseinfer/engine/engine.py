@@ -16,14 +16,7 @@ from roseinfer.engine.request import BlockSupply, FinishReason, Request
 from roseinfer.engine.runner import SequenceRunner, StepRunner
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine_paths import EnginePath
-from roseinfer.errors import (
-    BadArgument,
-    NoDistribution,
-    NoText,
-    RequestTooLarge,
-    StepFailed,
-    in_words,
-)
+from roseinfer.errors import BadArgument, NoDistribution, NoText, RequestTooLarge, StepFailed
 from roseinfer.text.request_text import RequestText, detokenizers
 
 if TYPE_CHECKING:
@@ -84,7 +77,7 @@ class Engine:
         self._broken: list[Request] = []
         """The requests of the step that broke off last."""
         self._tokenizer = tokenizer
-        self._new_detokenizer = detokenizers(tokenizer) if tokenizer else None
+        self._detokenizer = detokenizers(tokenizer) if tokenizer else None
         self._end_tokens = frozenset(end_tokens)
         self._block_size = kv.block_size
         self._next_id = 0
@@ -96,10 +89,6 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         return len(self._scheduler.waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._scheduler.running)
 
     def submit(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
         """Queue a prompt. This raises for one that could never be served."""
@@ -116,7 +105,7 @@ class Engine:
             prompt_length=len(token_ids),
             most_tokens=self._most_tokens(len(token_ids), params),
             session=self.sessions.empty(token_ids),
-            text=RequestText(self._new_detokenizer, params.stop) if self._new_detokenizer else None,
+            text=RequestText(self._detokenizer(), params.stop) if self._detokenizer else None,
         )
         self._next_id += 1
         self._scheduler.add(request)
@@ -140,7 +129,8 @@ class Engine:
             raise
         except BaseException as error:  # a panic of Rust is no Exception
             raise BadArgument(
-                f"a prompt is a text that the tokenizer can read, or token ids: {in_words(error)}"
+                "a prompt is a text that the tokenizer can read, or token ids: "
+                f"{type(error).__name__}: {error}"
             ) from error
 
     def _most_tokens(self, prompt_length: int, params: SamplingParams) -> int:
@@ -276,7 +266,6 @@ class Engine:
             return ""
 
     def _count(self, step: Step) -> None:
-        """Count the paths that a step is about to take."""
         counts = self.path_counts
         if self._in_flight and self._in_flight[-1]:
             counts[EnginePath.RUN_AHEAD] += 1
@@ -287,11 +276,10 @@ class Engine:
         if step.decoding and step.chunks:
             counts[EnginePath.MIXED] += 1
         for request, count in step.chunks:
-            found = request.found
-            first = request.session.stored == found
+            first = request.session.stored == request.found
             if count < request.pending:
                 counts[EnginePath.CHUNKED] += 1
-            if first and found:
+            if first and request.found:
                 counts[EnginePath.PREFIX_HIT] += 1
             if first and request.preempted:
                 counts[EnginePath.RESUMED] += 1

@@ -36,7 +36,6 @@ class Entry:
     block_ids: tuple[int, ...]
     """Its block in each group of layers."""
     users: int = 0
-    """How many sequences hold it."""
     children: dict[Entry, None] = field(default_factory=dict, repr=False)
     """In the order they came, so that the same history frees blocks in the same order."""
     cached: bool = True

@@ -34,7 +34,6 @@ class Request:
     """A prompt, and how far it has come. Each of its fields is changed by one file only."""
 
     id: int
-    """Requests are numbered as they come."""
     params: SamplingParams
     seed: int
     """The seed of ``params``, or one drawn for a request without."""
@@ -52,7 +51,6 @@ class Request:
 
     # BlockSupply's.
     held: Held | None = None
-    """What it holds of the prefix cache."""
     found: int = 0
     """How many tokens the prefix cache had when it was last admitted."""
 
@@ -62,7 +60,6 @@ class Request:
     passed_over: int = 0
     """How many later requests were admitted before it."""
     preempted: int = 0
-    """How often it was preempted."""
 
     # The runner's.
     in_flight: int = 0
@@ -104,10 +101,7 @@ class BlockSupply:
     """Gives blocks to requests, with cached prefixes in them, and takes them back."""
 
     def __init__(
-        self,
-        kv: KVBlockManager,
-        prefixes: PrefixCache | None,
-        withdraw: Callable[[Request], None],
+        self, kv: KVBlockManager, prefixes: PrefixCache | None, withdraw: Callable[[Request], None]
     ) -> None:
         """``withdraw`` is called for a request before its blocks are taken back."""
         self._withdraw = withdraw

@@ -127,16 +127,13 @@ class SequenceRunner:
         return child
 
     def release(self, session: InferenceSession) -> None:
-        """Give back a session's blocks and drop its tokens."""
         session.rewind(self.kv)
         session.token_ids = []
 
     def empty(self, token_ids: list[int]) -> InferenceSession:
-        """Return a session of which nothing is stored yet."""
         return InferenceSession([[] for _ in range(self._groups)], token_ids)
 
     def check_tokens(self, prompt: Sequence[int]) -> None:
-        """Raise for a prompt that the model cannot read."""
         shape = self.model.shape
         if not prompt:
             raise BadArgument("an empty prompt: at least one token is needed")
@@ -294,7 +291,6 @@ class StepRunner:
         return self._sampling[1]
 
     def _seen(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
-        """Mark the tokens of each request, its prompt's included."""
         seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
         for row, request in enumerate(requests):
             if request.params.repetition_penalty != 1:

@@ -60,7 +60,6 @@ class Scheduler:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request, and take back what it holds."""
         if request.id in self.running:
             self._supply.give_back(request)
             del self.running[request.id]
@@ -68,8 +67,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     @property
-    def in_flight(self) -> bool:
-        """True if some request has tokens that were not read yet."""
+    def _in_flight(self) -> bool:
         return any(request.in_flight for request in self.running.values())
 
     def next_step(self) -> Step:
@@ -87,7 +85,7 @@ class Scheduler:
                 return Step()
             if self.waiting or len(step.decoding) < len(self.running):
                 PromptShare(self._config, self._supply, step).fill(self.running, self.waiting)
-            if step or self.in_flight:
+            if step or self._in_flight:
                 return step
             # No request can go on: each of several has too few blocks for its prompt, or the
             # only one shares a block with the prefix cache and would have to copy it.
@@ -124,7 +122,7 @@ class Scheduler:
             available = self._supply.available
             if blocks <= available:
                 return Step(decoding, blocks=blocks, spare=available - blocks)
-            if self.in_flight:
+            if self._in_flight:
                 return None
             if len(self.running) == 1:
                 return Step()
@@ -132,21 +130,18 @@ class Scheduler:
 
     def start_over(self) -> None:
         """Preempt all running requests."""
-        for request in sorted(self.running.values(), key=lambda each: each.id, reverse=True):
-            self._preempt(request)
+        while self.running:
+            self._preempt_newest()
 
     def _preempt_newest(self) -> None:
-        self._preempt(self.running[max(self.running)])
-
-    def _preempt(self, request: Request) -> None:
-        del self.running[request.id]
+        request = self.running.pop(max(self.running))
         self._supply.give_back(request)
         request.preempted += 1
         self.waiting.appendleft(request)
 
 
 class PromptShare:
-    """What one step does for prompts: it goes on with those begun, then begins new ones."""
+    """The part of a step that goes to prompts: first to those begun, then to new ones."""
 
     def __init__(self, config: EngineConfig, supply: BlockSupply, step: Step) -> None:
         self.config = config

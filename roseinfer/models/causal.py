@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
 
-from roseinfer.errors import UnsupportedModel
+from roseinfer.errors import ConfigError, UnsupportedModel
 from roseinfer.models.shape import shape_of
 from roseinfer.models.trial import Trial
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from roseinfer.engine_paths import EnginePath
 
 ATTENTION = "roseinfer_paged"
-"""Our attention's name in transformers' interface."""
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -75,7 +75,6 @@ class CausalModel:
     """A transformers model that keeps its keys and values in our cache."""
 
     paths: tuple[EnginePath, ...] = ()
-    """The paths that a forward pass takes."""
 
     def __init__(self, model: Any, *, max_length: int | None = None) -> None:
         """Take over ``model``, and try it: its attention is ours from here on."""
@@ -91,14 +90,10 @@ class CausalModel:
         self._model = model.eval()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.traits = Trial(model, self.shape, self._logits_of_each, attend).layer_traits()
+        # The trial runs the model's own modules, even where fused kernels replace them.
+        run = partial(CausalModel.logits, self)
+        self.traits = Trial(model, self.shape, run, attend).layer_traits()
         model.set_attn_implementation(ATTENTION)
-
-    def _logits_of_each(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
-        """Run the model's own modules, even where fused kernels replace them."""
-        return CausalModel.logits(self, token_ids, positions, None, attention)
 
     @torch.inference_mode()
     def logits(
@@ -121,6 +116,24 @@ class CausalModel:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+def compile_layers(model: Any) -> None:
+    """Fuse what lies between the matrix products of a layer and its attention.
+
+    Layers are compiled one by one, for any number of tokens, and share the code: the work is that
+    of one layer. Our attention is left out.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ConfigError(
+            f"compile_layers: transformers does not say which of {type(model).__name__}'s modules "
+            "are its layers: leave it off"
+        )
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
+    for layer in layers:
+        layer.compile(dynamic=True)
 
 
 _CHANGES_ATTENTION = {

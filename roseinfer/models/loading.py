@@ -15,9 +15,8 @@ from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError, UnsupportedModel
 from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.manager import KVBlockManager
-from roseinfer.models.causal import CausalModel
+from roseinfer.models.causal import CausalModel, compile_layers
 from roseinfer.models.checkpoint import fetch
-from roseinfer.models.compiling import compile_layers
 from roseinfer.models.families import fused_family
 from roseinfer.models.padded_head import PaddedHead, pad_head
 from roseinfer.models.tiny import tiny_gpt2
@@ -143,7 +142,6 @@ def _network(
 
 
 def _tokenizer(name: str) -> Any:
-    """Load the checkpoint's tokenizer, if it has one."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # of any kind, since tokenizers trusts what a file says

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from roseinfer.attention.backend import Attention
     from roseinfer.models.shape import ModelShape
 
-    Run = Callable[[torch.Tensor, torch.Tensor, Attention], torch.Tensor]
-    """A forward pass of tokens at positions; it returns the logits of each."""
+    Run = Callable[[torch.Tensor, torch.Tensor, None, Attention], torch.Tensor]
+    """Runs tokens at positions, as ``CausalModel.logits``, and returns the logits of each."""
     Mask = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     """Given batch, head, and the positions of a query and a key: whether the one sees the other."""
 
@@ -224,7 +224,9 @@ class Trial:
                 )
             logits = output.logits[0]
         else:
-            logits = self._run_at(tokens, torch.tensor(positions, device=tokens.device), noted)
+            logits = self._run_at(
+                tokens, torch.tensor(positions, device=tokens.device), None, noted
+            )
         noted.handed.append(logits)
         return noted
 

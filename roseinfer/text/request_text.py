@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,32 +16,26 @@ if TYPE_CHECKING:
 
 
 def detokenizers(tokenizer: Decodes) -> Callable[[], Detokenizer | ByteLevelDetokenizer]:
-    """Makes a detokenizer for each text of a tokenizer: the quickest that is right for it."""
+    """Return what makes a detokenizer for each text: of the quickest kind for the tokenizer."""
     if TokenPieces.serve(tokenizer):
         return partial(ByteLevelDetokenizer, TokenPieces(tokenizer))
     return partial(Detokenizer, tokenizer)
 
 
-@dataclass(slots=True)
 class RequestText:
-    """The text grows token by token, and what was returned once never changes."""
+    """A text that grows token by token. What was returned once never changes."""
 
-    _new_detokenizer: Callable[[], Detokenizer | ByteLevelDetokenizer]
-    """Called when the first token comes."""
-    _stop_strings: Sequence[str]
-    _detokenizer: Detokenizer | ByteLevelDetokenizer | None = None
-    _stops: StopStrings | None = None
-    _parts: list[str] = field(default_factory=list)
+    def __init__(self, detokenizer: Detokenizer | ByteLevelDetokenizer, stops: Sequence[str]):
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops) if stops else None
+        self._parts: list[str] = []
 
     @property
     def so_far(self) -> str:
         return "".join(self._parts)
 
     def add(self, token: int) -> tuple[str, bool]:
-        """The text that is certain now and was not before; whether a stop string ended it."""
-        if self._detokenizer is None:
-            self._detokenizer = self._new_detokenizer()
-            self._stops = StopStrings(self._stop_strings) if self._stop_strings else None
+        """Return the text that became certain, and whether a stop string ended it."""
         text, stopped = self._detokenizer.add(token), False
         if self._stops:
             text, stopped = self._stops.feed(text)
@@ -50,9 +43,7 @@ class RequestText:
         return text, stopped
 
     def finish(self) -> str:
-        """The rest: no more tokens will come."""
-        if self._detokenizer is None:
-            return ""
+        """Return the rest of the text after the last token."""
         text = self._detokenizer.flush()
         if self._stops:
             text, stopped = self._stops.feed(text)
