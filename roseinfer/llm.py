@@ -63,13 +63,7 @@ class LLM:
         self.config = EngineConfig(**config)
         loaded = load(model, self.config, device=device, dtype=dtype, tokenizer=tokenizer)
         self.tokenizer = loaded.tokenizer
-        self.engine = Engine(
-            loaded.model,
-            loaded.kv,
-            self.config,
-            tokenizer=loaded.tokenizer,
-            end_tokens=loaded.end_tokens,
-        )
+        self.engine = Engine(loaded, self.config)
         self._mail: dict[int, deque[Update]] = {}
         self._uses = 0
         """Calls and streams that are open, all in the thread ``_user``."""
@@ -89,14 +83,17 @@ class LLM:
         ``progress`` shows a bar; by default it is shown on a terminal.
         """
         asked = _as_list(prompts)
-        each = _for_each(params, len(asked))
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(asked)
+        if len(params) != len(asked):
+            raise BadArgument(f"{len(params)} sampling parameters for {len(asked)} prompts")
         outputs: list[RequestOutput | None] = [None] * len(asked)
         waiting: dict[int, int] = {}
-        """The index in ``outputs`` of every request that has not ended, by its id."""
+        """The indices in ``outputs`` of the requests that have not ended, by their ids."""
         hidden = None if progress is None else not progress
         bar = tqdm(total=len(asked), desc="generating", unit="request", disable=hidden)
         with self.in_use(), bar, self._requests() as requests:
-            for at, (prompt, own) in enumerate(zip(asked, each, strict=True)):
+            for at, (prompt, own) in enumerate(zip(asked, params, strict=True)):
                 try:
                     with uninterrupted():
                         requests.append(self.engine.submit(prompt, own))
@@ -175,7 +172,6 @@ class LLM:
 
 
 def output_of(request: Request, prompt: Prompt) -> RequestOutput:
-    assert request.finish_reason is not None
     return RequestOutput(
         prompt=prompt,
         token_ids=request.token_ids,
@@ -198,16 +194,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         ) from None
     alone = bool(found) and all(isinstance(each, int) for each in found)
     return [found] if alone else found
-
-
-def _for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise BadArgument(f"{len(params)} sampling parameters for {count} prompts")
-    return list(params)
 
 
 @contextmanager

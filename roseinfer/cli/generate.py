@@ -45,23 +45,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a prompt in each line that is not blank; - is standard input. Without any "
         "prompt, all of standard input is one, less the line end it closes with",
     )
-    numbers = "prompts and texts are token ids with spaces between: for checkpoints that have no "
-    group.add_argument("--token-ids", action="store_true", help=f"{numbers}tokenizer")
+    ids = "prompts and texts are token ids with spaces between (for lack of a tokenizer)"
+    group.add_argument("--token-ids", action="store_true", help=ids)
 
     add = parser.add_argument_group("model").add_argument
     names = "a directory or a hub id (default: tiny, a small random model that writes nonsense)"
     add("--model", "--hf-model-id", default="tiny", metavar="NAME", help=names)
     add("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
-    dtypes = "float32, float16 or bfloat16 (default: the checkpoint's own on a GPU, float32 on a "
-    add("--dtype", help=f"{dtypes}CPU)")
+    dtypes = "float32, float16 or bfloat16 (default: the checkpoint's on a GPU, else float32)"
+    add("--dtype", help=dtypes)
 
     add = parser.add_argument_group("sampling").add_argument
-    add(
-        "--temperature",
-        type=float,
-        help="0 takes the most likely token, the same every time (default: 0; but 1 with "
-        "--top-k, --top-p, --min-p or --seed)",
-    )
+    likeliest = "0 takes the most likely token (default: 0, but 1 with the next three or --seed)"
+    add("--temperature", type=float, help=likeliest)
     add("--top-k", type=int, metavar="K", help="choose among the K most likely tokens")
     add("--top-p", type=float, metavar="P", help="among the likeliest of together probability P")
     add("--min-p", type=float, metavar="P", help="among those P times as likely as the likeliest")

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import starmap
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from roseinfer.config import SamplingParams
 from roseinfer.decode.resident import ResidentDecode
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from roseinfer.config import EngineConfig
     from roseinfer.engine.runner import Flight
     from roseinfer.engine.scheduler import Step
-    from roseinfer.kv.manager import KVBlockManager
-    from roseinfer.models.causal import CausalModel
+    from roseinfer.models.loading import Loaded
 
 
 @dataclass(slots=True)
@@ -46,15 +45,8 @@ class Update:
 class Engine:
     """Serves any number of requests with one model on one cache."""
 
-    def __init__(
-        self,
-        model: CausalModel,
-        kv: KVBlockManager,
-        config: EngineConfig,
-        *,
-        tokenizer: Any = None,
-        end_tokens: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, loaded: Loaded, config: EngineConfig) -> None:
+        model, kv = loaded.model, loaded.kv
         self.config = config
         self.sessions = SequenceRunner(model, kv, attention=config.attention_backend)
         self.path_counts: Counter[str] = self.sessions.path_counts
@@ -76,9 +68,9 @@ class Engine:
         """Updates that no step has returned yet. A step that breaks off returns none."""
         self._broken: list[Request] = []
         """The requests of the step that broke off last."""
-        self._tokenizer = tokenizer
-        self._detokenizer = detokenizers(tokenizer) if tokenizer else None
-        self._end_tokens = frozenset(end_tokens)
+        self._tokenizer = loaded.tokenizer
+        self._detokenizer = detokenizers(loaded.tokenizer) if loaded.tokenizer else None
+        self._end_tokens = loaded.end_tokens
         self._block_size = kv.block_size
         self._next_id = 0
 

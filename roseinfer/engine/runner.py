@@ -34,7 +34,6 @@ class SequenceRunner:
     def __init__(
         self, model: CausalModel, kv: KVBlockManager, *, attention: str | None = None
     ) -> None:
-        """``attention`` names a backend; None takes the device's best."""
         self.model = model
         self.kv = kv
         self.path_counts: Counter[str] = Counter()
@@ -48,10 +47,9 @@ class SequenceRunner:
         self, prompts: Sequence[Sequence[int]]
     ) -> tuple[list[InferenceSession], torch.Tensor]:
         """Store prompts; return a session for each, and the logits of their next tokens."""
-        sessions = []
         for prompt in prompts:
             self.check_tokens(prompt)
-            sessions.append(self.empty(list(prompt)))
+        sessions = [self.empty(list(prompt)) for prompt in prompts]
         return sessions, self.extend(sessions)
 
     def extend(
@@ -96,22 +94,6 @@ class SequenceRunner:
             session.stored += count
             session.room = len(session.block_lists[0]) * size
         return logits
-
-    def decode_step_sessions(self, sessions: Sequence[InferenceSession]) -> list[int]:
-        """Append the most likely next token to every session, and return these tokens.
-
-        Each session must have exactly one token that is not stored; it is stored first.
-        """
-        for at, session in enumerate(sessions):
-            pending = len(session.token_ids) - session.stored
-            if pending != 1:
-                raise BadArgument(
-                    f"session {at} has {pending} tokens that are not stored; a decode step takes 1"
-                )
-        tokens: list[int] = self.extend(sessions).argmax(-1).tolist()
-        for session, token in zip(sessions, tokens, strict=True):
-            session.token_ids.append(token)
-        return tokens
 
     def fork(self, session: InferenceSession) -> InferenceSession:
         """Return a session that shares all that is stored and can be continued differently."""

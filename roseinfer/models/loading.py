@@ -39,7 +39,7 @@ class Loaded:
     kv: KVBlockManager
     tokenizer: Any
     """None for a checkpoint without one: prompts are token ids then."""
-    end_tokens: tuple[int, ...]
+    end_tokens: frozenset[int]
 
 
 def load(
@@ -154,13 +154,13 @@ def _tokenizer(name: str) -> Any:
     return tokenizer if tokenizer.vocab_size > 1 else None
 
 
-def _end_tokens(network: Any, tokenizer: Any) -> tuple[int, ...]:
+def _end_tokens(network: Any, tokenizer: Any) -> frozenset[int]:
     """Return every token that ends a text, by the model's configs or by its tokenizer."""
     ends: set[int] = set()
     for source in (getattr(network, "generation_config", None), network.config, tokenizer):
         found = getattr(source, "eos_token_id", None)
         ends |= {found} if isinstance(found, int) else set(found or ())
-    return tuple(sorted(ends))
+    return frozenset(ends)
 
 
 def _cache(model: CausalModel, config: EngineConfig) -> KVBlockManager:

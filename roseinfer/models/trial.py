@@ -78,18 +78,16 @@ def _attend_noted(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    *,
-    roseinfer_attention: _Noted | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Note the mask and the scale, and attend as the engine does."""
-    if roseinfer_attention is not None:
+    noted: _Noted | None = kwargs.get("roseinfer_attention")
+    if noted is not None:
         mask: Mask | None = getattr(attention_mask, "roseinfer_mask", None)
         if mask is not None:
-            roseinfer_attention.masks[mask] = type(module).__name__
+            noted.masks[mask] = type(module).__name__
             attention_mask = None
-        roseinfer_attention.scales.append(query.shape[-1] ** -0.5 if scaling is None else scaling)
-        kwargs["roseinfer_attention"] = roseinfer_attention
+        noted.scales.append(query.shape[-1] ** -0.5 if scaling is None else scaling)
     return attend(module, query, key, value, attention_mask, scaling, **kwargs)
 
 
@@ -224,9 +222,8 @@ class Trial:
                 )
             logits = output.logits[0]
         else:
-            logits = self._run_at(
-                tokens, torch.tensor(positions, device=tokens.device), None, noted
-            )
+            at = torch.tensor(positions, device=tokens.device)
+            logits = self._run_at(tokens, at, None, noted)
         noted.handed.append(logits)
         return noted
 
