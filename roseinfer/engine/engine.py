@@ -82,6 +82,10 @@ class Engine:
     def num_waiting(self) -> int:
         return len(self._scheduler.waiting)
 
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
     def submit(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
         """Queue a prompt. This raises for one that could never be served."""
         if not isinstance(params, SamplingParams):

@@ -102,7 +102,7 @@ def test_a_stream_lags_by_no_more_while_a_long_prompt_is_stored(device: str, lag
     for _ in range(lag):
         llm.engine.step()
     assert request.token_ids == expected(device, 1)[:6]
-    assert len(llm.engine._scheduler.running) == 1, "the long prompt is being stored still"
+    assert llm.engine.num_running == 1, "the long prompt is being stored still"
     run(llm)
 
 
