@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 TRITON_SWITCH = "ROSELLM_TRITON_KV_APPEND"
 TRITON_MIN_BATCH = "ROSELLM_TRITON_KV_APPEND_MIN_BATCH"
@@ -121,40 +121,38 @@ class SamplingParams:
     """Return the log-probability of each chosen token by the model's own logits."""
 
     def __post_init__(self) -> None:
-        whole = (self.top_k, self.max_new_tokens, 0 if self.seed is None else self.seed)
-        numbers = (self.temperature, self.top_p, self.min_p, self.repetition_penalty)
-        if not all(isinstance(value, int) for value in whole) or not all(
-            isinstance(value, (int, float)) for value in numbers
-        ):
-            raise ConfigError(
-                f"{self}: top_k, max_new_tokens and seed must be whole numbers, and temperature, "
-                "top_p, min_p and repetition_penalty numbers"
-            )
-        texts = isinstance(self.stop, (tuple, list)) and all(
-            isinstance(text, str) and text for text in self.stop
-        )
-        allowed = {
-            "temperature": (
-                0 <= self.temperature <= _LARGEST,
-                f"at least 0 and at most {_LARGEST}",
-            ),
-            "top_k": (0 <= self.top_k < 1 << 63, "at least 0 (0 turns it off) and below 2**63"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (1 turns it off)"),
-            "min_p": (0 <= self.min_p <= 1, "between 0 (which turns it off) and 1"),
-            "repetition_penalty": (
-                _LEAST_PENALTY <= self.repetition_penalty <= _LARGEST,
-                f"at least {_LEAST_PENALTY} (1 turns it off) and at most {_LARGEST}",
-            ),
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "stop": (texts, "texts in a list, none of them empty"),
-            "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
-            "logprobs": (isinstance(self.logprobs, bool), "True or False"),
-        }
-        for name, (holds, wanted) in allowed.items():
-            if not holds:
-                raise ConfigError(
-                    f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {wanted}"
-                )
+        for name, (kinds, holds, wanted) in _SAMPLING.items():
+            value = getattr(self, name)
+            if not (isinstance(value, kinds) and holds(value)):
+                raise ConfigError(f"SamplingParams.{name} is {value!r}; it must be {wanted}")
+
+
+_NUMBER = (int, float)
+_SAMPLING: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
+    "temperature": (_NUMBER, lambda x: 0 <= x <= _LARGEST, f"at least 0 and at most {_LARGEST}"),
+    "top_k": (
+        (int,),
+        lambda x: 0 <= x < 1 << 63,
+        "at least 0 (0 turns it off) and below 2**63, a whole number",
+    ),
+    "top_p": (_NUMBER, lambda x: 0 < x <= 1, "above 0 and at most 1 (1 turns it off)"),
+    "min_p": (_NUMBER, lambda x: 0 <= x <= 1, "between 0 (which turns it off) and 1"),
+    "repetition_penalty": (
+        _NUMBER,
+        lambda x: _LEAST_PENALTY <= x <= _LARGEST,
+        f"at least {_LEAST_PENALTY} (1 turns it off) and at most {_LARGEST}",
+    ),
+    "seed": ((int, NoneType), lambda _: True, "a whole number or None"),
+    "max_new_tokens": ((int,), lambda x: x >= 1, "at least 1, a whole number"),
+    "stop": (
+        (tuple, list),
+        lambda texts: all(isinstance(text, str) and text for text in texts),
+        "texts in a list, none of them empty",
+    ),
+    "ignore_eos": ((bool,), lambda _: True, "True or False"),
+    "logprobs": ((bool,), lambda _: True, "True or False"),
+}
+"""For each parameter: its types, a condition, and what an error asks for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class Engine:
             return [index(token) for token in token_ids]
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             raise BadArgument(
                 "a prompt is a text that the tokenizer can read, or token ids: "
                 f"{type(error).__name__}: {error}"
@@ -158,7 +158,7 @@ class Engine:
         try:
             if step:
                 self._launch(step)
-            # Where no step is launched, the oldest one in flight lands.
+            # If no step is launched, the oldest one in flight lands.
             self._land(self._run_ahead if step else len(self._in_flight) - 1)
         except BaseException:
             self._break_off(step)
@@ -185,7 +185,7 @@ class Engine:
         step's own requests have stored is shared with nobody.
         """
         in_step = [*step.decoding, *(request for request, _ in step.chunks)]
-        # An empty step waits for tokens of the running requests.
+        # An empty step was waiting for tokens of the running requests.
         self._broken = in_step or list(self._scheduler.running.values())
         for request in self._broken:
             self._supply.spoil(request)
@@ -198,7 +198,7 @@ class Engine:
         steps = self._in_flight
         while len(steps) > max(0, most) or any(each.urgent for step in steps for each in step):
             for flight in steps.popleft():
-                # One by one: where one raises, those before it are kept.
+                # One by one, so that updates are kept if a later one raises.
                 self._updates += starmap(self._take, flight.land())
 
     def _launch(self, step: Step) -> None:
@@ -220,7 +220,7 @@ class Engine:
         tokens = request.session.token_ids
         tokens.append(token)
         length = len(tokens)
-        # Once a block, at different steps for requests that began together.
+        # Requests take turns, each once a block.
         turn = (length - request.id) % self._block_size == 0
         if self.prefixes and (turn or length == request.prompt_length + 1):
             self._supply.note_stored(request)
@@ -232,7 +232,7 @@ class Engine:
             text, stopped = request.text.add(token) if request.text else ("", False)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             request.error = NoText(error)
             return self._last(request, token, "", FinishReason.ERROR)
         if stopped:
@@ -256,7 +256,7 @@ class Engine:
             return request.text.finish() if request.text else ""
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             request.finish_reason = FinishReason.ERROR
             request.error = request.error or NoText(error)
             return ""

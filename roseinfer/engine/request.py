@@ -44,24 +44,24 @@ class Request:
     text: RequestText | None
     """None for a model without a tokenizer."""
 
-    # The engine's.
+    # Changed by the engine:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: RoseinferError | None = None
 
-    # BlockSupply's.
+    # Changed by BlockSupply:
     held: Held | None = None
     found: int = 0
     """How many tokens the prefix cache had when it was last admitted."""
 
-    # The scheduler's.
+    # Changed by the scheduler:
     waits_for: int = 0
     """How many blocks must be available before it is tried again."""
     passed_over: int = 0
     """How many later requests were admitted before it."""
     preempted: int = 0
 
-    # The runner's.
+    # Changed by the runner:
     in_flight: int = 0
     """How many of its tokens were launched and not read yet."""
     resident: Resident | None = None

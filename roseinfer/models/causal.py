@@ -20,15 +20,15 @@ ATTENTION = "roseinfer_paged"
 _HARMLESS = frozenset(
     {
         "cache_position",
-        "deterministic",  # how flash attention computes its gradients
+        "deterministic",  # matters to gradients alone
         "logits_to_keep",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
-        "position_embeddings",  # by which queries and keys were rotated already
+        "position_embeddings",  # queries and keys are rotated already
         "position_ids",
         "return_dict",
-        "sliding_window",  # masks say the same, and are looked at when the model is tried
+        "sliding_window",  # the trial looks at the masks, which say the same
         "use_cache",
     }
 )
@@ -41,7 +41,7 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,  # noqa: ARG001  (known from the trial)
+    scaling: float | None = None,  # noqa: ARG001  (the trial notes it)
     *,
     dropout: float = 0.0,
     is_causal: bool | None = None,

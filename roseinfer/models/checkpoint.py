@@ -23,7 +23,7 @@ def fetch(path: str, dtype: torch.dtype | str) -> Any:
 
     It reads safetensors only, runs no remote code, and ignores kernels that a config names.
     """
-    # A hub id does not begin so, nor has it more than two parts.
+    # No hub id begins like this or has more than two parts.
     like_a_path = path.startswith((".", "/", "~")) or path.count("/") > 1
     if like_a_path and not Path(path).is_dir():
         raise UnsupportedModel(f"{path!r} cannot be loaded: there is no such directory")

@@ -46,17 +46,15 @@ class TokenPieces(dict[int, Piece]):
         return isinstance(getattr(backend, "decoder", None), ByteLevel)
 
     def __missing__(self, token: int) -> Piece:
-        data = self._bytes_of(token)
-        piece = self[token] = Piece(data, *_decode(data))
-        return piece
-
-    def _bytes_of(self, token: int) -> bytes:
         written = None if token in self._special else self._backend.id_to_token(token)
         if written is None:  # a special token, or one beyond the vocabulary
-            return b""
-        if all(character in BYTE_OF for character in written):
-            return bytes(BYTE_OF[character] for character in written)
-        return bytes(written, "utf-8")  # a token that was added is written as it is
+            data = b""
+        elif all(character in BYTE_OF for character in written):
+            data = bytes(BYTE_OF[character] for character in written)
+        else:  # an added token is written as it is
+            data = written.encode()
+        piece = self[token] = Piece(data, *_decode(data))
+        return piece
 
 
 class ByteLevelDetokenizer:
