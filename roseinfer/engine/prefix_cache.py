@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roseinfer.kv.manager import KVBlockManager
+    from roseinfer.kv.sequence import InferenceSession
 
 
 def chain_hash(before: int, link: int | tuple[int, ...]) -> int:
@@ -98,39 +99,37 @@ class PrefixCache:
         num_tokens = entries[-1].end if entries else 0
         return Held(matched, tail, tip), block_lists, num_tokens
 
-    def insert(
-        self, held: Held, tokens: Sequence[int], block_lists: list[list[int]], stored: int
-    ) -> None:
-        """Add the blocks that the sequence's first ``stored`` tokens have filled.
+    def insert(self, held: Held, session: InferenceSession) -> None:
+        """Add the blocks that a sequence has filled.
 
         Where a block of another sequence with the same tokens is cached, that one stays, and
         this sequence's own is not cached.
         """
+        # What is stored of tokens in flight cannot be found, since nobody knows these yet.
+        stored = min(session.stored, len(session.token_ids))
         if held.tail is not None and stored > held.tail.end:
             self._let_go(held.tail)
             held.tail = None
         size = self.kv.block_size
         while held.tip is not None and held.tip.cached and held.tip.end + size <= stored:
             tip = held.tip
-            block = tuple(tokens[tip.end : tip.end + size])
+            block = tuple(session.token_ids[tip.end : tip.end + size])
             hashed = chain_hash(tip.hash, block)
             entry = self._entries.get((size, hashed))
             if entry is None:
-                entry = self._add(tip, block, hashed, block_lists)
+                entry = self._add(tip, block, hashed, session)
                 entry.users = 1
                 held.inserted.append(entry)
             elif not entry.continues(tip, block):
                 return  # two prefixes with one hash: the older entry stays
             held.tip = entry
 
-    def release(
-        self, held: Held, tokens: Sequence[int], block_lists: list[list[int]], stored: int
-    ) -> None:
+    def release(self, held: Held, session: InferenceSession) -> None:
         """End a sequence, and keep what it stored, its partial block too."""
-        self.insert(held, tokens, block_lists, stored)
+        self.insert(held, session)
         # If it still holds a tail, it has no partial block of its own.
         if held.tip is not None and held.tail is None:
-            self._add_tail(held.tip, tokens, block_lists, stored)
+            self._add_tail(held.tip, session)
         self._end(held)
 
     def forget(self, held: Held) -> None:
@@ -183,30 +182,28 @@ class PrefixCache:
         return None
 
     def _add(
-        self, parent: Entry, tokens: tuple[int, ...], hashed: int, block_lists: list[list[int]]
+        self, parent: Entry, tokens: tuple[int, ...], hashed: int, session: InferenceSession
     ) -> Entry:
         index = parent.end // self.kv.block_size
-        block_ids = tuple(block_list[index] for block_list in block_lists)
+        block_ids = tuple(block_list[index] for block_list in session.block_lists)
         self.kv.incref_blocks(block_ids)
         entry = Entry(parent, tokens, hashed, parent.end + len(tokens), block_ids)
         self._entries[entry.key] = entry
         parent.children[entry] = None
         return entry
 
-    def _add_tail(
-        self, tip: Entry, tokens: Sequence[int], block_lists: list[list[int]], stored: int
-    ) -> None:
-        count = stored - tip.end
+    def _add_tail(self, tip: Entry, session: InferenceSession) -> None:
+        count = session.stored - tip.end
         if not (tip.cached and 0 < count < self.kv.block_size):
             return
-        rest = tuple(tokens[tip.end : stored])
+        rest = tuple(session.token_ids[tip.end : session.stored])
         hashed = reduce(chain_hash, rest, tip.hash)
         if (count, hashed) in self._entries:
             return
         # Another sequence cannot go on in a block with planned slots that hold nothing.
         index = tip.end // self.kv.block_size
-        if all(self.kv.block_info(ids[index]).length == count for ids in block_lists):
-            self.unused[self._add(tip, rest, hashed, block_lists)] = None
+        if all(self.kv.block_info(ids[index]).length == count for ids in session.block_lists):
+            self.unused[self._add(tip, rest, hashed, session)] = None
 
     def _take_out(self, entry: Entry) -> None:
         """Take out an entry and all below it, which cannot be found without it."""

@@ -146,9 +146,7 @@ class BlockSupply:
     def note_stored(self, request: Request) -> None:
         """Offer the blocks that a request has filled to the prefix cache."""
         if self._prefixes and request.held:
-            session = request.session
-            known = min(session.stored, len(session.token_ids))
-            self._prefixes.insert(request.held, session.token_ids, session.block_lists, known)
+            self._prefixes.insert(request.held, request.session)
 
     def give_back(self, request: Request) -> None:
         """Take back all blocks of a request. The prefix cache may keep what is stored in them."""
@@ -156,9 +154,7 @@ class BlockSupply:
         self._withdraw(request)
         session.cut(self._kv, len(session.token_ids))
         if self._prefixes and request.held:
-            self._prefixes.release(
-                request.held, session.token_ids, session.block_lists, session.stored
-            )
+            self._prefixes.release(request.held, session)
             request.held = None
         session.rewind(self._kv)
 

@@ -16,6 +16,7 @@ from roseinfer.config import AppendPolicy
 from roseinfer.engine import prefix_cache
 from roseinfer.engine.prefix_cache import Entry, Held, PrefixCache
 from roseinfer.kv.manager import KVBlockManager
+from roseinfer.kv.sequence import InferenceSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,6 +47,10 @@ class Sequence:
     block_lists: list[list[int]]
     stored: int
     held: Held
+
+    @property
+    def session(self) -> InferenceSession:
+        return InferenceSession(self.block_lists, self.tokens, self.stored)
 
 
 class World:
@@ -93,7 +98,7 @@ class World:
         self.insert(sequence)
 
     def insert(self, sequence: Sequence) -> None:
-        self.cache.insert(sequence.held, sequence.tokens, sequence.block_lists, sequence.stored)
+        self.cache.insert(sequence.held, sequence.session)
 
     def run(self, tokens: list[int]) -> Sequence:
         """A sequence that has stored all its tokens."""
@@ -102,7 +107,7 @@ class World:
         return sequence
 
     def release(self, sequence: Sequence) -> None:
-        self.cache.release(sequence.held, sequence.tokens, sequence.block_lists, sequence.stored)
+        self.cache.release(sequence.held, sequence.session)
         self.free(sequence)
 
     def forget(self, sequence: Sequence) -> None:

@@ -288,7 +288,7 @@ def test_what_is_forgotten_is_not_found(world: World) -> None:
 def test_a_sequence_ends_once(world: World) -> None:
     """Whoever ends it again, in either way, changes nothing and keeps nothing."""
     kept, forgotten = world.run([1, 2, 3, 4, 5]), world.run([6, 6])
-    world.cache.release(kept.held, kept.tokens, kept.block_lists, kept.stored)
+    world.cache.release(kept.held, kept.session)
     world.cache.forget(forgotten.held)
     for sequence in (kept, forgotten):
         world.insert(sequence)

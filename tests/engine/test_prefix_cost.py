@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections import abc
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import pytest
 
 from roseinfer.engine import prefix_cache
 from roseinfer.engine.prefix_cache import Entry
+from roseinfer.kv.sequence import InferenceSession
 from tests.engine.prefix_world import REAL_HASH, Shape, World
 
 
@@ -81,12 +82,13 @@ def test_a_match_looks_at_each_token_once(work: Work, length: int) -> None:
 def test_an_insert_looks_at_new_blocks_only(work: Work) -> None:
     world = World(Shape(block_size=8, blocks=25))
     sequence = world.start(list(range(200)))
-    watched = Tokens(sequence.tokens)
+    watched: Any = Tokens(sequence.tokens)
     for stored in range(1, 201):
         world.plan(sequence, 1)
         sequence.stored = stored
         watched.read = work.hashed = 0
-        world.cache.insert(sequence.held, watched, sequence.block_lists, stored)
+        session = InferenceSession(sequence.block_lists, watched, stored)
+        world.cache.insert(sequence.held, session)
         assert watched.read == work.hashed == (0 if stored % 8 else 8)
 
 

@@ -79,7 +79,8 @@ MUTANTS = (
         "Blocks of a prompt can be matched before all their tokens are stored.",
         _PREFIXES,
         "and held.tip.end + size <= stored:",
-        "and held.tip.end + size <= min(len(tokens), len(block_lists[0]) * size):",
+        "and held.tip.end + size <= "
+        "min(len(session.token_ids), len(session.block_lists[0]) * size):",
         (20,),
     ),
     _mutant(
