@@ -69,7 +69,7 @@ class Engine:
         self._broken: list[Request] = []
         """The requests of the step that broke off last."""
         self._tokenizer = loaded.tokenizer
-        self._detokenizer = detokenizers(loaded.tokenizer) if loaded.tokenizer else None
+        self._new_detokenizer = detokenizers(loaded.tokenizer) if loaded.tokenizer else None
         self._end_tokens = loaded.end_tokens
         self._block_size = kv.block_size
         self._next_id = 0
@@ -101,7 +101,7 @@ class Engine:
             prompt_length=len(token_ids),
             most_tokens=self._most_tokens(len(token_ids), params),
             session=self.sessions.empty(token_ids),
-            text=RequestText(self._detokenizer(), params.stop) if self._detokenizer else None,
+            text=RequestText(self._new_detokenizer, params.stop) if self._new_detokenizer else None,
         )
         self._next_id += 1
         self._scheduler.add(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,13 +23,16 @@ def detokenizers(tokenizer: Decodes) -> Callable[[], Detokenizer | ByteLevelDeto
     return partial(Detokenizer, tokenizer)
 
 
+@dataclass(slots=True)
 class RequestText:
     """A text that grows token by token. What was returned once never changes."""
 
-    def __init__(self, detokenizer: Detokenizer | ByteLevelDetokenizer, stops: Sequence[str]):
-        self._detokenizer = detokenizer
-        self._stops = StopStrings(stops) if stops else None
-        self._parts: list[str] = []
+    _new_detokenizer: Callable[[], Detokenizer | ByteLevelDetokenizer]
+    """Called when the first token comes."""
+    _stop_strings: Sequence[str]
+    _detokenizer: Detokenizer | ByteLevelDetokenizer | None = None
+    _stops: StopStrings | None = None
+    _parts: list[str] = field(default_factory=list)
 
     @property
     def so_far(self) -> str:
@@ -36,6 +40,9 @@ class RequestText:
 
     def add(self, token: int) -> tuple[str, bool]:
         """Return the text that became certain, and whether a stop string ended it."""
+        if self._detokenizer is None:
+            self._detokenizer = self._new_detokenizer()
+            self._stops = StopStrings(self._stop_strings) if self._stop_strings else None
         text, stopped = self._detokenizer.add(token), False
         if self._stops:
             text, stopped = self._stops.feed(text)
@@ -44,6 +51,8 @@ class RequestText:
 
     def finish(self) -> str:
         """Return the rest of the text after the last token."""
+        if self._detokenizer is None:
+            return ""
         text = self._detokenizer.flush()
         if self._stops:
             text, stopped = self._stops.feed(text)
