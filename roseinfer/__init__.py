@@ -21,28 +21,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from roseinfer.async_llm import AsyncLLM as AsyncLLM
     from roseinfer.attention.paths import AttentionPath as AttentionPath
-    from roseinfer.attention.reference import (
-        paged_attention_reference as paged_attention_reference,
-    )
+    from roseinfer.attention.reference import paged_attention_reference as paged_attention_reference
     from roseinfer.attention.triton import load_attention_kernels as load_attention_kernels
     from roseinfer.config import AppendPolicy as AppendPolicy
     from roseinfer.config import EngineConfig as EngineConfig
     from roseinfer.config import SamplingParams as SamplingParams
     from roseinfer.engine_paths import EnginePath as EnginePath
-    from roseinfer.errors import BadArgument as BadArgument
-    from roseinfer.errors import BadBlock as BadBlock
-    from roseinfer.errors import BadRefcount as BadRefcount
-    from roseinfer.errors import ConfigError as ConfigError
-    from roseinfer.errors import EngineStopped as EngineStopped
-    from roseinfer.errors import NoDistribution as NoDistribution
-    from roseinfer.errors import NoText as NoText
-    from roseinfer.errors import OutOfBlocks as OutOfBlocks
-    from roseinfer.errors import RequestTooLarge as RequestTooLarge
-    from roseinfer.errors import RoseinferError as RoseinferError
-    from roseinfer.errors import StalePlan as StalePlan
-    from roseinfer.errors import StepFailed as StepFailed
-    from roseinfer.errors import TritonUnavailable as TritonUnavailable
-    from roseinfer.errors import UnsupportedModel as UnsupportedModel
+    from roseinfer.errors import *  # noqa: F403
     from roseinfer.kv.manager import KVBlockManager as KVBlockManager
     from roseinfer.kv.paths import Condition as Condition
     from roseinfer.kv.paths import Path as Path
@@ -56,40 +41,28 @@ if TYPE_CHECKING:
     from roseinfer.sampling import SamplingBatch as SamplingBatch
 
 _HOMES = {
-    "AppendPlan": "roseinfer.kv.plan",
-    "AppendPolicy": "roseinfer.config",
-    "AsyncLLM": "roseinfer.async_llm",
-    "AttentionPath": "roseinfer.attention.paths",
-    "BadArgument": "roseinfer.errors",
-    "BadBlock": "roseinfer.errors",
-    "BadRefcount": "roseinfer.errors",
-    "Condition": "roseinfer.kv.paths",
-    "ConfigError": "roseinfer.errors",
-    "EngineConfig": "roseinfer.config",
-    "EnginePath": "roseinfer.engine_paths",
-    "EngineStopped": "roseinfer.errors",
-    "KVBlockInfo": "roseinfer.kv.pool",
-    "KVBlockManager": "roseinfer.kv.manager",
-    "LLM": "roseinfer.llm",
-    "NoDistribution": "roseinfer.errors",
-    "NoText": "roseinfer.errors",
-    "OutOfBlocks": "roseinfer.errors",
-    "Path": "roseinfer.kv.paths",
-    "RequestOutput": "roseinfer.llm",
-    "RequestTooLarge": "roseinfer.errors",
-    "RoseinferError": "roseinfer.errors",
-    "SamplingBatch": "roseinfer.sampling",
-    "SamplingParams": "roseinfer.config",
-    "StalePlan": "roseinfer.errors",
-    "StepFailed": "roseinfer.errors",
-    "TinyGPT2": "roseinfer.models.tiny",
-    "TritonUnavailable": "roseinfer.errors",
-    "UnsupportedModel": "roseinfer.errors",
-    "byte_tokenizer": "roseinfer.models.tiny",
-    "load_attention_kernels": "roseinfer.attention.triton",
-    "paged_attention_reference": "roseinfer.attention.reference",
-    "tiny_gpt2": "roseinfer.models.tiny",
+    name: f"roseinfer.{home}"
+    for home, names in {
+        "async_llm": "AsyncLLM",
+        "attention.paths": "AttentionPath",
+        "attention.reference": "paged_attention_reference",
+        "attention.triton": "load_attention_kernels",
+        "config": "AppendPolicy EngineConfig SamplingParams",
+        "engine_paths": "EnginePath",
+        "errors": "BadArgument BadBlock BadRefcount ConfigError EngineStopped NoDistribution "
+        "NoText OutOfBlocks RequestTooLarge RoseinferError StalePlan StepFailed "
+        "TritonUnavailable UnsupportedModel",
+        "kv.manager": "KVBlockManager",
+        "kv.paths": "Condition Path",
+        "kv.plan": "AppendPlan",
+        "kv.pool": "KVBlockInfo",
+        "llm": "LLM RequestOutput",
+        "models.tiny": "TinyGPT2 byte_tokenizer tiny_gpt2",
+        "sampling": "SamplingBatch",
+    }.items()
+    for name in names.split()
 }
+"""The module of each public name."""
 
 __version__ = "0.1.0"
 __all__ = sorted(_HOMES)

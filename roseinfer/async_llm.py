@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 
 
 _MOST_FAILURES = 3
-"""Steps that may fail one after the other: then it is not the requests that are to blame."""
+"""After so many failed steps in a row the engine stops: the requests are not to blame."""
 
 
 @dataclass(slots=True, eq=False)
 class _Listener:
-    """One stream: where its updates go, and in which event loop."""
+    """A stream, which waits for its updates in an event loop."""
 
     loop: asyncio.AbstractEventLoop
     arrived: asyncio.Queue[Update | BaseException]
     request: Request | None = None
 
     def tell(self, what: Update | BaseException) -> bool:
-        """Hand something over. False where the loop has closed: nobody will ask again."""
+        """Hand something over, and return False if the loop is closed."""
         try:
             self.loop.call_soon_threadsafe(self.arrived.put_nowait, what)
-        except RuntimeError:  # asking first would not do: it may close at any moment
+        except RuntimeError:  # asking first would not help, since it may close at any moment
             return False
         return True
 
 
 class AsyncLLM:
-    """Serves an ``LLM`` to tasks, batching whatever they ask for at the same time.
+    """Serves an ``LLM`` to tasks, and batches what they ask for at the same time.
 
-    The model's thread starts with the first stream. The ``LLM`` belongs to it until ``close``.
+    The engine's thread starts with the first stream. It alone uses the ``LLM`` until ``close``.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -59,16 +59,16 @@ class AsyncLLM:
         self._starting = threading.Lock()
         self._closed = False
         self._why: Callable[[], RoseinferError] = partial(EngineStopped, "the engine was closed")
-        """Makes what streams raise when it no longer runs, for each its own."""
+        """Makes the error that a stream raises when the engine no longer runs."""
         self._ended = False
-        """The thread will not look at what there is to do again."""
+        """True when the thread will not look into ``_todo`` again."""
 
     async def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> AsyncGenerator[Update, None]:
         """Continue one prompt and yield what every step brings for it.
 
-        A prompt that cannot be served raises here. Whoever leaves the loop early, or is
+        This raises for a prompt that cannot be served. A task that leaves the loop early, or is
         cancelled, cancels the request.
         """
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
@@ -88,7 +88,6 @@ class AsyncLLM:
             self._do(lambda: self._leave(listener))
 
     async def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
-        """Continue one prompt to its end."""
         last = None
         async for update in self.stream(prompt, params):
             last = update
@@ -96,14 +95,12 @@ class AsyncLLM:
         return last.request
 
     def close(self) -> None:
-        """End the thread, and with it the streams that are still open."""
+        """End the thread and the streams that are still open."""
         with self._starting:
             self._closed = True
         if self._thread is not None:
             self._todo.put(lambda: None)
             self._thread.join()
-
-    # ----------------------------------------------------------------- in the engine's thread
 
     def _do(self, what: Callable[[], None]) -> None:
         """Have the engine's thread do something between two steps."""
@@ -121,7 +118,7 @@ class AsyncLLM:
             with self._llm.in_use():
                 try:
                     self._serve()
-                except BaseException as error:  # no stream may wait for ever, whatever it is
+                except BaseException as error:  # whatever it is, no stream may wait for ever
                     self._why = partial(EngineStopped, "the engine's thread broke down", error)
                 self._end()
         except BadArgument as error:
@@ -143,17 +140,12 @@ class AsyncLLM:
                     what = f"the engine stopped, since {failures} steps in a row failed"
                     self._why = partial(EngineStopped, what, error)
                     self._closed = True
-            self._hand_out(updates)
-
-    def _hand_out(self, updates: Sequence[Update]) -> None:
-        for update in updates:
-            listener = self._listeners.get(update.request)
-            if listener is None:
-                continue
-            if update.finish_reason is not None:
-                self._leave(listener)
-            if not listener.tell(update):
-                self._leave(listener)
+            for update in updates:
+                if listener := self._listeners.get(update.request):
+                    if update.finish_reason is not None:
+                        self._leave(listener)
+                    if not listener.tell(update):
+                        self._leave(listener)
 
     def _do_all(self, *, wait: bool = False) -> None:
         try:
@@ -171,7 +163,7 @@ class AsyncLLM:
             return
         try:
             listener.request = self._engine.submit(prompt, params)
-        except BaseException as error:  # whatever it is, it is this stream's and not the others'
+        except BaseException as error:  # whatever it is, only this stream fails
             listener.tell(error)
         else:
             self._listeners[listener.request] = listener
@@ -182,7 +174,7 @@ class AsyncLLM:
             del self._listeners[listener.request]
 
     def _end(self) -> None:
-        """Tell everybody why, before anything else: an engine that broke down may do so again."""
+        """End all streams. They are told first: an engine that broke down may do so again."""
         self._closed = True
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():

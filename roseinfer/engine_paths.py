@@ -1,4 +1,4 @@
-"""Names what the engine does to be fast. Each must give the tokens that its slow twin gives."""
+"""Names the engine's fast paths. Each must give the tokens that its slow twin gives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EnginePath(StrEnum):
     RESUMED = "engine_resumed"
     """A request computed again after its blocks were taken from it."""
     FORKED = "engine_forked"
-    """A sequence that goes on in one more way, sharing what it had stored."""
+    """A sequence continued in a second way, sharing what it had stored."""
     FUSED = "engine_fused"
     """A forward pass on fused kernels."""
     COMPILED = "engine_compiled"
@@ -35,7 +35,7 @@ class EnginePath(StrEnum):
     RESIDENT = "engine_resident"
     """A decode step of sequences whose state is on the device."""
     LIKELIEST = "engine_likeliest"
-    """A resident step, greedy for all, whose last kernels choose the tokens and advance."""
+    """A resident step, greedy for all, whose last kernels choose the tokens and count on."""
     GRAPH = "engine_graph"
     """A resident step replayed from a CUDA graph."""
     RUN_AHEAD = "engine_run_ahead"

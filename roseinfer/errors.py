@@ -1,7 +1,4 @@
-"""The exceptions roseinfer raises: each says what was asked and what there was.
-
-Whoever catches one may go on: an operation that raised has changed nothing.
-"""
+"""The exceptions roseinfer raises. An operation that raised one has changed nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class BadArgument(RoseinferError, ValueError):
 
 
 class StalePlan(RoseinferError, RuntimeError):
-    """An append plan used after its index buffers were handed to later plans."""
+    """An append plan is used after its index buffers were given to later plans."""
 
 
 class ConfigError(RoseinferError, ValueError):
@@ -61,17 +58,18 @@ class NoDistribution(RoseinferError, RuntimeError):
 
 
 class _Caused(RoseinferError, RuntimeError):
-    """An error that is kept, with the exception that caused it, if one did."""
+    """An error that may be kept for long, with the exception that caused it, if one did."""
 
     def __init__(self, what: str, cause: BaseException | None = None) -> None:
-        super().__init__(what if cause is None else f"{what}: {in_words(cause)}")
         if cause is not None:
+            what += f": {type(cause).__name__}: {cause}"
             self.__cause__ = cause
-            _drop_variables(cause)
+            _clear_all_frames(cause)
+        super().__init__(what)
 
 
 class StepFailed(_Caused):
-    """A step of the engine that broke off, told to each request that took part in it."""
+    """A step of the engine broke off. Every request that took part in it gets this error."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__("the step that this request took part in failed", cause)
@@ -88,14 +86,10 @@ class EngineStopped(_Caused):
     """A stream of an engine that no longer runs."""
 
 
-def in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _drop_variables(error: BaseException) -> None:
-    """Empty the frames that an exception remembers: what they hold may be large tensors."""
+def _clear_all_frames(error: BaseException) -> None:
+    """Clear the frames of an exception and of those behind it, which may hold large tensors."""
     chain: list[BaseException | None] = [error]
-    for each in chain:  # grows as it goes
+    for each in chain:  # the list grows meanwhile
         if each is not None:
             clear_frames(each.__traceback__)
             chain += {each.__cause__, each.__context__}.difference(chain)

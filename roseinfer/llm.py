@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from roseinfer.config import EngineConfig, SamplingParams
 from roseinfer.engine.engine import Engine
-from roseinfer.engine.request import FinishReason
 from roseinfer.errors import BadArgument, RoseinferError
 from roseinfer.models.loading import load
 
@@ -34,22 +33,22 @@ class RequestOutput:
 
     prompt: Prompt
     token_ids: list[int]
-    """Generated, the token that ended the text included."""
+    """The generated tokens, with the one that ended the text."""
     text: str | None
     """None for a model without a tokenizer."""
     finish_reason: str
     """``stop``, ``length``, ``cancelled`` or ``error``."""
     logprobs: list[float] | None = None
-    """One for each token, if they were asked for."""
+    """One for each token, if asked for."""
     error: str | None = None
-    """The message of the error that ended it, if one did."""
+    """The message of the error that ended the request, if one did."""
 
 
 class LLM:
     """A language model, its tokenizer and the engine that serves it.
 
     ``model`` is ``"tiny"``, a local directory, a hub id, or a transformers model (then with
-    its ``tokenizer``, if it has one). More keywords are those of ``EngineConfig``.
+    its ``tokenizer``, if it has one). Other keywords are fields of ``EngineConfig``.
     """
 
     def __init__(
@@ -64,18 +63,12 @@ class LLM:
         self.config = EngineConfig(**config)
         loaded = load(model, self.config, device=device, dtype=dtype, tokenizer=tokenizer)
         self.tokenizer = loaded.tokenizer
-        self.engine = Engine(
-            loaded.model,
-            loaded.kv,
-            self.config,
-            tokenizer=loaded.tokenizer,
-            end_tokens=loaded.end_tokens,
-        )
+        self.engine = Engine(loaded, self.config)
         self._mail: dict[int, deque[Update]] = {}
         self._uses = 0
-        """Calls and streams that are open, all of one thread."""
+        """Calls and streams that are open, all in the thread ``_user``."""
         self._user = 0
-        self._counting = threading.Lock()
+        self._use_lock = threading.Lock()
 
     def generate(
         self,
@@ -84,22 +77,31 @@ class LLM:
         *,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Continue every prompt, text or token ids; the outputs come in their order.
+        """Continue every prompt, text or token ids, and return the outputs in their order.
 
-        A prompt that cannot be served gets an output that says why; the others go on.
-        ``progress`` shows a bar; by default where the output is a terminal.
+        The output for a prompt that cannot be served says why; the others go on.
+        ``progress`` shows a bar; by default it is shown on a terminal.
         """
         asked = _as_list(prompts)
-        each = _for_each(params, len(asked))
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(asked)
+        if len(params) != len(asked):
+            raise BadArgument(f"{len(params)} sampling parameters for {len(asked)} prompts")
         outputs: list[RequestOutput | None] = [None] * len(asked)
         waiting: dict[int, int] = {}
-        with self.in_use(), _bar(len(asked), progress) as bar, self._undisturbed() as requests:
-            for at, (prompt, own) in enumerate(zip(asked, each, strict=True)):
-                outputs[at] = self._submit(prompt, own, requests)
-                if outputs[at] is None:
-                    waiting[requests[-1].id] = at
-                else:
+        """The indices in ``outputs`` of the requests that have not ended, by their ids."""
+        hidden = None if progress is None else not progress
+        bar = tqdm(total=len(asked), desc="generating", unit="request", disable=hidden)
+        with self.in_use(), bar, self._requests() as requests:
+            for at, (prompt, own) in enumerate(zip(asked, params, strict=True)):
+                try:
+                    with uninterrupted():
+                        requests.append(self.engine.submit(prompt, own))
+                except RoseinferError as error:
+                    outputs[at] = RequestOutput(prompt, [], None, "error", error=str(error))
                     bar.update()
+                else:
+                    waiting[requests[-1].id] = at
             while waiting:
                 for update in self._step():
                     request = update.request
@@ -109,17 +111,6 @@ class LLM:
                         bar.update()
         return [output for output in outputs if output is not None]
 
-    def _submit(
-        self, prompt: Prompt, params: SamplingParams, requests: list[Request]
-    ) -> RequestOutput | None:
-        """Queue one more of the requests, or return why it cannot be served."""
-        try:
-            with uninterrupted():
-                requests.append(self.engine.submit(prompt, params))
-        except RoseinferError as error:
-            return RequestOutput(prompt, [], None, str(FinishReason.ERROR), error=str(error))
-        return None
-
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generator[Update, None, None]:
@@ -127,7 +118,7 @@ class LLM:
 
         Leaving the loop early cancels the request.
         """
-        with self.in_use(), self._undisturbed() as requests:
+        with self.in_use(), self._requests() as requests:
             with uninterrupted():
                 request = self.engine.submit(prompt, params or SamplingParams())
                 requests.append(request)
@@ -142,9 +133,9 @@ class LLM:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """One thread at a time: two would take each other's tokens."""
+        """Refuse other threads meanwhile: two would take each other's tokens."""
         me = threading.get_ident()
-        with self._counting:
+        with self._use_lock:
             if self._uses and self._user != me:
                 raise BadArgument(
                     "this LLM is in use by another thread, or by an AsyncLLM that is not closed: "
@@ -155,11 +146,11 @@ class LLM:
         try:
             yield
         finally:
-            with self._counting:
+            with self._use_lock:
                 self._uses -= 1
 
     def _step(self) -> list[Update]:
-        """A step for everybody: streams that wait meanwhile find what it brought them."""
+        """Run a step, and keep the updates of streams until they are asked for."""
         with uninterrupted():
             updates = self.engine.step()
             for update in updates:
@@ -168,8 +159,8 @@ class LLM:
         return updates
 
     @contextmanager
-    def _undisturbed(self) -> Iterator[list[Request]]:
-        """Requests that end with the call that made them, however that ends."""
+    def _requests(self) -> Iterator[list[Request]]:
+        """Yield a list for requests, all of which end with the block, however it ends."""
         requests: list[Request] = []
         try:
             yield requests
@@ -177,11 +168,10 @@ class LLM:
             with uninterrupted():
                 for request in requests:
                     self._mail.pop(request.id, None)
-                    self.engine.cancel(request)  # nothing to one that has ended
+                    self.engine.cancel(request)  # has no effect on one that has ended
 
 
 def output_of(request: Request, prompt: Prompt) -> RequestOutput:
-    assert request.finish_reason is not None
     return RequestOutput(
         prompt=prompt,
         token_ids=request.token_ids,
@@ -193,7 +183,7 @@ def output_of(request: Request, prompt: Prompt) -> RequestOutput:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One text is one prompt; so are token ids that stand alone."""
+    """Return the prompts: a text is one of them, and so is a list of token ids."""
     if isinstance(prompts, str):
         return [prompts]
     try:
@@ -206,27 +196,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [found] if alone else found
 
 
-def _for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise BadArgument(f"{len(params)} sampling parameters for {count} prompts")
-    return list(params)
-
-
-def _bar(total: int, progress: bool | None) -> Any:
-    disable = None if progress is None else not progress
-    return tqdm(total=total, desc="generating", unit="request", disable=disable)
-
-
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block, when nothing is half done; a second one does not.
+    """Hold Ctrl-C back until the end of the block, when nothing is half done; but not a second.
 
-    Python raises ``KeyboardInterrupt`` between any two instructions, and no order of them
-    leaves accounts right at each. It does so in the main thread alone.
+    Python may raise ``KeyboardInterrupt`` between any two instructions of the main thread, and
+    no order of them leaves the accounts right at each.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

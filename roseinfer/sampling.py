@@ -1,8 +1,8 @@
 """Choosing next tokens on the device, for requests that each have their own parameters.
 
 A choice is the argmax of log-probability plus Gumbel noise, which samples exactly from the
-distribution. The noise of a token is a hash of the request's seed, the position and the
-token itself, so a request draws the same whatever it is batched with.
+distribution. The noise of a token is a hash of the request's seed, the position and the token, so
+a request draws the same whatever it is batched with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _NEVER = float("-inf")
 _SMALLEST = torch.finfo(torch.float32).tiny
-"""A device may take a smaller temperature for 0; even this one lets no other token be drawn."""
+"""A device may take a smaller temperature for 0. At this one only the likeliest token is drawn."""
 
 
 @dataclass(slots=True)
@@ -33,15 +33,14 @@ class SamplingBatch:
     repetition_penalty: torch.Tensor
     seeds: torch.Tensor
     greedy: bool
-    """Every row takes its most likely token: nothing has to be sorted or drawn."""
+    """True if every row takes its most likely token: nothing has to be sorted or drawn."""
     penalised: bool
-    """Some row has a repetition penalty."""
 
     @classmethod
     def of(
         cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device | str
     ) -> SamplingBatch:
-        """``seeds[i]`` serves request ``i``: its own, or one drawn for it when it has none."""
+        """Build the columns. ``seeds[i]`` is request ``i``'s own, or drawn for it."""
 
         def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None]
@@ -60,10 +59,10 @@ class SamplingBatch:
     def choose(
         self, logits: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The next token of every row of ``[requests, vocab]`` logits.
+        """Return the next token for every row of ``[requests, vocab]`` logits.
 
-        ``positions`` are those the tokens will have; ``seen`` marks, where a repetition
-        penalty is in force, the tokens each request already has.
+        ``positions`` are those of the new tokens. ``seen`` marks the tokens that each request
+        has already; only repetition penalties need it.
         """
         logits = self._penalise(logits.float(), seen)
         likeliest = logits.argmax(-1)
@@ -75,7 +74,7 @@ class SamplingBatch:
         return torch.where(self.temperature[:, 0] == 0, likeliest, drawn)
 
     def probabilities(self, logits: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
-        """What ``choose`` draws from; exactly zero for a token that cannot be drawn."""
+        """Return what ``choose`` draws from: exactly zero for a token that cannot be drawn."""
         logits = self._penalise(logits.float(), seen)
         kept, order = self._sorted_log_probabilities(logits)
         drawn = torch.zeros_like(kept).scatter(-1, order, kept.softmax(-1))
@@ -83,7 +82,7 @@ class SamplingBatch:
         return torch.where(self.temperature == 0, certain, drawn)
 
     def _penalise(self, logits: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-        """Apply penalties in float64, where none that may be asked for makes a logit infinite."""
+        """Apply penalties in float64, where no penalty that is allowed makes a logit infinite."""
         if not self.penalised or seen is None:
             return logits
         logits = logits.double()
@@ -92,9 +91,9 @@ class SamplingBatch:
         return torch.where(seen, lower, logits)
 
     def _sorted_log_probabilities(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities from the most likely down, minus infinity where ruled out."""
+        """Sort log-probabilities, the largest first; those of excluded tokens are -infinity."""
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        # Differences to the largest are divided: they can overflow to minus infinity alone.
+        # Differences to the largest are divided, since these can only overflow to -infinity.
         largest = ordered[:, :1]
         below = torch.where(ordered == largest, 0.0, ordered - largest).float()
         scaled = below / self.temperature.clamp(min=_SMALLEST)
@@ -110,26 +109,26 @@ class SamplingBatch:
 
 
 def rows_without_a_distribution(logits: torch.Tensor) -> torch.Tensor:
-    """Rows that hold NaN, or nothing finite: there is no next token to choose."""
+    """Mark rows that hold NaN, or nothing finite: there is no next token to choose."""
     return logits.isnan().any(-1) | ~logits.isfinite().any(-1)
 
 
 def log_probability(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The chosen tokens' log-probability by the model's own logits, without any parameter."""
+    """Return the tokens' log-probability by the model's own logits, without any parameter."""
     return logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
 def gumbel_noise(
     seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Standard Gumbel noise, a function of seed, position and token alone."""
+    """Return standard Gumbel noise, a function of seed, position and token alone."""
     bits = _mix(_mix(_mix(seeds) + positions) + tokens)
     uniform = (((bits >> 40) & 0xFFFFFF).to(torch.float32) + 0.5) / (1 << 24)
     return -(-uniform.log()).log()
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """A bijection of 64-bit integers that leaves no trace of their order."""
+    """Scramble 64-bit integers, one to one, so that none shows which was the next larger."""
     bits = bits + signed64(0x9E3779B97F4A7C15)
     bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * signed64(0xBF58476D1CE4E5B9)
     bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * signed64(0x94D049BB133111EB)
@@ -137,5 +136,5 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 
 
 def signed64(number: int) -> int:
-    """The same 64 bits as torch's integers hold them."""
+    """Return the same 64 bits as a signed integer, which torch's are."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)

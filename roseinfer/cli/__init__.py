@@ -1,7 +1,6 @@
-"""The ``roseinfer`` command: each of its commands is one file, which this one finds.
+"""The ``roseinfer`` command, which finds its commands: each is a module, a ``Command``.
 
-Other packages add theirs through the entry-point group ``roseinfer.commands``: the entry's name
-is the command's, and its value is the module, a ``Command``.
+Other packages add theirs through the entry-point group ``roseinfer.commands``, by their names.
 """
 
 from __future__ import annotations
@@ -17,25 +16,27 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ENTRY_POINTS = "roseinfer.commands"
+_NOT_INSTALLED = (
+    "Commands other than generate are known once they are installed, and in this Python "
+    "none is: pip install . (or -e .) in the folder of roseinfer's sources adds verify."
+)
 
 
 class Command(Protocol):
-    """What the module of a command offers."""
-
     HELP: str
-    """What it does, in half a line."""
     DESCRIPTION: str
 
     def add_options(self, parser: argparse.ArgumentParser, /) -> None:
         """Import nothing heavy: this is called whichever command was asked for."""
 
-    def run(self, args: argparse.Namespace, /) -> int:
-        """Do it, and return the exit status."""
+    def run(self, args: argparse.Namespace, /) -> int: ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
-    found = commands()
+    installed = sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)
+    found: dict[str, Command] = {"generate": generate}
+    found |= {entry.name: entry.load() for entry in installed}
     parser = argparse.ArgumentParser(
         prog="roseinfer", description="A small LLM inference engine, and proof that it is right."
     )
@@ -44,26 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = choices.add_parser(name, help=command.HELP, description=command.DESCRIPTION)
         command.add_options(options)
         options.set_defaults(run=command.run)
-    if len(found) == 1:
+    if not installed:
         parser.epilog = _NOT_INSTALLED
         if arguments and not arguments[0].startswith("-") and arguments[0] not in found:
             parser.error(f"there is no command {arguments[0]!r}. {_NOT_INSTALLED}")
     args = parser.parse_args(arguments)
     status: int = args.run(args)
     return status
-
-
-_NOT_INSTALLED = (
-    "Commands other than generate are known once they are installed, and in this Python "
-    "none is: pip install . (or -e .) in the folder of roseinfer's sources adds verify."
-)
-
-
-def commands() -> dict[str, Command]:
-    """The commands by name: roseinfer's own, then those that are installed."""
-    installed = sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)
-    return {"generate": generate, **{entry.name: entry.load() for entry in installed}}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

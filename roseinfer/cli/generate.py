@@ -7,18 +7,17 @@ import json
 import signal
 import sys
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.config import ADMISSION_POLICIES, SamplingParams
+from roseinfer.config import ADMISSION_POLICIES, EngineConfig, SamplingParams
 from roseinfer.errors import ConfigError, RoseinferError, UnsupportedModel
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from roseinfer.engine.engine import Update
     from roseinfer.llm import LLM, Prompt, RequestOutput
 
 HELP = "continue prompts with a language model"
@@ -30,15 +29,6 @@ loaded."""
 
 _CHOOSING = ("top_k", "top_p", "min_p", "seed")
 """These options have no effect where the most likely token is taken."""
-_SAMPLING = (*_CHOOSING, "temperature", "repetition_penalty", "max_new_tokens")
-_ENGINE = (
-    "max_batch_size",
-    "block_size",
-    "kv_cache_tokens",
-    "max_length",
-    "prefix_cache",
-    "prefill_admission_policy",
-)
 _FAILED, _NOTHING_DONE = 1, 2
 _INTERRUPTED, _NOBODY_READS = 128 + 2, 128 + 13
 """These are the statuses by which a shell reports the signals SIGINT and SIGPIPE."""
@@ -46,14 +36,7 @@ _TITLE_LENGTH = 60
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    _add_prompts(parser.add_argument_group("prompts"))
-    _add_model(parser.add_argument_group("model"))
-    _add_sampling(parser.add_argument_group("sampling"))
-    _add_engine(parser.add_argument_group("engine"))
-    _add_output(parser.add_argument_group("output"))
-
-
-def _add_prompts(group: argparse._ArgumentGroup) -> None:
+    group = parser.add_argument_group("prompts")
     add = group.add_mutually_exclusive_group().add_argument
     add("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
     add(
@@ -62,71 +45,35 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
         help="a prompt in each line that is not blank; - is standard input. Without any "
         "prompt, all of standard input is one, less the line end it closes with",
     )
-    group.add_argument(
-        "--token-ids",
-        action="store_true",
-        help="prompts and texts are token ids with spaces between: for checkpoints that have "
-        "no tokenizer",
-    )
+    ids = "prompts and texts are token ids with spaces between (for lack of a tokenizer)"
+    group.add_argument("--token-ids", action="store_true", help=ids)
 
-
-def _add_model(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--model",
-        "--hf-model-id",
-        default="tiny",
-        metavar="NAME",
-        help="a directory or a hub id (default: tiny, a small random model that writes nonsense)",
-    )
+    add = parser.add_argument_group("model").add_argument
+    names = "a directory or a hub id (default: tiny, a small random model that writes nonsense)"
+    add("--model", "--hf-model-id", default="tiny", metavar="NAME", help=names)
     add("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
-    add(
-        "--dtype",
-        help="float32, float16 or bfloat16 (default: the checkpoint's own on a GPU, float32 on "
-        "a CPU)",
-    )
+    dtypes = "float32, float16 or bfloat16 (default: the checkpoint's on a GPU, else float32)"
+    add("--dtype", help=dtypes)
 
-
-def _add_sampling(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--temperature",
-        type=float,
-        help="0 takes the most likely token, the same every time (default: 0; but 1 with "
-        "--top-k, --top-p, --min-p or --seed)",
-    )
+    add = parser.add_argument_group("sampling").add_argument
+    likeliest = "0 takes the most likely token (default: 0, but 1 with the next three or --seed)"
+    add("--temperature", type=float, help=likeliest)
     add("--top-k", type=int, metavar="K", help="choose among the K most likely tokens")
     add("--top-p", type=float, metavar="P", help="among the likeliest of together probability P")
     add("--min-p", type=float, metavar="P", help="among those P times as likely as the likeliest")
     add("--repetition-penalty", type=float, metavar="X", help="above 1: fewer repetitions")
     add("--seed", type=int, help="the same seed gives the same text")
-    add(
-        "--max-new-tokens",
-        type=int,
-        default=128,
-        metavar="N",
-        help="most tokens of a text (default: %(default)s)",
-    )
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end before this text; may be given several times",
-    )
+    most = "most tokens of a text (default: %(default)s)"
+    add("--max-new-tokens", type=int, default=128, metavar="N", help=most)
+    stop = "end before this text; may be given several times"
+    add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--ignore-eos", action="store_true", help="go on after a token that ends a text")
 
-
-def _add_engine(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = parser.add_argument_group("engine").add_argument
     add("--max-batch-size", type=int, metavar="N", help="prompts that are continued at once")
     add("--block-size", type=int, metavar="N", help="tokens of a block of the KV cache")
-    add(
-        "--kv-cache-tokens",
-        type=int,
-        metavar="N",
-        help="tokens the KV cache holds (default: what the device has room for)",
-    )
+    tokens = "tokens the KV cache holds (default: what the device has room for)"
+    add("--kv-cache-tokens", type=int, metavar="N", help=tokens)
     add("--max-length", type=int, metavar="N", help="most tokens of a prompt and its text")
     add(
         "--no-prefix-cache",
@@ -135,20 +82,12 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         const=False,
         help="compute prompts that begin alike each from its beginning",
     )
-    add(
-        "--prefill-admission-policy",
-        choices=ADMISSION_POLICIES,
-        help="begin prompts in order, or prefer those that fit whole into a step",
-    )
+    order = "begin prompts in order, or prefer those that fit whole into a step"
+    add("--prefill-admission-policy", choices=ADMISSION_POLICIES, help=order)
 
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print one JSON object a line for each prompt")
     add("--logprobs", action="store_true", help="with --json: of each token, by the model")
-
-
-# --------------------------------------------------------------------------------- the command
 
 
 def run(args: argparse.Namespace) -> int:
@@ -159,37 +98,36 @@ def run(args: argparse.Namespace) -> int:
         return _NOTHING_DONE
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:  # whatever is printed is flushed at once, so nothing is left over
+    except BrokenPipeError:  # all that is printed is flushed at once, so nothing is left
         return _NOBODY_READS
 
 
 def _generate(args: argparse.Namespace) -> int:
-    prompts = _prompts(args)
+    texts = _texts(args)
+    prompts: list[Prompt] = [_ids(text) for text in texts] if args.token_ids else [*texts]
     params = _params(args)
     llm = _load(args)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show ends nothing
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not show every character
     if len(prompts) == 1 and not args.json:
         return _stream(llm, prompts[0], params, as_ids=args.token_ids)
     outputs = llm.generate(prompts, params)
     if args.json:
-        _print_json(outputs, logprobs=args.logprobs)
+        for output in map(asdict, outputs):
+            if not args.logprobs:
+                del output["logprobs"]
+            print(json.dumps(output), flush=True)
     else:
         _print_texts(outputs, as_ids=args.token_ids)
-    return _report_errors(outputs)
+    errors = {number: output.error for number, output in enumerate(outputs, 1) if output.error}
+    for number, error in errors.items():
+        _complain(f"prompt {number}: {error}")
+    return _FAILED if errors else 0
 
 
 def _complain(what: object) -> None:
     """Print an error in one line, even where a library's message has several."""
     print("roseinfer generate:", *str(what).split(), file=sys.stderr)
-
-
-# ------------------------------------------------------------------------------- what was asked
-
-
-def _prompts(args: argparse.Namespace) -> list[Prompt]:
-    texts = _texts(args)
-    return [_ids(text) for text in texts] if args.token_ids else [*texts]
 
 
 def _texts(args: argparse.Namespace) -> list[str]:
@@ -211,7 +149,10 @@ def _texts(args: argparse.Namespace) -> list[str]:
 
 def _read(name: str) -> str:
     try:
-        data = _stdin() if name == "-" else Path(name).read_bytes()
+        if name != "-":
+            data = Path(name).read_bytes()
+        else:  # None: it was closed
+            data = b"" if sys.stdin is None else sys.stdin.buffer.read()
     except OSError as error:
         raise ConfigError(f"--prompts-file {name} cannot be read: {error.strerror}") from None
     try:
@@ -219,10 +160,6 @@ def _read(name: str) -> str:
     except UnicodeDecodeError:
         source = "standard input" if name == "-" else f"--prompts-file {name}"
         raise ConfigError(f"{source} is not UTF-8: prompts are texts") from None
-
-
-def _stdin() -> bytes:
-    return b"" if sys.stdin is None else sys.stdin.buffer.read()  # None: it was closed
 
 
 def _ids(text: str) -> list[int]:
@@ -238,24 +175,23 @@ def _ids(text: str) -> list[int]:
 def _params(args: argparse.Namespace) -> SamplingParams:
     if args.logprobs and not args.json:
         raise ConfigError("--logprobs are printed with --json alone: add it")
-    given = _given(args, _SAMPLING)
+    given = _given(args, SamplingParams) | {"stop": tuple(args.stop)}
     if given.keys() & set(_CHOOSING):
         given.setdefault("temperature", 1.0)
-    return SamplingParams(
-        **given, stop=tuple(args.stop), ignore_eos=args.ignore_eos, logprobs=args.logprobs
-    )
+    return SamplingParams(**given)
 
 
-def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return the options that were given. The engine has the defaults of the others."""
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+def _given(args: argparse.Namespace, settings: type) -> dict[str, Any]:
+    """Return what the options say about the fields of a dataclass of settings."""
+    values = {each.name: getattr(args, each.name, None) for each in fields(settings)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _load(args: argparse.Namespace) -> LLM:
-    with redirect_stdout(sys.stderr):  # whatever libraries have to say meanwhile
+    with redirect_stdout(sys.stderr):  # what libraries print meanwhile is no output
         with _interrupts_kill():
             from roseinfer.llm import LLM
-        llm = LLM(args.model, device=args.device, dtype=args.dtype, **_given(args, _ENGINE))
+        llm = LLM(args.model, device=args.device, dtype=args.dtype, **_given(args, EngineConfig))
     if llm.tokenizer is None and not args.token_ids:
         raise ConfigError(
             f"{args.model} has no tokenizer, so it reads no text: give token ids, as in "
@@ -266,12 +202,9 @@ def _load(args: argparse.Namespace) -> LLM:
 
 @contextmanager
 def _interrupts_kill() -> Iterator[None]:
-    """Let Ctrl-C kill the process while torch is imported.
-
-    A KeyboardInterrupt amid its C++ would end in an abort and a dump.
-    """
+    """Let Ctrl-C kill the process: while torch is imported, an exception would abort and dump."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # interrupts are ignored, or somebody else's affair
+        yield  # interrupts are ignored, or handled by somebody else
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -280,41 +213,23 @@ def _interrupts_kill() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# ------------------------------------------------------------------------------ what is printed
-
-
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_ids: bool) -> int:
-    failed = None
+    space = ""
     try:
-        for piece in _pieces(llm.stream(prompt, params), as_ids=as_ids):
-            print(piece, end="", flush=True)
+        for update in llm.stream(prompt, params):
+            if not as_ids:
+                print(update.text, end="", flush=True)
+            elif update.token_id is not None:
+                print(f"{space}{update.token_id}", end="", flush=True)
+                space = " "
     except UnsupportedModel:
         raise  # no fault of the prompt
     except RoseinferError as error:
-        failed = error
+        print(flush=True)
+        _complain(error)
+        return _FAILED
     print(flush=True)
-    if failed is None:
-        return 0
-    _complain(failed)
-    return _FAILED
-
-
-def _pieces(updates: Iterable[Update], *, as_ids: bool) -> Iterator[str]:
-    space = ""
-    for update in updates:
-        if not as_ids:
-            yield update.text
-        elif update.token_id is not None:
-            yield f"{space}{update.token_id}"
-            space = " "
-
-
-def _print_json(outputs: Sequence[RequestOutput], *, logprobs: bool) -> None:
-    for output in outputs:
-        fields = asdict(output)
-        if not logprobs:
-            del fields["logprobs"]
-        print(json.dumps(fields), flush=True)
+    return 0
 
 
 def _print_texts(outputs: Sequence[RequestOutput], *, as_ids: bool) -> None:
@@ -332,10 +247,3 @@ def _title(prompt: Prompt) -> str:
 
 def _spaced(token_ids: Sequence[int]) -> str:
     return " ".join(map(str, token_ids))
-
-
-def _report_errors(outputs: Sequence[RequestOutput]) -> int:
-    failed = [(number, output) for number, output in enumerate(outputs, 1) if output.error]
-    for number, output in failed:
-        _complain(f"prompt {number}: {output.error}")
-    return _FAILED if failed else 0

@@ -1,4 +1,4 @@
-"""Requests in, tokens out, one step at a time: whoever drives it decides when."""
+"""The engine takes requests and returns their tokens, one step at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import starmap
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from roseinfer.config import SamplingParams
 from roseinfer.decode.resident import ResidentDecode
@@ -16,14 +16,7 @@ from roseinfer.engine.request import BlockSupply, FinishReason, Request
 from roseinfer.engine.runner import SequenceRunner, StepRunner
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine_paths import EnginePath
-from roseinfer.errors import (
-    BadArgument,
-    NoDistribution,
-    NoText,
-    RequestTooLarge,
-    StepFailed,
-    in_words,
-)
+from roseinfer.errors import BadArgument, NoDistribution, NoText, RequestTooLarge, StepFailed
 from roseinfer.text.request_text import RequestText, detokenizers
 
 if TYPE_CHECKING:
@@ -33,69 +26,53 @@ if TYPE_CHECKING:
     from roseinfer.config import EngineConfig
     from roseinfer.engine.runner import Flight
     from roseinfer.engine.scheduler import Step
-    from roseinfer.kv.manager import KVBlockManager
-    from roseinfer.models.causal import CausalModel
+    from roseinfer.models.loading import Loaded
 
 
 @dataclass(slots=True)
 class Update:
-    """One step brings this for one request. Freezing it would cost a microsecond a token."""
+    """What one step brings for one request. Freezing it would cost a microsecond a token."""
 
     request: Request
     token_id: int | None
-    """None where it ended without one."""
+    """None where the request ended without a token."""
     text: str
     """The text that can be shown now and could not before."""
     finish_reason: FinishReason | None = None
-    """Why this is the request's last update; None where more will come."""
+    """None unless this is the request's last update."""
 
 
 class Engine:
     """Serves any number of requests with one model on one cache."""
 
-    def __init__(
-        self,
-        model: CausalModel,
-        kv: KVBlockManager,
-        config: EngineConfig,
-        *,
-        tokenizer: Any = None,
-        end_tokens: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, loaded: Loaded, config: EngineConfig) -> None:
+        model, kv = loaded.model, loaded.kv
         self.config = config
         self.sessions = SequenceRunner(model, kv, attention=config.attention_backend)
         self.path_counts: Counter[str] = self.sessions.path_counts
         """How often each path of the engine and of its attention was taken."""
         self.prefixes = PrefixCache(kv) if config.prefix_cache else None
-        resident = self._resident(config)
+        device = kv.device.type
+        resident = None
+        if config.decodes_in_slots(device):
+            graphs = device == "cuda" and config.cuda_graph is not False
+            most = config.max_batch_size
+            resident = ResidentDecode(model, self.sessions.attention, most, graphs=graphs)
         self._runner = StepRunner(self.sessions, resident, config.max_batch_size)
         self._supply = BlockSupply(kv, self.prefixes, self._runner.withdraw)
         self._scheduler = Scheduler(config, self._supply)
-        self._run_ahead = config.lag(kv.device.type) if resident else 0
+        self._run_ahead = config.lag(device) if resident else 0
         self._in_flight: deque[list[Flight]] = deque()
-        """The steps that are launched and whose tokens nobody has read yet, oldest first."""
+        """Steps that were launched and whose tokens nobody has read yet, oldest first."""
         self._updates: list[Update] = []
-        """Updates that nobody was told yet: a step that breaks off returns none."""
+        """Updates that no step has returned yet. A step that breaks off returns none."""
         self._broken: list[Request] = []
         """The requests of the step that broke off last."""
-        self._tokenizer = tokenizer
-        self._new_detokenizer = detokenizers(tokenizer) if tokenizer else None
-        self._end_tokens = frozenset(end_tokens)
+        self._tokenizer = loaded.tokenizer
+        self._new_detokenizer = detokenizers(loaded.tokenizer) if loaded.tokenizer else None
+        self._end_tokens = loaded.end_tokens
         self._block_size = kv.block_size
         self._next_id = 0
-
-    def _resident(self, config: EngineConfig) -> ResidentDecode | None:
-        device = self.sessions.kv.device
-        if not config.decodes_in_slots(device.type):
-            return None
-        return ResidentDecode(
-            self.sessions.model,
-            self.sessions.attention,
-            config.max_batch_size,
-            graphs=config.replays_graphs(device.type),
-        )
-
-    # -------------------------------------------------------------------------- requests
 
     @property
     def has_work(self) -> bool:
@@ -110,7 +87,7 @@ class Engine:
         return len(self._scheduler.running)
 
     def submit(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
-        """Queue a prompt; raises for one that could never be served."""
+        """Queue a prompt. This raises for one that could never be served."""
         if not isinstance(params, SamplingParams):
             raise BadArgument(f"how to choose tokens is said by SamplingParams, not by {params!r}")
         token_ids = self._token_ids(prompt)
@@ -131,7 +108,7 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request now. One that has ended already stays as it is."""
+        """End a request now, unless it has ended already."""
         if request.finish_reason is None:
             self.path_counts[EnginePath.CANCELLED] += 1
             self._end(request, FinishReason.CANCELLED)
@@ -146,13 +123,14 @@ class Engine:
             return [index(token) for token in token_ids]
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             raise BadArgument(
-                f"a prompt is a text that the tokenizer can read, or token ids: {in_words(error)}"
+                "a prompt is a text that the tokenizer can read, or token ids: "
+                f"{type(error).__name__}: {error}"
             ) from error
 
     def _most_tokens(self, prompt_length: int, params: SamplingParams) -> int:
-        """How many tokens a request may generate; raises where not even one has room."""
+        """Return how many tokens a request may generate, and raise if there is no room for one."""
         positions = self.sessions.model.shape.max_length
         if prompt_length >= positions:
             raise RequestTooLarge(
@@ -170,25 +148,23 @@ class Engine:
             )
         return most
 
-    # ----------------------------------------------------------------------------- steps
-
     def step(self) -> list[Update]:
-        """Launch what is due, and return an update for each request that got a token or ended.
+        """Launch a step, and return an update for each request that got a token or ended.
 
-        Up to ``run_ahead`` steps stay on their way while the host goes on. A step that raises is
-        done again by the next one, unless its requests are cancelled or ended by ``fail_step``.
+        Up to ``run_ahead`` steps stay in flight when this returns. The work of a step that raises
+        is done again by the next, unless its requests are cancelled or ended by ``fail_step``.
         """
         step = self._scheduler.next_step()
         try:
             if step:
                 self._launch(step)
-            # Where no step is launched, the oldest one in flight lands.
+            # If no step is launched, the oldest one in flight lands.
             self._land(self._run_ahead if step else len(self._in_flight) - 1)
         except BaseException:
             self._break_off(step)
             raise
         if not self._scheduler.running:
-            self._in_flight.clear()  # tokens that follow an end
+            self._in_flight.clear()  # their tokens follow the ends of requests
         updates, self._updates = self._updates, []
         return updates
 
@@ -203,13 +179,13 @@ class Engine:
         return updates
 
     def _break_off(self, step: Step) -> None:
-        """Give up a step that raised: nobody knows how far it came.
+        """Give up a step that raised, however far it came.
 
         All running requests start over, and tokens in flight are computed again. What the
         step's own requests have stored is shared with nobody.
         """
         in_step = [*step.decoding, *(request for request, _ in step.chunks)]
-        # An empty step waits for tokens of the requests that run.
+        # An empty step was waiting for tokens of the running requests.
         self._broken = in_step or list(self._scheduler.running.values())
         for request in self._broken:
             self._supply.spoil(request)
@@ -218,21 +194,17 @@ class Engine:
         self._runner.start_over()
 
     def _land(self, most: int) -> None:
-        """Read the tokens of all steps but the last ``most``, and of those waited for."""
-        while self._must_land(most):
-            for flight in self._in_flight.popleft():
-                # One by one: where one raises, those before it are kept.
-                self._updates += starmap(self._take, flight.land())
-
-    def _must_land(self, most: int) -> bool:
-        """Return True if too many steps are in flight, or somebody waits for one of them."""
+        """Read tokens until at most ``most`` steps are in flight, none of them urgent."""
         steps = self._in_flight
-        return len(steps) > max(0, most) or any(each.urgent for step in steps for each in step)
+        while len(steps) > max(0, most) or any(each.urgent for step in steps for each in step):
+            for flight in steps.popleft():
+                # One by one, so that updates are kept if a later one raises.
+                self._updates += starmap(self._take, flight.land())
 
     def _launch(self, step: Step) -> None:
         self._supply.ensure(step.blocks)
         self._count(step)
-        # One without tokens counts too: those behind it are to land as late as any, not later.
+        # A step without tokens counts too, so that the steps behind it land no later than others.
         self._in_flight.append(self._runner.launch(step))
         for request, _ in step.chunks:
             if request.pending:
@@ -248,9 +220,9 @@ class Engine:
         tokens = request.session.token_ids
         tokens.append(token)
         length = len(tokens)
-        if self.prefixes and (
-            length == request.prompt_length + 1 or self._turn_of(request, length)
-        ):
+        # Requests take turns, each once a block.
+        turn = (length - request.id) % self._block_size == 0
+        if self.prefixes and (turn or length == request.prompt_length + 1):
             self._supply.note_stored(request)
         if logprob is not None and request.params.logprobs:
             request.logprobs.append(logprob)
@@ -260,7 +232,7 @@ class Engine:
             text, stopped = request.text.add(token) if request.text else ("", False)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             request.error = NoText(error)
             return self._last(request, token, "", FinishReason.ERROR)
         if stopped:
@@ -269,16 +241,12 @@ class Engine:
             return self._last(request, token, text, FinishReason.LENGTH)
         return Update(request, token, text)
 
-    def _turn_of(self, request: Request, length: int) -> bool:
-        """Requests take turns, each once a block, at different steps if they began together."""
-        return (length - request.id) % self._block_size == 0
-
     def _last(self, request: Request, token: int | None, text: str, reason: FinishReason) -> Update:
         text += self._end(request, reason)
         return Update(request, token, text, request.finish_reason)
 
     def _end(self, request: Request, reason: FinishReason) -> str:
-        """Let go of all that a request holds; return the last of its text."""
+        """Let go of all that a request holds, and return the last of its text."""
         if reason is FinishReason.ERROR:
             self._supply.spoil(request)
         self._scheduler.remove(request)
@@ -288,13 +256,12 @@ class Engine:
             return request.text.finish() if request.text else ""
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             request.finish_reason = FinishReason.ERROR
             request.error = request.error or NoText(error)
             return ""
 
     def _count(self, step: Step) -> None:
-        """Note which paths a step is about to take."""
         counts = self.path_counts
         if self._in_flight and self._in_flight[-1]:
             counts[EnginePath.RUN_AHEAD] += 1
@@ -305,11 +272,10 @@ class Engine:
         if step.decoding and step.chunks:
             counts[EnginePath.MIXED] += 1
         for request, count in step.chunks:
-            found = request.found
-            first = request.session.stored == found
+            first = request.session.stored == request.found
             if count < request.pending:
                 counts[EnginePath.CHUNKED] += 1
-            if first and found:
+            if first and request.found:
                 counts[EnginePath.PREFIX_HIT] += 1
             if first and request.preempted:
                 counts[EnginePath.RESUMED] += 1

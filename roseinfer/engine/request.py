@@ -1,4 +1,4 @@
-"""A request, and the supply of blocks that requests take from and give back to."""
+"""A request, and the supply that it gets blocks from."""
 
 from __future__ import annotations
 
@@ -19,74 +19,68 @@ if TYPE_CHECKING:
 
 
 class FinishReason(StrEnum):
-    """Why a request has no more tokens to come."""
+    """Why a request gets no more tokens."""
 
     STOP = "stop"
     """The model ended the text, or a stop string did."""
     LENGTH = "length"
-    """As many tokens as were asked for, or as the model has positions for."""
+    """It has as many tokens as were asked for, or as the model has positions for."""
     CANCELLED = "cancelled"
     ERROR = "error"
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt on its way through the engine.
-
-    What is asked does not change. The other fields are each changed by one file only.
-    """
+    """A prompt, and how far it has come. Each of its fields is changed by one file only."""
 
     id: int
-    """Requests are numbered as they come."""
     params: SamplingParams
     seed: int
-    """The one asked for, or one drawn for a request that asked for none."""
+    """The seed of ``params``, or one drawn for a request without."""
     prompt_length: int
     most_tokens: int
-    """Tokens it may generate; fewer than asked for where the model's positions end."""
+    """How many tokens it may generate, by its parameters and the model's positions."""
     session: InferenceSession
     text: RequestText | None
     """None for a model without a tokenizer."""
 
-    # The engine's.
+    # Changed by the engine:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: RoseinferError | None = None
 
-    # BlockSupply's.
+    # Changed by BlockSupply:
     held: Held | None = None
-    """What it holds of the prefix cache."""
     found: int = 0
-    """Tokens that were stored already when it was last admitted."""
+    """How many tokens the prefix cache had when it was last admitted."""
 
-    # The scheduler's.
+    # Changed by the scheduler:
     waits_for: int = 0
-    """Blocks that must be free before it is worth trying to admit it again."""
+    """How many blocks must be available before it is tried again."""
     passed_over: int = 0
-    """Requests that came later and were admitted before it."""
+    """How many later requests were admitted before it."""
     preempted: int = 0
-    """How often its blocks were taken from it."""
 
-    # The runner's.
+    # Changed by the runner:
     in_flight: int = 0
-    """Tokens that were chosen, or soon will be, and that have not been read yet."""
+    """How many of its tokens were launched and not read yet."""
     resident: Resident | None = None
     """Its place on the device while it decodes there."""
 
     full_length: int = field(init=False)
-    """Tokens, the prompt's included, when it has all that it may generate."""
+    """How many tokens it has in the end if nothing ends it early, with the prompt's."""
 
     def __post_init__(self) -> None:
         self.full_length = self.prompt_length + self.most_tokens
 
     @property
     def pending(self) -> int:
-        """Tokens that are not stored yet, of which those in flight are not known yet."""
+        """How many tokens are not stored yet. Those in flight count, though nobody knows them."""
         return len(self.session.token_ids) + self.in_flight - self.session.stored
 
     @property
     def may_decode(self) -> bool:
-        """It has one token to store and another to get, and the next step can know the first."""
+        """True if it has one token to store, which the next step can know, and one more to get."""
         session, coming = self.session, self.in_flight
         known = len(session.token_ids)
         if known + coming - session.stored != 1:
@@ -104,13 +98,10 @@ class Request:
 
 
 class BlockSupply:
-    """Hands out blocks and takes them back, asking the prefix cache first and last."""
+    """Gives blocks to requests, with cached prefixes in them, and takes them back."""
 
     def __init__(
-        self,
-        kv: KVBlockManager,
-        prefixes: PrefixCache | None,
-        withdraw: Callable[[Request], None],
+        self, kv: KVBlockManager, prefixes: PrefixCache | None, withdraw: Callable[[Request], None]
     ) -> None:
         """``withdraw`` is called for a request before its blocks are taken back."""
         self._withdraw = withdraw
@@ -119,20 +110,19 @@ class BlockSupply:
 
     @property
     def capacity(self) -> int:
-        """Blocks of an empty pool."""
         return self._kv.max_blocks_per_layer - 1
 
     @property
     def available(self) -> int:
-        """Blocks that are free or could be freed at once."""
+        """How many blocks are free or could be freed at once."""
         unused = len(self._prefixes.unused) if self._prefixes else 0
         return self._kv.num_free_blocks(0) + unused
 
     def needed(self, session: InferenceSession, count: int) -> int:
-        """Most blocks that storing so many tokens more can take.
+        """Return the most blocks that storing ``count`` more tokens can take.
 
-        One more where the last block is partly full and shared. It is one too many if all
-        who share it copy it in the same step, since the last of them keeps it.
+        A partial block that is shared takes one more, for its copy. This is one too many if all
+        that share it copy it in the same step, since the last of them keeps it.
         """
         size = self._kv.block_size
         blocks = -(-(session.stored + count) // size) - len(session.block_lists[0])
@@ -140,47 +130,40 @@ class BlockSupply:
         return blocks + copies
 
     def ensure(self, blocks: int) -> None:
-        """Free so many, so that a step cannot run out."""
+        """Make sure that so many blocks are free, so that a step cannot run out."""
         missing = blocks - self._kv.num_free_blocks(0)
         if missing > 0 and self._prefixes:
             self._prefixes.evict(missing)
 
     def start(self, request: Request) -> None:
-        """Let a request that has nothing stored begin with what is known of its prompt."""
+        """Give a request that has nothing stored what the prefix cache has of its prompt."""
         if self._prefixes is None:
             return
         session = request.session
-        match = self._prefixes.match(session.token_ids)
-        request.held = match.held
-        session.block_lists = match.block_lists
-        request.found = session.stored = session.room = match.num_tokens
+        request.held, session.block_lists, found = self._prefixes.match(session.token_ids)
+        request.found = session.stored = session.room = found
 
     def note_stored(self, request: Request) -> None:
-        """Offer the blocks that a request has filled to others."""
+        """Offer the blocks that a request has filled to the prefix cache."""
         if self._prefixes and request.held:
-            session = request.session
-            known = min(session.stored, len(session.token_ids))
-            self._prefixes.insert(request.held, session.token_ids, session.block_lists, known)
+            self._prefixes.insert(request.held, request.session)
 
     def give_back(self, request: Request) -> None:
-        """Take back all that a request holds, of which others may still use what is stored."""
+        """Take back all blocks of a request. The prefix cache may keep what is stored in them."""
         session = request.session
         self._withdraw(request)
         session.cut(self._kv, len(session.token_ids))
         if self._prefixes and request.held:
-            self._prefixes.release(
-                request.held, session.token_ids, session.block_lists, session.stored
-            )
+            self._prefixes.release(request.held, session)
             request.held = None
         session.rewind(self._kv)
 
     def spoil(self, request: Request) -> None:
-        """Keep from others what a request has stored."""
+        """Remove what a request has stored from the prefix cache."""
         if self._prefixes and request.held:
             self._prefixes.forget(request.held)
             request.held = None
 
     def drop_prefixes(self) -> None:
-        """Keep no block but for the requests that hold it."""
         if self._prefixes:
             self._prefixes.clear()

@@ -1,4 +1,4 @@
-"""Forward passes: sequences stored by a model, and steps carried out to their tokens."""
+"""Forward passes: a model stores sequences, and steps of the engine choose tokens."""
 
 from __future__ import annotations
 
@@ -29,17 +29,16 @@ if TYPE_CHECKING:
 
 
 class SequenceRunner:
-    """Runs sessions of any lengths through one model, on one cache."""
+    """Runs sequences of any lengths through one model, on one cache."""
 
     def __init__(
         self, model: CausalModel, kv: KVBlockManager, *, attention: str | None = None
     ) -> None:
-        """``attention`` names a backend; None takes the device's best."""
         self.model = model
         self.kv = kv
         self.path_counts: Counter[str] = Counter()
         self.staging = IndexStaging(kv.device, kv.work_counts)
-        """Brings a step's numbers to the device, without a tensor being made for them."""
+        """Copies a step's numbers to the device through buffers that are used again."""
         backend = find_backend(attention or best_backend(kv.device))
         self.attention = backend(model.traits, kv, self.staging, self.path_counts)
         self._groups = kv.num_layers // kv.layers_per_group
@@ -47,11 +46,10 @@ class SequenceRunner:
     def prefill(
         self, prompts: Sequence[Sequence[int]]
     ) -> tuple[list[InferenceSession], torch.Tensor]:
-        """Start a session for each prompt; return them with the logits of their next tokens."""
-        sessions = []
+        """Store prompts; return a session for each, and the logits of their next tokens."""
         for prompt in prompts:
             self.check_tokens(prompt)
-            sessions.append(self.empty(list(prompt)))
+        sessions = [self.empty(list(prompt)) for prompt in prompts]
         return sessions, self.extend(sessions)
 
     def extend(
@@ -59,80 +57,20 @@ class SequenceRunner:
     ) -> torch.Tensor:
         """Store the next ``counts[i]`` tokens of session ``i``, or all that are not stored yet.
 
-        Returns the logits behind the last token stored of each. It is fastest with sessions
-        that store a single token in front.
+        This returns the logits behind the last stored token of each. It is fastest if sessions
+        that store a single token stand in front.
         """
         pending = [len(session.token_ids) - session.stored for session in sessions]
         counts = pending if counts is None else list(counts)
-        for at, (count, left) in enumerate(zip(counts, pending, strict=True)):
-            if left < 1:
-                raise BadArgument(f"session {at} has no token that is not stored yet")
-            if not 1 <= count <= left:
-                raise BadArgument(f"session {at} has {left} tokens to store, not {count}")
-        logits = self._forward(sessions, counts)
-        size = self.kv.block_size
-        for session, count in zip(sessions, counts, strict=True):
-            session.stored += count
-            session.room = len(session.block_lists[0]) * size
-        return logits
-
-    def decode_step_sessions(self, sessions: Sequence[InferenceSession]) -> list[int]:
-        """The most likely next token of every session, appended to each.
-
-        A session's newest token is stored first, so every session must have exactly one
-        that is not.
-        """
-        for at, session in enumerate(sessions):
-            if len(session.token_ids) - session.stored != 1:
-                raise BadArgument(
-                    f"session {at} has {len(session.token_ids) - session.stored} tokens that are "
-                    "not stored; a decode step takes one"
-                )
-        tokens: list[int] = self.extend(sessions).argmax(-1).tolist()
-        for session, token in zip(sessions, tokens, strict=True):
-            session.token_ids.append(token)
-        return tokens
-
-    def fork(self, session: InferenceSession) -> InferenceSession:
-        """A session that shares all that is stored and goes its own way from here."""
-        child = InferenceSession(
-            [list(block_ids) for block_ids in session.block_lists],
-            list(session.token_ids),
-            session.stored,
-        )
-        for block_ids in child.block_lists:
-            self.kv.incref_blocks(block_ids)
-        session.room = child.room = session.stored
-        self.path_counts[EnginePath.FORKED] += 1
-        return child
-
-    def release(self, session: InferenceSession) -> None:
-        """Give back a session's blocks. The session is empty afterwards."""
-        session.rewind(self.kv)
-        session.token_ids = []
-
-    def empty(self, token_ids: list[int]) -> InferenceSession:
-        """A session of which nothing is stored yet."""
-        return InferenceSession([[] for _ in range(self._groups)], token_ids)
-
-    def check_tokens(self, prompt: Sequence[int]) -> None:
-        """Raise for a prompt that the model cannot read."""
-        shape = self.model.shape
-        if not prompt:
-            raise BadArgument("an empty prompt: at least one token is needed")
-        if len(prompt) > shape.max_length:
-            raise RequestTooLarge(
-                f"a prompt of {len(prompt)} tokens for a model of {shape.max_length} positions"
-            )
-        if not all(0 <= token < shape.vocab_size for token in prompt):
-            raise BadArgument(f"token ids must lie in 0..{shape.vocab_size - 1}")
-
-    def _forward(self, sessions: Sequence[InferenceSession], counts: list[int]) -> torch.Tensor:
         tokens: list[int] = []
         positions: list[int] = []
         last_rows: list[int] = []
         lengths: list[int] = []
-        for session, count in zip(sessions, counts, strict=True):
+        for at, (session, count, left) in enumerate(zip(sessions, counts, pending, strict=True)):
+            if left < 1:
+                raise BadArgument(f"session {at} has no token that is not stored yet")
+            if not 1 <= count <= left:
+                raise BadArgument(f"session {at} has {left} tokens to store, not {count}")
             end = session.stored + count
             if end > self.model.shape.max_length:
                 raise BadArgument(f"position {end}: the model has {self.model.shape.max_length}")
@@ -148,26 +86,62 @@ class SequenceRunner:
         for path in self.model.paths:
             self.path_counts[path] += 1
         stage = self.staging.stage
-        token_ids, at = stage([tokens, positions]).columns
+        token_ids, at_positions = stage([tokens, positions]).columns
         rows = None if one_each else stage([last_rows]).columns[0]
-        return self.model.logits(token_ids, at, rows, self.attention)
+        logits = self.model.logits(token_ids, at_positions, rows, self.attention)
+        size = self.kv.block_size
+        for session, count in zip(sessions, counts, strict=True):
+            session.stored += count
+            session.room = len(session.block_lists[0]) * size
+        return logits
+
+    def fork(self, session: InferenceSession) -> InferenceSession:
+        """Return a session that shares all that is stored and can be continued differently."""
+        child = InferenceSession(
+            [list(block_ids) for block_ids in session.block_lists],
+            list(session.token_ids),
+            session.stored,
+        )
+        for block_ids in child.block_lists:
+            self.kv.incref_blocks(block_ids)
+        session.room = child.room = session.stored
+        self.path_counts[EnginePath.FORKED] += 1
+        return child
+
+    def release(self, session: InferenceSession) -> None:
+        session.rewind(self.kv)
+        session.token_ids = []
+
+    def empty(self, token_ids: list[int]) -> InferenceSession:
+        return InferenceSession([[] for _ in range(self._groups)], token_ids)
+
+    def check_tokens(self, prompt: Sequence[int]) -> None:
+        shape = self.model.shape
+        if not prompt:
+            raise BadArgument("an empty prompt: at least one token is needed")
+        if len(prompt) > shape.max_length:
+            raise RequestTooLarge(
+                f"a prompt of {len(prompt)} tokens for a model of {shape.max_length} positions"
+            )
+        if not all(0 <= token < shape.vocab_size for token in prompt):
+            raise BadArgument(f"token ids must lie in 0..{shape.vocab_size - 1}")
 
 
 @dataclass(slots=True)
 class Flight:
-    """Tokens of a forward pass, which the host has not read yet."""
+    """Tokens of a forward pass that the host has not read yet."""
 
     requests: list[Request]
     rows: Sequence[int]
-    """Where each request's token will be found."""
+    """The index of each request's token in ``tokens``."""
     tokens: Arrival
     """Negative where there was none to choose."""
     logprobs: Arrival | None
     urgent: bool
-    """Somebody needs its token on the host before it can go on."""
+    """True if a request needs its token on the host before it can go on."""
 
     def land(self) -> Iterator[tuple[Request, int, float | None]]:
-        """Wait for the tokens; those of requests that have ended meanwhile are nobody's."""
+        """Wait for the tokens. Those of requests that have ended meanwhile are dropped."""
         tokens = self.tokens.wait()
         logprobs = self.logprobs.wait() if self.logprobs else None
         for request, row in zip(self.requests, self.rows, strict=True):
@@ -177,7 +151,7 @@ class Flight:
 
 
 class StepRunner:
-    """Launches steps: residents by themselves, all other requests in one pass."""
+    """Launches steps: resident requests in one forward pass, all others in a second."""
 
     def __init__(
         self, sessions: SequenceRunner, resident: ResidentDecode | None, max_batch_size: int
@@ -190,7 +164,7 @@ class StepRunner:
         self._logprobs = Readback(max_batch_size, torch.float32, device)
 
     def launch(self, step: Step) -> list[Flight]:
-        """Start a step; its tokens are on their way when this returns."""
+        """Start a step. Its tokens are in flight when this returns."""
         flights = []
         residents = [request for request in step.decoding if request.resident]
         others = [request for request in step.decoding if not request.resident]
@@ -204,16 +178,16 @@ class StepRunner:
         return flights
 
     def withdraw(self, request: Request) -> None:
-        """Let go of a request: what is in flight for it is nobody's."""
+        """Take back a request's slot, and forget its tokens in flight."""
         self._leave(request)
         request.in_flight = 0
 
     def forget(self) -> None:
-        """The requests that the last step was for are not those of the next."""
+        """Forget the parameters of the last step's requests, since one of them has ended."""
         self._sampling = None
 
     def start_over(self) -> None:
-        """Take every slot back, however far a step came that broke off."""
+        """Take every slot back after a step broke off."""
         self.forget()
         if self._resident is not None:
             self._resident.clear()
@@ -263,7 +237,7 @@ class StepRunner:
         return Flight(requests, rows, self._tokens.start(chosen), logprobs, urgent=stay)
 
     def _enter(self, requests: list[Request], chosen: torch.Tensor) -> bool:
-        """Give slots to the requests that can have one; return True if some must go on without."""
+        """Give slots to the requests that can decode in one; return True if some cannot."""
         entering = []
         stay = False
         for row, request in enumerate(requests):
@@ -288,7 +262,7 @@ class StepRunner:
         return stay
 
     def _sampling_batch(self, requests: list[Request], device: torch.device) -> SamplingBatch:
-        """The parameters as columns, built anew only where the requests are others."""
+        """Return the parameters as columns, which are kept while the requests are the same."""
         if self._sampling is None or self._sampling[0] != requests:
             batch = SamplingBatch.of(
                 [request.params for request in requests],
@@ -299,7 +273,6 @@ class StepRunner:
         return self._sampling[1]
 
     def _seen(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
-        """Mark the tokens that each request has already, its prompt's included."""
         seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
         for row, request in enumerate(requests):
             if request.params.repetition_penalty != 1:

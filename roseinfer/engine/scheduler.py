@@ -1,9 +1,8 @@
 """The scheduler decides which requests do how much in the next step. It touches no tensor.
 
-Every running request that has only its newest token to store takes part in each step. What
-is left of a step's limits goes to prompts (``PromptShare``). When blocks run out, prefixes
-that nobody uses go first; then the newest running request gives up its blocks and waits, to
-be computed again later.
+Every running request that has only its newest token to store takes part in each step. What is
+left of a step's limits goes to prompts (``PromptShare``). When blocks run out, cached prefixes
+that nobody uses are evicted; then the newest running request is preempted and waits.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from typing import TYPE_CHECKING
 from roseinfer.errors import OutOfBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping
+    from collections.abc import MutableMapping
 
     from roseinfer.config import EngineConfig
     from roseinfer.engine.request import BlockSupply, Request
 
 
 _WINDOW = 64
-"""Waiting requests to choose among, so that a long queue costs nothing; more only where more
-prompts may be begun in a step."""
+"""The scheduler looks at so many waiting requests, or at as many as a step may begin if these
+are more. A longer queue costs nothing."""
 _PATIENCE = 8
-"""Later requests that may be admitted before one that waits."""
+"""So many later requests may be admitted before one that waits."""
 
 
 @dataclass(slots=True)
@@ -36,20 +35,20 @@ class Step:
     decoding: list[Request] = field(default_factory=list)
     """Requests that store their newest token."""
     chunks: list[tuple[Request, int]] = field(default_factory=list)
-    """Requests that store so many tokens of their prompt."""
+    """Requests that store tokens of their prompts, each with the number of tokens."""
     blocks: int = 0
-    """Most blocks that the step takes."""
+    """The most blocks that the step can take."""
     spare: int = 0
-    """Blocks that neither the step takes nor was promised to a prompt that has begun."""
+    """Available blocks besides, less those promised to prompts that have begun."""
     overtaken: int = 0
-    """Requests that were passed over for a later one."""
+    """How often a request was passed over for a later one."""
 
     def __bool__(self) -> bool:
         return bool(self.decoding or self.chunks)
 
 
 class Scheduler:
-    """The requests that wait and those that run."""
+    """Holds the requests that wait and those that run."""
 
     def __init__(self, config: EngineConfig, supply: BlockSupply) -> None:
         self._config = config
@@ -61,7 +60,6 @@ class Scheduler:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """Forget a request, wherever it is, and take back what it holds."""
         if request.id in self.running:
             self._supply.give_back(request)
             del self.running[request.id]
@@ -69,15 +67,14 @@ class Scheduler:
             self.waiting.remove(request)
 
     @property
-    def in_flight(self) -> bool:
-        """Some request has tokens that were not read yet."""
+    def _in_flight(self) -> bool:
         return any(request.in_flight for request in self.running.values())
 
     def next_step(self) -> Step:
         """Decide what to do now.
 
-        The step is empty when there are no requests, or when tokens in flight decide: they may
-        end a request, and otherwise one must make room for the others.
+        The step is empty if there are no requests, or if tokens in flight must land first: one
+        may end a request, and if none does, a request must be preempted.
         """
         if not (self.running or self.waiting):
             return Step()
@@ -87,11 +84,11 @@ class Scheduler:
             if step is None:
                 return Step()
             if self.waiting or len(step.decoding) < len(self.running):
-                PromptShare.of(self._config, self._supply, step).fill(self.running, self.waiting)
-            if step or self.in_flight:
+                PromptShare(self._config, self._supply, step).fill(self.running, self.waiting)
+            if step or self._in_flight:
                 return step
-            # Nobody can go on: each of several has too little for its prompt, or the last
-            # one shares a block with the prefix cache and would have to copy it.
+            # No request can go on: each of several has too few blocks for its prompt, or the
+            # only one shares a block with the prefix cache and would have to copy it.
             if len(self.running) > 1:
                 self._preempt_newest()
             elif not dropped:
@@ -99,13 +96,19 @@ class Scheduler:
                 if self.waiting:
                     self.waiting[0].waits_for = 0  # it was counted with a prefix to copy
                 dropped = True
-        raise self._stuck()
+        # An admitted request that does not even fit alone is a fault of the engine.
+        request = next(iter(self.running.values()), None) or self.waiting[0]
+        raise OutOfBlocks(
+            needed=self._supply.needed(request.session, request.pending),
+            free=self._supply.available,
+            where=f"the cache, with request {request.id} alone,",
+        )
 
     def _decoding(self) -> Step | None:
-        """A step for the requests that have one token to store, with blocks for all of them.
+        """Return a step of all requests that have one token to store, preempting some if necessary.
 
-        None when some request must make room, and tokens in flight may end one: nothing is
-        preempted or admitted until they have landed.
+        This returns None if it would have to preempt while tokens are in flight, since these may
+        end a request: nothing is preempted or admitted until they have landed.
         """
         while True:
             decoding = []
@@ -119,66 +122,50 @@ class Scheduler:
             available = self._supply.available
             if blocks <= available:
                 return Step(decoding, blocks=blocks, spare=available - blocks)
-            if self.in_flight:
+            if self._in_flight:
                 return None
             if len(self.running) == 1:
                 return Step()
             self._preempt_newest()
 
     def start_over(self) -> None:
-        """Have all that runs computed again, as if its blocks had been needed."""
-        for request in sorted(self.running.values(), key=lambda each: each.id, reverse=True):
-            self._preempt(request)
+        """Preempt all running requests."""
+        while self.running:
+            self._preempt_newest()
 
     def _preempt_newest(self) -> None:
-        self._preempt(self.running[max(self.running)])
-
-    def _preempt(self, request: Request) -> None:
-        del self.running[request.id]
+        request = self.running.pop(max(self.running))
         self._supply.give_back(request)
         request.preempted += 1
         self.waiting.appendleft(request)
 
-    def _stuck(self) -> OutOfBlocks:
-        """The error for an admitted request that does not even fit alone: a fault of ours."""
-        request = next(iter(self.running.values()), None) or self.waiting[0]
-        return OutOfBlocks(
-            needed=self._supply.needed(request.session, request.pending),
-            free=self._supply.available,
-            where=f"the cache, with request {request.id} alone,",
-        )
 
-
-@dataclass(slots=True)
 class PromptShare:
-    """What one step does for prompts: it goes on with those begun, then begins new ones."""
+    """The part of a step that goes to prompts: first to those begun, then to new ones."""
 
-    config: EngineConfig
-    supply: BlockSupply
-    step: Step
-    tokens: int
-    prompts: int
-    blocks: int
-    """Blocks that are promised to nobody. A prompt is promised all that it will take when it is
-    admitted, so that prompts do not run each other out of blocks half way."""
-
-    @classmethod
-    def of(cls, config: EngineConfig, supply: BlockSupply, step: Step) -> PromptShare:
-        return cls(
-            config,
-            supply,
-            step,
-            config.prefill_max_tokens,
-            config.prefill_max_batch_size,
-            supply.available - step.blocks,
-        )
+    def __init__(self, config: EngineConfig, supply: BlockSupply, step: Step) -> None:
+        self.config = config
+        self.supply = supply
+        self.step = step
+        self.tokens = config.prefill_max_tokens
+        self.prompts = config.prefill_max_batch_size
+        self.blocks = supply.available - step.blocks
+        """Blocks that are promised to nobody. A prompt is promised all that it will take when it
+        is admitted, so that prompts do not run each other out of blocks half way."""
 
     def fill(self, running: MutableMapping[int, Request], waiting: deque[Request]) -> None:
-        self._go_on(running)
+        for request in running.values():
+            pending = request.pending
+            if pending > 1:
+                promised = self.supply.needed(request.session, pending)
+                self._store(request, pending, self.blocks)
+                self.blocks -= promised
         first_come = self.config.prefill_admission_policy == "fifo"
         skipped: list[Request] = []
         for request in list(islice(waiting, max(_WINDOW, self.config.prefill_max_batch_size))):
-            if not self._may_admit(running) or (skipped and first_come):
+            if min(self.tokens, self.prompts, self.blocks) < 1 or (skipped and first_come):
+                break
+            if len(running) >= self.config.max_batch_size:
                 break
             if skipped and skipped[0].passed_over >= _PATIENCE:
                 break
@@ -192,24 +179,11 @@ class PromptShare:
                 skipped.append(request)
         self.step.spare = self.blocks
 
-    def _go_on(self, running: Mapping[int, Request]) -> None:
-        for request in running.values():
-            pending = request.pending
-            if pending > 1:
-                promised = self.supply.needed(request.session, pending)
-                self._store(request, pending, self.blocks)
-                self.blocks -= promised
-
-    def _may_admit(self, running: Mapping[int, Request]) -> bool:
-        return (
-            self.tokens > 0
-            and self.prompts > 0
-            and self.blocks > 0
-            and len(running) < self.config.max_batch_size
-        )
-
     def _admit(self, request: Request, *, whole: bool) -> bool:
-        """Begin a prompt if all of it has room; with ``whole``, in this step if possible."""
+        """Begin a prompt if there is room for all of it.
+
+        With ``whole`` it must fit into this step too, unless the step has no other prompt yet.
+        """
         if request.waits_for > self.blocks:
             return False
         untouched = self.tokens == self.config.prefill_max_tokens
@@ -228,7 +202,7 @@ class PromptShare:
         return True
 
     def _store(self, request: Request, pending: int, blocks: int) -> None:
-        """Put as much of a prompt into the step as the limits allow."""
+        """Add as much of a prompt to the step as the limits allow."""
         count = self._count(pending)
         needed = self.supply.needed(request.session, count)
         if not count or needed > blocks:
@@ -239,7 +213,7 @@ class PromptShare:
         self.prompts -= 1
 
     def _count(self, pending: int) -> int:
-        """Count the tokens of a prompt that this step may store."""
+        """Return how many tokens of a prompt this step may store."""
         if self.prompts < 1 or self.tokens < 1:
             return 0
         if self.config.chunked_prefill:

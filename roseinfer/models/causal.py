@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
 
-from roseinfer.errors import UnsupportedModel
+from roseinfer.errors import ConfigError, UnsupportedModel
 from roseinfer.models.shape import shape_of
 from roseinfer.models.trial import Trial
 
@@ -16,23 +17,22 @@ if TYPE_CHECKING:
     from roseinfer.engine_paths import EnginePath
 
 ATTENTION = "roseinfer_paged"
-"""Our attention's name in transformers' interface."""
 _HARMLESS = frozenset(
     {
         "cache_position",
-        "deterministic",  # how flash attention computes its gradients
+        "deterministic",  # matters to gradients alone
         "logits_to_keep",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
-        "position_embeddings",  # by which queries and keys were rotated already
+        "position_embeddings",  # queries and keys are rotated already
         "position_ids",
         "return_dict",
-        "sliding_window",  # masks say the same, and are looked at when the model is tried
+        "sliding_window",  # the trial looks at the masks, which say the same
         "use_cache",
     }
 )
-"""Arguments that change nothing of what attention computes for the engine."""
+"""Arguments that do not change what attention computes for the engine."""
 
 
 def attend(
@@ -41,14 +41,14 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,  # noqa: ARG001  (a trait, found when the model was tried)
+    scaling: float | None = None,  # noqa: ARG001  (the trial notes it)
     *,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     roseinfer_attention: Attention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers calls this in every layer, with ``[1, heads, tokens, head_dim]`` each."""
+    """Attend in one layer; transformers calls this with ``[1, heads, tokens, head_dim]`` each."""
     asked = {name for name, asks in kwargs.items() if asks is not None} - _HARMLESS
     if attention_mask is not None:
         asked.add("a mask")
@@ -75,10 +75,9 @@ class CausalModel:
     """A transformers model that keeps its keys and values in our cache."""
 
     paths: tuple[EnginePath, ...] = ()
-    """The paths that a forward pass is counted under, if it does not run on plain modules."""
 
     def __init__(self, model: Any, *, max_length: int | None = None) -> None:
-        """Take over ``model``: its attention is ours from here on."""
+        """Take over ``model``, and try it: its attention is ours from here on."""
         name = type(model).__name__
         try:
             config = model.config.get_text_config()
@@ -86,20 +85,15 @@ class CausalModel:
             self.shape = shape_of(config, max_length)
         except UnsupportedModel:
             raise
-        except Exception as error:  # of any kind, since configs refuse to answer in many ways
+        except Exception as error:  # of any kind, since configs can lack anything
             raise UnsupportedModel(f"{name} does not say what shape it has: {error}") from error
         self._model = model.eval()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.traits = Trial(model, self.shape, self._logits_of_each, attend).layer_traits()
-        """What each layer asks of its attention."""
+        # The trial runs the model's own modules, even where fused kernels replace them.
+        run = partial(CausalModel.logits, self)
+        self.traits = Trial(model, self.shape, run, attend).layer_traits()
         model.set_attn_implementation(ATTENTION)
-
-    def _logits_of_each(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
-        """A forward pass by the model's own modules, also where fused kernels replace them."""
-        return CausalModel.logits(self, token_ids, positions, None, attention)
 
     @torch.inference_mode()
     def logits(
@@ -109,9 +103,9 @@ class CausalModel:
         last_rows: torch.Tensor | None,
         attention: Attention,
     ) -> torch.Tensor:
-        """Run all tokens in one row; return ``[sequences, vocab]`` for each one's last token.
+        """Run all tokens in one row, and return ``[sequences, vocab]`` of their last tokens.
 
-        ``last_rows`` says which those are; None where every sequence has one token.
+        ``last_rows`` are the indices of the last tokens; None where every sequence has one token.
         """
         output = self._model(
             input_ids=token_ids[None],
@@ -124,6 +118,24 @@ class CausalModel:
         return logits
 
 
+def compile_layers(model: Any) -> None:
+    """Fuse what lies between the matrix products of a layer and its attention.
+
+    Layers are compiled one by one, for any number of tokens, and share the code: the work is that
+    of one layer. Our attention is left out.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ConfigError(
+            f"compile_layers: transformers does not say which of {type(model).__name__}'s modules "
+            "are its layers: leave it off"
+        )
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
+    for layer in layers:
+        layer.compile(dynamic=True)
+
+
 _CHANGES_ATTENTION = {
     "alibi": "ALiBi positions",
     "attn_logit_softcapping": "soft-capped attention",
@@ -132,12 +144,12 @@ _CHANGES_ATTENTION = {
     "reorder_and_upcast_attn": "reordered attention",
     "sinks": "attention sinks",
 }
-"""Settings of a model, and attributes of its attention, that ours does not compute. A trial shows
-what a model asks of its attention by masks and arguments; these it may ask only of a long text."""
+"""Settings of a model, and attributes of its attention, that ours does not compute. The trial may
+not show them, since some models ask for them only in a long text."""
 
 
 def _refuse_other_attention(model: Any, config: Any, name: str) -> None:
-    """Raise for attention this engine would compute wrongly, naming it."""
+    """Raise for attention that this engine would compute wrongly."""
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{name} does not use transformers' attention interface")
     if config.is_encoder_decoder:
@@ -147,9 +159,6 @@ def _refuse_other_attention(model: Any, config: Any, name: str) -> None:
         raise UnsupportedModel(f"{name} attends to what comes later too, which is not supported")
     for setting, meaning in _CHANGES_ATTENTION.items():
         for told in (config, *attentions):
-            if _asks(getattr(told, setting, None)):
+            value = getattr(told, setting, None)
+            if value is not None and value is not False:
                 raise UnsupportedModel(f"{name} uses {meaning} ({setting}), which is not supported")
-
-
-def _asks(value: object) -> bool:
-    return value is not None and value is not False

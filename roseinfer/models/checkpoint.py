@@ -1,4 +1,4 @@
-"""Models from directories and the hub, which name no code, no pickle and nothing outside."""
+"""Loads models from directories and the hub: no code, no pickles, no files from elsewhere."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ _INDEX = ".safetensors.index.json"
 
 
 def fetch(path: str, dtype: torch.dtype | str) -> Any:
-    """A transformers model from a local directory or a hub id, with all of its weights.
+    """Load a transformers model from a local directory or a hub id.
 
-    Safetensors only, never remote code, and no kernels but those that transformers chooses itself.
+    It reads safetensors only, runs no remote code, and ignores kernels that a config names.
     """
-    if _looks_like_a_path(path) and not Path(path).is_dir():
+    # No hub id begins like this or has more than two parts.
+    like_a_path = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if like_a_path and not Path(path).is_dir():
         raise UnsupportedModel(f"{path!r} cannot be loaded: there is no such directory")
     try:
-        _refuse_adapters(path)
+        if _file(path, "adapter_config.json") is not None:
+            raise UnsupportedModel(
+                "it holds an adapter (adapter_config.json), which is not supported: merge the "
+                "adapter into its model and save that"
+            )
         config = _config(path)
         _check_files(path, config)
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -37,7 +43,7 @@ def fetch(path: str, dtype: torch.dtype | str) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except Exception as error:  # of any kind, since transformers believes what a config says
+    except Exception as error:  # of any kind, since transformers trusts what a config says
         raise UnsupportedModel(f"{path!r} cannot be loaded: {error}") from error
     if missing := sorted(found["missing_keys"]):
         raise UnsupportedModel(
@@ -47,20 +53,15 @@ def fetch(path: str, dtype: torch.dtype | str) -> Any:
     return model
 
 
-def _looks_like_a_path(name: str) -> bool:
-    """No hub id begins so, or has more than two parts."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
-
-
 def _config(path: str) -> Any:
-    """The model's config, without what it says about how to compute."""
+    """Load the model's config, without what it says about how to compute."""
     kind = type(AutoConfig.from_pretrained(path, trust_remote_code=False))
     settings, _ = kind.get_config_dict(path)
     return kind.from_dict(_without_choices(settings) | {"model_type": kind.model_type})
 
 
 def _without_choices(settings: Any) -> Any:
-    """Attention, experts and others may be chosen by the name of a kernel on the hub."""
+    """Drop settings by which a config may choose kernels on the hub."""
     if isinstance(settings, list):
         return [_without_choices(each) for each in settings]
     if not isinstance(settings, dict):
@@ -74,17 +75,8 @@ def _without_choices(settings: Any) -> Any:
     }
 
 
-def _refuse_adapters(path: str) -> None:
-    """Raise for one, which names the model it belongs to."""
-    if _file(path, "adapter_config.json") is not None:
-        raise UnsupportedModel(
-            "it holds an adapter (adapter_config.json), which is not supported: merge the adapter "
-            "into its model and save that"
-        )
-
-
 def _check_files(path: str, config: Any) -> None:
-    """Raise where files would be read that are no safetensors or lie elsewhere."""
+    """Raise if the config or an index names files that are no safetensors or lie elsewhere."""
     named = getattr(config, "transformers_weights", None)
     if named is not None:
         _check_name(named, _WEIGHTS, _INDEX)
@@ -95,7 +87,7 @@ def _check_files(path: str, config: Any) -> None:
 
 
 def _file(path: str, name: str) -> str | None:
-    """Where a file of the model's is, if it has one, and the hub, if it is there, can be asked."""
+    """Return the path of one of the model's files, or None without it or without a network."""
     found: str | None = cached_file(
         path,
         name,
@@ -107,7 +99,7 @@ def _file(path: str, name: str) -> str | None:
 
 
 def _check_name(name: str, *endings: str) -> None:
-    """Raise unless it is that of a file of weights in the model's own directory."""
+    """Raise unless a name is that of a file in the model's own directory, with such an ending."""
     place = PurePosixPath(name)
     if not name.endswith(endings) or place.is_absolute() or ".." in place.parts or "\\" in name:
         raise UnsupportedModel(

@@ -1,4 +1,4 @@
-"""Loading: a name becomes a model on a device, its tokenizer, and a cache that fills the room."""
+"""Loads a model onto a device, with its tokenizer and a KV cache."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError, UnsupportedModel
 from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.manager import KVBlockManager
-from roseinfer.models.causal import CausalModel
+from roseinfer.models.causal import CausalModel, compile_layers
 from roseinfer.models.checkpoint import fetch
-from roseinfer.models.compiling import compile_layers
 from roseinfer.models.families import fused_family
 from roseinfer.models.padded_head import PaddedHead, pad_head
 from roseinfer.models.tiny import tiny_gpt2
@@ -25,15 +24,11 @@ from roseinfer.models.tiny import tiny_gpt2
 if TYPE_CHECKING:
     from roseinfer.config import EngineConfig
 
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SHARE_OF_MEMORY = 0.85
 """The cache takes this share of a GPU's free memory; activations need the rest."""
 _MOST_ON_CPU = 2 << 30
-"""Bytes of a cache in main memory that nobody gave a size."""
+"""Bytes of a cache in main memory, where no size was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +39,7 @@ class Loaded:
     kv: KVBlockManager
     tokenizer: Any
     """None for a checkpoint without one: prompts are token ids then."""
-    end_tokens: tuple[int, ...]
+    end_tokens: frozenset[int]
 
 
 def load(
@@ -55,10 +50,10 @@ def load(
     dtype: str | None = None,
     tokenizer: Any = None,
 ) -> Loaded:
-    """``model`` is ``"tiny"``, a directory, a hub id, or a model that was loaded already."""
+    """Load ``model``: ``"tiny"``, a directory, a hub id, or a model that was loaded already."""
     where = resolve_device(device)
     wanted = resolve_dtype(dtype, where)
-    _check_what_is_asked_of(where, config)
+    _refuse_unusable(config, where)
     network: Any = model
     if isinstance(model, (str, os.PathLike)):
         network, tokenizer = _network(os.fspath(model), where, wanted, tokenizer)
@@ -70,16 +65,11 @@ def load(
             "model that is loaded already"
         )
     causal = _causal(network, config)
-    return Loaded(
-        causal,
-        _cache(causal, config),
-        tokenizer,
-        _end_tokens(network, tokenizer),
-    )
+    return Loaded(causal, _cache(causal, config), tokenizer, _end_tokens(network, tokenizer))
 
 
-def _check_what_is_asked_of(device: torch.device, config: EngineConfig) -> None:
-    """Raise where a switch is on for what cannot run there."""
+def _refuse_unusable(config: EngineConfig, device: torch.device) -> None:
+    """Raise if a switch asks for what cannot run on the device."""
     backend = config.attention_backend
     asked = "paged_attention=True" if config.paged_attention else f"attention_backend={backend!r}"
     if backend is not None and (reason := find_backend(backend).why_unusable(device)):
@@ -91,16 +81,14 @@ def _check_what_is_asked_of(device: torch.device, config: EngineConfig) -> None:
 
 
 def _causal(network: Any, config: EngineConfig) -> CausalModel:
-    """On fused kernels where there are some for the model, else as transformers runs it."""
-    if config.wants("fused_model", network.device.type):
-        family = fused_family(network)
-        if family is not None:
-            if config.compile_layers:
-                raise ConfigError(
-                    f"compile_layers: {type(network).__name__} runs on fused kernels, of which "
-                    "nothing is left to compile: leave it off, or have fused_model=False too"
-                )
-            return family(network, max_length=config.max_length)
+    """Run the model on fused kernels if there are some for it, else on its own modules."""
+    if config.wants("fused_model", network.device.type) and (family := fused_family(network)):
+        if config.compile_layers:
+            raise ConfigError(
+                f"compile_layers: {type(network).__name__} runs on fused kernels, of which "
+                "nothing is left to compile: leave it off, or have fused_model=False too"
+            )
+        return family(network, max_length=config.max_length)
     if config.wants("pad_head", network.device.type):
         pad_head(network)
     causal = CausalModel(network, max_length=config.max_length)
@@ -127,7 +115,7 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype | str:
-    """As asked; else the checkpoint's own on a GPU, and fp32 on a CPU, which is fast there."""
+    """Return the dtype asked for, or else the checkpoint's on a GPU and fp32 on a CPU."""
     if name is None:
         return "auto" if device.type == "cuda" else torch.float32
     if name not in DTYPES:
@@ -145,80 +133,63 @@ def _network(
         tiny = tiny_gpt2()
         wanted = torch.float32 if isinstance(dtype, str) else dtype
         return tiny.model.to(device, wanted), tokenizer or tiny.tokenizer
-    return _moved(fetch(name, dtype), device), tokenizer or _tokenizer(name)
-
-
-def _moved(network: Any, device: torch.device) -> Any:
+    network = fetch(name, dtype)
     try:
-        return network.to(device)
+        network = network.to(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the model's weights do not fit on {device}: {error}") from error
+    return network, tokenizer or _tokenizer(name)
 
 
 def _tokenizer(name: str) -> Any:
-    """The checkpoint's own, if it has one."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # of any kind, since tokenizers believes what a file says
+    except Exception as error:  # of any kind, since tokenizers trusts what a file says
         if any(Path(name).glob("token*")):
             raise UnsupportedModel(
                 f"the tokenizer of {name!r} cannot be loaded: {error}"
             ) from error
         return None
-    # Without any files some families come with an empty vocabulary.
+    # Without any files, some families have one with an empty vocabulary.
     return tokenizer if tokenizer.vocab_size > 1 else None
 
 
-def _end_tokens(network: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends a text, whoever says so."""
+def _end_tokens(network: Any, tokenizer: Any) -> frozenset[int]:
+    """Return every token that ends a text, by the model's configs or by its tokenizer."""
     ends: set[int] = set()
     for source in (getattr(network, "generation_config", None), network.config, tokenizer):
         found = getattr(source, "eos_token_id", None)
         ends |= {found} if isinstance(found, int) else set(found or ())
-    return tuple(sorted(ends))
+    return frozenset(ends)
 
 
 def _cache(model: CausalModel, config: EngineConfig) -> KVBlockManager:
-    shape = model.shape
-    most = config.max_batch_size * shape.max_length
-    tokens = config.kv_cache_tokens or min(most, _tokens_with_room(model))
+    shape, device = model.shape, model.device
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
+    room = _MOST_ON_CPU
+    if device.type == "cuda":
+        room = int(torch.cuda.mem_get_info(device)[0] * _SHARE_OF_MEMORY)
+    most = min(config.max_batch_size * shape.max_length, room // token_bytes)
+    tokens = config.kv_cache_tokens or most
     blocks = -(-tokens // config.block_size)
     if blocks < 1:
         raise ConfigError(
-            f"there is no memory left on {model.device} for a KV cache: use a smaller model or "
-            "dtype"
+            f"there is no memory left on {device} for a KV cache: use a smaller model or dtype"
         )
     try:
-        return _manager(model, config, blocks)
+        return KVBlockManager(
+            shape.num_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            config.block_size,
+            blocks + 1,  # one is scratch
+            device,
+            model.dtype,
+            config.policy_for(device.type),
+            layers_per_group=1 if config.per_layer_kv else shape.num_layers,
+        )
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
-            f"a KV cache of {tokens} tokens takes {tokens * _bytes_of_a_token(model) / 2**30:.1f} "
-            f"GiB, which {model.device} does not have: ask for fewer kv_cache_tokens"
+            f"a KV cache of {tokens} tokens takes {tokens * token_bytes / 2**30:.1f} GiB, which "
+            f"{device} does not have: ask for fewer kv_cache_tokens"
         ) from error
-
-
-def _manager(model: CausalModel, config: EngineConfig, blocks: int) -> KVBlockManager:
-    shape = model.shape
-    return KVBlockManager(
-        shape.num_layers,
-        shape.num_kv_heads,
-        shape.head_dim,
-        config.block_size,
-        blocks + 1,  # one is scratch
-        model.device,
-        model.dtype,
-        config.policy_for(model.device.type),
-        layers_per_group=1 if config.per_layer_kv else shape.num_layers,
-    )
-
-
-def _tokens_with_room(model: CausalModel) -> int:
-    if model.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(model.device)
-        return int(free * _SHARE_OF_MEMORY) // _bytes_of_a_token(model)
-    return _MOST_ON_CPU // _bytes_of_a_token(model)
-
-
-def _bytes_of_a_token(model: CausalModel) -> int:
-    shape = model.shape
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize

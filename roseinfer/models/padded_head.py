@@ -1,4 +1,4 @@
-"""A language-model head as wide as matrix units like it."""
+"""A language-model head that is wider than its vocabulary, where that makes it faster."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from torch.nn.functional import linear, pad
 
 _WIDTH = 64
-"""A head's outputs are made a multiple of this. Where rows of logits begin off 16 bytes, which
-8 outputs of two bytes make, matrix products fall back to kernels several times slower."""
+"""The outputs of a padded head are a multiple of this."""
 _NEEDED = 8
+"""8 outputs of two bytes are 16 bytes. Where rows of logits do not begin at a multiple of that,
+matrix products fall back to kernels several times slower."""
 
 
 class PaddedHead(torch.nn.Module):
@@ -22,7 +23,7 @@ class PaddedHead(torch.nn.Module):
         more = -self._outputs % _WIDTH
         self._weight = pad(head.weight.detach(), (0, 0, 0, more))
         self._bias = None if head.bias is None else pad(head.bias.detach(), (0, more))
-        # An embedding that is the same tensor goes on being the same memory.
+        # An embedding that is tied to the head stays in the same memory.
         head.weight.data = self._weight[: self._outputs]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

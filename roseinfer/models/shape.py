@@ -10,18 +10,16 @@ from roseinfer.errors import UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a model's keys and values, and how many tokens it knows and reads."""
-
     num_layers: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     max_length: int
-    """Positions the model was made for."""
+    """Positions the engine may use."""
 
 
 def shape_of(text: Any, max_length: int | None) -> ModelShape:
-    """The shape that a config says its model has, cut to ``max_length`` positions."""
+    """Return the shape by a model's text config, with at most ``max_length`` positions."""
     heads = text.num_attention_heads
     made_for = int(text.max_position_embeddings)
     if max_length is not None and max_length > made_for:

@@ -1,8 +1,10 @@
-"""A language model small enough for any test: random GPT-2, one token for every byte."""
+"""A language model small enough for any test: a random GPT-2 with one token for every byte."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +31,14 @@ class TinyGPT2:
 
 
 def tiny_gpt2(device: str = "cpu") -> TinyGPT2:
-    """Always the same weights, whatever torch's own random state is, which stays as it was."""
+    """Build the model, always with the same weights."""
+    return TinyGPT2(deepcopy(_tiny_network()).to(device), byte_tokenizer())
+
+
+@cache
+@torch.inference_mode(False)  # copies must also be usable outside of inference mode
+def _tiny_network() -> PreTrainedModel:
+    """Build the network once: transformers takes longer for that than a copy does."""
     config = GPT2Config(
         vocab_size=END + 1,
         n_positions=1024,
@@ -41,15 +50,17 @@ def tiny_gpt2(device: str = "cpu") -> TinyGPT2:
         # Tied, the likeliest next token would mostly be the last one again.
         tie_word_embeddings=False,
     )
-    with torch.random.fork_rng(devices=[]):
-        model = GPT2LMHeadModel(config)
+    with torch.random.fork_rng(devices=[]):  # leaves torch's own random state as it was
+        model: PreTrainedModel = GPT2LMHeadModel(config)
     draw_weights(model, _SEED)
-    return TinyGPT2(model.eval().requires_grad_(False).to(device), byte_tokenizer())
+    return model.eval().requires_grad_(False)
 
 
 def byte_tokenizer(vocab_size: int = END + 1) -> PreTrainedTokenizerBase:
-    """Text to its UTF-8 bytes and back; ids above those read as ``<300>`` and are never written."""
-    tokenizer = Tokenizer(models.BPE(vocab=_byte_vocabulary(vocab_size), merges=[]))
+    """Build a tokenizer of UTF-8 bytes. An id above them, never encoded, decodes to ``<300>``."""
+    others = {f"<{token}>": token for token in range(END + 1, vocab_size)}
+    vocabulary = {**BYTE_OF, "<|endoftext|>": END, **others}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
@@ -60,16 +71,11 @@ def byte_tokenizer(vocab_size: int = END + 1) -> PreTrainedTokenizerBase:
     )
 
 
-def _byte_vocabulary(size: int) -> dict[str, int]:
-    others = {f"<{token}>": token for token in range(END + 1, size)}
-    return {**BYTE_OF, "<|endoftext|>": END, **others}
-
-
 @torch.no_grad()
 def draw_weights(model: PreTrainedModel, seed: int) -> None:
-    """Weights so large that attention is sharp and the logits lie far apart.
+    """Draw weights so large that attention is sharp and the logits lie far apart.
 
-    Those a model starts training with make all tokens about as likely, so that rounding decides.
+    With the weights that training starts from, all tokens are about as likely: rounding decides.
     """
     generator = torch.Generator(model.device).manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""A model is tried on a few tokens before it serves any: what the engine relies on must hold."""
+"""Tries a model on a few tokens when it is loaded: what the engine relies on must hold."""
 
 from __future__ import annotations
 
@@ -14,38 +14,28 @@ from roseinfer.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Protocol
 
     from roseinfer.attention.backend import Attention
     from roseinfer.models.shape import ModelShape
 
-    Run = Callable[[torch.Tensor, torch.Tensor, Attention], torch.Tensor]
-    """A forward pass of tokens at positions, to the logits of each."""
-
-    class Mask(Protocol):
-        """A mask answers True where a token at one position sees the token at another."""
-
-        def __call__(
-            self,
-            batch: torch.Tensor,
-            head: torch.Tensor,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            /,
-        ) -> torch.Tensor: ...
+    Run = Callable[[torch.Tensor, torch.Tensor, None, Attention], torch.Tensor]
+    """Runs tokens at positions, as ``CausalModel.logits``, and returns the logits of each."""
+    Mask = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    """Given batch, head, and the positions of a query and a key: whether the one sees the other."""
 
 
 _TRIAL = "roseinfer_trial"
-"""Our attention under a name without masks, as it serves, with what it is handed noted."""
+"""The name of an attention that notes what it gets. Transformers makes no masks for it."""
 _MASKED_TRIAL = "roseinfer_masked_trial"
-"""The same under a name for which transformers makes masks, so that they can be looked at."""
+"""The same under a name for which transformers makes masks, so that these can be checked."""
 _SHORT = 16
-"""A length that no request is too long for, where a config does not say which is short."""
+"""A short length, where a config does not say which lengths its rotation counts as short."""
+_MIDDLE = slice(1, 2)
 
 
 @dataclass(slots=True)
 class _Noted:
-    """Attention that attends to nothing and notes what it is handed."""
+    """An attention that attends to nothing and notes what it gets."""
 
     layers: list[int] = field(default_factory=list)
     key_shapes: list[tuple[int, ...]] = field(default_factory=list)
@@ -53,14 +43,10 @@ class _Noted:
     handed: list[torch.Tensor] = field(default_factory=list)
     """Queries, keys and values of every layer, and the logits: ``[tokens, ...]`` each."""
     masks: dict[Mask, str] = field(default_factory=dict)
-    """The masks that were handed over, each with the class of a module that got it."""
+    """The masks that were made, each with the class of a module that got it."""
 
     def attend_new(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         if value.shape != key.shape:
             raise UnsupportedModel(f"values of {list(value.shape)} beside keys {list(key.shape)}")
@@ -70,7 +56,7 @@ class _Noted:
         return torch.zeros_like(query)
 
     def agrees(self, other: _Noted, row: slice = slice(None)) -> bool:
-        """Return True if both were handed the same, but for rounding."""
+        """Return True if both got the same, but for rounding."""
         return (self.layers, self.scales) == (other.layers, other.scales) and all(
             _alike(one[row], another[row])
             for one, another in zip(self.handed, other.handed, strict=True)
@@ -92,34 +78,31 @@ def _attend_noted(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    *,
-    roseinfer_attention: _Noted | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Our attention, with the mask and the scale noted that it is not given."""
-    if roseinfer_attention is None:  # it refuses
-        return attend(module, query, key, value, attention_mask, scaling, **kwargs)
-    mask: Mask | None = getattr(attention_mask, "roseinfer_mask", None)
-    if mask is not None:
-        roseinfer_attention.masks[mask] = type(module).__name__
-        attention_mask = None
-    roseinfer_attention.scales.append(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    kwargs["roseinfer_attention"] = roseinfer_attention
+    """Note the mask and the scale, and attend as the engine does."""
+    noted: _Noted | None = kwargs.get("roseinfer_attention")
+    if noted is not None:
+        mask: Mask | None = getattr(attention_mask, "roseinfer_mask", None)
+        if mask is not None:
+            noted.masks[mask] = type(module).__name__
+            attention_mask = None
+        noted.scales.append(query.shape[-1] ** -0.5 if scaling is None else scaling)
     return attend(module, query, key, value, attention_mask, scaling, **kwargs)
 
 
-def _mask_as_told(*, mask_function: Mask, device: Any = None, **_: Any) -> torch.Tensor:
-    """Stands for a mask, and carries the function that tells what would be in it."""
+def _noted_mask(*, mask_function: Mask, device: Any = None, **_: Any) -> torch.Tensor:
+    """Return no real mask, but a tensor with the function that would fill it."""
     mask = torch.zeros(1, 1, 1, 1, device=device)
     mask.roseinfer_mask = mask_function  # type: ignore[attr-defined]
     return mask
 
 
-AttentionMaskInterface.register(_MASKED_TRIAL, _mask_as_told)
+AttentionMaskInterface.register(_MASKED_TRIAL, _noted_mask)
 
 
 def _refuse_other_masks(name: str, mask: Mask, length: int, device: torch.device) -> None:
-    """Raise unless a token sees all tokens up to its own, and no other."""
+    """Raise unless every token sees all tokens up to its own, and no other."""
     at = torch.arange(length, device=device)
     none = at[0]
     sees_first = mask(none, none, at, none).expand(length)
@@ -136,7 +119,7 @@ def _refuse_other_masks(name: str, mask: Mask, length: int, device: torch.device
 
 
 class Trial:
-    """Runs a model on a few tokens in the ways that must come to the same."""
+    """Runs a model on a few tokens in several ways, which must all compute the same."""
 
     def __init__(
         self,
@@ -156,20 +139,20 @@ class Trial:
         self._tokens = torch.tensor(_tokens(self._config, shape), device=network.device)
 
     def layer_traits(self) -> list[LayerTraits]:
-        """What every layer asks of its attention.
+        """Return what every layer asks of its attention.
 
-        This raises unless each layer attends once, as the cache takes it to, and what is computed
-        of a token is what the network's own forward pass computes, whoever else is in the step.
-        The network is left with the attention of the trial.
+        This raises unless each layer attends once, in the order and shape that the cache expects,
+        and a token is computed as in the network's own forward pass, whatever else is in the
+        step. The network keeps the attention of the trial.
         """
         try:
             self._network.set_attn_implementation(_MASKED_TRIAL)
-            plain = self._plain()
+            plain = self._run(self._tokens)
             self._network.set_attn_implementation(_TRIAL)
             self._check_layers(plain)
             self._check_company()
-            # Last, to notice it if the others left something behind in the network; backwards,
-            # since in a step a token's row says nothing of its position.
+            # This comes last, so as to see what the others changed in the network, and is
+            # backwards, since the row of a token in a step does not depend on its position.
             ours = self._run(self._tokens.flip(0), [*reversed(range(len(self._tokens)))])
         except UnsupportedModel:
             raise
@@ -188,7 +171,7 @@ class Trial:
         return [LayerTraits(scale) for scale in plain.scales]
 
     def _check_layers(self, noted: _Noted) -> None:
-        """Some models keep what they remember elsewhere, and would mix up the sequences."""
+        """Refuse models that keep tokens elsewhere too, and would mix up the sequences."""
         shape = self._shape
         keys = (len(self._tokens), shape.num_kv_heads, shape.head_dim)
         if noted.layers != [*range(shape.num_layers)] or {*noted.key_shapes} != {keys}:
@@ -200,7 +183,7 @@ class Trial:
             )
 
     def _check_company(self) -> None:
-        """Some rotate all tokens of a step as the longest request needs it, or mix neighbours."""
+        """Refuse models that mix neighbours, or rotate all tokens for the longest request."""
         kind, short = _rotation(self._config)
         most = self._shape.max_length
         at = min(short or _SHORT, most) // 2
@@ -219,34 +202,34 @@ class Trial:
         )
 
     def _between(self, position: int, others: int) -> _Noted:
-        """A token at a position, and two others around it, which change places as they move away:
-        there are always the same tokens, so that rounding is the same."""
+        """Run a token at a position, with one other on each side.
+
+        Where the others are further on, they change places, so that other neighbours are seen too.
+        The tokens are always the same, so that rounding is.
+        """
         first, token, last = self._tokens[[0, -1, len(self._tokens) // 2]]
         if position != others:
             first, last = last, first
         return self._run(torch.stack((first, token, last)), [others, position, others])
 
-    def _run(self, tokens: torch.Tensor, positions: list[int]) -> _Noted:
+    def _run(self, tokens: torch.Tensor, positions: list[int] | None = None) -> _Noted:
+        """Run tokens at positions, or let the network count the positions itself."""
         noted = _Noted()
-        at = torch.tensor(positions, device=tokens.device)
-        noted.handed.append(self._run_at(tokens, at, noted))
+        if positions is None:
+            with torch.inference_mode():
+                output = self._network(
+                    input_ids=tokens[None], use_cache=False, roseinfer_attention=noted
+                )
+            logits = output.logits[0]
+        else:
+            at = torch.tensor(positions, device=tokens.device)
+            logits = self._run_at(tokens, at, None, noted)
+        noted.handed.append(logits)
         return noted
-
-    @torch.inference_mode()
-    def _plain(self) -> _Noted:
-        noted = _Noted()
-        output = self._network(
-            input_ids=self._tokens[None], use_cache=False, roseinfer_attention=noted
-        )
-        noted.handed.append(output.logits[0])
-        return noted
-
-
-_MIDDLE = slice(1, 2)
 
 
 def _tokens(config: Any, shape: ModelShape) -> list[int]:
-    """Four where there is room, and amid them the one that a model may count as no token."""
+    """Return up to four tokens, with the padding token, which a model may not count, amid them."""
     pad = getattr(config, "pad_token_id", None)
     others = [token for token in range(min(5, shape.vocab_size)) if token != pad] or [0]
     tokens = [others[at % len(others)] for at in range(min(4, shape.max_length))]
@@ -256,7 +239,7 @@ def _tokens(config: Any, shape: ModelShape) -> list[int]:
 
 
 def _rotation(config: Any) -> tuple[str, int | None]:
-    """The rotary scaling's name, and the length up to which it is that of short texts."""
+    """Return the rotary scaling's name, and the length up to which texts count as short."""
     told = getattr(config, "rope_parameters", None) or {}
     each = [scaling for scaling in told.values() if isinstance(scaling, dict)] or [told]
     lengths = [scaling.get("original_max_position_embeddings") for scaling in each]

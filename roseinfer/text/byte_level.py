@@ -1,7 +1,7 @@
-"""Decodes tokens of byte-level vocabularies, each of which stands for bytes and nothing else.
+"""Decodes byte-level vocabularies, like those of GPT-2, Llama 3 and Qwen.
 
-GPT-2, Llama 3, Qwen and most newer models have such a vocabulary. What a token adds to the text
-is then a look-up, and depends on other tokens only where a character is spread over several.
+Every token stands for bytes, so what it adds to the text is a look-up, and depends on other tokens
+only where a character is spread over several.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from tokenizers.decoders import ByteLevel
 
 _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-"""Such a vocabulary writes each of these bytes as the character of the same number."""
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
 BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {
     chr(256 + at): byte for at, byte in enumerate(_OTHERS)
 }
-"""The byte that each character of such a vocabulary stands for."""
+"""The byte that each character of such a vocabulary stands for: the one of the same number if it
+can be printed, as in Latin-1."""
 
 
 class Piece(NamedTuple):
@@ -27,11 +27,11 @@ class Piece(NamedTuple):
     text: str
     """The characters that no later token can change."""
     rest: bytes
-    """The bytes at its end that begin a character and do not complete it."""
+    """Bytes at the end that begin a character and do not complete it."""
 
 
 class TokenPieces(dict[int, Piece]):
-    """Maps each token to its piece, which is looked up when first asked for."""
+    """Maps each token to its piece, which is made when it is first asked for."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()
@@ -46,17 +46,15 @@ class TokenPieces(dict[int, Piece]):
         return isinstance(getattr(backend, "decoder", None), ByteLevel)
 
     def __missing__(self, token: int) -> Piece:
-        data = self._bytes_of(token)
-        piece = self[token] = Piece(data, *_decode(data))
-        return piece
-
-    def _bytes_of(self, token: int) -> bytes:
         written = None if token in self._special else self._backend.id_to_token(token)
         if written is None:  # a special token, or one beyond the vocabulary
-            return b""
-        if all(character in BYTE_OF for character in written):
-            return bytes(BYTE_OF[character] for character in written)
-        return bytes(written, "utf-8")  # a token that was added is written as it is
+            data = b""
+        elif all(character in BYTE_OF for character in written):
+            data = bytes(BYTE_OF[character] for character in written)
+        else:  # an added token is written as it is
+            data = written.encode()
+        piece = self[token] = Piece(data, *_decode(data))
+        return piece
 
 
 class ByteLevelDetokenizer:
@@ -75,7 +73,7 @@ class ByteLevelDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Return the rest after the last token: an incomplete character is a replacement one."""
+        """Return the rest after the last token, with U+FFFD for an incomplete character."""
         rest, self._rest = self._rest, b""
         return rest.decode(errors="replace")
 

@@ -2,7 +2,7 @@
 
 Tokens cannot be decoded one by one: a character may be spread over several of them, and
 whether a space stands before a word depends on what came earlier. So a window of the latest
-tokens is decoded together, and what was returned before is taken off the front.
+tokens is decoded together, and what was returned before is cut off the front.
 """
 
 from __future__ import annotations
@@ -11,24 +11,20 @@ from typing import Protocol
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CHARACTER_BYTES = 4
-"""The most bytes of a character: so many that complete none never will."""
+"""The most bytes of a character. As many that complete none never will."""
 _UNSURE = _CHARACTER_BYTES - 1
 """The most replacement characters that later bytes may still turn into one character."""
 _LATEST = _UNSURE * _UNSURE + _UNSURE
-"""How many tokens settle the last replacement characters, whatever stands before them: each
-of those is up to three bytes, and three bytes in, decoders agree on where a character begins."""
+"""So many tokens settle the last replacement characters, whatever stands before them: each of
+these is up to three bytes, and after three bytes decoders agree on where a character begins."""
 _MOST_PENDING = _CHARACTER_BYTES + _LATEST
 
 
 class Decodes(Protocol):
-    """A tokenizer as it is used here; those of transformers fit."""
+    """The part of a transformers tokenizer that is used here."""
 
     def decode(
-        self,
-        token_ids: list[int],
-        *,
-        skip_special_tokens: bool,
-        clean_up_tokenization_spaces: bool,
+        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
     ) -> str: ...
 
     def convert_ids_to_tokens(self, ids: int, /) -> str: ...
@@ -49,10 +45,10 @@ class Detokenizer:
         self._earlier: list[int] = []
         self._latest: list[int] = []
         """With ``_earlier``, the tokens of the two latest texts that ended in a whole character.
-        One would not do: after a blank text the next would stand at the beginning, where some
+        One is not enough: a blank one would let the next stand at the beginning, where some
         decoders drop a space."""
         self._pending: list[int] = []
-        """The tokens since then, which end in a character that may not be complete."""
+        """The tokens since then. Their last character may not be complete."""
         self._text = ""
         """The text of all these tokens."""
         self._returned = ""
@@ -70,7 +66,7 @@ class Detokenizer:
         return self._return_what_is_certain()
 
     def flush(self) -> str:
-        """Return the rest after the last token: an incomplete character is a replacement one."""
+        """Return the rest after the last token, with U+FFFD for an incomplete character."""
         if not self._pending:
             return ""
         rest = self._text[len(self._returned) :]
@@ -79,8 +75,10 @@ class Detokenizer:
 
     def _return_what_is_certain(self) -> str:
         returned = len(self._returned)
-        unsure = _unsure(self._text)
-        if unsure and self._ends_in_a_piece_of_text():
+        # The next token may change so many characters.
+        unsure = min(_UNSURE, len(self._text) - len(self._text.rstrip(_REPLACEMENT)))
+        # The last token may spell a replacement character, which then replaces no bytes.
+        if unsure and _REPLACEMENT in self._tokenizer.convert_ids_to_tokens(self._pending[-1]):
             unsure = 0
         self._returned = self._text[: max(returned, len(self._text) - unsure)]
         new = self._returned[returned:]
@@ -90,23 +88,19 @@ class Detokenizer:
             self._shorten()
         return new
 
-    def _ends_in_a_piece_of_text(self) -> bool:
-        """Return whether the last token spells a replacement character, which replaces no bytes."""
-        return _REPLACEMENT in self._tokenizer.convert_ids_to_tokens(self._pending[-1])
-
     def _settle(self) -> None:
-        """Begin anew: all of the text was returned, and the next token starts a character."""
+        """Shift the window: all text was returned, and the next token starts a character."""
         self._earlier, self._latest, self._pending = self._latest, self._pending, []
         self._text = self._returned = self._decode(self._earlier + self._latest)
 
     def _forget_earlier(self) -> None:
-        """Decode the pending tokens alone: not being UTF-8 (yet), they spoil what precedes them."""
+        """Decode the pending tokens alone. They are not UTF-8 (yet), and spoil the text before."""
         self._earlier, self._latest, self._returned = [], [], ""
         self._text = self._decode(self._pending)
 
     def _shorten(self) -> None:
-        """Drop pending tokens in the middle. The first ones stay, for they show that a run of byte
-        tokens is invalid, and so all its later bytes."""
+        """Drop pending tokens in the middle. The first ones stay: they make a run of byte tokens
+        invalid, with all its later bytes."""
         unsure = len(self._text) - len(self._returned)
         self._pending = self._pending[:_CHARACTER_BYTES] + self._pending[-_LATEST:]
         self._text = self._decode(self._earlier + self._latest + self._pending)
@@ -116,8 +110,3 @@ class Detokenizer:
         return self._tokenizer.decode(
             token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-
-
-def _unsure(text: str) -> int:
-    """Return how many characters at the end the next token may change."""
-    return min(_UNSURE, len(text) - len(text.rstrip(_REPLACEMENT)))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def detokenizers(tokenizer: Decodes) -> Callable[[], Detokenizer | ByteLevelDetokenizer]:
-    """Makes a detokenizer for each text of a tokenizer: the quickest that is right for it."""
+    """Return what makes a detokenizer for each text: of the quickest kind for the tokenizer."""
     if TokenPieces.serve(tokenizer):
         return partial(ByteLevelDetokenizer, TokenPieces(tokenizer))
     return partial(Detokenizer, tokenizer)
@@ -25,7 +25,7 @@ def detokenizers(tokenizer: Decodes) -> Callable[[], Detokenizer | ByteLevelDeto
 
 @dataclass(slots=True)
 class RequestText:
-    """The text grows token by token, and what was returned once never changes."""
+    """A text that grows token by token. What was returned once never changes."""
 
     _new_detokenizer: Callable[[], Detokenizer | ByteLevelDetokenizer]
     """Called when the first token comes."""
@@ -39,7 +39,7 @@ class RequestText:
         return "".join(self._parts)
 
     def add(self, token: int) -> tuple[str, bool]:
-        """The text that is certain now and was not before; whether a stop string ended it."""
+        """Return the text that became certain, and whether a stop string ended it."""
         if self._detokenizer is None:
             self._detokenizer = self._new_detokenizer()
             self._stops = StopStrings(self._stop_strings) if self._stop_strings else None
@@ -50,7 +50,7 @@ class RequestText:
         return text, stopped
 
     def finish(self) -> str:
-        """The rest: no more tokens will come."""
+        """Return the rest of the text after the last token."""
         if self._detokenizer is None:
             return ""
         text = self._detokenizer.flush()

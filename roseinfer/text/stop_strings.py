@@ -1,7 +1,7 @@
 """Ends a text at the first stop string, wherever the text was cut into pieces.
 
-The stop strings are one automaton that each character moves once, so the cost is linear in
-the text whatever the pieces are and however alike the stop strings.
+The stop strings form Aho and Corasick's automaton, which every character moves once: the cost is
+linear in the text, however it is cut and however alike the stop strings are.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _START = 0
-"""The state in which no end of the text begins a stop string."""
 
 
 class StopStrings:
-    """Watches one text, which the stop string that is complete first ends.
+    """Watches one text, which ends at the stop string that is complete first.
 
     Where several are complete at the same character, the longest counts, so that none of it is
     shown. One that began earlier but ends later cannot win: while the text grows, nobody knows
@@ -31,7 +30,19 @@ class StopStrings:
             raise BadArgument(
                 f"stop strings are {stops!r}; they must be a list of texts, not empty"
             )
-        self._matcher = _Matcher(stops)
+        # A state is the longest end of the text that begins a stop string. These have an item
+        # for each state:
+        self._longer: list[dict[str, int]] = [{}]
+        """The characters that lead on, each with the state it leads to."""
+        self._shorter = [_START]
+        """The state of the next shorter end of the text that begins a stop string."""
+        self._begun = [0]
+        """How many characters of a stop string are there."""
+        self._complete = [0]
+        """The length of the longest stop string that ends there, or 0."""
+        for stop in stops:
+            self._add(stop)
+        self._connect()
         self._state = _START
         self._held = ""
         self._met = False
@@ -43,43 +54,25 @@ class StopStrings:
         """
         if self._met:
             return "", True
-        matcher, before = self._matcher, len(self._held)
+        before = len(self._held)
         self._held += text
         for at, character in enumerate(text, before + 1):
-            self._state = matcher.after(self._state, character)
-            if matched := matcher.complete[self._state]:
+            self._state = self._after(self._state, character)
+            if matched := self._complete[self._state]:
                 shown = self._held[: at - matched]
                 self._held, self._met = "", True
                 return shown, True
-        return self._show(len(self._held) - matcher.begun[self._state]), False
+        certain = len(self._held) - self._begun[self._state]
+        shown, self._held = self._held[:certain], self._held[certain:]
+        return shown, False
 
     def flush(self) -> str:
         """Return what was held back, now that the text has ended and completes no stop string."""
         self._state = _START
-        return self._show(len(self._held))
-
-    def _show(self, length: int) -> str:
-        shown, self._held = self._held[:length], self._held[length:]
+        shown, self._held = self._held, ""
         return shown
 
-
-class _Matcher:
-    """Aho and Corasick's automaton: a state is the longest end of the text that begins a stop."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._longer: list[dict[str, int]] = [{}]
-        """For each state, the characters that lead on, each with the state it leads to."""
-        self._shorter = [_START]
-        """For each state, that of the next shorter end of the text that begins a stop string."""
-        self.begun = [0]
-        """For each state, how many characters of a stop string are there."""
-        self.complete = [0]
-        """For each state, the length of the longest stop string that ends there, or 0."""
-        for stop in stops:
-            self._add(stop)
-        self._connect()
-
-    def after(self, state: int, character: str) -> int:
+    def _after(self, state: int, character: str) -> int:
         while state != _START and character not in self._longer[state]:
             state = self._shorter[state]
         return self._longer[state].get(character, _START)
@@ -88,13 +81,13 @@ class _Matcher:
         state = _START
         for length, character in enumerate(stop, 1):
             if character not in self._longer[state]:
-                self._longer[state][character] = len(self.begun)
+                self._longer[state][character] = len(self._begun)
                 self._longer.append({})
                 self._shorter.append(_START)
-                self.begun.append(length)
-                self.complete.append(0)
+                self._begun.append(length)
+                self._complete.append(0)
             state = self._longer[state][character]
-        self.complete[state] = len(stop)
+        self._complete[state] = len(stop)
 
     def _connect(self) -> None:
         """Give each state its next shorter one, which the states of shorter ends already have."""
@@ -102,7 +95,7 @@ class _Matcher:
         while waiting:
             state = waiting.popleft()
             for character, longer in self._longer[state].items():
-                shorter = self.after(self._shorter[state], character)
+                shorter = self._after(self._shorter[state], character)
                 self._shorter[longer] = shorter
-                self.complete[longer] = self.complete[longer] or self.complete[shorter]
+                self._complete[longer] = self._complete[longer] or self._complete[shorter]
                 waiting.append(longer)

@@ -11,7 +11,7 @@ from roseinfer import AppendPolicy, KVBlockManager, SamplingParams
 from roseinfer.decode.resident import Resident, ResidentDecode
 from roseinfer.engine.runner import SequenceRunner
 from roseinfer.models.causal import CausalModel
-from tests.engine.families import tiny
+from tests.engine.families import greedy_step, tiny
 
 if TYPE_CHECKING:
     from roseinfer.kv.sequence import InferenceSession
@@ -98,5 +98,5 @@ def alone(device: str, prompt: list[int], count: int, family: str = "gpt2") -> l
     (session,), logits = engine.prefill([prompt])
     session.token_ids += logits.argmax(-1).tolist()
     for _ in range(count - 1):
-        engine.decode_step_sessions([session])
+        greedy_step(engine, [session])
     return session.token_ids

@@ -8,7 +8,10 @@ import torch
 import transformers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from roseinfer.engine.runner import SequenceRunner
+    from roseinfer.kv.sequence import InferenceSession
 
 VOCABULARY = 97
 POSITIONS = 96
@@ -51,3 +54,10 @@ def scaled_up(model: Any) -> Any:
             if weight.dim() > 1:
                 weight.mul_(10)
     return model.eval()
+
+
+def greedy_step(runner: SequenceRunner, sessions: Sequence[InferenceSession]) -> None:
+    """Store what is not stored of the sessions, and append the most likely token to each."""
+    tokens = runner.extend(sessions).argmax(-1).tolist()
+    for session, token in zip(sessions, tokens, strict=True):
+        session.token_ids.append(token)

@@ -16,6 +16,7 @@ from roseinfer.config import AppendPolicy
 from roseinfer.engine import prefix_cache
 from roseinfer.engine.prefix_cache import Entry, Held, PrefixCache
 from roseinfer.kv.manager import KVBlockManager
+from roseinfer.kv.sequence import InferenceSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,6 +48,10 @@ class Sequence:
     stored: int
     held: Held
 
+    @property
+    def session(self) -> InferenceSession:
+        return InferenceSession(self.block_lists, self.tokens, self.stored)
+
 
 class World:
     """A cache of blocks, a prefix cache on it, and the sequences that use both."""
@@ -71,8 +76,8 @@ class World:
     # ------------------------------------------------------------------------------- steps
 
     def start(self, tokens: list[int]) -> Sequence:
-        match = self.cache.match(tokens)
-        sequence = Sequence(list(tokens), match.block_lists, match.num_tokens, match.held)
+        held, block_lists, num_tokens = self.cache.match(tokens)
+        sequence = Sequence(list(tokens), block_lists, num_tokens, held)
         self.sequences.append(sequence)
         return sequence
 
@@ -93,7 +98,7 @@ class World:
         self.insert(sequence)
 
     def insert(self, sequence: Sequence) -> None:
-        self.cache.insert(sequence.held, sequence.tokens, sequence.block_lists, sequence.stored)
+        self.cache.insert(sequence.held, sequence.session)
 
     def run(self, tokens: list[int]) -> Sequence:
         """Return a sequence that has stored all its tokens."""
@@ -102,7 +107,7 @@ class World:
         return sequence
 
     def release(self, sequence: Sequence) -> None:
-        self.cache.release(sequence.held, sequence.tokens, sequence.block_lists, sequence.stored)
+        self.cache.release(sequence.held, sequence.session)
         self.free(sequence)
 
     def forget(self, sequence: Sequence) -> None:

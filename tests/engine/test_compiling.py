@@ -9,7 +9,7 @@ import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams
 from roseinfer.errors import ConfigError
-from roseinfer.models.compiling import compile_layers
+from roseinfer.models.causal import compile_layers
 from tests.engine.families import tiny
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [3, 5]]

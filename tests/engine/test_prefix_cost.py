@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections import abc
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import pytest
 
 from roseinfer.engine import prefix_cache
 from roseinfer.engine.prefix_cache import Entry
+from roseinfer.kv.sequence import InferenceSession
 from tests.engine.prefix_world import REAL_HASH, Shape, World
 
 
@@ -70,23 +71,24 @@ def test_a_match_looks_at_each_token_once(work: Work, length: int) -> None:
         world.keep(*tokens[: end + 1])
     asked = Tokens(tokens)
     work.hashed = work.compared = 0
-    assert world.cache.match(asked).num_tokens == length - 1
+    assert world.cache.match(asked)[2] == length - 1
     assert max(asked.read, work.hashed, work.compared) < length
     unknown = Tokens([-1] * length)
     work.hashed = 0
-    assert world.cache.match(unknown).num_tokens == 0
+    assert world.cache.match(unknown)[2] == 0
     assert max(unknown.read, work.hashed) < 2 * 32
 
 
 def test_an_insert_looks_at_new_blocks_only(work: Work) -> None:
     world = World(Shape(block_size=8, blocks=25))
     sequence = world.start(list(range(200)))
-    watched = Tokens(sequence.tokens)
+    watched: Any = Tokens(sequence.tokens)
     for stored in range(1, 201):
         world.plan(sequence, 1)
         sequence.stored = stored
         watched.read = work.hashed = 0
-        world.cache.insert(sequence.held, watched, sequence.block_lists, stored)
+        session = InferenceSession(sequence.block_lists, watched, stored)
+        world.cache.insert(sequence.held, session)
         assert watched.read == work.hashed == (0 if stored % 8 else 8)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.gates.work.measure_work import Step
 from roseinfer import LLM, SamplingParams
-from tests.engine.families import tiny
+from tests.engine.families import greedy_step, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,9 +72,10 @@ def copy_on_write(family: str, device: str, **config: Any) -> Step:
         forks[:] = [sessions.fork(parent) for parent in parents]
         held[:] = [*parents, *forks]
 
-    return Step(
-        lambda: sessions.decode_step_sessions(forks), REQUESTS, share, lambda: counters(engine)
-    )
+    def decode() -> None:
+        greedy_step(sessions, forks)
+
+    return Step(decode, REQUESTS, share, lambda: counters(engine))
 
 
 STEPS = {"steady": steady, "boundary": boundary, "copy_on_write": copy_on_write}

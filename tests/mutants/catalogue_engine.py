@@ -79,7 +79,8 @@ MUTANTS = (
         "Blocks of a prompt can be matched before all their tokens are stored.",
         _PREFIXES,
         "and held.tip.end + size <= stored:",
-        "and held.tip.end + size <= min(len(tokens), len(block_lists[0]) * size):",
+        "and held.tip.end + size <= "
+        "min(len(session.token_ids), len(session.block_lists[0]) * size):",
         (20,),
     ),
     _mutant(
@@ -112,8 +113,8 @@ MUTANTS = (
         "copy-of-a-matched-tail-not-counted",
         "A partial block that was matched is taken for the request's own to write to.",
         _SUPPLY,
-        "        request.found = session.stored = session.room = match.num_tokens\n",
-        "        request.found = session.stored = match.num_tokens\n"
+        "        request.found = session.stored = session.room = found\n",
+        "        request.found = session.stored = found\n"
         "        session.room = len(session.block_lists[0]) * self._kv.block_size\n",
         (25,),
     ),

@@ -1,4 +1,4 @@
-"""Families of models that have fused kernels: each is one file here that registers itself."""
+"""Families of models that run on fused kernels. Each is one file here that registers itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Family = TypeVar("_Family", bound="type[CausalModel]")
 
 
 def register(class_name: str) -> Callable[[_Family], _Family]:
-    """Run transformers' models of that class on a family whose ``fits(model)`` says yes."""
+    """Register a family for transformers models of a class, those that its ``fits`` accepts."""
 
     def note(family: _Family) -> _Family:
         _FAMILIES[class_name] = family
@@ -26,7 +26,7 @@ def register(class_name: str) -> Callable[[_Family], _Family]:
 
 
 def fused_family(model: Any) -> type[CausalModel] | None:
-    """The family that runs ``model`` on fused kernels, if there is one. This imports Triton."""
+    """Return the family that runs ``model`` on fused kernels, if any. This imports Triton."""
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         importlib.import_module(module.name)
     family = _FAMILIES.get(type(model).__name__)

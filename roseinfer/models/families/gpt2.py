@@ -23,13 +23,13 @@ MOST_ROWS = 256
 
 @register("GPT2LMHeadModel")
 class FusedGPT2(CausalModel):
-    """Its forward pass is 7 kernels a layer, attention among them."""
+    """Runs a forward pass in 7 kernels a layer, attention among them."""
 
     paths = (EnginePath.FUSED,)
 
     @staticmethod
     def fits(model: Any) -> bool:
-        """It is a GPT-2 of the usual kind."""
+        """Return True for a GPT-2 without unusual settings."""
         config = model.config
         return bool(
             config.activation_function == "gelu_new"
@@ -75,5 +75,5 @@ def _whole(x: torch.Tensor, layer: Any, few: bool, *, activate: bool = False) ->
 
 
 def _parts(x: torch.Tensor, layer: Any, few: bool) -> torch.Tensor:
-    """Without the bias, which is added with the parts."""
+    """Compute a layer without its bias, in parts that ``add_norm`` adds up, with the bias."""
     return linear_in_parts(x, layer.weight) if few else (x @ layer.weight)[None]
