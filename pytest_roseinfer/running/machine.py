@@ -121,8 +121,10 @@ class Machine:
         oracle, driven, rows = self.oracle, self.driven, operation.rows()
         met = conditions_met(oracle, operation) if self.declared.row_conditions else Counter[str]()
         written = operation.written(oracle)
-        free = oracle.capacity - oracle.pages_used()
-        room = f" ({oracle.pages_needed(rows)} blocks needed, {free} free)" if rows else ""
+        room = ""
+        if rows:
+            needed, free = oracle.pages_needed(rows), oracle.pages_free()
+            room = f" ({needed} blocks needed, {free} free)"
         fits = operation.apply(oracle)
         if written:
             self.seen.update(written.tokens)

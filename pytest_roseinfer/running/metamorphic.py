@@ -83,7 +83,7 @@ def _roomy(adapter: type[KVCacheAdapter], history: History) -> History:
     endless = Oracle(spec.block_size, capacity=1 << 40)
     blocks = 1
     for step in steps:
-        blocks += step.blocks_unshared(endless)
+        blocks += endless.pages_needed(step.unshared(endless).rows())
         step.apply(endless)
     return _with(replace(history, spec=replace(spec, num_blocks=blocks)), steps)
 

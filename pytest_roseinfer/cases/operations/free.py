@@ -1,21 +1,12 @@
-"""Giving a sequence up."""
+"""Forget a sequence; its name may be used again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from pytest_roseinfer.cases.operations import operation
-
-if TYPE_CHECKING:
-    from pytest_roseinfer.oracle import Oracle
 
 
 @operation.register
-@dataclass(frozen=True, slots=True)
 class Free(operation.Operation):
-    """Forget a sequence; its name may be used again."""
-
     seq: int
 
     needs = frozenset({"free"})
@@ -26,7 +17,7 @@ class Free(operation.Operation):
     def changed(self) -> list[int]:
         return [self.seq]
 
-    def change(self, oracle: Oracle) -> None:
+    def change(self, oracle: operation.Oracle) -> None:
         oracle.free(self.seq)
 
     def drive(self, cache: operation.Driven) -> None:

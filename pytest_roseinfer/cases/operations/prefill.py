@@ -1,17 +1,12 @@
-"""A new sequence with a whole prompt."""
+"""Begin a new sequence with a whole prompt."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from pytest_roseinfer.cases.operations import operation
 
 
 @operation.register
-@dataclass(frozen=True, slots=True)
 class Prefill(operation.Write):
-    """A new sequence with a whole prompt."""
-
     seq: int
     count: int
     layout: str = "plain"
