@@ -5,27 +5,31 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pytest_roseinfer.findings.reproduce import Example
+from typing import Any
 
 
 class TraceError(ValueError):
-    """A file that holds no trace, or one that cannot be run here."""
+    """A file holds no trace, or one that cannot be run here."""
 
 
 def replay(file: str) -> int:
-    """Run what is in ``file``; 1 when it still fails, 0 when it runs through."""
+    """Run what is in ``file``; return 1 when it still fails, 0 when it runs through."""
     trace = _read(file)
-    # Triton asks for its switch when kernels are defined, so before any of this is imported.
+    # Triton reads its switch when kernels are defined, which the imports below do.
     os.environ.update(trace["environment"])
+
+    import torch
 
     from pytest_roseinfer.findings import reproduce
     from pytest_roseinfer.findings.divergence import Difference
 
     example = reproduce.example_of(trace)
-    _need_device(file, example)
+    device = torch.device(example.device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise TraceError(
+            f'{file} was recorded on "{example.device}", which this machine does not have; change '
+            '"device" in the file to replay it elsewhere'
+        )
     print(f"replaying on {trace['adapter']} ({trace['check']})\n")
     try:
         reproduce.run(trace)
@@ -47,14 +51,3 @@ def _read(file: str) -> dict[str, Any]:
     if not (isinstance(trace, dict) and expected <= trace.keys()):
         raise TraceError(f"{file} is no trace: expected the fields {', '.join(sorted(expected))}")
     return trace
-
-
-def _need_device(file: str, example: Example) -> None:
-    import torch
-
-    device = torch.device(example.device)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise TraceError(
-            f'{file} was recorded on "{example.device}", which this machine does not have; change '
-            '"device" in the file to replay it elsewhere'
-        )

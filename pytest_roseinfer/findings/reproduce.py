@@ -33,13 +33,11 @@ if TYPE_CHECKING:
 
 Example = History | RequestMix
 _OF_MIXES = (run_mix, run_forks)
+_OF_HISTORIES = (run_history, check_permuted, check_split, check_copied, check_every_option)
 CHECKS: dict[str, Callable[[type[Any], Any], Counter[str]]] = {
-    check.__name__: check
-    for check in (
-        run_history, check_permuted, check_split, check_copied, check_every_option, *_OF_MIXES,
-    )
-}  # fmt: skip
-"""What an example can be put to, by the name a trace gives it."""
+    check.__name__: check for check in (*_OF_HISTORIES, *_OF_MIXES)
+}
+"""The checks that can be run on an example, by the name a trace gives each."""
 
 _SCRIPT = '''\
 """Replays a failure of {adapter}. Needs neither pytest nor Hypothesis."""
@@ -69,7 +67,7 @@ def save(adapter: type[Adapter], example: Example, check: str, message: str, fol
     name = coverage.name_of(adapter)
     if "<locals>" in name:
         return f"no replay was saved: {name} is defined in a function and cannot be imported"
-    trace: dict[str, Any] = {
+    trace = {
         "adapter": name,
         "file": str(Path(inspect.getfile(adapter)).resolve()),
         "folders": _folders(),
@@ -80,13 +78,13 @@ def save(adapter: type[Adapter], example: Example, check: str, message: str, fol
     try:
         trace_file, script_file = _write(trace, message, Path(folder))
     except (OSError, TypeError) as error:
-        # What was found must be shown, whatever happens to its copies.
+        # Failing to save must not hide what was found.
         return f"no replay was saved: {error}"
     return f"replay with: pytest --roseinfer-replay {trace_file}\n         or: python {script_file}"
 
 
 def run(trace: dict[str, Any]) -> None:
-    """Put the example of a trace to its check; raises ``Difference`` as long as it fails."""
+    """Run the check of a trace on its example; raise ``Difference`` as long as it fails."""
     sys.path[:0] = [folder for folder in trace["folders"] if folder not in sys.path]
     adapter: Any = load_target(trace["adapter"], trace["file"])
     CHECKS[trace["check"]](adapter, example_of(trace))
@@ -121,7 +119,7 @@ def _write(trace: dict[str, Any], message: str, folder: Path) -> tuple[Path, Pat
 
 
 def _folders() -> list[str]:
-    """Where modules were found that no installation put there, such as pytest's own additions."""
+    """The entries of ``sys.path`` outside of the installation, such as those pytest adds."""
     installed = [Path(path).resolve() for path in sysconfig.get_paths().values()]
     folders = [Path(entry).resolve() for entry in sys.path]
     return [

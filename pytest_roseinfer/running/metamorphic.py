@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.cases.payload import same_bits
-from pytest_roseinfer.findings.finding import Finding
-from pytest_roseinfer.findings.location import Location, find_change
+from pytest_roseinfer.findings.finding import Finding, Location, find_change
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.machine import Machine
 
