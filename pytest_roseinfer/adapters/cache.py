@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_roseinfer.adapters.base import Adapter, optional, required
+from pytest_roseinfer.adapters.base import Adapter, optional
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
-    from pytest_roseinfer.adapters.bad_call import BadCall
     from pytest_roseinfer.adapters.fast_path import FastPath
 
 
@@ -44,11 +43,22 @@ class Ledger:
     """Who holds what in one layer, as the cache's own books say."""
 
     refcounts: Mapping[int, int]
-    """Holders of every block that is not free."""
+    """The number of holders of every block that is not free."""
     free: Sequence[int]
     """Blocks nobody holds."""
     total: int
-    """Blocks that sequences may use."""
+    """The number of blocks that sequences may use."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadCall:
+    """A call that a cache must refuse, or that must leave no trace."""
+
+    words: str
+    """What is done, as in "free_blocks with a block of another layer"."""
+    call: Callable[[], object]
+    errors: tuple[type[BaseException], ...] = ()
+    """What it must raise. Empty for a call that is fine and undoes itself."""
 
 
 class KVCacheAdapter(Adapter):
@@ -57,8 +67,7 @@ class KVCacheAdapter(Adapter):
     Sequences are named by integers of the harness's choosing; a name never seen before, or
     freed since, is an empty sequence. Tensors are ``[layers, tokens, heads, head_dim]``.
 
-    An ability is offered by overriding its method, and tested when it is; ``reserve`` goes with
-    ``fill``.
+    An optional method is tested when it is overridden; ``reserve`` goes with ``fill``.
     """
 
     full_errors: ClassVar[tuple[type[BaseException], ...]] = (CacheFull,)
@@ -85,19 +94,16 @@ class KVCacheAdapter(Adapter):
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
     """Dtypes the cache can be built with."""
 
-    @required
     def make(self, spec: CacheSpec) -> None:
         """Build an empty cache of this shape."""
         raise NotImplementedError(f"{type(self).__name__} must define make(spec)")
 
-    @required
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Append token ``i`` of ``[layers, len(seqs), heads, head_dim]`` to ``seqs[i]``."""
         raise NotImplementedError(f"{type(self).__name__} must define append(seqs, key, value)")
 
-    @required
     def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Everything stored for a sequence in one layer, ``[tokens, heads, head_dim]`` each.
+        """Return what is stored for a sequence in one layer, ``[tokens, heads, head_dim]`` each.
 
         Read it by another route than the cache's own if there is one.
         """
@@ -126,7 +132,7 @@ class KVCacheAdapter(Adapter):
     def reserve(self, seqs: Sequence[int], counts: Sequence[int]) -> object:
         """Make room for ``counts[i]`` more tokens of ``seqs[i]``, to be written later.
 
-        What is returned is handed to ``fill``. Until then the sequences are left alone.
+        What it returns is handed to ``fill``. Until then the sequences are left alone.
         """
         raise NotImplementedError
 
@@ -147,17 +153,16 @@ class KVCacheAdapter(Adapter):
 
     @optional
     def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the cache itself returns for a sequence, shaped as in ``peek``."""
+        """Return what the cache itself returns for a sequence, shaped as in ``peek``."""
         raise NotImplementedError
 
     @optional
     def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
-        """Attention of one token of each sequence over all that is stored for it.
+        """Attend with one token of each sequence over all that is stored for it; store nothing.
 
-        Query is ``[len(seqs), q_heads, head_dim]`` in the cache's dtype, as is what is
-        returned; scores are scaled by ``head_dim ** -0.5``. ``q_heads`` is a multiple of the
-        cache's heads, up to 16 to each: with ``n``, query head ``h`` attends to head
-        ``h // n``. Nothing is stored by it.
+        The query and the result are ``[len(seqs), q_heads, head_dim]`` in the cache's dtype;
+        scores are scaled by ``head_dim ** -0.5``. ``q_heads`` is ``n`` times the cache's heads,
+        ``n`` up to 16: query head ``h`` attends to head ``h // n``.
         """
         raise NotImplementedError
 
@@ -168,25 +173,25 @@ class KVCacheAdapter(Adapter):
 
     @optional
     def table(self, seq: int, layer: int) -> list[int]:
-        """The blocks of a sequence, as indices into ``arena``'s block dimension."""
+        """Return the blocks of a sequence, as indices into ``arena``'s block dimension."""
         raise NotImplementedError
 
     @optional
     def ledger(self, layer: int) -> Ledger:
-        """The cache's own books for one layer."""
+        """Return the cache's own books for one layer."""
         raise NotImplementedError
 
     @optional
     def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The live storage, ``[layers, blocks, heads, block_size, head_dim]`` views of it."""
+        """Return ``[layers, blocks, heads, block_size, head_dim]`` views of the live storage."""
         raise NotImplementedError
 
     @optional
     def path_counts(self) -> Mapping[str, int]:
-        """How often each path ran and each condition was met since ``make``."""
+        """Return how often each path ran and each condition was met since ``make``."""
         raise NotImplementedError
 
     @optional
     def bad_calls(self) -> Iterable[BadCall]:
-        """Calls that must be refused, or leave no trace, in the state the cache is in now."""
+        """Make up calls that must be refused, or leave no trace, in the cache's present state."""
         raise NotImplementedError

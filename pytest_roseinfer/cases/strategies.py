@@ -162,10 +162,6 @@ class _Writer:
     def crowded(self) -> bool:
         return len(self.oracle.sequences) >= MOST_SEQUENCES
 
-    @property
-    def tight(self) -> bool:
-        return self.oracle.pages_free() < 2
-
     def pick(self, choices: Sequence[_T]) -> _T:
         return self.draw(st.sampled_from(choices))
 

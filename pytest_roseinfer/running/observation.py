@@ -1,4 +1,4 @@
-"""What was seen of a cache around one step of a history: data that every invariant judges."""
+"""What was seen of a cache around one step: the data that every invariant judges."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.adapters.bad_call import BadCall
-    from pytest_roseinfer.adapters.cache import CacheSpec, Ledger
+    from pytest_roseinfer.adapters.cache import BadCall, CacheSpec, Ledger
     from pytest_roseinfer.adapters.fast_path import FastPath
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.cases.payload import Payload
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 Pair = tuple["torch.Tensor", "torch.Tensor"]
 """Keys and values."""
-Slot = tuple[int, int]
-"""Block and position within it."""
 _T = TypeVar("_T")
 
 
@@ -45,17 +42,16 @@ class Declared:
 class Snapshot:
     """What a cache shows at one moment, as far as it offers that.
 
-    What raised an error when it was asked has the error in its place.
+    Where asking raised an error, the error stands in place of the answer.
     """
 
     reads: Mapping[tuple[str, int, int], Pair | Exception] = field(default_factory=dict)
-    """What each sequence reads back, by route, sequence and layer."""
+    """By route, sequence and layer."""
     tables: Mapping[tuple[int, int], list[int] | Exception] | None = None
     """Blocks, by sequence and layer; None where they are not offered."""
     ledgers: Sequence[Ledger | Exception] = ()
-    """The books of each layer."""
+    """By layer."""
     arena: Pair | None = None
-    """All that is stored."""
     counts: Counter[str] = field(default_factory=Counter)
     """How often each path ran and each condition was met so far."""
 
@@ -75,7 +71,7 @@ class Snapshot:
         return Counter(block for table in self.tables_of(layer).values() for block in table)
 
     def books(self) -> list[object]:
-        """Everything that the cache's books say: tables, holders, free blocks."""
+        """Everything that the cache's books say, in a form that can be compared."""
         books: list[object] = [(key, _shown(table)) for key, table in (self.tables or {}).items()]
         ledgers = map(_shown, self.ledgers)
         return books + [(ledger.refcounts, sorted(ledger.free)) for ledger in ledgers]
@@ -96,7 +92,6 @@ class Outcome:
     options: Mapping[str, Any] = field(default_factory=dict)
     """The switches it was planned under."""
     written: Written | None = None
-    """The tokens that it stored."""
     met: Counter[str] = field(default_factory=Counter)
     """What its rows found at the end of their sequences."""
 
@@ -126,14 +121,13 @@ class Observation:
 
     spec: CacheSpec
     operation: Operation | None = None
-    """None where it was not changed but asked: for attention, or with a bad call."""
+    """None where the cache was asked for attention, or a bad call was made."""
     before: Snapshot = field(default_factory=Snapshot)
     outcome: Outcome = field(default_factory=Outcome)
     after: Snapshot
     oracle: Oracle
     """What the cache must hold after the step."""
     payload: Payload
-    """How tokens are coded."""
     seen: frozenset[int] | set[int] = frozenset()
     """Every token that was ever to be written."""
     declared: Declared = field(default_factory=Declared)
@@ -146,10 +140,10 @@ class Observation:
         before, after = self.before.counts, self.after.counts
         return {name: after[name] - before[name] for name in after if after[name] != before[name]}
 
-    def slots(self, layer: int) -> list[Slot]:
-        """Where every token just written must lie in a layer, in written order."""
+    def slots(self, layer: int) -> list[tuple[int, int]]:
+        """The block and position where each token just written must lie, in written order."""
         size = self.spec.block_size
-        slots: list[Slot] = []
+        slots: list[tuple[int, int]] = []
         for seq, count in self.outcome.written.rows if self.outcome.written else ():
             table, length = self.after.table(seq, layer), self.oracle.length(seq)
             slots += [(table[at // size], at % size) for at in range(length - count, length)]

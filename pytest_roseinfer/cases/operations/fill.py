@@ -8,7 +8,6 @@ from pytest_roseinfer.cases.operations import operation
 @operation.register
 class Fill(operation.Operation):
     needs = frozenset({"reserve", "fill"})
-    called = "fill"
 
     def words(self) -> str:
         return "write the tokens that room was reserved for first"

@@ -27,4 +27,5 @@ class Free(operation.Operation):
     def moves(cls, writer: operation.Writer) -> operation.Moves:
         if writer.live:
             # Where the next batch may find no room, freeing lets the history go on.
-            yield operation.Move(8, 8 if writer.tight else 2, lambda: cls(writer.pick(writer.live)))
+            times = 8 if writer.oracle.pages_free() < 2 else 2
+            yield operation.Move(8, times, lambda: cls(writer.pick(writer.live)))

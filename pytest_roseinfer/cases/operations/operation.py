@@ -20,7 +20,7 @@ Rows = list[tuple[int, int]]
 """Sequences, and how many tokens each gets."""
 Tokens = Sequence[int]
 MOST_SEQUENCES = 6
-"""Histories begin no more beside each other."""
+"""The most sequences that a history has at a time."""
 _T = TypeVar("_T")
 _Kind = TypeVar("_Kind", bound="Operation")
 
@@ -54,10 +54,6 @@ class Writer(Protocol):
     @property
     def crowded(self) -> bool:
         """There are as many sequences as a history may have."""
-
-    @property
-    def tight(self) -> bool:
-        """The next batch may find no room."""
 
     def pick(self, choices: Sequence[_T]) -> _T: ...
 
@@ -101,8 +97,6 @@ class Operation:
 
     needs: ClassVar[frozenset[str]] = frozenset()
     """Abilities that an adapter must offer for it to be drawn."""
-    called: ClassVar[str] = "step"
-    """The word for it in the message of a failure."""
     in_parts: ClassVar[bool] = False
     """A cache may be handed its tokens one by one, so that its rows are no batch."""
 
@@ -150,8 +144,8 @@ class Operation:
         raise NotImplementedError
 
     def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
-        """Return True if it may copy blocks though it stores no token."""
-        return False
+        """Return True if it may copy blocks even where it stores no token."""
+        return bool(self.rows())
 
     # ------------------------------------------- other histories that must end alike
 
@@ -194,7 +188,6 @@ class Write(Operation):
 
     __slots__ = ()
 
-    called = "write"
     layout: str
 
     def laid_out(self) -> str:

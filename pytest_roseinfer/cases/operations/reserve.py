@@ -15,7 +15,6 @@ class Reserve(operation.Operation):
     layout: str = "plain"
 
     needs = frozenset({"reserve", "fill"})
-    called = "write"
 
     def rows(self) -> operation.Rows:
         return list(zip(self.seqs, self.counts, strict=True))
@@ -32,9 +31,6 @@ class Reserve(operation.Operation):
     def drive(self, cache: operation.Driven) -> None:
         handle = cache.adapter.reserve(self.seqs, self.counts)
         cache.reserved.append((handle, cache.options))
-
-    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
-        return True
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
