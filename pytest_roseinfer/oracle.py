@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 FORK_SHARES = ("blocks", "full blocks", "nothing")
 _POSITIONS = 1 << 16
-"""Longest sequence that tokens can tell apart."""
+"""The longest sequence whose tokens have numbers of their own."""
 _NAMES = 1 << 16
 _PADDING_SEQUENCE = 1 << 15
 
 
 def token_of(seq: int, position: int, life: int = 0) -> int:
-    """The token at a position of a sequence; ``life`` others had its name before it."""
+    """Number the token at a position of a sequence; ``life`` others had its name before it."""
     return (life * _NAMES + seq) * _POSITIONS + position
 
 
 def padding_token(row: int) -> int:
-    """The token that a padding row writes; it belongs in no sequence."""
+    """Number the token that a padding row writes, which belongs in no sequence."""
     return token_of(_PADDING_SEQUENCE, row)
 
 
@@ -45,7 +45,7 @@ def token_words(token: int) -> str:
 
 
 def _parts(token: int) -> tuple[int, int, int]:
-    """Sequence, position and life."""
+    """Split a token into sequence, position and life."""
     named, position = divmod(token, _POSITIONS)
     life, seq = divmod(named, _NAMES)
     return seq, position, life
@@ -66,7 +66,6 @@ class Written:
     rows: Sequence[tuple[int, int]]
     """Sequences, and how many of the tokens are appended to each."""
     tokens: Sequence[int]
-    """All of them, row by row."""
     layout: str = "plain"
     """How they lie in memory when they are handed over."""
 
@@ -81,7 +80,7 @@ class Oracle:
     """As ``KVCacheAdapter.fork_shares``."""
     sequences: dict[int, list[Page]] = field(default_factory=dict)
     lives: Counter[int] = field(default_factory=Counter)
-    """How many sequences of each name were freed."""
+    """The number of sequences of each name that were freed."""
     reserved: list[Written] = field(default_factory=list)
     """Tokens that count as stored, since there is room for them, but are not written yet."""
 
@@ -92,23 +91,37 @@ class Oracle:
         return sum(len(page.tokens) for page in self.sequences.get(seq, []))
 
     def unwritten(self, seq: int) -> int:
-        """How many of a sequence's last tokens are not written yet."""
+        """Count the last tokens of a sequence that are not written yet."""
         return sum(count for due in self.reserved for name, count in due.rows if name == seq)
 
     def pages_free(self) -> int:
         used = {id(page) for pages in self.sequences.values() for page in pages}
         return self.capacity - len(used)
 
+    def conditions_met(self, rows: Sequence[tuple[int, int]]) -> list[str]:
+        """Say for each row what it finds at the end of its sequence, appended in this order."""
+        met = []
+        leaving: Counter[int] = Counter()
+        for seq, _ in rows:
+            pages = self.sequences.get(seq)
+            last = pages[-1] if pages else None
+            if last is None:
+                met.append("fresh")
+            elif len(last.tokens) == self.block_size:
+                met.append("rollover_shared" if last.holders > 1 else "rollover")
+            elif last.holders - leaving[id(last)] > 1:
+                leaving[id(last)] += 1
+                met.append("copy_on_write")
+            else:
+                met.append("in_place")
+        return met
+
     def pages_needed(self, rows: Sequence[tuple[int, int]]) -> int:
-        """New pages that appending ``(sequence, tokens)`` rows in this order takes."""
-        needed = 0
-        let_go: Counter[int] = Counter()
+        """Count the new pages that appending ``(sequence, tokens)`` rows in this order takes."""
+        needed = self.conditions_met(rows).count("copy_on_write")
         for seq, count in rows:
             pages = self.sequences.get(seq)
             room = self.block_size - len(pages[-1].tokens) if pages else 0
-            if pages and room and pages[-1].holders - let_go[id(pages[-1])] > 1:
-                let_go[id(pages[-1])] += 1
-                needed += 1
             needed += -(-max(0, count - room) // self.block_size)
         return needed
 
@@ -116,7 +129,7 @@ class Oracle:
         return self.pages_needed(rows) <= self.pages_free()
 
     def new_tokens(self, rows: Sequence[tuple[int, int]]) -> list[int]:
-        """The tokens that appending these rows writes, row by row."""
+        """List the tokens that appending these rows writes, row by row."""
         return [
             token_of(seq, position, self.lives[seq])
             for seq, count in rows

@@ -44,6 +44,6 @@ class Adapter:
 
     @classmethod
     def defines(cls, name: str) -> bool:
-        """True for a method of the adapter's own, which replaces that of its kind."""
+        """Return True for a method of the adapter's own, which replaces that of its kind."""
         kind = cls.__mro__[cls.__mro__.index(Adapter) - 1]
         return getattr(cls, name) is not getattr(kind, name)

@@ -1,5 +1,6 @@
 """The one class a downstream user writes: how the harness drives somebody's KV cache."""
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
@@ -114,19 +115,16 @@ class KVCacheAdapter(Adapter):
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Append ``counts[i]`` tokens to ``seqs[i]``; a sequence's tokens lie together."""
-        raise NotImplementedError
 
     @optional
     def append_padded(
         self, seqs: Sequence[int | None], key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """As ``append``, but a row whose sequence is None is padding and belongs to nobody."""
-        raise NotImplementedError
 
     @optional
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Start a new sequence with a whole prompt."""
-        raise NotImplementedError
 
     @optional
     def reserve(self, seqs: Sequence[int], counts: Sequence[int]) -> object:
@@ -134,27 +132,22 @@ class KVCacheAdapter(Adapter):
 
         What it returns is handed to ``fill``. Until then the sequences are left alone.
         """
-        raise NotImplementedError
 
     @optional
     def fill(self, reservation: Any, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the tokens room was made for."""
-        raise NotImplementedError
 
     @optional
     def fork(self, parent: int, child: int) -> None:
         """Start ``child`` as a copy of ``parent``, sharing what can be shared."""
-        raise NotImplementedError
 
     @optional
     def free(self, seq: int) -> None:
         """Forget a sequence; its name is used again for new ones."""
-        raise NotImplementedError
 
     @optional
     def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the cache itself returns for a sequence, shaped as in ``peek``."""
-        raise NotImplementedError
 
     @optional
     def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
@@ -164,34 +157,27 @@ class KVCacheAdapter(Adapter):
         scores are scaled by ``head_dim ** -0.5``. ``q_heads`` is ``n`` times the cache's heads,
         ``n`` up to 16: query head ``h`` attends to head ``h // n``.
         """
-        raise NotImplementedError
 
     @optional
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Change the switches of a live cache."""
-        raise NotImplementedError
 
     @optional
     def table(self, seq: int, layer: int) -> list[int]:
         """Return the blocks of a sequence, as indices into ``arena``'s block dimension."""
-        raise NotImplementedError
 
     @optional
     def ledger(self, layer: int) -> Ledger:
         """Return the cache's own books for one layer."""
-        raise NotImplementedError
 
     @optional
     def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``[layers, blocks, heads, block_size, head_dim]`` views of the live storage."""
-        raise NotImplementedError
 
     @optional
     def path_counts(self) -> Mapping[str, int]:
         """Return how often each path ran and each condition was met since ``make``."""
-        raise NotImplementedError
 
     @optional
     def bad_calls(self) -> Iterable[BadCall]:
         """Make up calls that must be refused, or leave no trace, in the cache's present state."""
-        raise NotImplementedError

@@ -20,7 +20,7 @@ class TargetError(ValueError):
 
 
 def load_target(name: str, file: str = "") -> type[Adapter]:
-    """The adapter class that ``package.module:Class`` names.
+    """Load the adapter class that ``package.module:Class`` names.
 
     ``file`` is the module's file, whatever else has its name: pytest can import a test file under
     a name that nothing else finds.

@@ -31,7 +31,7 @@ LAYOUTS = (*VIEWS, "apart", "wider")
 
 
 def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same ``[layers, tokens, heads, head_dim]`` values with other strides or dtype."""
+    """Copy ``[layers, tokens, heads, head_dim]`` values to other strides or dtype."""
     if layout == "fused":  # one third of a wider tensor, as a qkv projection leaves it
         wide = tensor.new_empty((*tensor.shape[:2], 3, *tensor.shape[2:]))
         wide[:, :, 1] = tensor
@@ -48,7 +48,7 @@ def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, so that NaNs compare and -0.0 differs from 0.0."""
+    """View memory as integers, so that NaNs compare and -0.0 differs from 0.0."""
     return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
 
 
@@ -61,7 +61,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _exponent_bits(dtype: torch.dtype) -> tuple[int, int]:
-    """Bits that must be on, and the one that must be off, in a number of moderate size.
+    """Return the bits that must be on in a number of moderate size, and the one that must be off.
 
     With the top bit of its exponent off, a number is below 2, and neither NaN nor infinite.
     With all others on but the last three, it is no smaller than 1/128.
@@ -105,24 +105,22 @@ class Payload:
         return dtype
 
     def layer(self, tokens: Sequence[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of tokens in one layer, ``[tokens, heads, head_dim]``."""
-        keys, values = self._of(tokens, slice(layer, layer + 1))
+        """Code keys and values in one layer, ``[tokens, heads, head_dim]``."""
+        keys, values = self.all_layers(tokens, slice(layer, layer + 1))
         return keys[0], values[0]
 
-    def all_layers(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of tokens, ``[layers, tokens, heads, head_dim]``."""
-        keys, values = self._of(tokens, slice(None))
-        return keys, values
-
-    def _of(self, tokens: Sequence[int], layers: slice) -> torch.Tensor:
-        """The codes of tokens; the caller may overwrite them."""
+    def all_layers(
+        self, tokens: Sequence[int], layers: slice = slice(None)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Code keys and values, ``[layers, tokens, heads, head_dim]``; they may be overwritten."""
         new = [token for token in dict.fromkeys(tokens) if token not in self._place]
         if new or self._known is None:
             coded = self._coded(new, range(self.spec.num_layers))
             self._known = coded if self._known is None else torch.cat([self._known, coded], 2)
             self._place.update(zip(new, range(len(self._place), self._known.shape[2]), strict=True))
         places = torch.tensor([self._place[token] for token in tokens], dtype=torch.int64)
-        return self._known[:, layers].index_select(2, places.to(self.spec.device))
+        keys, values = self._known[:, layers].index_select(2, places.to(self.spec.device))
+        return keys, values
 
     def _coded(self, tokens: Sequence[int], layers: Iterable[int]) -> torch.Tensor:
         heads, device = (self.spec.num_heads, self.spec.head_dim), self.spec.device
@@ -140,7 +138,7 @@ class Payload:
         return bits.view(self.dtype)
 
     def inputs(self, tokens: Sequence[int], layout: str) -> list[torch.Tensor]:
-        """Keys and values of tokens in all layers, laid out to be handed to a cache."""
+        """Code keys and values in all layers, laid out to be handed to a cache."""
         if layout == "wider" and not self.finite:
             layout = "plain"  # NaN patterns survive no conversion
         layouts = ("fused", "transposed") if layout == "apart" else (layout, layout)

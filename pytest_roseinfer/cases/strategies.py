@@ -18,7 +18,7 @@ from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.cases.operations.append import Append
 from pytest_roseinfer.cases.operations.fill import Fill
 from pytest_roseinfer.cases.operations.fork import Fork
-from pytest_roseinfer.cases.operations.operation import MOST_SEQUENCES, OPERATIONS
+from pytest_roseinfer.cases.operations.operation import OPERATIONS
 from pytest_roseinfer.cases.operations.prefill import Prefill
 from pytest_roseinfer.cases.payload import LAYOUTS, VIEWS, lay_out
 from pytest_roseinfer.oracle import Oracle
@@ -50,7 +50,7 @@ def cache_specs(
     options: st.SearchStrategy[dict[str, Any]] | None = None,
     device: str = "cpu",
 ) -> CacheSpec:
-    """Small caches of awkward shapes: odd head sizes, tiny blocks, few of them."""
+    """Draw small caches of awkward shapes: odd head sizes, tiny blocks, few of them."""
     num_heads = draw(st.sampled_from((1, 2, 3) * 3 + (_MANY_HEADS,)))
     wide = num_heads == _MANY_HEADS
     block_size = draw(st.sampled_from(BLOCK_SIZES[:4] if wide else BLOCK_SIZES))
@@ -69,7 +69,7 @@ def cache_specs(
 def switches(
     adapter: type[KVCacheAdapter | EngineAdapter], aim: str | None = None
 ) -> st.SearchStrategy[dict[str, Any]]:
-    """A value for every switch: what a path needs, and up to three changes.
+    """Draw a value for every switch: what a path needs, and up to three changes.
 
     The path is ``aim``, or any that is declared. Coin tosses for every switch would starve the
     paths that need several switches right.
@@ -93,7 +93,7 @@ def switches(
 def boundary_lengths(
     block_size: int, *, stored: int = 0, free: int | None = None
 ) -> st.SearchStrategy[int]:
-    """How many tokens to append so that the end falls at, before or after a boundary.
+    """Draw a number of tokens to append so that the end falls at, before or after a boundary.
 
     With the number of ``free`` blocks, the end of the last of them is one more boundary.
     """
@@ -106,7 +106,7 @@ def boundary_lengths(
 def append_batches(
     live: Sequence[int], fresh: Sequence[int] = ()
 ) -> st.SearchStrategy[tuple[int, ...]]:
-    """Sequences to append to: all in order, all shuffled, or any subset in any order."""
+    """Draw sequences to append to: all in order, all shuffled, or any subset in any order."""
     names = (*live, *fresh)
     subsets = st.lists(st.sampled_from(names), min_size=1, max_size=len(names), unique=True)
     return st.one_of(
@@ -115,13 +115,13 @@ def append_batches(
 
 
 def strided_views(tensor: torch.Tensor) -> st.SearchStrategy[torch.Tensor]:
-    """The same ``[layers, tokens, heads, head_dim]`` values, in any memory layout."""
+    """Draw a memory layout for the same ``[layers, tokens, heads, head_dim]`` values."""
     return st.sampled_from(VIEWS).map(lambda layout: lay_out(tensor, layout))
 
 
 @st.composite
 def block_tables(draw: st.DrawFn, *, num_blocks: int, most_rows: int = 6) -> list[list[int]]:
-    """Tables over a pool: no block in two rows unless it is a prefix that both share."""
+    """Draw tables over a pool: two rows have no block in common but in a shared prefix."""
     order = draw(st.permutations(list(range(num_blocks))))
     tables: list[list[int]] = []
     at = 0
@@ -157,10 +157,6 @@ class _Writer:
     def live(self) -> list[int]:
         unwritten = {seq for due in self.oracle.reserved for seq, _ in due.rows}
         return [seq for seq in self.oracle.sequences if seq not in unwritten]
-
-    @property
-    def crowded(self) -> bool:
-        return len(self.oracle.sequences) >= MOST_SEQUENCES
 
     def pick(self, choices: Sequence[_T]) -> _T:
         return self.draw(st.sampled_from(choices))
@@ -226,7 +222,7 @@ class _Writer:
             self.take(Append((seq,), self.layout()))
 
     def moves(self) -> list[Callable[[], Operation]]:
-        """The ways to draw the next step, the simplest first; twice listed is twice as likely."""
+        """List the ways to draw the next step, the simplest first; some are listed often."""
         kinds = [kind for kind in OPERATIONS.values() if kind.needs <= self.adapter.abilities]
         moves = [move for kind in kinds for move in kind.moves(self)]
         moves.sort(key=lambda move: move.rank)
@@ -252,7 +248,7 @@ def histories(
     device: str = "cpu",
     aim: str | None = None,
 ) -> History:
-    """A cache spec and steps that fit the abilities ``adapter`` offers.
+    """Draw a cache spec and steps that fit the abilities ``adapter`` offers.
 
     The cache starts out with the switches that the path ``aim`` needs.
     """

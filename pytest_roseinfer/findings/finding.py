@@ -45,7 +45,7 @@ def location_of_block(
     slot: int | None = None,
     contents: Contents | None = None,
 ) -> Location:
-    """A block, in every table that names it."""
+    """Locate a block in every table that names it."""
     tables = seen.after.tables_of(layer)
     holders = {seq: table.index(block) for seq, table in tables.items() if block in table}
     return Location(layer, holders, block, slot, contents)
@@ -54,7 +54,7 @@ def location_of_block(
 def find_change(
     seen: Observation, expected: Pair | None, found: Pair | None
 ) -> tuple[Location, Contents] | None:
-    """The first slot in which two arenas differ, and what it holds, if both are shown and do."""
+    """Find the first slot in which two arenas differ, if both are shown and do."""
     for kind, was, now in zip("KV", expected or (), found or (), strict=True):
         if same_bits(was, now):
             continue

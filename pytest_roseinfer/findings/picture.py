@@ -1,4 +1,4 @@
-"""A picture of the blocks involved in a failure: what they should hold, who holds them."""
+"""A picture of the blocks involved in a failure: their right contents and their holders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _FIRST, _LAST = 4, 3
 """Tokens of a long page that are shown in any case."""
 Tables = dict[int, "list[int] | str"]
-"""By sequence; in its place, why a table cannot be read."""
+"""The table of each sequence, or why it cannot be read."""
 
 
 def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: Snapshot) -> str:
@@ -54,7 +54,7 @@ def _tables(shown: Snapshot, layer: int) -> Tables:
 
 
 def _involved(oracle: Oracle, location: Location, tables: Tables) -> list[int]:
-    """The holders of the place, those that share a block with them or wrote what is there."""
+    """List the place's holders, who shares a block with them, and who wrote what is there."""
     everyone = oracle.sequences
 
     def held(seq: int) -> set[tuple[str, int]]:
@@ -100,13 +100,13 @@ def _draw_tables(
 
 
 def _refcounts(shown: Snapshot, layer: int) -> Mapping[int, int]:
-    """What the books say, if they can be read."""
+    """Return the refcounts in the cache's books, if these can be read."""
     ledger = shown.ledgers[layer] if shown.ledgers else None
     return {} if ledger is None or isinstance(ledger, Exception) else ledger.refcounts
 
 
 def _name(location: Location | None, seq: int) -> str:
-    """A sequence, marked where nothing smaller can be."""
+    """Name a sequence, marked if its wrong block is unknown."""
     wrong = location is not None and location.holders.get(seq, 0) is None
     return _marked(f"sequence {seq}", wrong)
 
@@ -123,7 +123,7 @@ def _page(location: Location | None, seq: int, at: int, page: Page) -> str:
 
 
 def _shortened(tokens: list[str], slot: int | None) -> list[str]:
-    """The first and the last of many, and the one in ``slot``."""
+    """Keep the first and the last of many tokens, and the one in ``slot``."""
     count = len(tokens)
     if count <= _FIRST + _LAST + 1:
         return tokens

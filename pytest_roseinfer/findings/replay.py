@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ def replay(file: str) -> int:
 
     import torch
 
-    from pytest_roseinfer.findings import reproduce
+    from pytest_roseinfer.adapters.finding import load_target
     from pytest_roseinfer.findings.divergence import Difference
+    from pytest_roseinfer.findings.reproduce import CHECKS, example_of
 
-    example = reproduce.example_of(trace)
+    example = example_of(trace)
     device = torch.device(example.device)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise TraceError(
@@ -31,8 +33,10 @@ def replay(file: str) -> int:
             '"device" in the file to replay it elsewhere'
         )
     print(f"replaying on {trace['adapter']} ({trace['check']})\n")
+    sys.path[:0] = [folder for folder in trace["folders"] if folder not in sys.path]
+    adapter = load_target(trace["adapter"], trace["file"])
     try:
-        reproduce.run(trace)
+        CHECKS[trace["check"]](adapter, example)
     except Difference as failure:
         print(f"FAILED: {failure}")
         return 1

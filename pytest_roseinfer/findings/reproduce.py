@@ -11,7 +11,6 @@ from pathlib import Path
 from pprint import pformat
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.adapters.finding import load_target
 from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.engines.mix import RequestMix
 from pytest_roseinfer.engines.run import run_forks, run_mix
@@ -76,18 +75,10 @@ def save(adapter: type[Adapter], example: Example, check: str, message: str, fol
         "example": example.to_json(),
     }
     try:
-        trace_file, script_file = _write(trace, message, Path(folder))
+        return _write(trace, message, Path(folder))
     except (OSError, TypeError) as error:
         # Failing to save must not hide what was found.
         return f"no replay was saved: {error}"
-    return f"replay with: pytest --roseinfer-replay {trace_file}\n         or: python {script_file}"
-
-
-def run(trace: dict[str, Any]) -> None:
-    """Run the check of a trace on its example; raise ``Difference`` as long as it fails."""
-    sys.path[:0] = [folder for folder in trace["folders"] if folder not in sys.path]
-    adapter: Any = load_target(trace["adapter"], trace["file"])
-    CHECKS[trace["check"]](adapter, example_of(trace))
 
 
 def example_of(trace: dict[str, Any]) -> Example:
@@ -98,7 +89,7 @@ def _kind(trace: dict[str, Any]) -> type[Example]:
     return RequestMix if CHECKS[trace["check"]] in _OF_MIXES else History
 
 
-def _write(trace: dict[str, Any], message: str, folder: Path) -> tuple[Path, Path]:
+def _write(trace: dict[str, Any], message: str, folder: Path) -> str:
     text = json.dumps(trace, indent=1)
     if not folder.exists():
         folder.mkdir(parents=True)
@@ -115,11 +106,11 @@ def _write(trace: dict[str, Any], message: str, folder: Path) -> tuple[Path, Pat
         example=pformat(trace["example"], width=96, sort_dicts=False),
     )
     script_file.write_text(script, encoding="utf-8")
-    return trace_file, script_file
+    return f"replay with: pytest --roseinfer-replay {trace_file}\n         or: python {script_file}"
 
 
 def _folders() -> list[str]:
-    """The entries of ``sys.path`` outside of the installation, such as those pytest adds."""
+    """List the entries of ``sys.path`` that no installation made, such as those pytest adds."""
     installed = [Path(path).resolve() for path in sysconfig.get_paths().values()]
     folders = [Path(entry).resolve() for entry in sys.path]
     return [

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.findings.finding import Finding, find_change
-from pytest_roseinfer.invariants.invariant import invariant
+from pytest_roseinfer.findings.finding import find_change
+from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.running.observation import Observation, Pair
+    from pytest_roseinfer.running.observation import Pair
 
 
 @invariant(rank=4, needs=("arena", "table"))
@@ -25,7 +25,7 @@ def arena(seen: Observation) -> Finding | None:
 
 
 def _expected(seen: Observation) -> Pair | None:
-    """What was stored before, with what the step may have changed as it was found."""
+    """Return the arena before the step, with what the step may have changed as it was found."""
     before, found, written = seen.before.arena, seen.after.arena, seen.outcome.written
     if before is None or found is None:
         return None

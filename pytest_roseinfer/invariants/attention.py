@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_roseinfer.cases.payload import VIEWS
-from pytest_roseinfer.findings.finding import Finding, Location, find_change
-from pytest_roseinfer.invariants.invariant import ATTENTION, invariant
+from pytest_roseinfer.findings.finding import Location, find_change
+from pytest_roseinfer.invariants.invariant import ATTENTION, Finding, Observation, invariant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_roseinfer.cases.payload import Payload
     from pytest_roseinfer.oracle import Oracle
-    from pytest_roseinfer.running.observation import Attended, Observation
+    from pytest_roseinfer.running.observation import Attended
 
 EVERY = 4
 """Steps between two questions; one always follows the last step of a history."""
@@ -62,8 +62,8 @@ def questions(
 @invariant(rank=1, needs=("attend",), after=(ATTENTION,))
 def attention(seen: Observation) -> Finding | None:
     for asked in seen.attended:
-        if found := _wrong_answer(seen, asked):
-            return found
+        if wrong := _wrong_answer(seen, asked):
+            return wrong
     if seen.after.books() != seen.before.books():
         return Finding("attend changed the books")
     change = find_change(seen, seen.before.arena, seen.after.arena)
@@ -112,7 +112,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 def attention_by_formula(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """Attention of ``[q_heads, head_dim]`` over ``[tokens, heads, head_dim]``, in fp64."""
+    """Attend with ``[q_heads, head_dim]`` over ``[tokens, heads, head_dim]``, in fp64."""
     heads_each = query.shape[0] // keys.shape[1]
     keys = keys.double().repeat_interleave(heads_each, 1)
     values = values.double().repeat_interleave(heads_each, 1)

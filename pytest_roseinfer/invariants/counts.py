@@ -1,4 +1,4 @@
-"""What a cache's own counts must say: the conditions its rows met, the paths it may take."""
+"""What a cache counts in a step must be declared, and must be possible in that step."""
 
 from __future__ import annotations
 
@@ -6,32 +6,18 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.findings.finding import Finding
-from pytest_roseinfer.invariants.invariant import ATTENTION, OPERATION, invariant
+from pytest_roseinfer.invariants.invariant import ATTENTION, OPERATION, Observation, invariant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.oracle import Oracle
-    from pytest_roseinfer.running.observation import Observation
 
 
 def conditions_met(oracle: Oracle, step: Operation) -> Counter[str]:
-    """Count what the rows of a step will find at the end of their sequences, before it is done."""
-    met: Counter[str] = Counter()
-    leaving: Counter[int] = Counter()
-    for seq, _ in step.rows():
-        pages = oracle.sequences.get(seq)
-        last = pages[-1] if pages else None
-        if last is None:
-            met["fresh"] += 1
-        elif len(last.tokens) == oracle.block_size:
-            met["rollover_shared" if last.holders > 1 else "rollover"] += 1
-        elif last.holders - leaving[id(last)] > 1:
-            leaving[id(last)] += 1
-            met["copy_on_write"] += 1
-        else:
-            met["in_place"] += 1
+    """Count the conditions that the rows of a step will meet, before it is done."""
+    met = Counter(oracle.conditions_met(step.rows()))
     if padding := step.padding():
         met["padding"] = padding
     return met
@@ -39,7 +25,6 @@ def conditions_met(oracle: Oracle, step: Operation) -> Counter[str]:
 
 @invariant(rank=6, needs=("path_counts",), after=(OPERATION, ATTENTION))
 def counts(seen: Observation) -> Finding | None:
-    """What was counted in a step is declared and could have happened in it."""
     return next(map(Finding, _mistakes(seen)), None)
 
 
@@ -62,7 +47,7 @@ def _undeclared(seen: Observation) -> Iterator[str]:
 
 
 def _wrong_paths(seen: Observation, step: Operation) -> Iterator[str]:
-    """Paths were counted if tokens were written, and can write where these belong."""
+    """Say which paths were counted that wrote nothing, or cannot have written this."""
     paths, twins, written = seen.declared.paths, seen.declared.twins, seen.outcome.written
     moved = (paths.keys() | twins) & seen.ran.keys()
     copied = seen.outcome.fits and step.copies_blocks(seen.declared.fork_shares)
@@ -84,7 +69,7 @@ def _wrong_paths(seen: Observation, step: Operation) -> Iterator[str]:
 
 
 def _wrong_conditions(seen: Observation) -> Iterator[str]:
-    """Conditions were counted as met, once for each of the block lists a sequence has."""
+    """Say where counts differ from the conditions met, once for each block list of a sequence."""
     names, met, ran = seen.declared.row_conditions, seen.outcome.met, seen.ran
     counted = {name: ran.get(name, 0) for name in names.values()}
     lists = range(1, seen.spec.num_layers + 1)
@@ -94,7 +79,7 @@ def _wrong_conditions(seen: Observation) -> Iterator[str]:
 
 
 def _ruled_out(seen: Observation) -> Iterator[str]:
-    """No path ran that the switches rule out."""
+    """Say which paths ran that the switches rule out."""
     ran, options = seen.ran, seen.outcome.options
     for name, path in seen.declared.paths.items():
         for switches in path.never_with if name in ran else ():

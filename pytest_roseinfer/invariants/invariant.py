@@ -6,17 +6,13 @@ observation of one step. Its name is how reports call it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+from pytest_roseinfer.findings.finding import Finding as Finding
+from pytest_roseinfer.running.observation import Observation as Observation
 
-    from pytest_roseinfer.findings.finding import Finding
-    from pytest_roseinfer.running.observation import Observation
-
-    Check = Callable[[Observation], Finding | None]
-
+Check = Callable[[Observation], Finding | None]
 OPERATION, ATTENTION, BAD_CALL = "operation", "attention", "bad call"
 """What an observation can be made after."""
 

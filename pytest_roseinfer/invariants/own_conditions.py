@@ -9,12 +9,11 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.findings.finding import Finding
-from pytest_roseinfer.invariants.invariant import ATTENTION, OPERATION, invariant
+from pytest_roseinfer.invariants.invariant import ATTENTION, OPERATION, Observation, invariant
 
 if TYPE_CHECKING:
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.oracle import Oracle
-    from pytest_roseinfer.running.observation import Observation
 
 OWN_CONDITIONS = ("last_position", "out_of_room_mid_batch", "name_used_again")
 

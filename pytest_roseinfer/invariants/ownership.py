@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from pytest_roseinfer.findings.finding import Finding, Location, location_of_block
-from pytest_roseinfer.invariants.invariant import invariant
-
-if TYPE_CHECKING:
-    from pytest_roseinfer.running.observation import Observation
+from pytest_roseinfer.findings.finding import Location, location_of_block
+from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
 
 
 @invariant(rank=2, needs=("ledger", "table"))
 def ownership(seen: Observation) -> Finding | None:
-    """In every layer, blocks are held as often as tables name them, and all others are free."""
     for layer in range(seen.spec.num_layers):
         if found := _wrong_books(seen, layer) or _wrong_sharing(seen, layer):
             return found
@@ -21,7 +15,7 @@ def ownership(seen: Observation) -> Finding | None:
 
 
 def _wrong_books(seen: Observation, layer: int) -> Finding | None:
-    """Refcounts and free list agree with the tables."""
+    """Say where refcounts or free list disagree with the tables."""
     ledger, owners = seen.after.ledger(layer), seen.after.owners(layer)
     held = {block: count for block, count in ledger.refcounts.items() if count}
     if held != dict(owners):
@@ -44,7 +38,7 @@ def _wrong_books(seen: Observation, layer: int) -> Finding | None:
 
 
 def _wrong_sharing(seen: Observation, layer: int) -> Finding | None:
-    """Sequences share a block exactly where they share a page of the oracle."""
+    """Say where sequences share a block but no page of the oracle, or the other way round."""
     tables = seen.after.tables_of(layer)
     block_of: dict[int, int] = {}
     page_of: dict[int, int] = {}

@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.cases.payload import as_bits, same_bits
-from pytest_roseinfer.findings.finding import Finding, Location
-from pytest_roseinfer.invariants.invariant import invariant
+from pytest_roseinfer.findings.finding import Location
+from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
 
 if TYPE_CHECKING:
     import torch
 
-    from pytest_roseinfer.running.observation import Observation, Pair
+    from pytest_roseinfer.running.observation import Pair
 
 
 @invariant(rank=1)
 def read_back(seen: Observation) -> Finding | None:
-    """Each sequence reads back what the oracle says was written to it."""
     expected: dict[int, Pair] = {}
     for (route, seq, layer), found in seen.after.reads.items():
         if isinstance(found, Exception):

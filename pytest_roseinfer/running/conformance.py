@@ -30,7 +30,7 @@ _EXAMPLES_OF_A_TURN = 12
 
 
 class ConformanceTests(ShippedTests):
-    """What ``conformance(Adapter)`` returns a subclass of, for a cache."""
+    """The tests of a cache; ``conformance(Adapter)`` derives a class from this one."""
 
     adapter: ClassVar[type[KVCacheAdapter]]
 
@@ -107,7 +107,7 @@ def conformance(adapter: type[KVCacheAdapter]) -> type[ConformanceTests]: ...
 @overload
 def conformance(adapter: type[Adapter]) -> type[ShippedTests]: ...
 def conformance(adapter: type[Any]) -> type[ShippedTests]:
-    """A test class for one adapter: ``TestMyCache = conformance(MyCache)``."""
+    """Make a test class for one adapter: ``TestMyCache = conformance(MyCache)``."""
     settings.choose_kernel_runtime()
     refuse_mistakes(adapter)
     tests: type[ShippedTests] = ConformanceTests

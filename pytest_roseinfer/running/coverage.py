@@ -33,7 +33,7 @@ class Reached:
 
 @dataclass(slots=True)
 class TargetCoverage:
-    """What one target declared, and what happened."""
+    """What one target declared, and how often it was reached."""
 
     paths: dict[str, str]
     """Each with the slow twin it must equal."""
@@ -101,12 +101,15 @@ class TargetCoverage:
             return []
         if not self.histories:
             return ["its search ran no history: a check that did not run is no pass"]
-        return [
-            f"{row.kind} {row.name!r} was {_times(row.times)} and must be {REQUIRED_TIMES} times: "
-            "a check that did not run is no pass"
-            for row in self.rows()
-            if require_paths and row.verdict == "NOT REACHED"
-        ]
+        problems = []
+        for row in self.rows():
+            if require_paths and row.verdict == "NOT REACHED":
+                reached = f"reached {row.times} time{'s' * (row.times > 1)}"
+                problems.append(
+                    f"{row.kind} {row.name!r} was {reached if row.times else 'never reached'} and "
+                    f"must be {REQUIRED_TIMES} times: a check that did not run is no pass"
+                )
+        return problems
 
     def to_json(self) -> dict[str, Any]:
         """All fields, with plain dicts for counters: workers can send no others."""
@@ -159,18 +162,15 @@ class Coverage:
         return {name: target.to_json() for name, target in self.targets.items()}
 
     def add(self, data: Mapping[str, Any]) -> None:
-        """Add what another process saw."""
         for name, seen in data.items():
-            declared = ("paths", "conditions", "tested", "not_offered")
-            empty = TargetCoverage(*map(seen.__getitem__, declared))
-            self._targets.setdefault(name, empty).add(seen)
+            declared = (seen[each] for each in ("paths", "conditions", "tested", "not_offered"))
+            self._targets.setdefault(name, TargetCoverage(*declared)).add(seen)
 
 
 _current = Coverage()
 
 
 def current() -> Coverage:
-    """The coverage of this process so far."""
     return _current
 
 
@@ -209,7 +209,3 @@ def turns_again(
     for turn in range(_TURNS_AGAIN):
         for aim in still_missing():
             yield aim, f"again {turn}", of_a_turn
-
-
-def _times(count: int) -> str:
-    return "never reached" if not count else f"reached {count} time{'s' * (count > 1)}"

@@ -27,7 +27,6 @@ from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_condi
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.observation import (
     Attended,
-    Called,
     Declared,
     Observation,
     Outcome,
@@ -57,6 +56,8 @@ class Machine:
         self.history = history
         self.spec = spec = history.spec
         self.can = adapter_type.abilities
+        if lacking := {need for step in history.operations for need in step.needs} - self.can:
+            raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
         self.attends = attends and "attend" in self.can
         self.oracle = Oracle(spec.block_size, spec.num_blocks, adapter_type.fork_shares)
         self.payload = Payload(spec, history.finite)
@@ -80,7 +81,7 @@ class Machine:
             for cache in self.adapter.arena():
                 cache.fill_(_POISON)
         self.now = self.look()
-        """What the cache showed after the latest step."""
+        """The cache after the latest step."""
 
     def run(self) -> Counter[str]:
         """Do every step; return how often each path ran and each condition was met."""
@@ -114,7 +115,7 @@ class Machine:
     def _do(self, operation: Operation) -> Outcome:
         """Do a step to the oracle and to the cache, which must refuse it where it does not fit."""
         oracle, driven, rows = self.oracle, self.driven, operation.rows()
-        met = conditions_met(oracle, operation) if self.declared.row_conditions else Counter[str]()
+        met = conditions_met(oracle, operation)
         written = operation.written(oracle)
         name, room = "step", ""
         if rows:
@@ -179,12 +180,12 @@ class Machine:
                 raise
             raised = error
         outcome, after = Outcome(True, self.driven.options), self.look(copies=False)
-        self._judge(BAD_CALL, self.now, outcome, after, called=Called(bad, raised))
+        self._judge(BAD_CALL, self.now, outcome, after, bad_call=bad, raised=raised)
 
     # ---------------------------------------------------------------------------- looking
 
     def look(self, *, reads: bool = False, copies: bool = True) -> Snapshot:
-        """What the cache shows; without ``copies``, its arena is shown and no copy of it."""
+        """Take a snapshot of the cache; without ``copies``, of its live arena."""
         read = self._reads() if reads else {}
         books = self._books()
         arena = self.adapter.arena() if "arena" in self.can else None

@@ -69,7 +69,7 @@ def check_every_option(adapter: type[KVCacheAdapter], history: History) -> Check
 
 
 def _roomy(adapter: type[KVCacheAdapter], history: History) -> History:
-    """The steps that fit, on a cache so large that forks would fit as copies too."""
+    """Keep the steps that fit, on a cache so large that forks would fit as copies too."""
     spec = history.spec
     oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares)
     steps = [step for step in history.operations if step.apply(oracle)]

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What an adapter says of its cache."""
+    """The part of an adapter's declarations that invariants need."""
 
     paths: Mapping[str, FastPath] = field(default_factory=dict)
     conditions: Sequence[str] = ()
@@ -40,10 +40,7 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a cache shows at one moment, as far as it offers that.
-
-    Where asking raised an error, the error stands in place of the answer.
-    """
+    """The state that a cache shows; where asking raised an error, the error is in its place."""
 
     reads: Mapping[tuple[str, int, int], Pair | Exception] = field(default_factory=dict)
     """By route, sequence and layer."""
@@ -55,9 +52,6 @@ class Snapshot:
     counts: Counter[str] = field(default_factory=Counter)
     """How often each path ran and each condition was met so far."""
 
-    def table(self, seq: int, layer: int) -> list[int]:
-        return _shown((self.tables or {})[seq, layer])
-
     def tables_of(self, layer: int) -> dict[int, list[int]]:
         """The blocks of every sequence in one layer."""
         tables = self.tables or {}
@@ -67,7 +61,7 @@ class Snapshot:
         return _shown(self.ledgers[layer])
 
     def owners(self, layer: int) -> Counter[int]:
-        """How many tables name each block of a layer."""
+        """Count the tables that name each block of a layer."""
         return Counter(block for table in self.tables_of(layer).values() for block in table)
 
     def books(self) -> list[object]:
@@ -85,7 +79,7 @@ def _shown(value: _T | Exception) -> _T:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a step."""
+    """The result of a step."""
 
     fits: bool = True
     """There was room for it; if not, it was refused."""
@@ -93,7 +87,7 @@ class Outcome:
     """The switches it was planned under."""
     written: Written | None = None
     met: Counter[str] = field(default_factory=Counter)
-    """What its rows found at the end of their sequences."""
+    """The conditions that its rows met."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +101,9 @@ class Attended:
     found: torch.Tensor | Exception
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
-    """A call that a cache was to refuse."""
-
-    call: BadCall
-    raised: BaseException | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A cache before and after a step, what was done to it, and what is right."""
+    """A cache before and after a step, the step, and the oracle that says what is right."""
 
     spec: CacheSpec
     operation: Operation | None = None
@@ -132,19 +118,23 @@ class Observation:
     """Every token that was ever to be written."""
     declared: Declared = field(default_factory=Declared)
     attended: Sequence[Attended] = ()
-    called: Called | None = None
+    bad_call: BadCall | None = None
+    raised: BaseException | None = None
+    """What the bad call raised."""
 
     @property
     def ran(self) -> dict[str, int]:
-        """What was counted in this step."""
+        """The paths and conditions that were counted in this step."""
         before, after = self.before.counts, self.after.counts
         return {name: after[name] - before[name] for name in after if after[name] != before[name]}
 
     def slots(self, layer: int) -> list[tuple[int, int]]:
         """The block and position where each token just written must lie, in written order."""
-        size = self.spec.block_size
         slots: list[tuple[int, int]] = []
-        for seq, count in self.outcome.written.rows if self.outcome.written else ():
-            table, length = self.after.table(seq, layer), self.oracle.length(seq)
-            slots += [(table[at // size], at % size) for at in range(length - count, length)]
+        if written := self.outcome.written:
+            size, tables = self.spec.block_size, self.after.tables_of(layer)
+            for seq, count in written.rows:
+                length = self.oracle.length(seq)
+                ends = range(length - count, length)
+                slots += [(tables[seq][at // size], at % size) for at in ends]
         return slots

@@ -49,12 +49,12 @@ def _refuse_replaced_parts(derived: tuple[type, ...], shipped: tuple[type, ...])
 
 
 def excuses(mark: pytest.Mark) -> bool:
-    """True if a mark says why a test fails, and lets it run all the same."""
+    """Return True if a mark says why a test fails, and lets it run all the same."""
     return mark.name == "xfail" and bool(mark.kwargs.get("reason")) and mark.kwargs.get("run", True)
 
 
 def _excused(shipped: Callable[[Any], None], own: object) -> Callable[[Any], None]:
-    """The shipped test with the xfail marks of the one in its place, and nothing else of it."""
+    """Return the shipped test with the xfail marks of the one in its place, and nothing else."""
     marks = [mark for mark in getattr(own, "pytestmark", []) if mark.name == "xfail"]
     if not any(map(excuses, marks)):
         raise TypeError(

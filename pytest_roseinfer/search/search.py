@@ -118,18 +118,17 @@ def try_examples(
 
 
 def _difference(failure: BaseException) -> Difference | None:
-    """The difference that ended a search, alone or inside of Hypothesis's error for flaky tests."""
+    """Return the difference that ended a search, also from Hypothesis's error for flaky tests."""
     if isinstance(failure, Difference):
         return failure
-    if isinstance(failure, Flaky):
-        for part in getattr(failure, "exceptions", ()):
-            if isinstance(part, Difference):
-                part.added.append(
-                    "The same passed when it was tried again: what happens depends on more than "
-                    "what is done."
-                )
-                return part
-    return None
+    parts = getattr(failure, "exceptions", ()) if isinstance(failure, Flaky) else ()
+    found = next((part for part in parts if isinstance(part, Difference)), None)
+    if found:
+        found.added.append(
+            "The same passed when it was tried again: what happens depends on more than what is "
+            "done."
+        )
+    return found
 
 
 def undisturbed(search: Callable[[], object]) -> None:

@@ -40,5 +40,5 @@ class Fork(operation.Operation):
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
-        if writer.live and not writer.crowded:
+        if writer.live and len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
             yield operation.Move(7, 4, lambda: cls.of_any(writer))

@@ -51,10 +51,6 @@ class Writer(Protocol):
     def live(self) -> list[int]:
         """The sequences whose tokens are all written; the others wait until theirs are."""
 
-    @property
-    def crowded(self) -> bool:
-        """There are as many sequences as a history may have."""
-
     def pick(self, choices: Sequence[_T]) -> _T: ...
 
     def between(self, least: int, most: int) -> int: ...
@@ -104,21 +100,21 @@ class Operation:
         raise NotImplementedError
 
     def rows(self) -> Rows:
-        """The rows that it appends to the books of a cache."""
+        """List the rows that it appends to the books of a cache."""
         return []
 
     def padding(self) -> int:
-        """The number of rows that belong to no sequence."""
+        """Count the rows that belong to no sequence."""
         return 0
 
     def changed(self) -> list[int]:
-        """The sequences that it begins, adds to or frees."""
+        """List the sequences that it begins, adds to or frees."""
         return [seq for seq, _ in self.rows()]
 
     # ------------------------------------------------------------------ on the oracle
 
     def written(self, oracle: Oracle) -> Written | None:  # noqa: ARG002
-        """The tokens that it is about to store."""
+        """Return the tokens that it is about to store."""
         return None
 
     def fits(self, oracle: Oracle) -> bool:
@@ -136,36 +132,35 @@ class Operation:
     # ------------------------------------------------------------------- on a cache
 
     def inputs(self, tokens: Tokens) -> Tokens:
-        """The tokens that the cache is handed, padding included."""
+        """Return the tokens that the cache is handed, padding included."""
         return tokens
 
     def drive(self, cache: Driven) -> None:
-        """Do it to a cache."""
         raise NotImplementedError
 
     def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
-        """Return True if it may copy blocks even where it stores no token."""
-        return bool(self.rows())
+        """Return True if it may copy blocks though it stores no token."""
+        return False
 
     # ------------------------------------------- other histories that must end alike
 
     def reversed(self) -> Operation:
-        """The same with the rows of a batch in reverse order."""
+        """Return the same with the rows of a batch in reverse order."""
         return self
 
     def halves(self) -> list[Operation]:
-        """The same as two batches of half the rows each."""
+        """Return the same as two batches of half the rows each."""
         return [self]
 
     def unshared(self, oracle: Oracle) -> Operation:  # noqa: ARG002
-        """The same without sharing what the oracle holds."""
+        """Return the same without sharing what the oracle holds."""
         return self
 
     # ------------------------------------------------------------------ as a drawing
 
     @classmethod
     def moves(cls, writer: Writer) -> Moves:  # noqa: ARG003
-        """The ways to draw one now; none where none makes sense."""
+        """List the ways to draw one now; none where none makes sense."""
         return ()
 
     # --------------------------------------------------------------------- as JSON

@@ -28,5 +28,5 @@ class Prefill(operation.Write):
             (seq,) = writer.fresh(1)
             return cls(seq, writer.count(seq), writer.layout())
 
-        if not writer.crowded:
+        if len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
             yield operation.Move(5, 2, drawn)

@@ -32,6 +32,9 @@ class Reserve(operation.Operation):
         handle = cache.adapter.reserve(self.seqs, self.counts)
         cache.reserved.append((handle, cache.options))
 
+    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+        return True
+
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
         yield operation.Move(3, 1, lambda: cls(*writer.rows(), writer.layout()))
