@@ -1,4 +1,4 @@
-"""What an adapter class defines, of the methods its kind of adapter can have."""
+"""The base of adapters, which knows the methods that an adapter must define, and does define."""
 
 from __future__ import annotations
 

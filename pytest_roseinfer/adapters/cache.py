@@ -3,7 +3,7 @@
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.adapters.base import Adapter, optional
@@ -33,10 +33,7 @@ class CacheSpec:
     dtype: str = "float32"
     device: str = "cpu"
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What was drawn from the adapter's ``option_choices``: switches of the cache under test."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    """Switches of the cache under test, drawn from the adapter's ``option_choices``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +53,10 @@ class BadCall:
     """A call that a cache must refuse, or that must leave no trace."""
 
     words: str
-    """What is done, as in "free_blocks with a block of another layer"."""
+    """The call in words, as in "free_blocks with a block of another layer"."""
     call: Callable[[], object]
     errors: tuple[type[BaseException], ...] = ()
-    """What it must raise. Empty for a call that is fine and undoes itself."""
+    """The errors of which it must raise one; none for a call that is fine and undoes itself."""
 
 
 class KVCacheAdapter(Adapter):
@@ -72,24 +69,24 @@ class KVCacheAdapter(Adapter):
     """
 
     full_errors: ClassVar[tuple[type[BaseException], ...]] = (CacheFull,)
-    """What ``append`` and friends raise, changing nothing, when there is no room."""
+    """The errors that ``append`` and others raise, changing nothing, when there is no room."""
     paths: ClassVar[Mapping[str, FastPath]] = {}
     """Fast paths the cache declares, by their names in ``path_counts``."""
     conditions: ClassVar[Sequence[str]] = ()
     """Names in ``path_counts`` that are no paths but must be met all the same.
 
-    Three names the harness counts itself, and ``path_counts`` leaves out: "last_position", a row
-    that begins at the last position of its block; "out_of_room_mid_batch", a write refused of
-    which the first row alone would have found room (which only a ``ledger`` brings about); and
-    "name_used_again", a sequence that begins under the name of one that was freed."""
+    The harness counts three itself, which ``path_counts`` leaves out: "last_position", a row that
+    begins at the last position of its block; "out_of_room_mid_batch", a refused write whose first
+    row alone would have found room (which needs a ``ledger``); and "name_used_again", a sequence
+    that begins under the name of one that was freed."""
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Switches to vary: each history draws a value for every name, for ``spec.options``."""
     row_conditions: ClassVar[Mapping[str, str]] = {}
     """Which of ``conditions`` counts what a row found: a name for each of "fresh", "in_place",
     "rollover", "rollover_shared", "copy_on_write" and "padding" that is counted row by row."""
     fork_shares: ClassVar[str] = "blocks"
-    """What a fork shares: all its ``"blocks"``, a partial one being copied when it is written
-    to; only its ``"full blocks"``, a partial one being copied at once; or ``"nothing"``."""
+    """A fork shares all its ``"blocks"``, and a partial one is copied when it is written to; or
+    only its ``"full blocks"``, and a partial one is copied at once; or ``"nothing"``."""
     scratch_blocks: frozenset[int] = frozenset()
     """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")

@@ -1,4 +1,4 @@
-"""What is written for a token, and how it lies in memory.
+"""The bits that are written for a token, and their layout in memory.
 
 Bits are coded by sequence, position, layer, head, and K or V. Every element of every token
 differs, so a misplaced one shows, and what is found in the wrong place can be decoded back to

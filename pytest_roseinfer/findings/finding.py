@@ -1,4 +1,4 @@
-"""What is wrong with a cache, and where: what it holds there instead of what it should."""
+"""A finding: what is wrong with a cache, and where."""
 
 from __future__ import annotations
 

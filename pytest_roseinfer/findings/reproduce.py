@@ -1,4 +1,4 @@
-"""A failing history or mix of requests, saved to be run again: as a trace, and as a script."""
+"""Saves a failing history or mix of requests to be run again: as a trace, and as a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which declared paths and conditions were reached, and what that means for the run."""
+"""Counts how often a run reaches declared paths and conditions, and judges the run by that."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TargetCoverage:
         return paths + [self._row("condition", name, "") for name in self.conditions]
 
     def still_missing(self, since: Mapping[str, int]) -> list[str | None]:
-        """Name the paths that were reached too rarely since some counts; None is for conditions."""
+        """Name the paths reached too rarely since ``since`` was counted; None is for conditions."""
         if not settings.current().require_paths:
             return []
 

@@ -115,7 +115,7 @@ class Machine:
     def _do(self, operation: Operation) -> Outcome:
         """Do a step to the oracle and to the cache, which must refuse it where it does not fit."""
         oracle, driven, rows = self.oracle, self.driven, operation.rows()
-        met = conditions_met(oracle, operation)
+        met = conditions_met(oracle, operation) if self.declared.row_conditions else Counter[str]()
         written = operation.written(oracle)
         name, room = "step", ""
         if rows:

@@ -1,4 +1,4 @@
-"""What was seen of a cache around one step: the data that every invariant judges."""
+"""An observation of a cache around one step: the data that every invariant judges."""
 
 from __future__ import annotations
 
