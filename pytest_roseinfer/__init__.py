@@ -31,7 +31,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.adapters.bad_call import BadCall as BadCall
+    from pytest_roseinfer.adapters.cache import BadCall as BadCall
     from pytest_roseinfer.adapters.cache import CacheFull as CacheFull
     from pytest_roseinfer.adapters.cache import CacheSpec as CacheSpec
     from pytest_roseinfer.adapters.cache import KVCacheAdapter as KVCacheAdapter
@@ -50,26 +50,19 @@ if TYPE_CHECKING:
     from pytest_roseinfer.running.conformance import conformance as conformance
     from pytest_roseinfer.running.machine import run_history as run_history
 
-_HOMES = {
-    "Asked": "pytest_roseinfer.engines.mix",
-    "BadCall": "pytest_roseinfer.adapters.bad_call",
-    "CacheFull": "pytest_roseinfer.adapters.cache",
-    "CacheSpec": "pytest_roseinfer.adapters.cache",
-    "Divergence": "pytest_roseinfer.findings.divergence",
-    "EngineAdapter": "pytest_roseinfer.adapters.engine",
-    "FastPath": "pytest_roseinfer.adapters.fast_path",
-    "History": "pytest_roseinfer.cases.history",
-    "KVCacheAdapter": "pytest_roseinfer.adapters.cache",
-    "Ledger": "pytest_roseinfer.adapters.cache",
-    "MixDivergence": "pytest_roseinfer.engines.run",
-    "Oracle": "pytest_roseinfer.oracle",
-    "RequestMix": "pytest_roseinfer.engines.mix",
-    "Sampling": "pytest_roseinfer.engines.mix",
-    "conformance": "pytest_roseinfer.running.conformance",
-    "run_forks": "pytest_roseinfer.engines.run",
-    "run_history": "pytest_roseinfer.running.machine",
-    "run_mix": "pytest_roseinfer.engines.run",
+_NAMES = {
+    "adapters.cache": ("BadCall", "CacheFull", "CacheSpec", "KVCacheAdapter", "Ledger"),
+    "adapters.engine": ("EngineAdapter",),
+    "adapters.fast_path": ("FastPath",),
+    "cases.history": ("History",),
+    "engines.mix": ("Asked", "RequestMix", "Sampling"),
+    "engines.run": ("MixDivergence", "run_forks", "run_mix"),
+    "findings.divergence": ("Divergence",),
+    "oracle": ("Oracle",),
+    "running.conformance": ("conformance",),
+    "running.machine": ("run_history",),
 }
+_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOMES)
 
 

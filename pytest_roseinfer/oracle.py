@@ -2,8 +2,7 @@
 
 It shares no code with any cache. A token is a number that says which sequence wrote it and
 at which position; a page is a list of them and a count of holders. Sequences that have the
-same name, one after another, write different tokens. Everything a test expects is derived
-from here.
+same name, one after another, write different tokens.
 """
 
 from __future__ import annotations
@@ -15,23 +14,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
 FORK_SHARES = ("blocks", "full blocks", "nothing")
 _POSITIONS = 1 << 16
-"""Longest sequence that tokens can tell apart."""
+"""The longest sequence whose tokens have numbers of their own."""
 _NAMES = 1 << 16
-
-
-def token_of(seq: int, position: int, life: int = 0) -> int:
-    """The token at a position of a sequence; ``life`` others had its name before it."""
-    return (life * _NAMES + seq) * _POSITIONS + position
-
-
 _PADDING_SEQUENCE = 1 << 15
 
 
+def token_of(seq: int, position: int, life: int = 0) -> int:
+    """Number the token at a position of a sequence; ``life`` others had its name before it."""
+    return (life * _NAMES + seq) * _POSITIONS + position
+
+
 def padding_token(row: int) -> int:
-    """What a padding row writes: a token that belongs in no sequence."""
+    """Number the token that a padding row writes, which belongs in no sequence."""
     return token_of(_PADDING_SEQUENCE, row)
 
 
@@ -49,7 +45,7 @@ def token_words(token: int) -> str:
 
 
 def _parts(token: int) -> tuple[int, int, int]:
-    """Sequence, position and life."""
+    """Split a token into sequence, position and life."""
     named, position = divmod(token, _POSITIONS)
     life, seq = divmod(named, _NAMES)
     return seq, position, life
@@ -57,7 +53,7 @@ def _parts(token: int) -> tuple[int, int, int]:
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """One block's worth of tokens. Two sequences that share it hold the same object."""
+    """The tokens of one block. Sequences that share it hold the same object."""
 
     tokens: list[int]
     holders: int = 1
@@ -68,9 +64,8 @@ class Written:
     """Tokens that are written together."""
 
     rows: Sequence[tuple[int, int]]
-    """Sequences, and how many of the tokens each gets, as the last it then has."""
+    """Sequences, and how many of the tokens are appended to each."""
     tokens: Sequence[int]
-    """All of them, row by row."""
     layout: str = "plain"
     """How they lie in memory when they are handed over."""
 
@@ -85,7 +80,7 @@ class Oracle:
     """As ``KVCacheAdapter.fork_shares``."""
     sequences: dict[int, list[Page]] = field(default_factory=dict)
     lives: Counter[int] = field(default_factory=Counter)
-    """How many sequences of each name were freed."""
+    """The number of sequences of each name that were freed."""
     reserved: list[Written] = field(default_factory=list)
     """Tokens that count as stored, since there is room for them, but are not written yet."""
 
@@ -96,33 +91,45 @@ class Oracle:
         return sum(len(page.tokens) for page in self.sequences.get(seq, []))
 
     def unwritten(self, seq: int) -> int:
-        """How many of a sequence's tokens, the last it has, are not written yet."""
-        rows = [row for due in self.reserved for row in due.rows]
-        return sum(count for name, count in rows if name == seq)
+        """Count the last tokens of a sequence that are not written yet."""
+        return sum(count for due in self.reserved for name, count in due.rows if name == seq)
 
-    def pages_used(self) -> int:
-        return len({id(page) for pages in self.sequences.values() for page in pages})
+    def pages_free(self) -> int:
+        used = {id(page) for pages in self.sequences.values() for page in pages}
+        return self.capacity - len(used)
+
+    def conditions_met(self, rows: Sequence[tuple[int, int]]) -> list[str]:
+        """Say for each row what it finds at the end of its sequence, appended in this order."""
+        met = []
+        leaving: Counter[int] = Counter()
+        for seq, _ in rows:
+            pages = self.sequences.get(seq)
+            last = pages[-1] if pages else None
+            if last is None:
+                met.append("fresh")
+            elif len(last.tokens) == self.block_size:
+                met.append("rollover_shared" if last.holders > 1 else "rollover")
+            elif last.holders - leaving[id(last)] > 1:
+                leaving[id(last)] += 1
+                met.append("copy_on_write")
+            else:
+                met.append("in_place")
+        return met
 
     def pages_needed(self, rows: Sequence[tuple[int, int]]) -> int:
-        """New pages that appending ``(sequence, tokens)`` rows in this order takes."""
-        needed = 0
-        let_go: dict[int, int] = {}
+        """Count the new pages that appending ``(sequence, tokens)`` rows in this order takes."""
+        needed = self.conditions_met(rows).count("copy_on_write")
         for seq, count in rows:
             pages = self.sequences.get(seq)
             room = self.block_size - len(pages[-1].tokens) if pages else 0
-            if pages and room:
-                page = pages[-1]
-                if page.holders - let_go.get(id(page), 0) > 1:
-                    let_go[id(page)] = let_go.get(id(page), 0) + 1
-                    needed += 1
             needed += -(-max(0, count - room) // self.block_size)
         return needed
 
     def fits(self, rows: Sequence[tuple[int, int]]) -> bool:
-        return self.pages_used() + self.pages_needed(rows) <= self.capacity
+        return self.pages_needed(rows) <= self.pages_free()
 
     def new_tokens(self, rows: Sequence[tuple[int, int]]) -> list[int]:
-        """The tokens that appending these rows writes, row by row."""
+        """List the tokens that appending these rows writes, row by row."""
         return [
             token_of(seq, position, self.lives[seq])
             for seq, count in rows
@@ -154,7 +161,7 @@ class Oracle:
 
     def fork_fits(self, parent: int) -> bool:
         copied = sum(not self._shares(page) for page in self.sequences[parent])
-        return self.pages_used() + copied <= self.capacity
+        return copied <= self.pages_free()
 
     def _shares(self, page: Page) -> bool:
         full = len(page.tokens) == self.block_size

@@ -1,1 +1,1 @@
-"""What downstream users write, and what is found wrong with it."""
+"""The classes that downstream users write, and the mistakes found in them."""

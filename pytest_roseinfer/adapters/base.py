@@ -1,7 +1,8 @@
-"""What an adapter class defines, of the methods its kind of adapter can have."""
+"""The base of adapters, which knows the methods that an adapter must define, and does define."""
 
 from __future__ import annotations
 
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
@@ -10,25 +11,21 @@ if TYPE_CHECKING:
 _Method = TypeVar("_Method", bound="Callable[..., Any]")
 
 
-def required(method: _Method) -> _Method:
-    """Every adapter of the kind must define this method."""
-    method.__dict__["offered"] = "required"
-    return method
-
-
 def optional(method: _Method) -> _Method:
-    """This method is tested where an adapter defines it."""
-    method.__dict__["offered"] = "optional"
+    """Mark a method of a kind of adapter that is tested where an adapter defines it."""
+    method.__dict__["optional"] = True
     return method
 
 
 class Adapter:
-    """What adapters for caches and for engines have in common."""
+    """What adapters for caches and for engines have in common.
+
+    A class right under this one is a kind of adapter. Its methods are what an adapter of the kind
+    must define, except for those marked ``optional``.
+    """
 
     required: ClassVar[tuple[str, ...]] = ()
-    """Methods that every adapter of the kind must define."""
     optional: ClassVar[tuple[str, ...]] = ()
-    """Methods that are tested where they are defined."""
     abilities: ClassVar[frozenset[str]] = frozenset()
     """The optional methods that this adapter defines."""
     paths: ClassVar[Mapping[str, Any]] = {}
@@ -37,21 +34,16 @@ class Adapter:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if Adapter in cls.__bases__:  # a kind of adapter
-            cls.required, cls.optional = cls._marked("required"), cls._marked("optional")
+        if Adapter in cls.__bases__:
+            methods = {name: each for name, each in vars(cls).items() if isfunction(each)}
+            cls.optional = tuple(
+                name for name, each in methods.items() if hasattr(each, "optional")
+            )
+            cls.required = tuple(name for name in methods if name not in cls.optional)
         cls.abilities = frozenset(filter(cls.defines, cls.optional))
 
     @classmethod
-    def _marked(cls, mark: str) -> tuple[str, ...]:
-        own = vars(cls).items()
-        return tuple(name for name, each in own if getattr(each, "offered", "") == mark)
-
-    @classmethod
     def defines(cls, name: str) -> bool:
-        """Whether a method is the adapter's own, and not the one that says it is missing."""
+        """Return True for a method of the adapter's own, which replaces that of its kind."""
         kind = cls.__mro__[cls.__mro__.index(Adapter) - 1]
         return getattr(cls, name) is not getattr(kind, name)
-
-    @classmethod
-    def missing(cls) -> list[str]:
-        return [name for name in cls.required if not cls.defines(name)]

@@ -1,18 +1,18 @@
 """The one class a downstream user writes: how the harness drives somebody's KV cache."""
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_roseinfer.adapters.base import Adapter, optional, required
+from pytest_roseinfer.adapters.base import Adapter, optional
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
-    from pytest_roseinfer.adapters.bad_call import BadCall
     from pytest_roseinfer.adapters.fast_path import FastPath
 
 
@@ -33,10 +33,7 @@ class CacheSpec:
     dtype: str = "float32"
     device: str = "cpu"
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What was drawn from the adapter's ``option_choices``: switches of the cache under test."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    """Switches of the cache under test, drawn from the adapter's ``option_choices``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +41,22 @@ class Ledger:
     """Who holds what in one layer, as the cache's own books say."""
 
     refcounts: Mapping[int, int]
-    """Holders of every block that is not free."""
+    """The number of holders of every block that is not free."""
     free: Sequence[int]
     """Blocks nobody holds."""
     total: int
-    """Blocks that sequences may use."""
+    """The number of blocks that sequences may use."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadCall:
+    """A call that a cache must refuse, or that must leave no trace."""
+
+    words: str
+    """The call in words, as in "free_blocks with a block of another layer"."""
+    call: Callable[[], object]
+    errors: tuple[type[BaseException], ...] = ()
+    """The errors of which it must raise one; none for a call that is fine and undoes itself."""
 
 
 class KVCacheAdapter(Adapter):
@@ -57,47 +65,43 @@ class KVCacheAdapter(Adapter):
     Sequences are named by integers of the harness's choosing; a name never seen before, or
     freed since, is an empty sequence. Tensors are ``[layers, tokens, heads, head_dim]``.
 
-    An ability is offered by overriding its method, and tested when it is; ``reserve`` goes with
-    ``fill``.
+    An optional method is tested when it is overridden; ``reserve`` goes with ``fill``.
     """
 
     full_errors: ClassVar[tuple[type[BaseException], ...]] = (CacheFull,)
-    """What ``append`` and friends raise, changing nothing, when there is no room."""
+    """The errors that ``append`` and others raise, changing nothing, when there is no room."""
     paths: ClassVar[Mapping[str, FastPath]] = {}
     """Fast paths the cache declares, by their names in ``path_counts``."""
     conditions: ClassVar[Sequence[str]] = ()
     """Names in ``path_counts`` that are no paths but must be met all the same.
 
-    Three names the harness counts itself, and ``path_counts`` leaves out: "last_position", a row
-    that begins at the last position of its block; "out_of_room_mid_batch", a write refused of
-    which the first row alone would have found room (which only a ``ledger`` brings about); and
-    "name_used_again", a sequence that begins under the name of one that was freed."""
+    The harness counts three itself, which ``path_counts`` leaves out: "last_position", a row that
+    begins at the last position of its block; "out_of_room_mid_batch", a refused write whose first
+    row alone would have found room (which needs a ``ledger``); and "name_used_again", a sequence
+    that begins under the name of one that was freed."""
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Switches to vary: each history draws a value for every name, for ``spec.options``."""
     row_conditions: ClassVar[Mapping[str, str]] = {}
     """Which of ``conditions`` counts what a row found: a name for each of "fresh", "in_place",
     "rollover", "rollover_shared", "copy_on_write" and "padding" that is counted row by row."""
     fork_shares: ClassVar[str] = "blocks"
-    """What a fork shares: all its ``"blocks"``, a partial one being copied when it is written
-    to; only its ``"full blocks"``, a partial one being copied at once; or ``"nothing"``."""
+    """A fork shares all its ``"blocks"``, and a partial one is copied when it is written to; or
+    only its ``"full blocks"``, and a partial one is copied at once; or ``"nothing"``."""
     scratch_blocks: frozenset[int] = frozenset()
     """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
     """Dtypes the cache can be built with."""
 
-    @required
     def make(self, spec: CacheSpec) -> None:
         """Build an empty cache of this shape."""
         raise NotImplementedError(f"{type(self).__name__} must define make(spec)")
 
-    @required
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Append token ``i`` of ``[layers, len(seqs), heads, head_dim]`` to ``seqs[i]``."""
         raise NotImplementedError(f"{type(self).__name__} must define append(seqs, key, value)")
 
-    @required
     def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Everything stored for a sequence in one layer, ``[tokens, heads, head_dim]`` each.
+        """Return what is stored for a sequence in one layer, ``[tokens, heads, head_dim]`` each.
 
         Read it by another route than the cache's own if there is one.
         """
@@ -108,85 +112,69 @@ class KVCacheAdapter(Adapter):
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Append ``counts[i]`` tokens to ``seqs[i]``; a sequence's tokens lie together."""
-        raise NotImplementedError
 
     @optional
     def append_padded(
         self, seqs: Sequence[int | None], key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """As ``append``, but a row whose sequence is None is padding and belongs to nobody."""
-        raise NotImplementedError
 
     @optional
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Start a new sequence with a whole prompt."""
-        raise NotImplementedError
 
     @optional
     def reserve(self, seqs: Sequence[int], counts: Sequence[int]) -> object:
         """Make room for ``counts[i]`` more tokens of ``seqs[i]``, to be written later.
 
-        What is returned is handed to ``fill``. Until then the sequences are left alone.
+        What it returns is handed to ``fill``. Until then the sequences are left alone.
         """
-        raise NotImplementedError
 
     @optional
     def fill(self, reservation: Any, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the tokens room was made for."""
-        raise NotImplementedError
 
     @optional
     def fork(self, parent: int, child: int) -> None:
         """Start ``child`` as a copy of ``parent``, sharing what can be shared."""
-        raise NotImplementedError
 
     @optional
     def free(self, seq: int) -> None:
         """Forget a sequence; its name is used again for new ones."""
-        raise NotImplementedError
 
     @optional
     def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the cache itself returns for a sequence, shaped as in ``peek``."""
-        raise NotImplementedError
+        """Return what the cache itself returns for a sequence, shaped as in ``peek``."""
 
     @optional
     def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
-        """Attention of one token of each sequence over all that is stored for it.
+        """Attend with one token of each sequence over all that is stored for it; store nothing.
 
-        Query is ``[len(seqs), q_heads, head_dim]`` in the cache's dtype, as is what is
-        returned; scores are scaled by ``head_dim ** -0.5``. ``q_heads`` is a multiple of the
-        cache's heads, up to 16 to each: with ``n``, query head ``h`` attends to head
-        ``h // n``. Nothing is stored by it.
+        The query and the result are ``[len(seqs), q_heads, head_dim]`` in the cache's dtype;
+        scores are scaled by ``head_dim ** -0.5``. ``q_heads`` is ``n`` times the cache's heads,
+        ``n`` up to 16: query head ``h`` attends to head ``h // n``.
         """
-        raise NotImplementedError
 
     @optional
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Change the switches of a live cache."""
-        raise NotImplementedError
 
     @optional
     def table(self, seq: int, layer: int) -> list[int]:
-        """The blocks of a sequence, as indices into ``arena``'s block dimension."""
-        raise NotImplementedError
+        """Return the blocks of a sequence, as indices into ``arena``'s block dimension."""
 
     @optional
     def ledger(self, layer: int) -> Ledger:
-        """The cache's own books for one layer."""
-        raise NotImplementedError
+        """Return the cache's own books for one layer."""
 
     @optional
     def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The live storage, ``[layers, blocks, heads, block_size, head_dim]`` views of it."""
-        raise NotImplementedError
+        """Return ``[layers, blocks, heads, block_size, head_dim]`` views of the live storage."""
 
     @optional
     def path_counts(self) -> Mapping[str, int]:
-        """How often each path ran and each condition was met since ``make``."""
-        raise NotImplementedError
+        """Return how often each path ran and each condition was met since ``make``."""
 
     @optional
     def bad_calls(self) -> Iterable[BadCall]:
-        """Calls that must be refused, or leave no trace, in the state the cache is in now."""
-        raise NotImplementedError
+        """Make up calls that must be refused, or leave no trace, in the cache's present state."""

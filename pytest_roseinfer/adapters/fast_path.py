@@ -1,4 +1,4 @@
-"""What an adapter declares of one of its cache's fast paths."""
+"""A fast path of a cache or an engine, as its adapter declares it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 class FastPath:
     """A fast path: what it must equal, and when it can and cannot run.
 
-    Settings of switches are given as in ``{"fused": True, "min_batch": 1}``: it is one if
-    every switch it names has that value. Switches are those of ``option_choices``.
+    A setting is given as in ``{"fused": True, "min_batch": 1}``, with switches of
+    ``option_choices``. It applies if every switch it names has that value.
     """
 
     equals: str
     """The slow path whose results it must reproduce, by its name in ``path_counts``."""
     runs_with: Sequence[Mapping[str, Any]] = ()
-    """Settings, under each of which it can run, so that histories can aim at it. None are
-    needed where the first choice of every switch will do."""
+    """Settings under each of which it can run, so that histories can aim at it. None are needed
+    where the first choice of every switch will do."""
     never_with: Sequence[Mapping[str, Any]] = ()
-    """Settings, any one of which keeps it from running; counted all the same, it fails."""
+    """Settings any one of which keeps it from running; if it is counted under one, it fails."""
     device: str | None = None
-    """The only kind of device it can run on, as ``"cuda"``; None where any will do."""
+    """The only kind of device it can run on, such as ``"cuda"``; None where any will do."""
     one_position: bool = False
     """It can only write when all rows go to the same position of a block."""
 

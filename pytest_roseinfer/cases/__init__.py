@@ -1,1 +1,1 @@
-"""What is done to a cache: operations, histories of them, and how they are drawn."""
+"""Histories of operations on a cache, and how they are drawn."""

@@ -1,8 +1,8 @@
-"""What is done to a cache, step by step: plain data that can be said, saved and replayed."""
+"""A history: the steps done to a cache, as plain data that can be said, saved and replayed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.adapters.cache import CacheSpec
@@ -33,13 +33,13 @@ class History:
         return self.spec.device
 
     def words(self) -> str:
-        shape = ", ".join(f"{name}={value}" for name, value in self.spec.to_json().items())
+        shape = ", ".join(f"{name}={value}" for name, value in asdict(self.spec).items())
         steps = [f"  {at}. {step.words()}" for at, step in enumerate(self.operations, 1)]
         return "\n".join([f"a cache with {shape}", *steps])
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "spec": self.spec.to_json(),
+            "spec": asdict(self.spec),
             "finite": self.finite,
             "operations": [step.to_json() for step in self.operations],
         }

@@ -1,10 +1,8 @@
-"""What is written for a token, and how it lies in memory.
+"""The bits that are written for a token, and their layout in memory.
 
-Bits are coded by sequence, position, layer, head, and K or V.
-
-Every element of every token differs, so a misplaced one shows, and what is found in the
-wrong place can be decoded back to where it belongs. A token is asked for after every step from
-the one that writes it on; it is coded once.
+Bits are coded by sequence, position, layer, head, and K or V. Every element of every token
+differs, so a misplaced one shows, and what is found in the wrong place can be decoded back to
+where it belongs.
 """
 
 from __future__ import annotations
@@ -29,11 +27,11 @@ _MIX = 0x1B873593CC9E2D51
 VIEWS = ("plain", "fused", "transposed", "strided")
 """Names for ``lay_out`` that change strides alone."""
 LAYOUTS = (*VIEWS, "apart", "wider")
-"""All names. ``apart``, where keys and values differ, is none of one tensor."""
+"""All names. With ``apart``, keys and values are laid out differently."""
 
 
 def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same ``[layers, tokens, heads, head_dim]`` values with other strides or dtype."""
+    """Copy ``[layers, tokens, heads, head_dim]`` values to other strides or dtype."""
     if layout == "fused":  # one third of a wider tensor, as a qkv projection leaves it
         wide = tensor.new_empty((*tensor.shape[:2], 3, *tensor.shape[2:]))
         wide[:, :, 1] = tensor
@@ -50,7 +48,7 @@ def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, so that NaNs compare and -0.0 differs from 0.0."""
+    """View memory as integers, so that NaNs compare and -0.0 differs from 0.0."""
     return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
 
 
@@ -63,10 +61,10 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _exponent_bits(dtype: torch.dtype) -> tuple[int, int]:
-    """Bits that must be on, and the one that must be off, in a number of moderate size.
+    """Return the bits that must be on in a number of moderate size, and the one that must be off.
 
-    With the top bit of an exponent off, a number is below 2, and neither NaN nor infinite;
-    with all others on but the last three, no smaller than 1/128.
+    With the top bit of its exponent off, a number is below 2, and neither NaN nor infinite.
+    With all others on but the last three, it is no smaller than 1/128.
     """
     top = dtype.itemsize * 8 - 2
     mantissa = round(-math.log2(torch.finfo(dtype).eps))
@@ -74,22 +72,8 @@ def _exponent_bits(dtype: torch.dtype) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where a row of bits belongs."""
-
-    token: int
-    layer: int
-    head: int
-    kind: str
-    """K or V."""
-
-    def words(self) -> str:
-        return f"{token_words(self.token)}, layer {self.layer}, head {self.head}, {self.kind}"
-
-
-@dataclass(frozen=True, slots=True)
 class Contents:
-    """What one head of one slot should hold, and what it holds, in words."""
+    """What one head of one slot should hold and what it holds, in words."""
 
     head: int
     kind: str
@@ -113,7 +97,7 @@ class Payload:
     _known: torch.Tensor | None = field(default=None, init=False, repr=False)
     """Tokens coded so far, ``[2, layers, tokens, heads, head_dim]``."""
     _place: dict[int, int] = field(default_factory=dict, init=False, repr=False)
-    """Where each stands in there."""
+    """Where each token stands in there."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,34 +105,29 @@ class Payload:
         return dtype
 
     def layer(self, tokens: Sequence[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of tokens in one layer, ``[tokens, heads, head_dim]``."""
-        keys, values = self._of(tokens, slice(layer, layer + 1))
+        """Code keys and values in one layer, ``[tokens, heads, head_dim]``."""
+        keys, values = self.all_layers(tokens, slice(layer, layer + 1))
         return keys[0], values[0]
 
-    def all_layers(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of tokens, ``[layers, tokens, heads, head_dim]``."""
-        keys, values = self._of(tokens, slice(None))
-        return keys, values
-
-    def _of(self, tokens: Sequence[int], layers: slice) -> torch.Tensor:
-        """The codes of tokens, which whoever asked may overwrite."""
+    def all_layers(
+        self, tokens: Sequence[int], layers: slice = slice(None)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Code keys and values, ``[layers, tokens, heads, head_dim]``; they may be overwritten."""
         new = [token for token in dict.fromkeys(tokens) if token not in self._place]
         if new or self._known is None:
             coded = self._coded(new, range(self.spec.num_layers))
             self._known = coded if self._known is None else torch.cat([self._known, coded], 2)
             self._place.update(zip(new, range(len(self._place), self._known.shape[2]), strict=True))
         places = torch.tensor([self._place[token] for token in tokens], dtype=torch.int64)
-        return self._known[:, layers].index_select(2, places.to(self.spec.device))
+        keys, values = self._known[:, layers].index_select(2, places.to(self.spec.device))
+        return keys, values
 
     def _coded(self, tokens: Sequence[int], layers: Iterable[int]) -> torch.Tensor:
-        spec = self.spec
-        device = spec.device
-        inner = torch.arange(spec.num_heads * spec.head_dim, device=device).view(
-            spec.num_heads, spec.head_dim
-        )
-        token = torch.tensor(tokens, dtype=torch.int64, device=device)[None, None, :, None, None]
-        layer = torch.tensor(list(layers), device=device)[None, :, None, None, None]
-        kind = torch.arange(2, device=device)[:, None, None, None, None]
+        heads, device = (self.spec.num_heads, self.spec.head_dim), self.spec.device
+        inner = torch.arange(math.prod(heads), device=device).view(heads)
+        token = torch.tensor(tokens, dtype=torch.int64, device=device).view(-1, 1, 1)
+        layer = torch.tensor(list(layers), device=device).view(-1, 1, 1, 1)
+        kind = torch.arange(2, device=device).view(-1, 1, 1, 1, 1)
         code = ((token * 64 + layer) * 2 + kind) * 65536 + inner
         code = (code + 1) * _ODD
         code = (code ^ ((code >> 29) & 0x7FFFFFFFF)) * _MIX
@@ -159,7 +138,7 @@ class Payload:
         return bits.view(self.dtype)
 
     def inputs(self, tokens: Sequence[int], layout: str) -> list[torch.Tensor]:
-        """Keys and values of tokens in all layers, laid out to be handed to a cache."""
+        """Code keys and values in all layers, laid out to be handed to a cache."""
         if layout == "wider" and not self.finite:
             layout = "plain"  # NaN patterns survive no conversion
         layouts = ("fused", "transposed") if layout == "apart" else (layout, layout)
@@ -175,31 +154,24 @@ class Payload:
         kind: str,
         known: Sequence[int],
     ) -> Contents:
-        """Two rows ``[head_dim]`` in words, as far as ``known`` tokens explain them."""
-        expected = self.words(want, self.source(want, layer, head, known))
-        source = self.source(got, layer, head, known)
-        found = self.words(got, source)
-        return Contents(head, kind, expected, found, source.token if source else None)
+        """Put two rows ``[head_dim]`` in words, as far as ``known`` tokens explain them."""
+        expected, _ = self._decoded(want, layer, head, known)
+        found, token = self._decoded(got, layer, head, known)
+        return Contents(head, kind, expected, found, token)
 
-    def words(self, row: torch.Tensor, source: Source | None) -> str:
-        if source:
-            return source.words()
-        if not any(as_bits(row).tolist()):
-            return "zeros"
-        return "poison" if self.is_poison(row) else f"bits no token has ({row.tolist()[:4]}...)"
-
-    def source(
+    def _decoded(
         self, row: torch.Tensor, layer: int, head: int, tokens: Sequence[int]
-    ) -> Source | None:
-        """Which of these tokens has these bits, and where, looking first where they were found."""
+    ) -> tuple[str, int | None]:
+        """Say where a row of bits belongs; the layer and head it was found in come first."""
         layers = [layer, *(other for other in range(self.spec.num_layers) if other != layer)]
         for token in tokens:
             coded = as_bits(self._coded([token], layers))
-            hit = (coded == as_bits(row)).all(-1).nonzero().tolist()
-            if hit:
+            if hit := (coded == as_bits(row)).all(-1).nonzero().tolist():
                 kind, layer_at, _, head_at = min(hit, key=lambda at: (at[1], at[3] != head))
-                return Source(token, layers[layer_at], head_at, "KV"[kind])
-        return None
-
-    def is_poison(self, row: torch.Tensor) -> bool:
-        return same_bits(row, torch.full_like(row, float("nan")))
+                where = f"layer {layers[layer_at]}, head {head_at}, {'KV'[kind]}"
+                return f"{token_words(token)}, {where}", token
+        if not as_bits(row).any():
+            return "zeros", None
+        if same_bits(row, torch.full_like(row, float("nan"))):
+            return "poison", None
+        return f"bits no token has ({row.tolist()[:4]}...)", None

@@ -1,8 +1,8 @@
 """Hypothesis strategies for caches, what is written to them, and whole histories.
 
-Each is useful alone. Sizes are drawn where bugs live: lengths at a block's last position,
-its first and one further; blocks shared by two and three; pools so small that they run
-out. Payloads are never drawn, they are coded (see ``payload``).
+Sizes are drawn where bugs live: lengths at a block's last position, its first and one further;
+blocks shared by two and three; pools so small that they run out. Payloads are never drawn, they
+are coded (see ``payload``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.cases.operations.append import Append
 from pytest_roseinfer.cases.operations.fill import Fill
 from pytest_roseinfer.cases.operations.fork import Fork
-from pytest_roseinfer.cases.operations.operation import MOST_SEQUENCES, OPERATIONS
+from pytest_roseinfer.cases.operations.operation import OPERATIONS
 from pytest_roseinfer.cases.operations.prefill import Prefill
 from pytest_roseinfer.cases.payload import LAYOUTS, VIEWS, lay_out
 from pytest_roseinfer.oracle import Oracle
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 HEAD_DIMS = (4, 1, 5, 8, 80, 96)
 BLOCK_SIZES = (4, 1, 2, 3, 5, 8, 16, 128)
-_HEADS = (1, 2, 3) * 3 + (40,)
-"""More than a kernel's tile may hold at once, now and then."""
+_MANY_HEADS = 40
+"""More than a kernel's tile may hold at once."""
 _POOLS = (8, 2, 5, 12, 16, 24)
 """Blocks of a layer: soon all taken, or just enough for a batch of sequences."""
 _MOST_TOKENS = 300
@@ -50,9 +50,9 @@ def cache_specs(
     options: st.SearchStrategy[dict[str, Any]] | None = None,
     device: str = "cpu",
 ) -> CacheSpec:
-    """Small caches of awkward shapes: odd head sizes, tiny blocks, few of them."""
-    num_heads = draw(st.sampled_from(_HEADS))
-    wide = num_heads > max(_HEADS[:3])
+    """Draw small caches of awkward shapes: odd head sizes, tiny blocks, few of them."""
+    num_heads = draw(st.sampled_from((1, 2, 3) * 3 + (_MANY_HEADS,)))
+    wide = num_heads == _MANY_HEADS
     block_size = draw(st.sampled_from(BLOCK_SIZES[:4] if wide else BLOCK_SIZES))
     return CacheSpec(
         num_layers=draw(st.sampled_from((1, 2, 1, 4, 2, 3))),
@@ -69,21 +69,23 @@ def cache_specs(
 def switches(
     adapter: type[KVCacheAdapter | EngineAdapter], aim: str | None = None
 ) -> st.SearchStrategy[dict[str, Any]]:
-    """A value for every switch: what a path needs, and up to three changes.
+    """Draw a value for every switch: what a path needs, and up to three changes.
 
-    The path is ``aim``, or any of those declared. Aiming gives each its share of histories;
-    tossing a coin for every switch would starve those that need several switches right.
+    The path is ``aim``, or any that is declared. Coin tosses for every switch would starve the
+    paths that need several switches right.
     """
     choices = adapter.option_choices
     usual = {name: values[0] for name, values in choices.items()}
     others = [(name, value) for name, values in choices.items() for value in values[1:]]
     if not others:
         return st.just(usual)
-    device = settings.current().device
-    here = [path for path in adapter.paths.values() if path.runs_on(device)]
-    paths = here if aim is None else [adapter.paths[aim]]
-    switches = [path.runs_with or [{}] for path in paths] or [[{}]]
-    aims = st.sampled_from(switches).flatmap(st.sampled_from)
+    if aim is None:
+        device = settings.current().device
+        paths = [path for path in adapter.paths.values() if path.runs_on(device)]
+    else:
+        paths = [adapter.paths[aim]]
+    needed = [path.runs_with or [{}] for path in paths] or [[{}]]
+    aims = st.sampled_from(needed).flatmap(st.sampled_from)
     changes = st.lists(st.sampled_from(others), max_size=3)
     return st.tuples(changes, aims).map(lambda drawn: {**usual, **dict(drawn[0]), **drawn[1]})
 
@@ -91,14 +93,12 @@ def switches(
 def boundary_lengths(
     block_size: int, *, stored: int = 0, free: int | None = None
 ) -> st.SearchStrategy[int]:
-    """How many tokens to append so that the end falls at, before or after a boundary.
+    """Draw a number of tokens to append so that the end falls at, before or after a boundary.
 
     With the number of ``free`` blocks, the end of the last of them is one more boundary.
     """
     room = -stored % block_size
-    ends = {0, room, room + block_size}
-    if free is not None:
-        ends.add(room + free * block_size)
+    ends = {0, room, room + block_size, room + (free or 0) * block_size}
     near = {1, 2} | {end + more for end in ends for more in (-1, 0, 1)}
     return st.sampled_from(sorted(count for count in near if 0 < count <= _MOST_TOKENS))
 
@@ -106,7 +106,7 @@ def boundary_lengths(
 def append_batches(
     live: Sequence[int], fresh: Sequence[int] = ()
 ) -> st.SearchStrategy[tuple[int, ...]]:
-    """Sequences to append to: all in order, all shuffled, or any subset in any order."""
+    """Draw sequences to append to: all in order, all shuffled, or any subset in any order."""
     names = (*live, *fresh)
     subsets = st.lists(st.sampled_from(names), min_size=1, max_size=len(names), unique=True)
     return st.one_of(
@@ -115,13 +115,13 @@ def append_batches(
 
 
 def strided_views(tensor: torch.Tensor) -> st.SearchStrategy[torch.Tensor]:
-    """The same ``[layers, tokens, heads, head_dim]`` values, in one memory layout or another."""
+    """Draw a memory layout for the same ``[layers, tokens, heads, head_dim]`` values."""
     return st.sampled_from(VIEWS).map(lambda layout: lay_out(tensor, layout))
 
 
 @st.composite
 def block_tables(draw: st.DrawFn, *, num_blocks: int, most_rows: int = 6) -> list[list[int]]:
-    """Tables over a pool: no block in two rows unless it is a prefix that both share."""
+    """Draw tables over a pool: two rows have no block in common but in a shared prefix."""
     order = draw(st.permutations(list(range(num_blocks))))
     tables: list[list[int]] = []
     at = 0
@@ -139,9 +139,9 @@ def block_tables(draw: st.DrawFn, *, num_blocks: int, most_rows: int = 6) -> lis
 
 @dataclass(slots=True)
 class _Writer:
-    """Draws one history, keeping an oracle beside it so that every step makes sense.
+    """Draws one history, with an oracle beside it so that every step makes sense.
 
-    It is what operations are drawn with: see ``operations.operation.Writer``.
+    Operations see it as ``operations.operation.Writer``, which documents what they may ask for.
     """
 
     draw: st.DrawFn
@@ -149,42 +149,14 @@ class _Writer:
     oracle: Oracle
     steps: list[Operation] = field(default_factory=list)
     names: int = 0
-    """How many were used by now."""
+    """The number of names used so far; the next new one."""
     vacant: list[int] = field(default_factory=list)
-    """Those of them that no sequence has, in the order in which they were given up."""
-
-    def fresh(self, count: int) -> tuple[int, ...]:
-        """Names that no sequence has: new ones, and vacant ones, most often the latest of these."""
-        new, vacant = self.names, list(self.vacant)
-        names = []
-        for _ in range(count):
-            name = self.draw(st.sampled_from([new, *vacant[-1:], *vacant])) if vacant else new
-            names.append(name)
-            new += name == new
-            vacant = [each for each in vacant if each != name]
-        return tuple(names)
+    """The names that no sequence has any more, in the order in which they were given up."""
 
     @property
     def live(self) -> list[int]:
-        """Sequences whose tokens are all written: the others are left alone until they are."""
         unwritten = {seq for due in self.oracle.reserved for seq, _ in due.rows}
         return [seq for seq in self.oracle.sequences if seq not in unwritten]
-
-    @property
-    def crowded(self) -> bool:
-        return len(self.oracle.sequences) >= MOST_SEQUENCES
-
-    @property
-    def tight(self) -> bool:
-        return self._free < 2
-
-    @property
-    def _free(self) -> int:
-        return self.oracle.capacity - self.oracle.pages_used()
-
-    @property
-    def has_switches(self) -> bool:
-        return bool(self.adapter.option_choices)
 
     def pick(self, choices: Sequence[_T]) -> _T:
         return self.draw(st.sampled_from(choices))
@@ -192,16 +164,30 @@ class _Writer:
     def between(self, least: int, most: int) -> int:
         return self.draw(st.integers(least, most))
 
+    def fresh(self, count: int) -> tuple[int, ...]:
+        """Draw new names and vacant ones, most often the latest of the vacant."""
+        new, vacant = self.names, list(self.vacant)
+        names = []
+        for _ in range(count):
+            name = self.pick([new, *vacant[-1:], *vacant]) if vacant else new
+            names.append(name)
+            if name == new:
+                new += 1
+            else:
+                vacant.remove(name)
+        return tuple(names)
+
     def batch(self, fresh: Sequence[int]) -> tuple[int, ...]:
         return self.draw(append_batches(self.live, fresh))
 
     def count(self, seq: int) -> int:
-        size, stored = self.oracle.block_size, self.oracle.length(seq)
-        return self.draw(boundary_lengths(size, stored=stored, free=self._free))
+        oracle, stored = self.oracle, self.oracle.length(seq)
+        lengths = boundary_lengths(oracle.block_size, stored=stored, free=oracle.pages_free())
+        return self.draw(lengths)
 
     def rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         seqs = self.batch(self.fresh(1))
-        return seqs, tuple(self.count(seq) for seq in seqs)
+        return seqs, tuple(map(self.count, seqs))
 
     def layout(self) -> str:
         return self.pick(LAYOUTS)
@@ -209,26 +195,25 @@ class _Writer:
     def switches(self) -> dict[str, Any]:
         return self.draw(switches(self.adapter))
 
-    def begin(self, tail: str) -> None:
-        """Open with sequences of which some share blocks, or anyhow.
+    def begin(self) -> None:
+        """Open with sequences of which some share blocks, or with none.
 
-        Their last block is partial, full or begun, or one is each, so that a batch of all
-        of them meets most conditions at once.
+        Their last block is partial, full or begun, or there is one of each, so that a batch of
+        all of them meets most conditions at once.
         """
         size = self.oracle.block_size
-        lengths = {"partial": size - 1 or 1, "full": size, "begun": size + 1}
-        if tail == "anyhow":
+        partial, full, begun = [size - 1 or 1], [size], [size + 1]
+        mixed = sorted([*partial, *full, *begun])
+        lengths = self.pick(([], partial, full, begun, mixed, mixed))
+        if not lengths:
             return
-        if tail == "mixed":
-            for length in self.draw(st.permutations(sorted(lengths.values()))):
-                self.start(length)
-        else:
-            self.start(lengths[tail])
+        for length in self.draw(st.permutations(lengths)):
+            self.start(length)
         for _ in range(self.between(1, 2)):
             self.take(Fork.of_any(self))
 
     def start(self, length: int) -> None:
-        """A new sequence, of its full length if the cache takes prompts."""
+        """Begin a sequence, of its full length if the cache takes prompts."""
         (seq,) = self.fresh(1)
         if "prefill" in self.adapter.abilities:
             self.take(Prefill(seq, length, self.layout()))
@@ -237,23 +222,20 @@ class _Writer:
             self.take(Append((seq,), self.layout()))
 
     def moves(self) -> list[Callable[[], Operation]]:
-        """What may be done next, the simplest first; twice listed is twice as likely."""
+        """List the ways to draw the next step, the simplest first; some are listed often."""
         kinds = [kind for kind in OPERATIONS.values() if kind.needs <= self.adapter.abilities]
         moves = [move for kind in kinds for move in kind.moves(self)]
         moves.sort(key=lambda move: move.rank)
         return [move.draw for move in moves for _ in range(move.times)]
 
     def take(self, step: Operation) -> None:
-        bounded = "ledger" in self.adapter.abilities
-        if not step.apply(self.oracle) and not bounded:
-            return  # it may hold more than the oracle knows
+        """Add a step; one that finds no room is kept only if the cache shows how much it has."""
+        if not step.apply(self.oracle) and "ledger" not in self.adapter.abilities:
+            return
         named = step.changed()
         self.names = max([self.names, *(seq + 1 for seq in named)])
-        self.vacant = [
-            name
-            for name in dict.fromkeys([*self.vacant, *named])
-            if name not in self.oracle.sequences
-        ]
+        used = dict.fromkeys([*self.vacant, *named])
+        self.vacant = [name for name in used if name not in self.oracle.sequences]
         self.steps.append(step)
 
 
@@ -266,17 +248,16 @@ def histories(
     device: str = "cpu",
     aim: str | None = None,
 ) -> History:
-    """A cache spec and steps that fit the abilities ``adapter`` offers.
+    """Draw a cache spec and steps that fit the abilities ``adapter`` offers.
 
-    With ``aim``, the cache starts out with the switches that path needs.
+    The cache starts out with the switches that the path ``aim`` needs.
     """
     options = switches(adapter, aim)
     spec = draw(cache_specs(dtypes=adapter.dtypes, options=options, device=device))
     oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares)
     writer = _Writer(draw, adapter, oracle)
     if "fork" in adapter.abilities:
-        tails = ("anyhow", "partial", "full", "begun", "mixed", "mixed")
-        writer.begin(draw(st.sampled_from(tails)))
+        writer.begin()
     for _ in range(most_steps):
         # None comes first, so that shrinking ends a history early.
         moves = writer.moves() * 2

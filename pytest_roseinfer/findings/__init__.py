@@ -1,1 +1,1 @@
-"""What was found wrong: where, in words, as a picture, and as something to run again."""
+"""What is wrong with a cache: where, in words, as a picture, and to run again."""

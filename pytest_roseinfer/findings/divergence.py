@@ -1,4 +1,4 @@
-"""The errors that say what is wrong with a target; each is shown as its message, and saved."""
+"""The errors that say what is wrong with a target."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Difference(AssertionError):
-    """What was tested does something else than it must.
+    """The target does something else than it must.
 
-    Its message is put together when somebody reads it: a search sees hundreds on its way to
-    the smallest example.
+    Its message is put together when it is read: a search sees hundreds of these on its way to the
+    smallest example.
     """
 
     def __init__(self, what: str, details: Callable[[], str]) -> None:
@@ -27,7 +27,7 @@ class Difference(AssertionError):
         self.what = what
         """In one line."""
         self.added: list[str] = []
-        """What else there is to say, as how to replay it."""
+        """Paragraphs for the end of the message, such as how to replay it."""
         self._details = details
 
     def __str__(self) -> str:
@@ -35,13 +35,12 @@ class Difference(AssertionError):
 
 
 class Divergence(Difference):
-    """Cache and oracle differ. Carries the history up to the step that showed it."""
+    """A cache differs from its oracle after ``history``, which ends with the step that shows it."""
 
     def __init__(self, finding: Finding, history: History, oracle: Oracle, shown: Snapshot) -> None:
-        super().__init__(finding.what, self._told)
-        self.history = history
-        self._drawn = (finding.location, history.spec.num_layers, oracle, shown)
+        def details() -> str:
+            drawn = picture(finding.location, history.spec.num_layers, oracle, shown)
+            return f"after step {history.size} of\n{history.words()}\n\n{drawn}"
 
-    def _told(self) -> str:
-        drawn = picture(*self._drawn)
-        return f"after step {self.history.size} of\n{self.history.words()}\n\n{drawn}"
+        super().__init__(finding.what, details)
+        self.history = history

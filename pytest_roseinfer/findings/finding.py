@@ -1,12 +1,31 @@
-"""What an invariant finds wrong."""
+"""A finding: what is wrong with a cache, and where."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.cases.payload import as_bits, same_bits
+
 if TYPE_CHECKING:
-    from pytest_roseinfer.findings.location import Location
+    from collections.abc import Mapping
+
+    from pytest_roseinfer.cases.payload import Contents
+    from pytest_roseinfer.running.observation import Observation, Pair
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A sequence, one of its blocks, or a slot of that, in one layer."""
+
+    layer: int
+    holders: Mapping[int, int | None]
+    """The sequences that hold it, and which of their blocks it is; None where that is unknown."""
+    block: int | None = None
+    """The block's number, where a block was looked at and not a sequence."""
+    slot: int | None = None
+    """Position within the block."""
+    contents: Contents | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,3 +36,31 @@ class Finding:
     location: Location | None = None
     cause: BaseException | None = None
     """What the cache raised."""
+
+
+def location_of_block(
+    seen: Observation,
+    layer: int,
+    block: int,
+    slot: int | None = None,
+    contents: Contents | None = None,
+) -> Location:
+    """Locate a block in every table that names it."""
+    tables = seen.after.tables_of(layer)
+    holders = {seq: table.index(block) for seq, table in tables.items() if block in table}
+    return Location(layer, holders, block, slot, contents)
+
+
+def find_change(
+    seen: Observation, expected: Pair | None, found: Pair | None
+) -> tuple[Location, Contents] | None:
+    """Find the first slot in which two arenas differ, if both are shown and do."""
+    for kind, was, now in zip("KV", expected or (), found or (), strict=True):
+        if same_bits(was, now):
+            continue
+        wrong = (as_bits(was) != as_bits(now)).any(-1)
+        layer, block, head, slot = wrong.nonzero()[0].tolist()
+        rows = was[layer, block, head, slot], now[layer, block, head, slot]
+        contents = seen.payload.contents(*rows, layer, head, kind, sorted(seen.seen))
+        return location_of_block(seen, layer, block, slot, contents), contents
+    return None

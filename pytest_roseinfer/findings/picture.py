@@ -1,4 +1,4 @@
-"""A picture of the blocks involved in a failure: what they should hold, who holds them."""
+"""A picture of the blocks involved in a failure: their right contents and their holders."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 from pytest_roseinfer.oracle import token_label
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from pytest_roseinfer.findings.location import Location
+    from pytest_roseinfer.findings.finding import Location
     from pytest_roseinfer.oracle import Oracle, Page
     from pytest_roseinfer.running.observation import Snapshot
 
 _FIRST, _LAST = 4, 3
 """Tokens of a long page that are shown in any case."""
 Tables = dict[int, "list[int] | str"]
-"""By sequence; in its place, why a table cannot be read."""
+"""The table of each sequence, or why it cannot be read."""
 
 
 def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: Snapshot) -> str:
-    """The tokens the oracle expects and the tables the cache keeps, the wrong place marked.
+    """Draw the tokens the oracle expects and the tables the cache keeps, the wrong place marked.
 
     Where the location is known, only its layer and the sequences it has to do with are drawn.
     """
@@ -31,7 +31,12 @@ def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: S
     if location:
         seqs = _involved(oracle, location, tables.get(location.layer, {}))
         lines.append(_legend(location))
-    lines += _draw_pages(oracle, location, seqs)
+    lines.append("what should be stored, page by page (sequence.token, x holders where shared):")
+    for seq in seqs:
+        pages = (_page(location, seq, at, page) for at, page in enumerate(oracle.sequences[seq]))
+        lines.append(f"  {_name(location, seq)}: {' '.join(pages)}")
+    if others := len(oracle.sequences) - len(seqs):
+        lines.append(f"  other sequences, not drawn: {others}")
     for layer, of_layer in tables.items():
         own = {seq: of_layer[seq] for seq in seqs}
         lines += _draw_tables(location, layer, own, _refcounts(shown, layer))
@@ -39,18 +44,17 @@ def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: S
 
 
 def _tables(shown: Snapshot, layer: int) -> Tables:
-    tables = shown.tables or {}
-    return {seq: _table(table) for (seq, at), table in tables.items() if at == layer}
-
-
-def _table(shown: list[int] | Exception) -> list[int] | str:
-    if isinstance(shown, Exception):  # the cache is broken; the picture must not be
-        return f"unreadable, {type(shown).__name__}: {shown}"
-    return shown
+    tables = {seq: table for (seq, at), table in (shown.tables or {}).items() if at == layer}
+    return {
+        seq: f"unreadable, {type(table).__name__}: {table}"
+        if isinstance(table, Exception)
+        else table
+        for seq, table in tables.items()
+    }
 
 
 def _involved(oracle: Oracle, location: Location, tables: Tables) -> list[int]:
-    """Holders of the place, who shares a block with them, and whose token was found there."""
+    """List the place's holders, who shares a block with them, and who wrote what is there."""
     everyone = oracle.sequences
 
     def held(seq: int) -> set[tuple[str, int]]:
@@ -69,7 +73,7 @@ def _involved(oracle: Oracle, location: Location, tables: Tables) -> list[int]:
 
 
 def _legend(location: Location) -> str:
-    """What the mark means, and all that is known of what it marks."""
+    """Say what the mark means, and all that is known of what it marks."""
     said = f"> < marks what is wrong in layer {location.layer}"
     if location.block is not None:
         said += f", block {location.block}"
@@ -78,58 +82,38 @@ def _legend(location: Location) -> str:
     return said
 
 
-def _draw_pages(oracle: Oracle, location: Location | None, seqs: Sequence[int]) -> list[str]:
-    lines = ["what should be stored, page by page (sequence.token, x holders where shared):"]
-    slot = location.slot if location else None
-    for seq in seqs:
-        wrong = _wrong_page(location, seq)
-        shown = (
-            _page(page, is_wrong=at == wrong, slot=slot if at == wrong else None)
-            for at, page in enumerate(oracle.sequences[seq])
-        )
-        lines.append(f"  {_name(location, seq)}: {' '.join(shown)}")
-    if others := len(oracle.sequences) - len(seqs):
-        lines.append(f"  other sequences, not drawn: {others}")
-    return lines
-
-
 def _draw_tables(
     location: Location | None, layer: int, tables: Tables, refcounts: Mapping[int, int]
 ) -> list[str]:
+    def drawn(block: int, wrong: bool) -> str:
+        return _marked(f"{block}x{refcounts.get(block, '?')}", wrong)
+
     lines = [f"tables of layer {layer} (block, x its refcount):"]
     for seq, table in tables.items():
         if isinstance(table, list):
-            wrong = _wrong_page(location, seq)
-            table = " ".join(
-                _marked(_block(block, refcounts), at == wrong) for at, block in enumerate(table)
-            )
+            wrong = location.holders.get(seq) if location else None
+            table = " ".join(drawn(block, at == wrong) for at, block in enumerate(table))
         lines.append(f"  {_name(location, seq)}: {table}")
     if location and location.block is not None and not location.holders:
-        lines.append(f"  of no sequence: {_marked(_block(location.block, refcounts))}")
+        lines.append(f"  of no sequence: {drawn(location.block, wrong=True)}")
     return lines
 
 
 def _refcounts(shown: Snapshot, layer: int) -> Mapping[int, int]:
-    """Those of the books, if they can be read; a block whose count is not known says so."""
+    """Return the refcounts in the cache's books, if these can be read."""
     ledger = shown.ledgers[layer] if shown.ledgers else None
     return {} if ledger is None or isinstance(ledger, Exception) else ledger.refcounts
 
 
-def _wrong_page(location: Location | None, seq: int) -> int | None:
-    return location.holders.get(seq) if location else None
-
-
 def _name(location: Location | None, seq: int) -> str:
-    """Marked where nothing smaller can be."""
-    wrong = location is not None and seq in location.holders and location.holders[seq] is None
+    """Name a sequence, marked if its wrong block is unknown."""
+    wrong = location is not None and location.holders.get(seq, 0) is None
     return _marked(f"sequence {seq}", wrong)
 
 
-def _block(block: int, refcounts: Mapping[int, int]) -> str:
-    return f"{block}x{refcounts.get(block, '?')}"
-
-
-def _page(page: Page, *, is_wrong: bool, slot: int | None) -> str:
+def _page(location: Location | None, seq: int, at: int, page: Page) -> str:
+    is_wrong = location is not None and location.holders.get(seq) == at
+    slot = location.slot if location and is_wrong else None
     tokens = [_marked(token_label(token), at == slot) for at, token in enumerate(page.tokens)]
     if slot is not None and slot >= len(tokens):
         tokens.append(_marked("nothing"))
@@ -139,7 +123,7 @@ def _page(page: Page, *, is_wrong: bool, slot: int | None) -> str:
 
 
 def _shortened(tokens: list[str], slot: int | None) -> list[str]:
-    """The first and the last of many, and the one in ``slot``."""
+    """Keep the first and the last of many tokens, and the one in ``slot``."""
     count = len(tokens)
     if count <= _FIRST + _LAST + 1:
         return tokens

@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pytest_roseinfer.findings.reproduce import Example
+from typing import Any
 
 
 class TraceError(ValueError):
-    """A file that holds no trace, or one that cannot be run here."""
+    """A file holds no trace, or one that cannot be run here."""
 
 
 def replay(file: str) -> int:
-    """Run what is in ``file``; 1 when it still fails, 0 when it runs through."""
+    """Run what is in ``file``; return 1 when it still fails, 0 when it runs through."""
     trace = _read(file)
-    # Triton asks for its switch when kernels are defined, so before any of this is imported.
+    # Triton reads its switch when kernels are defined, which the imports below do.
     os.environ.update(trace["environment"])
 
-    from pytest_roseinfer.findings import reproduce
-    from pytest_roseinfer.findings.divergence import Difference
+    import torch
 
-    example = reproduce.example_of(trace)
-    _need_device(file, example)
+    from pytest_roseinfer.adapters.finding import load_target
+    from pytest_roseinfer.findings.divergence import Difference
+    from pytest_roseinfer.findings.reproduce import CHECKS, example_of
+
+    example = example_of(trace)
+    device = torch.device(example.device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise TraceError(
+            f'{file} was recorded on "{example.device}", which this machine does not have; change '
+            '"device" in the file to replay it elsewhere'
+        )
     print(f"replaying on {trace['adapter']} ({trace['check']})\n")
+    sys.path[:0] = [folder for folder in trace["folders"] if folder not in sys.path]
+    adapter = load_target(trace["adapter"], trace["file"])
     try:
-        reproduce.run(trace)
+        CHECKS[trace["check"]](adapter, example)
     except Difference as failure:
         print(f"FAILED: {failure}")
         return 1
@@ -47,14 +55,3 @@ def _read(file: str) -> dict[str, Any]:
     if not (isinstance(trace, dict) and expected <= trace.keys()):
         raise TraceError(f"{file} is no trace: expected the fields {', '.join(sorted(expected))}")
     return trace
-
-
-def _need_device(file: str, example: Example) -> None:
-    import torch
-
-    device = torch.device(example.device)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise TraceError(
-            f'{file} was recorded on "{example.device}", which this machine does not have; change '
-            '"device" in the file to replay it elsewhere'
-        )

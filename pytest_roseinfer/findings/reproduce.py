@@ -1,4 +1,4 @@
-"""A failing history or mix of requests, saved to be run again: as a trace, and as a script."""
+"""Saves a failing history or mix of requests to be run again: as a trace, and as a script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from pprint import pformat
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.adapters.finding import load_target
 from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.engines.mix import RequestMix
 from pytest_roseinfer.engines.run import run_forks, run_mix
@@ -33,13 +32,11 @@ if TYPE_CHECKING:
 
 Example = History | RequestMix
 _OF_MIXES = (run_mix, run_forks)
+_OF_HISTORIES = (run_history, check_permuted, check_split, check_copied, check_every_option)
 CHECKS: dict[str, Callable[[type[Any], Any], Counter[str]]] = {
-    check.__name__: check
-    for check in (
-        run_history, check_permuted, check_split, check_copied, check_every_option, *_OF_MIXES,
-    )
-}  # fmt: skip
-"""What an example can be put to, by the name a trace gives it."""
+    check.__name__: check for check in (*_OF_HISTORIES, *_OF_MIXES)
+}
+"""The checks that can be run on an example, by the name a trace gives each."""
 
 _SCRIPT = '''\
 """Replays a failure of {adapter}. Needs neither pytest nor Hypothesis."""
@@ -69,7 +66,7 @@ def save(adapter: type[Adapter], example: Example, check: str, message: str, fol
     name = coverage.name_of(adapter)
     if "<locals>" in name:
         return f"no replay was saved: {name} is defined in a function and cannot be imported"
-    trace: dict[str, Any] = {
+    trace = {
         "adapter": name,
         "file": str(Path(inspect.getfile(adapter)).resolve()),
         "folders": _folders(),
@@ -78,18 +75,10 @@ def save(adapter: type[Adapter], example: Example, check: str, message: str, fol
         "example": example.to_json(),
     }
     try:
-        trace_file, script_file = _write(trace, message, Path(folder))
+        return _write(trace, message, Path(folder))
     except (OSError, TypeError) as error:
-        # What was found must be shown, whatever happens to its copies.
+        # Failing to save must not hide what was found.
         return f"no replay was saved: {error}"
-    return f"replay with: pytest --roseinfer-replay {trace_file}\n         or: python {script_file}"
-
-
-def run(trace: dict[str, Any]) -> None:
-    """Put the example of a trace to its check; raises ``Difference`` as long as it fails."""
-    sys.path[:0] = [folder for folder in trace["folders"] if folder not in sys.path]
-    adapter: Any = load_target(trace["adapter"], trace["file"])
-    CHECKS[trace["check"]](adapter, example_of(trace))
 
 
 def example_of(trace: dict[str, Any]) -> Example:
@@ -100,7 +89,7 @@ def _kind(trace: dict[str, Any]) -> type[Example]:
     return RequestMix if CHECKS[trace["check"]] in _OF_MIXES else History
 
 
-def _write(trace: dict[str, Any], message: str, folder: Path) -> tuple[Path, Path]:
+def _write(trace: dict[str, Any], message: str, folder: Path) -> str:
     text = json.dumps(trace, indent=1)
     if not folder.exists():
         folder.mkdir(parents=True)
@@ -117,11 +106,11 @@ def _write(trace: dict[str, Any], message: str, folder: Path) -> tuple[Path, Pat
         example=pformat(trace["example"], width=96, sort_dicts=False),
     )
     script_file.write_text(script, encoding="utf-8")
-    return trace_file, script_file
+    return f"replay with: pytest --roseinfer-replay {trace_file}\n         or: python {script_file}"
 
 
 def _folders() -> list[str]:
-    """Where modules were found that no installation put there, such as pytest's own additions."""
+    """List the entries of ``sys.path`` that no installation made, such as those pytest adds."""
     installed = [Path(path).resolve() for path in sysconfig.get_paths().values()]
     folders = [Path(entry).resolve() for entry in sys.path]
     return [

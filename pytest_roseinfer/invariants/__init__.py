@@ -1,1 +1,1 @@
-"""What must hold after every operation."""
+"""The invariants that hold after every operation: a file for each, which registers itself."""

@@ -1,8 +1,8 @@
 """Attention over what is stored must equal attention over what the oracle says is stored.
 
-One query token of each of some sequences, in any order and often in groups that share a KV
-head. Only finite payloads are asked about: their keys and values are of moderate size (see
-``payload``), so that every token weighs something and a wrong one shows.
+A question is one query token of each of some sequences, with query heads often in groups that
+share a KV head. Only finite payloads are asked about: their keys and values are of moderate size
+(see ``payload``), so that every token weighs something and a wrong one shows.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_roseinfer.cases.payload import VIEWS
-from pytest_roseinfer.findings.finding import Finding
-from pytest_roseinfer.findings.location import Location, find_change
-from pytest_roseinfer.invariants.invariant import ATTENTION, invariant
+from pytest_roseinfer.findings.finding import Location, find_change
+from pytest_roseinfer.invariants.invariant import ATTENTION, Finding, Observation, invariant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_roseinfer.cases.payload import Payload
     from pytest_roseinfer.oracle import Oracle
-    from pytest_roseinfer.running.observation import Attended, Observation
+    from pytest_roseinfer.running.observation import Attended
 
 EVERY = 4
-"""Steps between two looks; the last step of a history is always followed by one."""
+"""Steps between two questions; one always follows the last step of a history."""
 _TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Relative to the largest value that a head has stored."""
 _MOST_SEQUENCES = 3
 _MOST_HEADS = 6
-"""KV heads to look at, over sequences and layers: interpreted, each takes milliseconds, so a
+"""KV heads to ask about, over sequences and layers: interpreted, each takes milliseconds, so a
 cache with more than these in one layer is not asked at all."""
 _QUERY_HEADS = (1, 2, 4, 5, 8, 16)
 """Query heads for each KV head."""
@@ -39,9 +38,9 @@ _QUERY_HEADS = (1, 2, 4, 5, 8, 16)
 def questions(
     payload: Payload, oracle: Oracle, done: int
 ) -> Iterator[tuple[Sequence[int], torch.Tensor, str, int]]:
-    """Sequences, a query for them, its layout, and the layer: all layers unless these are many.
+    """Yield sequences, a query for them, its layout, and the layer: every layer unless many.
 
-    They are drawn from what was done, so that the same history always asks the same.
+    The draws depend on what was done alone, so that the same history always asks the same.
     """
     spec = payload.spec
     live = [seq for seq in oracle.sequences if not oracle.unwritten(seq)]
@@ -53,29 +52,22 @@ def questions(
     seqs = rng.sample(live, rng.randint(1, most))
     layers = _MOST_HEADS // (len(seqs) * spec.num_heads)
     for layer in rng.sample(range(spec.num_layers), min(layers, spec.num_layers)):
-        query = _query(payload, len(seqs), rng)
-        yield seqs, query, rng.choice(VIEWS), layer
-
-
-def _query(payload: Payload, rows: int, rng: random.Random) -> torch.Tensor:
-    """``[rows, q_heads, head_dim]``, no element above 2 in size: scores stay moderate."""
-    spec = payload.spec
-    heads = spec.num_heads * rng.choice(_QUERY_HEADS)
-    generator = torch.Generator().manual_seed(rng.getrandbits(32))
-    drawn = torch.rand((rows, heads, spec.head_dim), generator=generator) * 4 - 2
-    return drawn.to(spec.device, payload.dtype)
+        heads = spec.num_heads * rng.choice(_QUERY_HEADS)
+        generator = torch.Generator().manual_seed(rng.getrandbits(32))
+        # No element is above 2 in size, so that scores stay moderate.
+        query = torch.rand((len(seqs), heads, spec.head_dim), generator=generator) * 4 - 2
+        yield seqs, query.to(spec.device, payload.dtype), rng.choice(VIEWS), layer
 
 
 @invariant(rank=1, needs=("attend",), after=(ATTENTION,))
 def attention(seen: Observation) -> Finding | None:
-    """What a cache attends to is what the oracle says is stored, and stays as it is."""
     for asked in seen.attended:
-        if found := _wrong_answer(seen, asked):
-            return found
+        if wrong := _wrong_answer(seen, asked):
+            return wrong
     if seen.after.books() != seen.before.books():
         return Finding("attend changed the books")
     change = find_change(seen, seen.before.arena, seen.after.arena)
-    return Finding("attend changed what is stored", change[1]) if change else None
+    return Finding("attend changed what is stored", change[0]) if change else None
 
 
 def _wrong_answer(seen: Observation, asked: Attended) -> Finding | None:
@@ -120,7 +112,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 def attention_by_formula(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """``[q_heads, head_dim]`` over ``[tokens, heads, head_dim]``, as the formula says it."""
+    """Attend with ``[q_heads, head_dim]`` over ``[tokens, heads, head_dim]``, in fp64."""
     heads_each = query.shape[0] // keys.shape[1]
     keys = keys.double().repeat_interleave(heads_each, 1)
     values = values.double().repeat_interleave(heads_each, 1)
@@ -131,7 +123,7 @@ def attention_by_formula(
 def _explained(
     seen: Observation, seq: int, layer: int, query: torch.Tensor, found: torch.Tensor
 ) -> str:
-    """What the wrong result would be right for, if it is one of the usual mistakes."""
+    """Name the usual mistake that would give this result, if there is one."""
     if not found.isfinite().all():
         return ": something was read that is not stored"
     for words, keys, values in _mistakes(seen, seq, layer):
@@ -145,7 +137,7 @@ def _explained(
 def _mistakes(
     seen: Observation, seq: int, layer: int
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Keys and values that an attention may take for those of a sequence."""
+    """Yield keys and values that an attention may take for those of a sequence."""
     oracle, payload = seen.oracle, seen.payload
     tokens = oracle.tokens(seq)
     keys, values = payload.layer(tokens, layer)
@@ -153,13 +145,12 @@ def _mistakes(
         yield "without the last token", keys[:-1], values[:-1]
         yield "without the first token", keys[1:], values[1:]
     yield "with the KV heads in reverse order", keys.flip(1), values.flip(1)
-    for other in oracle.sequences:
-        stored = payload.layer(oracle.tokens(other), layer)
-        if other != seq:
-            yield f"over sequence {other}", *stored
-        if other != seq and len(stored[0]) == len(tokens):
-            yield f"with the keys of sequence {other}", stored[0], values
-            yield f"with the values of sequence {other}", keys, stored[1]
+    for other in (each for each in oracle.sequences if each != seq):
+        other_keys, other_values = payload.layer(oracle.tokens(other), layer)
+        yield f"over sequence {other}", other_keys, other_values
+        if len(other_keys) == len(tokens):
+            yield f"with the keys of sequence {other}", other_keys, values
+            yield f"with the values of sequence {other}", keys, other_values
     for other in range(seen.spec.num_layers):
         if other != layer:
             yield f"in layer {other}", *payload.layer(tokens, other)

@@ -1,37 +1,23 @@
-"""What a cache's own counts must say: the conditions its rows met, the paths it may take."""
+"""What a cache counts in a step must be declared, and must be possible in that step."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_roseinfer.findings.finding import Finding
-from pytest_roseinfer.invariants.invariant import ATTENTION, OPERATION, invariant
+from pytest_roseinfer.invariants.invariant import ATTENTION, OPERATION, Observation, invariant
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.oracle import Oracle
-    from pytest_roseinfer.running.observation import Observation
 
 
 def conditions_met(oracle: Oracle, step: Operation) -> Counter[str]:
-    """What the rows of a step, about to be done, will find at the end of their sequences."""
-    met: Counter[str] = Counter()
-    leaving: Counter[int] = Counter()
-    for seq, _ in step.rows():
-        pages = oracle.sequences.get(seq)
-        last = pages[-1] if pages else None
-        if last is None:
-            met["fresh"] += 1
-        elif len(last.tokens) == oracle.block_size:
-            met["rollover_shared" if last.holders > 1 else "rollover"] += 1
-        elif last.holders - leaving[id(last)] > 1:
-            leaving[id(last)] += 1
-            met["copy_on_write"] += 1
-        else:
-            met["in_place"] += 1
+    """Count the conditions that the rows of a step will meet, before it is done."""
+    met = Counter(oracle.conditions_met(step.rows()))
     if padding := step.padding():
         met["padding"] = padding
     return met
@@ -39,10 +25,7 @@ def conditions_met(oracle: Oracle, step: Operation) -> Counter[str]:
 
 @invariant(rank=6, needs=("path_counts",), after=(OPERATION, ATTENTION))
 def counts(seen: Observation) -> Finding | None:
-    """What was counted in a step is declared and could have happened in it."""
-    for what in _mistakes(seen):
-        return Finding(what)
-    return None
+    return next(map(Finding, _mistakes(seen)), None)
 
 
 def _mistakes(seen: Observation) -> Iterator[str]:
@@ -64,7 +47,7 @@ def _undeclared(seen: Observation) -> Iterator[str]:
 
 
 def _wrong_paths(seen: Observation, step: Operation) -> Iterator[str]:
-    """Paths were counted if tokens were written, and can write where these belong."""
+    """Say which paths were counted that wrote nothing, or cannot have written this."""
     paths, twins, written = seen.declared.paths, seen.declared.twins, seen.outcome.written
     moved = (paths.keys() | twins) & seen.ran.keys()
     copied = seen.outcome.fits and step.copies_blocks(seen.declared.fork_shares)
@@ -75,24 +58,19 @@ def _wrong_paths(seen: Observation, step: Operation) -> Iterator[str]:
     if step.in_parts or moved & twins:
         # Where a slow twin took some of the rows, those that were left may have had one position.
         return
-    for name in moved:
-        if paths[name].one_position and len(positions := _positions(seen)) > 1:
+    layers = range(seen.spec.num_layers) if seen.after.tables is not None else ()
+    for name in (name for name in moved if paths[name].one_position):
+        positions = {at for layer in layers for _, at in seen.slots(layer)}
+        if len(positions) > 1:
             yield (
                 f"path {name!r} was counted, which writes one position for all rows; these "
                 f"rows needed positions {sorted(positions)}"
             )
 
 
-def _positions(seen: Observation) -> set[int]:
-    """The positions that were written, if tables show them."""
-    layers = range(seen.spec.num_layers) if seen.after.tables is not None else ()
-    return {at for layer in layers for _, at in seen.slots(layer)}
-
-
 def _wrong_conditions(seen: Observation) -> Iterator[str]:
-    """Conditions were counted as met, once for each of the lists a sequence has."""
-    names, met = seen.declared.row_conditions, seen.outcome.met
-    ran = seen.ran
+    """Say where counts differ from the conditions met, once for each block list of a sequence."""
+    names, met, ran = seen.declared.row_conditions, seen.outcome.met, seen.ran
     counted = {name: ran.get(name, 0) for name in names.values()}
     lists = range(1, seen.spec.num_layers + 1)
     right = [{own: met[name] * times for name, own in names.items()} for times in lists]
@@ -101,13 +79,10 @@ def _wrong_conditions(seen: Observation) -> Iterator[str]:
 
 
 def _ruled_out(seen: Observation) -> Iterator[str]:
-    """No path ran that the switches rule out."""
+    """Say which paths ran that the switches rule out."""
     ran, options = seen.ran, seen.outcome.options
     for name, path in seen.declared.paths.items():
         for switches in path.never_with if name in ran else ():
             if all(options.get(switch) == value for switch, value in switches.items()):
-                yield f"path {name!r} was counted, which {_said(switches)} rules out"
-
-
-def _said(switches: Mapping[str, Any]) -> str:
-    return " with ".join(f"{name}={value!r}" for name, value in switches.items())
+                said = " with ".join(f"{name}={value!r}" for name, value in switches.items())
+                yield f"path {name!r} was counted, which {said} rules out"

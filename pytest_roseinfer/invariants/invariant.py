@@ -1,24 +1,20 @@
 """What an invariant is, and the registry that knows every one.
 
-A new invariant is one new file in this folder: a function under ``@invariant``, which is handed
-what was seen of a cache around one step and returns what is wrong with it.
+A new invariant is one new file in this folder: a function under ``@invariant`` that judges an
+observation of one step. Its name is how reports call it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+from pytest_roseinfer.findings.finding import Finding as Finding
+from pytest_roseinfer.running.observation import Observation as Observation
 
-    from pytest_roseinfer.findings.finding import Finding
-    from pytest_roseinfer.running.observation import Observation
-
-    Check = Callable[[Observation], Finding | None]
-
+Check = Callable[[Observation], Finding | None]
 OPERATION, ATTENTION, BAD_CALL = "operation", "attention", "bad call"
-"""The kinds of step that an observation can be of."""
+"""What an observation can be made after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +24,13 @@ class Invariant:
     name: str
     check: Check
     rank: int
-    """Where several would find something, the lowest rank comes first: it explains most."""
+    """The lowest rank is judged first: what it finds explains most."""
     needs: frozenset[str]
     """What an adapter must offer for it."""
     after: frozenset[str]
-    """The kinds of step that it judges."""
 
 
 INVARIANTS: list[Invariant] = []
-"""Every invariant that was imported."""
 
 
 def invariant(
@@ -45,8 +39,8 @@ def invariant(
     """Register a function as an invariant, under its own name."""
 
     def register(check: Check) -> Check:
-        found = Invariant(check.__name__, check, rank, frozenset(needs), frozenset(after))
-        INVARIANTS.append(found)
+        own = Invariant(check.__name__, check, rank, frozenset(needs), frozenset(after))
+        INVARIANTS.append(own)
         INVARIANTS.sort(key=lambda each: each.rank)
         return check
 

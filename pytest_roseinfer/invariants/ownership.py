@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from pytest_roseinfer.findings.finding import Finding
-from pytest_roseinfer.findings.location import Location, location_of_block
-from pytest_roseinfer.invariants.invariant import invariant
-
-if TYPE_CHECKING:
-    from pytest_roseinfer.adapters.cache import Ledger
-    from pytest_roseinfer.running.observation import Observation
+from pytest_roseinfer.findings.finding import Location, location_of_block
+from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
 
 
 @invariant(rank=2, needs=("ledger", "table"))
 def ownership(seen: Observation) -> Finding | None:
-    """In every layer, blocks are held as often as tables name them, and all others are free."""
     for layer in range(seen.spec.num_layers):
-        ledger, tables = seen.after.ledger(layer), seen.after.tables_of(layer)
-        found = _wrong_books(seen, layer, ledger) or _wrong_sharing(seen, layer, tables)
-        if found:
+        if found := _wrong_books(seen, layer) or _wrong_sharing(seen, layer):
             return found
     return None
 
 
-def _wrong_books(seen: Observation, layer: int, ledger: Ledger) -> Finding | None:
-    """The refcounts and the free list against the tables."""
-    owners = seen.after.owners(layer)
+def _wrong_books(seen: Observation, layer: int) -> Finding | None:
+    """Say where refcounts or free list disagree with the tables."""
+    ledger, owners = seen.after.ledger(layer), seen.after.owners(layer)
     held = {block: count for block, count in ledger.refcounts.items() if count}
     if held != dict(owners):
         first = min(block for block, _ in held.items() ^ owners.items())
@@ -47,8 +37,9 @@ def _wrong_books(seen: Observation, layer: int, ledger: Ledger) -> Finding | Non
     return None
 
 
-def _wrong_sharing(seen: Observation, layer: int, tables: dict[int, list[int]]) -> Finding | None:
-    """Sequences share a block exactly where they share a page of the oracle."""
+def _wrong_sharing(seen: Observation, layer: int) -> Finding | None:
+    """Say where sequences share a block but no page of the oracle, or the other way round."""
+    tables = seen.after.tables_of(layer)
     block_of: dict[int, int] = {}
     page_of: dict[int, int] = {}
     for seq, pages in seen.oracle.sequences.items():

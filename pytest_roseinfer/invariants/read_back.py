@@ -5,39 +5,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.cases.payload import as_bits, same_bits
-from pytest_roseinfer.findings.finding import Finding
-from pytest_roseinfer.findings.location import Location
-from pytest_roseinfer.invariants.invariant import invariant
+from pytest_roseinfer.findings.finding import Location
+from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
 
 if TYPE_CHECKING:
     import torch
 
-    from pytest_roseinfer.running.observation import Observation, Pair
+    from pytest_roseinfer.running.observation import Pair
 
 
 @invariant(rank=1)
 def read_back(seen: Observation) -> Finding | None:
-    """Each sequence reads back what the oracle says was written to it."""
     expected: dict[int, Pair] = {}
     for (route, seq, layer), found in seen.after.reads.items():
         if isinstance(found, Exception):
             what = f"{route}({seq}, {layer}) raised {type(found).__name__}: {found}"
             return Finding(what, Location(layer, {seq: None}), found)
-        if seq not in expected:
-            expected[seq] = seen.payload.all_layers(_written(seen, seq))
-        # Room that was reserved holds anything until it is filled.
-        written = expected[seq][0].shape[1]
         unwritten = seen.oracle.unwritten(seq)
+        if seq not in expected:
+            tokens = seen.oracle.tokens(seq)
+            expected[seq] = seen.payload.all_layers(tokens[: len(tokens) - unwritten])
         for kind, want, got in zip("KV", expected[seq], found, strict=True):
-            own = got[:written] if unwritten else got
+            # Room that was reserved holds anything until it is filled.
+            own = got[: want.shape[1]] if unwritten else got
             if not same_bits(want[layer], own.contiguous()):
                 return _difference(seen, route, seq, layer, kind, want[layer], own)
     return None
-
-
-def _written(seen: Observation, seq: int) -> list[int]:
-    tokens = seen.oracle.tokens(seq)
-    return tokens[: len(tokens) - seen.oracle.unwritten(seq)]
 
 
 def _difference(

@@ -1,1 +1,1 @@
-"""Running cases, and the tests that are made of that."""
+"""Running histories, and the tests that are made of that."""

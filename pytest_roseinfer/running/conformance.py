@@ -1,7 +1,7 @@
 """The tests every cache gets, as a class made for it.
 
-The script that replays a failure imports the file that calls ``conformance``, and needs
-neither pytest nor Hypothesis. So both come in when a test runs, not before.
+The script that replays a failure imports the file that calls ``conformance``, and needs neither
+pytest nor Hypothesis. So both are imported when a test runs, not before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EXAMPLES_OF_A_TURN = 12
 
 
 class ConformanceTests(ShippedTests):
-    """What ``conformance(Adapter)`` returns a subclass of, for a cache."""
+    """The tests of a cache; ``conformance(Adapter)`` derives a class from this one."""
 
     adapter: ClassVar[type[KVCacheAdapter]]
 
@@ -48,8 +48,8 @@ class ConformanceTests(ShippedTests):
                 target.checked.update(machine.checked)
             target.histories += 1
 
-        examples = settings.current().examples
         missing = partial(target.still_missing, since=Counter(target.counts))
+        examples = settings.current().examples
         turns = coverage.in_turns(target.paths, examples, _EXAMPLES_OF_A_TURN)
         again = coverage.turns_again(missing, _EXAMPLES_OF_A_TURN)
         for aim, turn, due in chain(turns, again):
@@ -73,13 +73,12 @@ class ConformanceTests(ShippedTests):
 
     def _compare(self, name: str, *, share: float) -> None:
         check = CHECKS[name]
-        examples = max(1, int(settings.current().examples * share))
         target = coverage.current().of(self.adapter)
 
         def compare(history: History) -> None:
             target.checked.update(check(self.adapter, history))
 
-        self._search(compare, name, examples)
+        self._search(compare, name, max(1, int(settings.current().examples * share)))
 
     def _search(
         self,
@@ -108,7 +107,7 @@ def conformance(adapter: type[KVCacheAdapter]) -> type[ConformanceTests]: ...
 @overload
 def conformance(adapter: type[Adapter]) -> type[ShippedTests]: ...
 def conformance(adapter: type[Any]) -> type[ShippedTests]:
-    """A test class for one adapter: ``TestMyCache = conformance(MyCache)``."""
+    """Make a test class for one adapter: ``TestMyCache = conformance(MyCache)``."""
     settings.choose_kernel_runtime()
     refuse_mistakes(adapter)
     tests: type[ShippedTests] = ConformanceTests

@@ -1,9 +1,10 @@
-"""Which declared paths and conditions were reached, and what that means for the run."""
+"""Counts how often a run reaches declared paths and conditions, and judges the run by that."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,13 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.base import Adapter
 
 REQUIRED_TIMES = 3
-"""How often a path or condition must be reached: once may be luck, and says little."""
-
+"""How often a path or condition must be reached: once may be luck."""
 _TURNS_AGAIN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """One row of the verdict."""
+    """One row of the verdict: a path or a condition."""
 
     kind: str
     name: str
@@ -33,7 +33,7 @@ class Reached:
 
 @dataclass(slots=True)
 class TargetCoverage:
-    """What one target declared, and what happened."""
+    """What one target declared, and how often it was reached."""
 
     paths: dict[str, str]
     """Each with the slow twin it must equal."""
@@ -66,7 +66,7 @@ class TargetCoverage:
 
     @property
     def checks(self) -> str:
-        """How often each invariant was checked, in words; none of an engine."""
+        """How often each invariant was checked, in words."""
         return ", ".join(f"{name} {times}" for name, times in self.checked.items())
 
     def rows(self) -> list[Reached]:
@@ -74,15 +74,14 @@ class TargetCoverage:
         return paths + [self._row("condition", name, "") for name in self.conditions]
 
     def still_missing(self, since: Mapping[str, int]) -> list[str | None]:
-        """What a search is to aim at again, given what was counted before it: paths by name,
-        and None where conditions are met too rarely."""
+        """Name the paths reached too rarely since ``since`` was counted; None is for conditions."""
         if not settings.current().require_paths:
             return []
-        missing: list[str | None] = [name for name in self.paths if self._short(name, since)]
-        return missing + [None] * any(self._short(name, since) for name in self.conditions)
 
-    def _short(self, name: str, since: Mapping[str, int]) -> bool:
-        return self.counts[name] - since.get(name, 0) < REQUIRED_TIMES
+        def short(name: str) -> bool:
+            return self.counts[name] - since.get(name, 0) < REQUIRED_TIMES
+
+        return [*filter(short, self.paths), *[None] * any(map(short, self.conditions))]
 
     def _row(self, kind: str, name: str, twin: str) -> Reached:
         times = self.counts[name]
@@ -97,31 +96,26 @@ class TargetCoverage:
         return Reached(kind, name, twin, times, verdict)
 
     def problems(self, *, require_paths: bool) -> list[str]:
-        """Why a run without failed tests is no pass: what it set out to check and did not."""
+        """Say what the run set out to check and did not, so that it is no pass."""
         if self.failed or not self.searched:
             return []
         if not self.histories:
             return ["its search ran no history: a check that did not run is no pass"]
-        return [
-            f"{row.kind} {row.name!r} was {_times(row.times)} and must be {REQUIRED_TIMES} times: "
-            "a check that did not run is no pass"
-            for row in self.rows()
-            if require_paths and row.verdict == "NOT REACHED"
-        ]
+        problems = []
+        for row in self.rows():
+            if require_paths and row.verdict == "NOT REACHED":
+                reached = f"reached {row.times} time{'s' * (row.times > 1)}"
+                problems.append(
+                    f"{row.kind} {row.name!r} was {reached if row.times else 'never reached'} and "
+                    f"must be {REQUIRED_TIMES} times: a check that did not run is no pass"
+                )
+        return problems
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "paths": self.paths,
-            "conditions": self.conditions,
-            "tested": self.tested,
-            "not_offered": self.not_offered,
-            "counts": dict(self.counts),
-            "together": {name: dict(met) for name, met in self.together.items()},
-            "checked": dict(self.checked),
-            "histories": self.histories,
-            "searched": self.searched,
-            "failed": self.failed,
-        }
+        """All fields, with plain dicts for counters: workers can send no others."""
+        text = json.dumps({each.name: getattr(self, each.name) for each in fields(self)})
+        plain: dict[str, Any] = json.loads(text)
+        return plain
 
     def add(self, seen: Mapping[str, Any]) -> None:
         """Add what another process saw of the same target."""
@@ -135,14 +129,14 @@ class TargetCoverage:
 
 
 class Coverage:
-    """All targets of a run. Workers of pytest-xdist each have one; they add up."""
+    """All targets of a run. Every worker of pytest-xdist has its own; they are added up."""
 
     def __init__(self) -> None:
         self._targets: dict[str, TargetCoverage] = {}
 
     @property
     def targets(self) -> dict[str, TargetCoverage]:
-        """By name, in an order that does not depend on which worker came first."""
+        """All by name, in an order that does not depend on which worker came first."""
         return dict(sorted(self._targets.items()))
 
     def of(self, adapter: type[Adapter]) -> TargetCoverage:
@@ -158,30 +152,25 @@ class Coverage:
         return self._targets[name]
 
     def problems(self, *, require_paths: bool) -> dict[str, list[str]]:
-        found = {
-            name: target.problems(require_paths=require_paths)
+        return {
+            name: lines
             for name, target in self.targets.items()
+            if (lines := target.problems(require_paths=require_paths))
         }
-        return {name: lines for name, lines in found.items() if lines}
 
     def to_json(self) -> dict[str, Any]:
         return {name: target.to_json() for name, target in self.targets.items()}
 
     def add(self, data: Mapping[str, Any]) -> None:
-        """Add what another process saw."""
         for name, seen in data.items():
-            if name not in self._targets:
-                self._targets[name] = TargetCoverage(
-                    seen["paths"], seen["conditions"], seen["tested"], seen["not_offered"]
-                )
-            self._targets[name].add(seen)
+            declared = (seen[each] for each in ("paths", "conditions", "tested", "not_offered"))
+            self._targets.setdefault(name, TargetCoverage(*declared)).add(seen)
 
 
 _current = Coverage()
 
 
 def current() -> Coverage:
-    """What this process has seen so far."""
     return _current
 
 
@@ -191,17 +180,16 @@ def set_current(coverage: Coverage) -> None:
 
 
 def name_of(adapter: type[Adapter]) -> str:
-    """``package.module:Class``."""
     return f"{adapter.__module__}:{adapter.__qualname__}"
 
 
 def in_turns(
     paths: Iterable[str], examples: int, of_a_turn: int
 ) -> Iterator[tuple[str | None, str, int]]:
-    """Searches as (path to aim at, name of the turn, examples due).
+    """Share out examples to searches: (path to aim at, name of the turn, examples due).
 
-    In turns: a bug on the last path is not found only after all the others' examples. Without
-    paths there is nothing to aim at, and None stands for that.
+    Paths take turns, so that a bug on the last one is found before all examples of the others ran.
+    Without paths the aim is None.
     """
     aims: list[str | None] = [*paths] or [None]
     turns = max(1, round(examples / len(aims) / of_a_turn))
@@ -214,14 +202,10 @@ def in_turns(
 def turns_again(
     still_missing: Callable[[], Iterable[str | None]], of_a_turn: int
 ) -> Iterator[tuple[str | None, str, int]]:
-    """Searches that follow those, aimed at what is still missing until nothing is.
+    """Yield further searches, aimed at what is still missing, until nothing is.
 
     Bad luck with the examples is no verdict. What so many more do not reach, none will.
     """
     for turn in range(_TURNS_AGAIN):
         for aim in still_missing():
             yield aim, f"again {turn}", of_a_turn
-
-
-def _times(count: int) -> str:
-    return "never reached" if not count else f"reached {count} time{'s' * (count > 1)}"

@@ -1,7 +1,7 @@
 """Runs a history on a cache and its oracle side by side, and has each step judged.
 
-The machine acts: it drives the cache, asks it for attention, makes its bad calls, and poisons
-the blocks it gives back. What it saw of each step is an observation, and invariants judge that.
+The machine drives the cache, asks it for attention, makes its bad calls, and poisons the blocks
+it gives back. It makes an observation of each step, which invariants judge.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_condi
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.observation import (
     Attended,
-    Called,
     Declared,
     Observation,
     Outcome,
@@ -35,15 +34,15 @@ from pytest_roseinfer.running.observation import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from typing import NoReturn
 
-    from pytest_roseinfer.adapters.bad_call import BadCall
-    from pytest_roseinfer.adapters.cache import KVCacheAdapter
+    from pytest_roseinfer.adapters.cache import BadCall, KVCacheAdapter
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.running.observation import Pair
 
 _T = TypeVar("_T")
+_POISON = float("nan")
 
 import_all(invariants)
 
@@ -57,8 +56,9 @@ class Machine:
         self.history = history
         self.spec = spec = history.spec
         self.can = adapter_type.abilities
+        if lacking := {need for step in history.operations for need in step.needs} - self.can:
+            raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
         self.attends = attends and "attend" in self.can
-        """Attention is looked at: of two runs that are compared, it need not be."""
         self.oracle = Oracle(spec.block_size, spec.num_blocks, adapter_type.fork_shares)
         self.payload = Payload(spec, history.finite)
         self.adapter = adapter_type()
@@ -71,8 +71,7 @@ class Machine:
             self.adapter.fork_shares,
             self.adapter.scratch_blocks,
         )
-        self.counts: Counter[str] = Counter()
-        """How often each path ran and each condition was met."""
+        self.own_conditions = [name for name in OWN_CONDITIONS if name in self.adapter.conditions]
         self.checked = Counter({each.name: 0 for each in INVARIANTS})
         """How often each invariant was checked."""
         self.done: list[Operation] = []
@@ -80,56 +79,54 @@ class Machine:
         """Every token that was ever to be written."""
         if "arena" in self.can:
             for cache in self.adapter.arena():
-                cache.fill_(float("nan"))
+                cache.fill_(_POISON)
         self.now = self.look()
-        """What the cache showed after the latest step."""
+        """The cache after the latest step."""
 
     def run(self) -> Counter[str]:
-        """Do every step; return how often each path ran and condition was met."""
-        for _ in self.steps():
-            pass
-        return self.counts
+        """Do every step; return how often each path ran and each condition was met."""
+        return sum(self.steps(), Counter())
 
     def steps(self) -> Iterator[Counter[str]]:
-        """Do one step after the other; say after each what was counted in it."""
+        """Do one step after the other; yield what was counted in each."""
         for operation in self.history.operations:
-            before = Counter(self.counts)
-            self.step(operation)
-            yield self.counts - before
+            yield self._step(operation)
         if "bad_calls" in self.can:
             for bad in self.adapter.bad_calls():
                 self._make_bad_call(bad)
 
-    def step(self, operation: Operation) -> None:
-        own = Counter[str]()
-        if any(name in OWN_CONDITIONS for name in self.declared.conditions):
-            own = own_conditions_met(self.oracle, operation)
+    def _step(self, operation: Operation) -> Counter[str]:
+        counted: Counter[str] = Counter()
+        if self.own_conditions:
+            met = own_conditions_met(self.oracle, operation)
+            counted.update({name: met[name] for name in self.own_conditions if met[name]})
         self.done.append(operation)
         outcome = self._do(operation)
         before, self.now = self.now, self.look(reads=True)
-        self._judge(OPERATION, before, outcome, self.now, operation=operation)
-        declared = self.declared.conditions
-        self.counts.update({name: times for name, times in own.items() if name in declared})
+        counted.update(self._judge(OPERATION, before, outcome, self.now, operation=operation))
         self._poison_what_was_freed(before)
-        if self.attends and self._is_time_to_attend():
-            self._ask_for_attention()
+        done = len(self.done)
+        if self.attends and (done % EVERY == 0 or done == self.history.size):
+            counted.update(self._ask_for_attention())
+        return counted
 
     # ----------------------------------------------------------------------------- acting
 
     def _do(self, operation: Operation) -> Outcome:
-        """Do a step to the oracle and the cache, which must refuse it where it does not fit."""
+        """Do a step to the oracle and to the cache, which must refuse it where it does not fit."""
         oracle, driven, rows = self.oracle, self.driven, operation.rows()
         met = conditions_met(oracle, operation) if self.declared.row_conditions else Counter[str]()
         written = operation.written(oracle)
-        free = oracle.capacity - oracle.pages_used()
-        room = f" ({oracle.pages_needed(rows)} blocks needed, {free} free)" if rows else ""
+        name, room = "step", ""
+        if rows:
+            needed, free = oracle.pages_needed(rows), oracle.pages_free()
+            name, room = "write", f" ({needed} blocks needed, {free} free)"
         fits = operation.apply(oracle)
         if written:
             self.seen.update(written.tokens)
             tokens = operation.inputs(written.tokens)
             driven.key, driven.value = self.payload.inputs(tokens, written.layout)
         driven.planned_with = driven.options
-        name = operation.called
         try:
             operation.drive(driven)
         except self.adapter.full_errors as error:
@@ -142,43 +139,37 @@ class Machine:
             if not fits:
                 self.fail(Finding(f"accepted a {name} that does not fit{room}"))
         if written:
-            # A cache that keeps what it was handed reads nonsense from here on.
-            driven.key.fill_(float("nan"))
-            driven.value.fill_(float("nan"))
+            # A cache that keeps what it was handed reads poison from here on.
+            driven.key.fill_(_POISON)
+            driven.value.fill_(_POISON)
         if not fits:
             return Outcome(fits, driven.planned_with)
         return Outcome(fits, driven.planned_with, written, met)
 
     def _poison_what_was_freed(self, before: Snapshot) -> None:
-        """Overwrite the blocks that were given back, in the cache and in what is known of it."""
+        """Overwrite the blocks that were given back, in the cache and in its snapshot."""
         if before.arena is None or self.now.arena is None or "table" not in self.can:
             return
         for layer in range(self.spec.num_layers):
             for block in before.owners(layer).keys() - self.now.owners(layer).keys():
                 for cache in (*self.adapter.arena(), *self.now.arena):
-                    cache[layer, block].fill_(float("nan"))
+                    cache[layer, block].fill_(_POISON)
 
-    def _is_time_to_attend(self) -> bool:
-        return len(self.done) % EVERY == 0 or len(self.done) == self.history.size
-
-    def _ask_for_attention(self) -> None:
+    def _ask_for_attention(self) -> Mapping[str, int]:
         answers: list[Attended] = []
         for seqs, query, layout, layer in questions(self.payload, self.oracle, len(self.done)):
             laid_out = lay_out(query[None], layout)[0]
-            try:
-                found: Any = self.adapter.attend(list(seqs), laid_out, layer)
-            except Exception as error:
-                found = error
+            found = _asked(self.adapter.attend, list(seqs), laid_out, layer)
             answers.append(Attended(seqs, layer, query, found))
             if isinstance(found, Exception):
                 break
         if not answers:
-            return
+            return {}
         before, after = self.now, self.look(copies=False)
         outcome = Outcome(True, self.driven.options)
-        # What is stored is what it was, so its copy serves the next step too.
+        # Asking changes nothing that is stored, so the copy of it serves the next step too.
         self.now = replace(before, counts=after.counts)
-        self._judge(ATTENTION, before, outcome, after, attended=answers)
+        return self._judge(ATTENTION, before, outcome, after, attended=answers)
 
     def _make_bad_call(self, bad: BadCall) -> None:
         raised: BaseException | None = None
@@ -189,12 +180,12 @@ class Machine:
                 raise
             raised = error
         outcome, after = Outcome(True, self.driven.options), self.look(copies=False)
-        self._judge(BAD_CALL, self.now, outcome, after, called=Called(bad, raised))
+        self._judge(BAD_CALL, self.now, outcome, after, bad_call=bad, raised=raised)
 
     # ---------------------------------------------------------------------------- looking
 
     def look(self, *, reads: bool = False, copies: bool = True) -> Snapshot:
-        """What the cache shows; without ``copies``, what is stored is shown as it lies there."""
+        """Take a snapshot of the cache; without ``copies``, of its live arena."""
         read = self._reads() if reads else {}
         books = self._books()
         arena = self.adapter.arena() if "arena" in self.can else None
@@ -214,15 +205,13 @@ class Machine:
         }
 
     def _books(self) -> Snapshot:
-        """Tables and ledgers alone."""
         adapter, layers = self.adapter, range(self.spec.num_layers)
         tables, ledgers = None, []
         if "table" in self.can:
-            seqs = self.oracle.sequences
             tables = {
-                (seq, layer): _asked(lambda at: list(adapter.table(*at)), (seq, layer))
+                (seq, layer): _asked(lambda *at: list(adapter.table(*at)), seq, layer)
                 for layer in layers
-                for seq in seqs
+                for seq in self.oracle.sequences
             }
         if "ledger" in self.can:
             ledgers = [_asked(_copied, adapter.ledger, layer) for layer in layers]
@@ -232,16 +221,15 @@ class Machine:
 
     def _judge(
         self, kind: str, before: Snapshot, outcome: Outcome, after: Snapshot, **what: Any
-    ) -> None:
-        """Hand what was seen of a step to all invariants that are due."""
+    ) -> Mapping[str, int]:
+        """Hand an observation to all invariants that are due; return what was counted in it."""
         seen = self.observation(after, before=before, outcome=outcome, **what)
         for each in INVARIANTS:
             if kind in each.after and each.needs <= self.can:
                 self.checked[each.name] += 1
                 if finding := each.check(seen):
                     self.fail(finding)
-        if kind != BAD_CALL:
-            self.counts.update(seen.ran)
+        return seen.ran
 
     def observation(self, after: Snapshot, **what: Any) -> Observation:
         return Observation(
@@ -259,16 +247,16 @@ class Machine:
         raise Divergence(finding, done, self.oracle, self._books()) from finding.cause
 
 
-def _asked(ask: Callable[..., _T], *of: Any) -> _T | Exception:
-    """What comes of asking a cache, which may be so broken that it raises."""
+def _asked(ask: Callable[..., _T], *arguments: Any) -> _T | Exception:
+    """Ask a cache, which may be so broken that it raises; return the error then."""
     try:
-        return ask(*of)
+        return ask(*arguments)
     except Exception as error:
         return error
 
 
 def _read(route: Callable[[int, int], Pair], seq: int, layer: int) -> Pair:
-    """A copy of what a sequence reads back: the next read may use the same memory."""
+    """Copy what a sequence reads back: the next read may use the same memory."""
     keys, values = route(seq, layer)
     like = torch.contiguous_format
     return keys.clone(memory_format=like), values.clone(memory_format=like)
@@ -280,5 +268,5 @@ def _copied(ledger: Callable[[int], Ledger], layer: int) -> Ledger:
 
 
 def run_history(adapter: type[KVCacheAdapter], history: History) -> Counter[str]:
-    """Replay a history on a fresh cache; raises ``Divergence`` where cache and oracle differ."""
+    """Replay a history on a fresh cache; raise ``Divergence`` where cache and oracle differ."""
     return Machine(adapter, history).run()

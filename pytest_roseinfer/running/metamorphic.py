@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.cases.payload import same_bits
-from pytest_roseinfer.findings.finding import Finding
-from pytest_roseinfer.findings.location import Location, find_change
+from pytest_roseinfer.findings.finding import Finding, Location, find_change
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.machine import Machine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.cases.history import History
@@ -50,40 +49,34 @@ def check_copied(adapter: type[KVCacheAdapter], history: History) -> Checked:
 
 def check_every_option(adapter: type[KVCacheAdapter], history: History) -> Checked:
     """The same history under every setting of every switch ends in the same bits."""
+    choices = adapter.option_choices
     steps = [step for step in history.operations if "set_options" not in step.needs]
-    usual = {name: values[0] for name, values in adapter.option_choices.items()}
-    checked: Checked = Counter()
-    first: Machine | None = None
-    for options in _settings(adapter):
+
+    def run(options: dict[str, Any]) -> Machine:
+        usual = {name: values[0] for name, values in choices.items()}
         spec = replace(history.spec, options={**usual, **options})
-        machine = _ran(adapter, _with(replace(history, spec=spec), steps))
+        return _run(adapter, _with(replace(history, spec=spec), steps))
+
+    first = run({})
+    checked = Counter(first.checked)
+    alone = [{name: value} for name, values in choices.items() for value in values[1:]]
+    for options in (*alone, {name: values[-1] for name, values in choices.items()}):
+        machine = run(options)
         checked.update(machine.checked)
-        if first is None:
-            first = machine
-        else:
-            _compare(first, machine, f"options {options}")
-            _compare_arenas(first, machine, f"options {options}")
+        _compare(first, machine, f"options {options}")
+        _compare_arenas(first, machine, f"options {options}")
     return checked
 
 
-def _settings(adapter: type[KVCacheAdapter]) -> Iterator[dict[str, Any]]:
-    """The usual setting, each switch changed alone, and all of them changed."""
-    yield {}
-    for name, values in adapter.option_choices.items():
-        for value in values[1:]:
-            yield {name: value}
-    yield {name: values[-1] for name, values in adapter.option_choices.items()}
-
-
 def _roomy(adapter: type[KVCacheAdapter], history: History) -> History:
-    """What the history gets done, on a cache so large that its copies would fit as well."""
+    """Keep the steps that fit, on a cache so large that forks would fit as copies too."""
     spec = history.spec
     oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares)
     steps = [step for step in history.operations if step.apply(oracle)]
     endless = Oracle(spec.block_size, capacity=1 << 40)
     blocks = 1
     for step in steps:
-        blocks += step.blocks_unshared(endless)
+        blocks += endless.pages_needed(step.unshared(endless).rows())
         step.apply(endless)
     return _with(replace(history, spec=replace(spec, num_blocks=blocks)), steps)
 
@@ -92,7 +85,7 @@ def _with(history: History, steps: Iterable[Operation]) -> History:
     return replace(history, operations=tuple(steps))
 
 
-def _ran(adapter: type[KVCacheAdapter], history: History) -> Machine:
+def _run(adapter: type[KVCacheAdapter], history: History) -> Machine:
     machine = Machine(adapter, history, attends=False)
     machine.run()
     return machine
@@ -101,10 +94,10 @@ def _ran(adapter: type[KVCacheAdapter], history: History) -> Machine:
 def _check_alike(
     adapter: type[KVCacheAdapter], history: History, other: History, difference: str
 ) -> Checked:
-    one = _ran(adapter, history)
+    one = _run(adapter, history)
     checked = Counter(one.checked)
     if other != history:
-        two = _ran(adapter, other)
+        two = _run(adapter, other)
         _compare(one, two, difference)
         checked.update(two.checked)
     return checked
@@ -120,8 +113,6 @@ def _compare(one: Machine, other: Machine, difference: str) -> None:
 
 
 def _compare_arenas(one: Machine, other: Machine, difference: str) -> None:
-    if "arena" not in one.can:
-        return
     scratch = list(one.adapter.scratch_blocks)
     expected, found = one.look().arena, other.look(copies=False)
     if expected is None or found.arena is None:
@@ -130,4 +121,4 @@ def _compare_arenas(one: Machine, other: Machine, difference: str) -> None:
         was[:, scratch] = now[:, scratch]
     if change := find_change(other.observation(found), expected, found.arena):
         what = f"the whole cache differs from the run without {difference}"
-        other.fail(Finding(what, change[1]))
+        other.fail(Finding(what, change[0]))

@@ -1,4 +1,4 @@
-"""What was seen of a cache around one step of a history: data that every invariant judges."""
+"""An observation of a cache around one step: the data that every invariant judges."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.adapters.bad_call import BadCall
-    from pytest_roseinfer.adapters.cache import CacheSpec, Ledger
+    from pytest_roseinfer.adapters.cache import BadCall, CacheSpec, Ledger
     from pytest_roseinfer.adapters.fast_path import FastPath
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.cases.payload import Payload
@@ -20,14 +19,12 @@ if TYPE_CHECKING:
 
 Pair = tuple["torch.Tensor", "torch.Tensor"]
 """Keys and values."""
-Slot = tuple[int, int]
-"""Block and position within it."""
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What an adapter says of its cache."""
+    """The part of an adapter's declarations that invariants need."""
 
     paths: Mapping[str, FastPath] = field(default_factory=dict)
     conditions: Sequence[str] = ()
@@ -43,24 +40,17 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a cache shows at one moment, as far as it offers that.
-
-    What raised an error when it was asked has the error in its place.
-    """
+    """The state that a cache shows; where asking raised an error, the error is in its place."""
 
     reads: Mapping[tuple[str, int, int], Pair | Exception] = field(default_factory=dict)
-    """What each sequence reads back, by route, sequence and layer."""
+    """By route, sequence and layer."""
     tables: Mapping[tuple[int, int], list[int] | Exception] | None = None
     """Blocks, by sequence and layer; None where they are not offered."""
     ledgers: Sequence[Ledger | Exception] = ()
-    """The books of each layer."""
+    """By layer."""
     arena: Pair | None = None
-    """All that is stored."""
     counts: Counter[str] = field(default_factory=Counter)
     """How often each path ran and each condition was met so far."""
-
-    def table(self, seq: int, layer: int) -> list[int]:
-        return _shown((self.tables or {})[seq, layer])
 
     def tables_of(self, layer: int) -> dict[int, list[int]]:
         """The blocks of every sequence in one layer."""
@@ -71,11 +61,11 @@ class Snapshot:
         return _shown(self.ledgers[layer])
 
     def owners(self, layer: int) -> Counter[int]:
-        """How many tables name each block of a layer."""
+        """Count the tables that name each block of a layer."""
         return Counter(block for table in self.tables_of(layer).values() for block in table)
 
     def books(self) -> list[object]:
-        """Everything that the cache's books say: tables, holders, free blocks."""
+        """Everything that the cache's books say, in a form that can be compared."""
         books: list[object] = [(key, _shown(table)) for key, table in (self.tables or {}).items()]
         ledgers = map(_shown, self.ledgers)
         return books + [(ledger.refcounts, sorted(ledger.free)) for ledger in ledgers]
@@ -89,16 +79,15 @@ def _shown(value: _T | Exception) -> _T:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a step."""
+    """The result of a step."""
 
     fits: bool = True
     """There was room for it; if not, it was refused."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The switches it was planned under."""
     written: Written | None = None
-    """The tokens that it stored."""
     met: Counter[str] = field(default_factory=Counter)
-    """What its rows found at the end of their sequences."""
+    """The conditions that its rows met."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,45 +101,40 @@ class Attended:
     found: torch.Tensor | Exception
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
-    """A call that a cache was to refuse."""
-
-    call: BadCall
-    raised: BaseException | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A cache before and after a step, what was done to it, and what is right."""
+    """A cache before and after a step, the step, and the oracle that says what is right."""
 
     spec: CacheSpec
     operation: Operation | None = None
-    """None where it was not changed but asked: for attention, or with a bad call."""
+    """None where the cache was asked for attention, or a bad call was made."""
     before: Snapshot = field(default_factory=Snapshot)
     outcome: Outcome = field(default_factory=Outcome)
     after: Snapshot
     oracle: Oracle
     """What the cache must hold after the step."""
     payload: Payload
-    """How tokens are coded."""
     seen: frozenset[int] | set[int] = frozenset()
     """Every token that was ever to be written."""
     declared: Declared = field(default_factory=Declared)
     attended: Sequence[Attended] = ()
-    called: Called | None = None
+    bad_call: BadCall | None = None
+    raised: BaseException | None = None
+    """What the bad call raised."""
 
     @property
     def ran(self) -> dict[str, int]:
-        """What was counted in this step."""
+        """The paths and conditions that were counted in this step."""
         before, after = self.before.counts, self.after.counts
         return {name: after[name] - before[name] for name in after if after[name] != before[name]}
 
-    def slots(self, layer: int) -> list[Slot]:
-        """Where every token just written must lie in a layer, in written order."""
-        size = self.spec.block_size
-        slots: list[Slot] = []
-        for seq, count in self.outcome.written.rows if self.outcome.written else ():
-            table, length = self.after.table(seq, layer), self.oracle.length(seq)
-            slots += [(table[at // size], at % size) for at in range(length - count, length)]
+    def slots(self, layer: int) -> list[tuple[int, int]]:
+        """The block and position where each token just written must lie, in written order."""
+        slots: list[tuple[int, int]] = []
+        if written := self.outcome.written:
+            size, tables = self.spec.block_size, self.after.tables_of(layer)
+            for seq, count in written.rows:
+                length = self.oracle.length(seq)
+                ends = range(length - count, length)
+                slots += [(tables[seq][at // size], at % size) for at in ends]
         return slots

@@ -1,1 +1,1 @@
-"""Looking for a case on which a check fails."""
+"""The search for a case on which a check fails."""

@@ -24,20 +24,18 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.base import Adapter
     from pytest_roseinfer.cases.history import History
     from pytest_roseinfer.engines.mix import RequestMix
-    from pytest_roseinfer.findings.reproduce import Example
 
 _Example = TypeVar("_Example", "History", "RequestMix")
 _OBJECTS = 20_000
-"""New objects between two collections of garbage, in place of CPython's 700: Triton's
-interpreter makes thousands in every operation and leaves hardly a cycle behind."""
+"""New objects between two garbage collections, in place of CPython's 700: Triton's interpreter
+makes thousands in every operation and leaves hardly a cycle behind."""
 _FRAME_WORDS = 1 << 17
 """The size of ``undisturbed``'s own frame.
 
-CPython lays frames into chunks of 16 KiB and gives a chunk back to the system as soon as its
-last frame is gone. A loop whose calls happen to begin at the end of a chunk maps and unmaps
-memory in every round; that can cost a quarter of a run, and comes and goes with the number of
-frames outside. A frame of a megabyte is given a chunk of two, and the other half of that is
-more than all the frames inside can fill.
+CPython keeps frames in chunks of 16 KiB and returns a chunk to the system as soon as its last frame
+is gone. A loop whose calls happen to begin at the end of a chunk maps and unmaps memory in every
+round, which can cost a quarter of a run. A frame of a megabyte gets a chunk of two, and all the
+frames inside fit into the rest of it.
 """
 
 
@@ -50,7 +48,7 @@ def search(
     replayed_by: str,
     salt: str,
 ) -> None:
-    """Look for a history, or mix of requests, on which ``check`` fails; save what was found.
+    """Look for a history, or mix of requests, on which ``check`` fails, and save it.
 
     ``replayed_by`` names the one of ``reproduce.CHECKS`` that is to run it again. Searches that
     differ in nothing else need different ``salt``, so that they do not draw the same.
@@ -62,11 +60,15 @@ def search(
         if not tried:
             raise
         (example,) = tried  # the last that was tried is the shrunk one
+        folder = settings.current().failures_dir
         found = _difference(failure)
+        message = repr(failure) if found is None else str(found)
+        saved = reproduce.save(adapter, example, replayed_by, message, folder) if folder else ""
         if found is None:
-            _note(failure, example, _saved(adapter, example, replayed_by, repr(failure)))
+            # This takes the place of Hypothesis's own note.
+            vars(failure)["__notes__"] = [f"\non {example.words()}\n\n{saved}".rstrip()]
             raise
-        found.added.append(_saved(adapter, example, replayed_by, str(found)))
+        found.added.append(saved)
         raise found from found.__cause__
 
 
@@ -83,11 +85,11 @@ def try_examples(
     """Hand examples to ``check`` until one fails, made as small as possible then.
 
     ``tried`` holds the latest. Searches with the same ``name`` and ``salt`` draw the same
-    examples. A fresh function is handed to Hypothesis for every search, since it rejects one
-    that runs as a method of two classes.
+    examples.
     """
-    asked = settings.current()
+    seed = settings.current().seed
 
+    # Each search has a function of its own: Hypothesis rejects one that is run for two classes.
     def attempt(example: _Example) -> None:
         tried[:] = [example]
         check(example)
@@ -105,9 +107,9 @@ def try_examples(
         derandomize=False,
         phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
     )(test)
-    if asked.seed is not None:
+    if seed is not None:
         # Searches of one run must not all draw the same histories.
-        test = seeded(f"{asked.seed} {attempt.__qualname__} {salt}")(test)
+        test = seeded(f"{seed} {attempt.__qualname__} {salt}")(test)
     try:
         undisturbed(test)
     except (Exception, KeyboardInterrupt):
@@ -116,35 +118,23 @@ def try_examples(
 
 
 def _difference(failure: BaseException) -> Difference | None:
-    """The difference that ended a search, alone or among what Hypothesis calls flaky."""
+    """Return the difference that ended a search, also from Hypothesis's error for flaky tests."""
     if isinstance(failure, Difference):
         return failure
-    if isinstance(failure, Flaky):
-        for part in getattr(failure, "exceptions", ()):
-            if isinstance(part, Difference):
-                part.added.append(
-                    "The same passed when it was tried again: what happens depends on more than "
-                    "what is done."
-                )
-                return part
-    return None
-
-
-def _saved(adapter: type[Adapter], example: Example, check: str, message: str) -> str:
-    """Save a failure; say how it is run again."""
-    folder = settings.current().failures_dir
-    return reproduce.save(adapter, example, check, message, folder) if folder else ""
-
-
-def _note(failure: BaseException, example: Example, how: str) -> None:
-    """Say after an error on what it was raised, in place of Hypothesis's own note."""
-    vars(failure)["__notes__"] = [f"\non {example.words()}\n\n{how}".rstrip()]
+    parts = getattr(failure, "exceptions", ()) if isinstance(failure, Flaky) else ()
+    found = next((part for part in parts if isinstance(part, Difference)), None)
+    if found:
+        found.added.append(
+            "The same passed when it was tried again: what happens depends on more than what is "
+            "done."
+        )
+    return found
 
 
 def undisturbed(search: Callable[[], object]) -> None:
     """Call ``search`` with room for its frames, little garbage collection and one thread.
 
-    Tensors as small as these only wait for further threads.
+    More threads would only slow down work on tensors as small as these.
     """
     threads, thresholds = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)

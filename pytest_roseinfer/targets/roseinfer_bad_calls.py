@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_roseinfer.adapters.bad_call import BadCall
+from pytest_roseinfer.adapters.cache import BadCall
 from roseinfer import BadArgument, BadBlock, BadRefcount, OutOfBlocks, StalePlan
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer.adapters.cache import BadCall, CacheSpec, KVCacheAdapter, Ledger
 from pytest_roseinfer.adapters.fast_path import FastPath
 from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS
 from pytest_roseinfer.targets.roseinfer_bad_calls import bad_calls
@@ -27,8 +27,6 @@ from roseinfer import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-    from pytest_roseinfer.adapters.bad_call import BadCall
 
 
 _ALWAYS_TRITON = {"triton": True, "triton_min_batch": 1}

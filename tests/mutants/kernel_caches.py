@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from pytest_roseinfer.adapters.bad_call import BadCall
-from pytest_roseinfer.adapters.cache import CacheFull, CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer.adapters.cache import BadCall, CacheFull, CacheSpec, KVCacheAdapter, Ledger
 from pytest_roseinfer.adapters.fast_path import FastPath
 from roseinfer import BadArgument
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, run_history
-from pytest_roseinfer.adapters.bad_call import BadCall
+from pytest_roseinfer.adapters.cache import BadCall
 from pytest_roseinfer.cases.operations.append import Append
 from pytest_roseinfer.cases.payload import Payload
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager

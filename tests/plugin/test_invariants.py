@@ -29,7 +29,6 @@ from pytest_roseinfer.invariants.refused import refused
 from pytest_roseinfer.oracle import Written, padding_token, token_of
 from pytest_roseinfer.running.observation import (
     Attended,
-    Called,
     Declared,
     Observation,
     Outcome,
@@ -144,8 +143,8 @@ def calling(
     raised: BaseException | None, *errors: type[BaseException], **shown: Any
 ) -> Observation:
     seen = after(**shown)
-    called = Called(BadCall("a bad call", lambda: None, errors), raised)
-    return replace(seen, operation=None, before=observed().after, called=called)
+    bad = BadCall("a bad call", lambda: None, errors)
+    return replace(seen, operation=None, before=observed().after, bad_call=bad, raised=raised)
 
 
 SHARED = {(0, 0): [0, 2], (1, 0): [0]}

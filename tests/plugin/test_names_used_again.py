@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -134,7 +135,7 @@ LIVES: tuple[Operation, ...] = (
 )
 def test_shipped_adapters_begin_anew(adapter: type[KVCacheAdapter]) -> None:
     options = {name: values[0] for name, values in adapter.option_choices.items()}
-    history = History(CacheSpec(**{**SPEC.to_json(), "options": options}), LIVES)
+    history = History(replace(SPEC, options=options), LIVES)
     for check in (run_history, check_copied, check_permuted, check_split):
         check(adapter, history)
 

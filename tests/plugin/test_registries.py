@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +50,6 @@ def test_every_file_registers_one(folder: str, contract: str, registered: list[o
 
 def new_operation() -> type[Operation]:
     @register
-    @dataclass(frozen=True, slots=True)
     class Forget(Operation):
         """Leave the cache alone."""
 

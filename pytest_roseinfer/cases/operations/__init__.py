@@ -1,1 +1,1 @@
-"""What can be done to a cache: a file for each operation, which registers itself."""
+"""The operations on a cache: a file for each, which registers itself."""

@@ -1,17 +1,12 @@
-"""One token to each of some sequences."""
+"""Append one token to each of some sequences, in this order; unseen names start empty."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
 
 from pytest_roseinfer.cases.operations import operation
 
 
 @operation.register
-@dataclass(frozen=True, slots=True)
 class Append(operation.Write):
-    """One token to each of some sequences, in this order; unseen names start empty."""
-
     seqs: tuple[int, ...]
     layout: str = "plain"
 
@@ -26,19 +21,18 @@ class Append(operation.Write):
         cache.adapter.append(self.seqs, cache.key, cache.value)
 
     def reversed(self) -> operation.Operation:
-        return replace(self, seqs=self.seqs[::-1])
+        return Append(self.seqs[::-1], self.layout)
 
     def halves(self) -> list[operation.Operation]:
         at = len(self.seqs) // 2
-        return [replace(self, seqs=half) for half in (self.seqs[:at], self.seqs[at:]) if half]
+        return [Append(half, self.layout) for half in (self.seqs[:at], self.seqs[at:]) if half]
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
         def drawn() -> Append:
-            live = writer.live
-            most = (0 if len(live) >= operation.MOST_SEQUENCES else 1) if live else 3
-            fresh = writer.fresh(writer.between(0 if live else 1, most))
-            return cls(writer.batch(fresh), writer.layout())
+            live = len(writer.live)
+            least, most = (0, int(live < operation.MOST_SEQUENCES)) if live else (1, 3)
+            return cls(writer.batch(writer.fresh(writer.between(least, most))), writer.layout())
 
         yield operation.Move(0, 3, drawn)
         if writer.live:

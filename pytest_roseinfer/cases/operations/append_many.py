@@ -1,17 +1,12 @@
-"""Several tokens to each of some sequences."""
+"""Append several tokens to each of some sequences."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from pytest_roseinfer.cases.operations import operation
 
 
 @operation.register
-@dataclass(frozen=True, slots=True)
 class AppendMany(operation.Write):
-    """Several tokens to each of some sequences."""
-
     seqs: tuple[int, ...]
     counts: tuple[int, ...]
     layout: str = "plain"

@@ -1,22 +1,13 @@
-"""One token to each of some sequences, with rows in between that are padding."""
+"""Append one token to each of some sequences, with padding rows where a sequence is None."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pytest_roseinfer.cases.operations import operation
 from pytest_roseinfer.oracle import padding_token
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 @operation.register
-@dataclass(frozen=True, slots=True)
 class AppendPadded(operation.Write):
-    """One token to each of some sequences; where the sequence is None, a padding row."""
-
     seqs: tuple[int | None, ...]
     layout: str = "plain"
 
@@ -32,7 +23,7 @@ class AppendPadded(operation.Write):
         rows = ["padding" if seq is None else str(seq) for seq in self.seqs]
         return f"append one token to rows {', '.join(rows)}{self.laid_out()}"
 
-    def inputs(self, tokens: Sequence[int]) -> list[int]:
+    def inputs(self, tokens: operation.Tokens) -> operation.Tokens:
         coming = iter(tokens)
         return [
             padding_token(row) if seq is None else next(coming) for row, seq in enumerate(self.seqs)

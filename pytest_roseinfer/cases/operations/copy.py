@@ -1,21 +1,15 @@
-"""A sequence written again under another name."""
+"""Write the tokens of a sequence again under a new name: a fork that shares nothing.
+
+It is never drawn. Histories with forks are compared with the same ones with copies.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pytest_roseinfer.cases.operations import operation
-from pytest_roseinfer.oracle import Oracle, Written
 
 
 @operation.register
-@dataclass(frozen=True, slots=True)
 class Copy(operation.Write):
-    """A new sequence with the tokens another has, written anew: a fork that shares nothing.
-
-    It is never drawn. Histories with forks are compared with the same ones with copies.
-    """
-
     parent: int
     child: int
     count: int
@@ -29,11 +23,8 @@ class Copy(operation.Write):
     def words(self) -> str:
         return f"write the {self.count} tokens of sequence {self.parent} again as {self.child}"
 
-    def written(self, oracle: Oracle) -> Written:
-        return Written(self.rows(), oracle.tokens(self.parent), self.layout)
-
-    def change(self, oracle: Oracle) -> None:
-        oracle.append(self.rows(), oracle.tokens(self.parent))
+    def tokens(self, oracle: operation.Oracle) -> operation.Tokens:
+        return oracle.tokens(self.parent)
 
     def drive(self, cache: operation.Driven) -> None:
         if "prefill" in cache.adapter.abilities:

@@ -1,31 +1,21 @@
-"""Writing the tokens that room was reserved for."""
+"""Write the tokens of the oldest reservation that is still open."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from pytest_roseinfer.cases.operations import operation
-
-if TYPE_CHECKING:
-    from pytest_roseinfer.oracle import Oracle, Written
 
 
 @operation.register
-@dataclass(frozen=True, slots=True)
 class Fill(operation.Operation):
-    """Write the tokens of the oldest reservation that is still open."""
-
     needs = frozenset({"reserve", "fill"})
-    called = "fill"
 
     def words(self) -> str:
         return "write the tokens that room was reserved for first"
 
-    def written(self, oracle: Oracle) -> Written:
+    def written(self, oracle: operation.Oracle) -> operation.Written:
         return oracle.reserved[0]
 
-    def change(self, oracle: Oracle) -> None:
+    def change(self, oracle: operation.Oracle) -> None:
         oracle.reserved.pop(0)
 
     def drive(self, cache: operation.Driven) -> None:

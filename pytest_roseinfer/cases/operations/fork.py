@@ -1,22 +1,13 @@
-"""A sequence that begins as another one."""
+"""Begin a new sequence with all that another has, sharing what can be shared."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pytest_roseinfer.cases.operations import operation
 from pytest_roseinfer.cases.operations.copy import Copy
 
-if TYPE_CHECKING:
-    from pytest_roseinfer.oracle import Oracle
-
 
 @operation.register
-@dataclass(frozen=True, slots=True)
 class Fork(operation.Operation):
-    """A new sequence with all that another has, sharing what can be shared."""
-
     parent: int
     child: int
 
@@ -28,10 +19,10 @@ class Fork(operation.Operation):
     def changed(self) -> list[int]:
         return [self.child]
 
-    def fits(self, oracle: Oracle) -> bool:
+    def fits(self, oracle: operation.Oracle) -> bool:
         return oracle.fork_fits(self.parent)
 
-    def change(self, oracle: Oracle) -> None:
+    def change(self, oracle: operation.Oracle) -> None:
         oracle.fork(self.parent, self.child)
 
     def drive(self, cache: operation.Driven) -> None:
@@ -40,17 +31,14 @@ class Fork(operation.Operation):
     def copies_blocks(self, fork_shares: str) -> bool:
         return fork_shares != "blocks"
 
-    def unshared(self, oracle: Oracle) -> Copy:
+    def unshared(self, oracle: operation.Oracle) -> Copy:
         return Copy(self.parent, self.child, oracle.length(self.parent))
-
-    def blocks_unshared(self, oracle: Oracle) -> int:
-        return len(oracle.sequences[self.parent]) + 1
-
-    @classmethod
-    def moves(cls, writer: operation.Writer) -> operation.Moves:
-        if writer.live and not writer.crowded:
-            yield operation.Move(7, 4, lambda: cls.of_any(writer))
 
     @classmethod
     def of_any(cls, writer: operation.Writer) -> Fork:
         return cls(writer.pick(writer.live), *writer.fresh(1))
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        if writer.live and len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
+            yield operation.Move(7, 4, lambda: cls.of_any(writer))

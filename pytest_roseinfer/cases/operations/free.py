@@ -1,21 +1,12 @@
-"""Giving a sequence up."""
+"""Forget a sequence; its name may be used again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from pytest_roseinfer.cases.operations import operation
-
-if TYPE_CHECKING:
-    from pytest_roseinfer.oracle import Oracle
 
 
 @operation.register
-@dataclass(frozen=True, slots=True)
 class Free(operation.Operation):
-    """Forget a sequence; its name may be used again."""
-
     seq: int
 
     needs = frozenset({"free"})
@@ -26,7 +17,7 @@ class Free(operation.Operation):
     def changed(self) -> list[int]:
         return [self.seq]
 
-    def change(self, oracle: Oracle) -> None:
+    def change(self, oracle: operation.Oracle) -> None:
         oracle.free(self.seq)
 
     def drive(self, cache: operation.Driven) -> None:
@@ -36,4 +27,5 @@ class Free(operation.Operation):
     def moves(cls, writer: operation.Writer) -> operation.Moves:
         if writer.live:
             # Where the next batch may find no room, freeing lets the history go on.
-            yield operation.Move(8, 8 if writer.tight else 2, lambda: cls(writer.pick(writer.live)))
+            times = 8 if writer.oracle.pages_free() < 2 else 2
+            yield operation.Move(8, times, lambda: cls(writer.pick(writer.live)))

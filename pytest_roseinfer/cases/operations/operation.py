@@ -1,26 +1,26 @@
 """The contract of an operation, and the registry that knows every one by its name.
 
-A new operation is one new file in this folder: a frozen dataclass under ``@operation.register``.
+A new operation is one new file in this folder: a class under ``@operation.register``, which makes
+it a frozen dataclass. Its annotated fields are what a trace holds of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, dataclass_transform
 
-from pytest_roseinfer.oracle import Written
+from pytest_roseinfer.oracle import Oracle as Oracle
+from pytest_roseinfer.oracle import Written as Written
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
-    from pytest_roseinfer.oracle import Oracle
 
 Rows = list[tuple[int, int]]
 """Sequences, and how many tokens each gets."""
+Tokens = Sequence[int]
 MOST_SEQUENCES = 6
-"""Histories begin no more beside each other."""
+"""The most sequences that a history has at a time."""
 _T = TypeVar("_T")
 _Kind = TypeVar("_Kind", bound="Operation")
 
@@ -35,7 +35,7 @@ class Driven:
     planned_with: Mapping[str, Any] = field(default_factory=dict)
     """The switches under which the present step was planned."""
     reserved: list[tuple[object, Mapping[str, Any]]] = field(default_factory=list)
-    """For each reservation not filled yet: what the cache returned, and the switches then."""
+    """For each open reservation: what the cache returned, and the switches at that time."""
     key: Any = None
     value: Any = None
     """What the present step writes: ``[layers, tokens, heads, head_dim]`` tensors."""
@@ -44,43 +44,33 @@ class Driven:
 class Writer(Protocol):
     """What an operation may ask for while it is drawn."""
 
+    adapter: type[KVCacheAdapter]
     oracle: Oracle
 
     @property
     def live(self) -> list[int]:
-        """Sequences that may be used now."""
-
-    @property
-    def crowded(self) -> bool:
-        """Another sequence would be one too many."""
-
-    @property
-    def tight(self) -> bool:
-        """The next batch may find no room."""
+        """The sequences whose tokens are all written; the others wait until theirs are."""
 
     def pick(self, choices: Sequence[_T]) -> _T: ...
 
     def between(self, least: int, most: int) -> int: ...
 
     def fresh(self, count: int) -> tuple[int, ...]:
-        """Names that no sequence has."""
+        """Draw names that no sequence has."""
 
     def batch(self, fresh: Sequence[int]) -> tuple[int, ...]:
-        """Live and fresh sequences to append to."""
+        """Draw live and fresh sequences to append to."""
 
     def count(self, seq: int) -> int:
-        """A number of tokens that ends a sequence near the boundary of a block."""
+        """Draw a number of tokens that ends a sequence near the boundary of a block."""
 
     def rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sequences to append to, and so many tokens for each."""
-
-    @property
-    def has_switches(self) -> bool: ...
+        """Draw sequences to append to, and a number of tokens for each."""
 
     def layout(self) -> str: ...
 
     def switches(self) -> dict[str, Any]:
-        """A value for every switch of the adapter."""
+        """Draw a value for every switch of the adapter."""
 
 
 class Move(NamedTuple):
@@ -97,14 +87,12 @@ Moves = Iterable[Move]
 
 
 class Operation:
-    """One step of a history. What is defined here suits most; a kind overrides the rest."""
+    """One step of a history. The methods defined here suit most; a kind overrides the rest."""
 
     __slots__ = ()
 
     needs: ClassVar[frozenset[str]] = frozenset()
     """Abilities that an adapter must offer for it to be drawn."""
-    called: ClassVar[str] = "step"
-    """What a failure calls it."""
     in_parts: ClassVar[bool] = False
     """A cache may be handed its tokens one by one, so that its rows are no batch."""
 
@@ -112,73 +100,67 @@ class Operation:
         raise NotImplementedError
 
     def rows(self) -> Rows:
-        """The rows that it appends to the books of a cache."""
+        """List the rows that it appends to the books of a cache."""
         return []
 
     def padding(self) -> int:
-        """How many rows belong to nobody."""
+        """Count the rows that belong to no sequence."""
         return 0
 
     def changed(self) -> list[int]:
-        """The sequences that it begins, adds to or frees."""
+        """List the sequences that it begins, adds to or frees."""
         return [seq for seq, _ in self.rows()]
 
     # ------------------------------------------------------------------ on the oracle
 
     def written(self, oracle: Oracle) -> Written | None:  # noqa: ARG002
-        """The tokens that it is about to store."""
+        """Return the tokens that it is about to store."""
         return None
 
     def fits(self, oracle: Oracle) -> bool:
-        """There is room for it."""
         return oracle.fits(self.rows())
 
     def apply(self, oracle: Oracle) -> bool:
-        """Do it to the oracle; False, and nothing is changed, when it does not fit."""
+        """Do it to the oracle; return False, with nothing changed, when it does not fit."""
         if fits := self.fits(oracle):
             self.change(oracle)
         return fits
 
     def change(self, oracle: Oracle) -> None:
-        """Do to the oracle what fits."""
+        """Do it to an oracle in which it fits."""
 
     # ------------------------------------------------------------------- on a cache
 
-    def inputs(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The tokens that the cache is handed, padding included."""
+    def inputs(self, tokens: Tokens) -> Tokens:
+        """Return the tokens that the cache is handed, padding included."""
         return tokens
 
     def drive(self, cache: Driven) -> None:
-        """Do it to a cache."""
         raise NotImplementedError
 
     def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
-        """It may copy blocks though it stores no token."""
+        """Return True if it may copy blocks though it stores no token."""
         return False
 
     # ------------------------------------------- other histories that must end alike
 
     def reversed(self) -> Operation:
-        """The same with the rows of a batch in reverse order."""
+        """Return the same with the rows of a batch in reverse order."""
         return self
 
     def halves(self) -> list[Operation]:
-        """The same as two batches of half the rows each."""
+        """Return the same as two batches of half the rows each."""
         return [self]
 
     def unshared(self, oracle: Oracle) -> Operation:  # noqa: ARG002
-        """The same without sharing what the oracle holds."""
+        """Return the same without sharing what the oracle holds."""
         return self
-
-    def blocks_unshared(self, oracle: Oracle) -> int:
-        """How many blocks that takes at most."""
-        return oracle.pages_needed(self.rows())
 
     # ------------------------------------------------------------------ as a drawing
 
     @classmethod
     def moves(cls, writer: Writer) -> Moves:  # noqa: ARG003
-        """The ways to draw one now; none where none makes sense."""
+        """List the ways to draw one now; none where none makes sense."""
         return ()
 
     # --------------------------------------------------------------------- as JSON
@@ -201,24 +183,28 @@ class Write(Operation):
 
     __slots__ = ()
 
-    called = "write"
     layout: str
 
     def laid_out(self) -> str:
         return "" if self.layout == "plain" else f" (inputs {self.layout})"
 
+    def tokens(self, oracle: Oracle) -> Tokens:
+        return oracle.new_tokens(self.rows())
+
     def written(self, oracle: Oracle) -> Written | None:
-        return Written(self.rows(), oracle.new_tokens(self.rows()), self.layout)
+        return Written(self.rows(), self.tokens(oracle), self.layout)
 
     def change(self, oracle: Oracle) -> None:
-        oracle.append(self.rows(), oracle.new_tokens(self.rows()))
+        oracle.append(self.rows(), self.tokens(oracle))
 
 
 OPERATIONS: dict[str, type[Operation]] = {}
 """Every kind of operation, by the name that a trace gives it."""
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def register(kind: type[_Kind]) -> type[_Kind]:
-    """Register a kind of operation."""
+    """Make a class a frozen dataclass, and a kind of operation."""
+    kind = dataclass(frozen=True, slots=True)(kind)
     OPERATIONS[kind.__name__] = kind
     return kind

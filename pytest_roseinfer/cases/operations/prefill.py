@@ -1,17 +1,12 @@
-"""A new sequence with a whole prompt."""
+"""Begin a new sequence with a whole prompt."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from pytest_roseinfer.cases.operations import operation
 
 
 @operation.register
-@dataclass(frozen=True, slots=True)
 class Prefill(operation.Write):
-    """A new sequence with a whole prompt."""
-
     seq: int
     count: int
     layout: str = "plain"
@@ -33,5 +28,5 @@ class Prefill(operation.Write):
             (seq,) = writer.fresh(1)
             return cls(seq, writer.count(seq), writer.layout())
 
-        if not writer.crowded:
+        if len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
             yield operation.Move(5, 2, drawn)

@@ -1,27 +1,20 @@
-"""Room for tokens that are written later."""
+"""Reserve room for several tokens of some sequences, which a ``Fill`` writes later.
+
+The oracle takes them as stored from now on, and knows which are not written yet.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pytest_roseinfer.cases.operations import operation
-from pytest_roseinfer.oracle import Oracle, Written
 
 
 @operation.register
-@dataclass(frozen=True, slots=True)
 class Reserve(operation.Operation):
-    """Room for several tokens of some sequences, which a ``Fill`` writes later.
-
-    The oracle takes them as stored from now on, and knows which are not written yet.
-    """
-
     seqs: tuple[int, ...]
     counts: tuple[int, ...]
     layout: str = "plain"
 
     needs = frozenset({"reserve", "fill"})
-    called = "write"
 
     def rows(self) -> operation.Rows:
         return list(zip(self.seqs, self.counts, strict=True))
@@ -30,10 +23,10 @@ class Reserve(operation.Operation):
         each = ", ".join(f"{count} of sequence {seq}" for seq, count in self.rows())
         return f"reserve room for tokens: {each}"
 
-    def change(self, oracle: Oracle) -> None:
+    def change(self, oracle: operation.Oracle) -> None:
         tokens = oracle.new_tokens(self.rows())
         oracle.append(self.rows(), tokens)
-        oracle.reserved.append(Written(self.rows(), tokens, self.layout))
+        oracle.reserved.append(operation.Written(self.rows(), tokens, self.layout))
 
     def drive(self, cache: operation.Driven) -> None:
         handle = cache.adapter.reserve(self.seqs, self.counts)

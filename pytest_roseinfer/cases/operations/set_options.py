@@ -1,22 +1,15 @@
-"""Changing the switches of a live cache."""
+"""Change the switches of a live cache."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytest_roseinfer.cases.operations import operation
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 @operation.register
-@dataclass(frozen=True, slots=True)
 class SetOptions(operation.Operation):
-    """Other values for the switches of the cache."""
-
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: dict[str, Any]
 
     needs = frozenset({"set_options"})
 
@@ -29,5 +22,5 @@ class SetOptions(operation.Operation):
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
-        if writer.live and writer.has_switches:
+        if writer.live and writer.adapter.option_choices:
             yield operation.Move(9, 2, lambda: cls(writer.switches()))
