@@ -38,29 +38,29 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import Ledger as Ledger
     from pytest_roseinfer.adapters.engine import EngineAdapter as EngineAdapter
     from pytest_roseinfer.adapters.fast_path import FastPath as FastPath
+    from pytest_roseinfer.adapters.mix import Asked as Asked
+    from pytest_roseinfer.adapters.mix import RequestMix as RequestMix
+    from pytest_roseinfer.adapters.mix import Sampling as Sampling
     from pytest_roseinfer.cases.history import History as History
-    from pytest_roseinfer.engines.mix import Asked as Asked
-    from pytest_roseinfer.engines.mix import RequestMix as RequestMix
-    from pytest_roseinfer.engines.mix import Sampling as Sampling
     from pytest_roseinfer.engines.run import MixDivergence as MixDivergence
     from pytest_roseinfer.engines.run import run_forks as run_forks
     from pytest_roseinfer.engines.run import run_mix as run_mix
     from pytest_roseinfer.findings.divergence import Divergence as Divergence
     from pytest_roseinfer.oracle import Oracle as Oracle
-    from pytest_roseinfer.running.conformance import conformance as conformance
     from pytest_roseinfer.running.machine import run_history as run_history
+    from pytest_roseinfer.suite.conformance import conformance as conformance
 
 _NAMES = {
     "adapters.cache": ("BadCall", "CacheFull", "CacheSpec", "KVCacheAdapter", "Ledger"),
     "adapters.engine": ("EngineAdapter",),
     "adapters.fast_path": ("FastPath",),
+    "adapters.mix": ("Asked", "RequestMix", "Sampling"),
     "cases.history": ("History",),
-    "engines.mix": ("Asked", "RequestMix", "Sampling"),
     "engines.run": ("MixDivergence", "run_forks", "run_mix"),
     "findings.divergence": ("Divergence",),
     "oracle": ("Oracle",),
-    "running.conformance": ("conformance",),
     "running.machine": ("run_history",),
+    "suite.conformance": ("conformance",),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOMES)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-LAYERS = (
+ENGINE_LAYERS = (
     {"errors", "engine_paths"},
     {"config", "text"},
     {"kernels"},
@@ -27,10 +27,28 @@ LAYERS = (
     {"async_llm"},
     {"cli", "bench", "benchmark_scheduler", "benchmark_streaming", "__main__"},
 )
-"""The rooms of roseinfer; each imports from its own layer and those before it."""
-RANKS = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
-TOP = len(LAYERS) - 1
-FRONT_DOOR = "roseinfer/__init__.py"
+PLUGIN_LAYERS = (
+    {"settings", "discover", "oracle"},
+    {"environment"},
+    {"adapters"},
+    {"cases"},
+    {"findings"},
+    {"invariants"},
+    {"running"},
+    {"engines"},
+    {"search"},
+    {"gates"},
+    {"report"},
+    {"targets"},
+    {"suite"},
+    {"plugin"},
+)
+RANKS = {
+    package: {module: rank for rank, layer in enumerate(layers) for module in layer}
+    for package, layers in (("roseinfer", ENGINE_LAYERS), ("pytest_roseinfer", PLUGIN_LAYERS))
+}
+"""The rooms of each package; a room imports from its own layer and those before it."""
+TOP = len(ENGINE_LAYERS) - 1
 TORCH_FREE = {f"roseinfer/kv/{name}.py" for name in ("pool", "plan", "paths")}
 HEAVY = {"torch", "triton", "transformers"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
@@ -55,10 +73,13 @@ def crowded(paths: Iterable[str]) -> dict[str, int]:
 
 
 def missing_rooms(paths: Iterable[str]) -> set[str]:
-    """Return what has a layer although roseinfer has no such room or file."""
-    inside = [PurePath(path).with_suffix("").parts[1:] for path in paths]
-    there = {".".join(parts[:depth]) for parts in inside for depth in (1, 2)}
-    return RANKS.keys() - there
+    """Return what has a layer although its package has no such room or file."""
+    parts = [PurePath(path).with_suffix("").parts for path in paths]
+    return {
+        room
+        for package, ranks in RANKS.items()
+        for room in ranks.keys() - {inside for own, inside, *_ in parts if own == package}
+    }
 
 
 def violations(sources: Mapping[str, str], public: frozenset[str]) -> list[str]:
@@ -81,33 +102,36 @@ def _import_reasons(
 ) -> Iterator[tuple[int, str]]:
     package = path.split("/")[0]
     module = module_of(path)
-    if package == "roseinfer" and path != FRONT_DOOR and module not in RANKS:
-        yield 1, f"roseinfer.{module} has no place in the layers: give it one in tests/layers.py"
+    front_door = path == f"{package}/__init__.py"
+    if package in RANKS and not front_door and module not in RANKS[package]:
+        yield 1, f"{package}.{module} has no place in the layers: give it one in tests/layers.py"
         return
     for found in imports(path, tree):
         root = found.target.split(".")[0]
         if path in TORCH_FREE and root in HEAVY and found.at_runtime:
             yield found.line, f"imports {root} at run time"
-        if package == "roseinfer" and path != FRONT_DOOR:
-            reason = _against_the_layers(module, found.target)
-        elif package == "pytest_roseinfer":
-            reason = _past_the_front_door(found.target, public)
-        else:
-            reason = None
+        reason = None
+        if package in RANKS and not front_door:
+            reason = _against_the_layers(package, module, found.target)
+        if package == "pytest_roseinfer":
+            reason = reason or _past_the_front_door(found.target, public)
         if reason:
             yield found.line, reason
 
 
-def _against_the_layers(module: str, target: str) -> str | None:
+def _against_the_layers(package: str, module: str, target: str) -> str | None:
     root, *rest = target.split(".")
-    if root == "pytest_roseinfer":
+    ranks = RANKS[package]
+    if package == "roseinfer" and root == "pytest_roseinfer":
         return f"{module} imports the plugin, which stands above roseinfer"
-    if root != "roseinfer":
+    if root != package:
         return None
-    if not rest or _room(rest) not in RANKS:
-        return None if RANKS[module] == TOP else f"{module} imports roseinfer's front door"
-    if RANKS[_room(rest)] > RANKS[module]:
-        return f"{module} imports {_room(rest)}, which stands above it"
+    room = rest[0] if rest else ""
+    if room not in ranks:
+        above = package == "roseinfer" and ranks[module] == TOP
+        return None if above else f"{module} imports {package}'s front door"
+    if ranks[room] > ranks[module]:
+        return f"{module} imports {room}, which stands above it"
     return None
 
 
@@ -132,13 +156,7 @@ def _environment_reasons(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def module_of(path: str) -> str:
     """``roseinfer/kv/pool.py`` -> ``kv``; ``roseinfer/llm.py`` -> ``llm``."""
-    return _room(path.removesuffix(".py").split("/")[1:])
-
-
-def _room(parts: list[str]) -> str:
-    """A file that has a layer of its own is its own room."""
-    file = ".".join(parts[:2])
-    return file if file in RANKS else parts[0]
+    return path.removesuffix(".py").split("/")[1]
 
 
 def imports(path: str, tree: ast.Module) -> Iterator[Import]:

@@ -39,9 +39,10 @@ def test_a_crowded_folder_is_found() -> None:
 
 
 def test_every_layer_is_there() -> None:
-    assert missing_rooms(sources("roseinfer")) == set()
-    assert "decode" in missing_rooms(["roseinfer/kv/pool.py", "roseinfer/engine/sequences.py"])
-    assert "engine.sequences" not in missing_rooms(["roseinfer/engine/sequences.py"])
+    found = sources("roseinfer", "pytest_roseinfer")
+    assert missing_rooms(found) == set()
+    assert missing_rooms(path for path in found if "/kv/" not in path) == {"kv"}
+    assert missing_rooms(path for path in found if "/cases/" not in path) == {"cases"}
 
 
 def test_the_packages_were_looked_at() -> None:
@@ -136,6 +137,21 @@ WRONG = {
         "from roseinfer import kv",
         "imports roseinfer.kv, which is no public name",
     ),
+    "an_invariant_imports_the_machine": (
+        "pytest_roseinfer/invariants/arena.py",
+        "if TYPE_CHECKING:\n    from pytest_roseinfer.running.machine import Machine",
+        "invariants imports running, which stands above it",
+    ),
+    "findings_import_the_front_door": (
+        "pytest_roseinfer/findings/picture.py",
+        "from pytest_roseinfer import conformance",
+        "findings imports pytest_roseinfer's front door",
+    ),
+    "a_module_of_the_plugin_that_nobody_placed": (
+        "pytest_roseinfer/surprise.py",
+        "",
+        "pytest_roseinfer.surprise has no place in the layers",
+    ),
     "environment": (
         "roseinfer/kernels/runtime.py",
         "import os\nos.environ.get('X')",
@@ -158,7 +174,11 @@ RIGHT = {
     "public_name": ("pytest_roseinfer/running/machine.py", "from roseinfer import KVBlockManager"),
     "plugin_itself": (
         "pytest_roseinfer/running/machine.py",
-        "from pytest_roseinfer.oracle import Model",
+        "from pytest_roseinfer.oracle import Oracle",
+    ),
+    "settings_of_the_plugin": (
+        "pytest_roseinfer/running/machine.py",
+        "from pytest_roseinfer import settings",
     ),
     "top_uses_the_front_door": (
         "roseinfer/cli/__init__.py",

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.adapters.fast_path import FastPath
-    from pytest_roseinfer.engines.mix import RequestMix, Sampling
+    from pytest_roseinfer.adapters.mix import RequestMix, Sampling
 
 
 class EngineAdapter(Adapter):

@@ -10,7 +10,7 @@ from pytest_roseinfer.findings.divergence import Difference
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.engine import EngineAdapter
-    from pytest_roseinfer.engines.mix import Asked, RequestMix
+    from pytest_roseinfer.adapters.mix import Asked, RequestMix
 
 _SLACK = 20
 """An engine may take so many steps beyond one for every token of every request."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
+from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
 from pytest_roseinfer.cases.strategies import switches
-from pytest_roseinfer.engines.mix import Asked, RequestMix, Sampling
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.engine import EngineAdapter

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pytest_roseinfer.cases.payload import Contents
-    from pytest_roseinfer.running.observation import Observation, Pair
+    from pytest_roseinfer.findings.observation import Observation, Pair
 
 
 @dataclass(frozen=True, slots=True)

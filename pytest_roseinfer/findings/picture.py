@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pytest_roseinfer.findings.finding import Location
+    from pytest_roseinfer.findings.observation import Snapshot
     from pytest_roseinfer.oracle import Oracle, Page
-    from pytest_roseinfer.running.observation import Snapshot
 
 _FIRST, _LAST = 4, 3
 """Tokens of a long page that are shown in any case."""

@@ -8,7 +8,7 @@ from pytest_roseinfer.findings.finding import find_change
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.running.observation import Pair
+    from pytest_roseinfer.findings.observation import Pair
 
 
 @invariant(rank=4, needs=("arena", "table"))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_roseinfer.cases.payload import Payload
+    from pytest_roseinfer.findings.observation import Attended
     from pytest_roseinfer.oracle import Oracle
-    from pytest_roseinfer.running.observation import Attended
 
 EVERY = 4
 """Steps between two questions; one always follows the last step of a history."""

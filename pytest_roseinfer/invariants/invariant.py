@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pytest_roseinfer.findings.finding import Finding as Finding
-from pytest_roseinfer.running.observation import Observation as Observation
+from pytest_roseinfer.findings.observation import Observation as Observation
 
 Check = Callable[[Observation], Finding | None]
 OPERATION, ATTENTION, BAD_CALL = "operation", "attention", "bad call"

@@ -11,7 +11,7 @@ from pytest_roseinfer.invariants.invariant import Finding, Observation, invarian
 if TYPE_CHECKING:
     import torch
 
-    from pytest_roseinfer.running.observation import Pair
+    from pytest_roseinfer.findings.observation import Pair
 
 
 @invariant(rank=1)

@@ -71,7 +71,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     if not file:
         return None
     from pytest_roseinfer.adapters.finding import TargetError
-    from pytest_roseinfer.findings.replay import TraceError, replay
+    from pytest_roseinfer.search.replay import TraceError, replay
 
     options.find_modules_here(config)
     try:
@@ -100,7 +100,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 
 def _describe(targets: Iterable[str], asked: settings.Settings | None) -> list[str]:
     """Name targets, and describe the run unless the header did so."""
-    from pytest_roseinfer.plugin import environment
+    from pytest_roseinfer import environment
 
     lines = [f"roseinfer: target {environment.describe_target(name)}" for name in targets]
     return lines + (environment.describe_run(asked) if asked else [])

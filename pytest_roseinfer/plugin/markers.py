@@ -95,7 +95,7 @@ def _check_arguments(item: pytest.Item, marker: pytest.Mark) -> None:
 
 def _check_shipped(item: pytest.Item) -> None:
     """Refuse marks that would keep a shipped test from running."""
-    from pytest_roseinfer.running.shipped_tests import excuses
+    from pytest_roseinfer.suite.shipped_tests import excuses
 
     for marker in item.iter_markers():
         if marker.name in ("skip", "skipif") or (marker.name == "xfail" and not excuses(marker)):
@@ -108,7 +108,7 @@ def _check_shipped(item: pytest.Item) -> None:
 
 def is_shipped(item: pytest.Item) -> bool:
     """Return True for a test of ``conformance()``."""
-    shipped = sys.modules.get("pytest_roseinfer.running.shipped_tests")
+    shipped = sys.modules.get("pytest_roseinfer.suite.shipped_tests")
     owner = getattr(item, "cls", None)
     return shipped is not None and owner is not None and issubclass(owner, shipped.ShippedTests)
 

@@ -9,8 +9,8 @@ from tabulate import tabulate
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.finding import load_target
+from pytest_roseinfer.environment import describe_device, describe_target
 from pytest_roseinfer.gates.gate import Gate, show_problems
-from pytest_roseinfer.plugin.environment import describe_device, describe_target
 from pytest_roseinfer.report.html import page
 from pytest_roseinfer.report.verdict import NOT_SEARCHED, verdict
 from pytest_roseinfer.running import coverage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from pytest_roseinfer.plugin.environment import (
+from pytest_roseinfer.environment import (
     describe_device,
     distribution_of,
     variables,

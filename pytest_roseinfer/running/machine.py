@@ -20,18 +20,18 @@ from pytest_roseinfer.cases.payload import Payload, lay_out
 from pytest_roseinfer.discover import import_all
 from pytest_roseinfer.findings.divergence import Divergence
 from pytest_roseinfer.findings.finding import Finding
-from pytest_roseinfer.invariants.attention import EVERY, questions
-from pytest_roseinfer.invariants.counts import conditions_met
-from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANTS, OPERATION
-from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
-from pytest_roseinfer.oracle import Oracle
-from pytest_roseinfer.running.observation import (
+from pytest_roseinfer.findings.observation import (
     Attended,
     Declared,
     Observation,
     Outcome,
     Snapshot,
 )
+from pytest_roseinfer.invariants.attention import EVERY, questions
+from pytest_roseinfer.invariants.counts import conditions_met
+from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANTS, OPERATION
+from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
+from pytest_roseinfer.oracle import Oracle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.cache import BadCall, KVCacheAdapter
     from pytest_roseinfer.cases.operations.operation import Operation
-    from pytest_roseinfer.running.observation import Pair
+    from pytest_roseinfer.findings.observation import Pair
 
 _T = TypeVar("_T")
 _POISON = float("nan")

@@ -12,9 +12,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.errors import Flaky
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.findings import reproduce
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
+from pytest_roseinfer.search import reproduce
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
     from pytest_roseinfer.adapters.base import Adapter
+    from pytest_roseinfer.adapters.mix import RequestMix
     from pytest_roseinfer.cases.history import History
-    from pytest_roseinfer.engines.mix import RequestMix
 
 _Example = TypeVar("_Example", "History", "RequestMix")
 _OBJECTS = 20_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.finding import load_target
-from pytest_roseinfer.running.conformance import conformance
+from pytest_roseinfer.suite.conformance import conformance
 
 settings.choose_kernel_runtime()
 for _name in settings.current().targets:

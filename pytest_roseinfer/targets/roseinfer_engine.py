@@ -16,7 +16,7 @@ from roseinfer import LLM, AttentionPath, EnginePath, SamplingBatch, SamplingPar
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_roseinfer.engines.mix import RequestMix, Sampling
+    from pytest_roseinfer.adapters.mix import RequestMix, Sampling
 
 _ALONE = "transformers"
 """The slow twin: a model's own attention, without a cache, batches, or any code of ours."""

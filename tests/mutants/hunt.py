@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.conformance import conformance
 from pytest_roseinfer.search import search
+from pytest_roseinfer.suite.conformance import conformance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

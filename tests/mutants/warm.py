@@ -16,7 +16,7 @@ import triton.language as tl
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
-from pytest_roseinfer.running.conformance import conformance
+from pytest_roseinfer.suite.conformance import conformance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

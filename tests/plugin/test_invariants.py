@@ -17,6 +17,13 @@ from pytest_roseinfer import BadCall, CacheSpec, FastPath, Ledger, Oracle
 from pytest_roseinfer.cases.operations.append import Append
 from pytest_roseinfer.cases.operations.append_padded import AppendPadded
 from pytest_roseinfer.cases.payload import Payload
+from pytest_roseinfer.findings.observation import (
+    Attended,
+    Declared,
+    Observation,
+    Outcome,
+    Snapshot,
+)
 from pytest_roseinfer.invariants.arena import arena
 from pytest_roseinfer.invariants.attention import attention, attention_by_formula
 from pytest_roseinfer.invariants.bad_calls import bad_calls
@@ -27,18 +34,11 @@ from pytest_roseinfer.invariants.ownership import ownership
 from pytest_roseinfer.invariants.read_back import read_back
 from pytest_roseinfer.invariants.refused import refused
 from pytest_roseinfer.oracle import Written, padding_token, token_of
-from pytest_roseinfer.running.observation import (
-    Attended,
-    Declared,
-    Observation,
-    Outcome,
-    Snapshot,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_roseinfer.running.observation import Pair
+    from pytest_roseinfer.findings.observation import Pair
 
 SPEC = CacheSpec(num_layers=1, num_heads=2, head_dim=4, block_size=2, num_blocks=4)
 PAYLOAD = Payload(SPEC)

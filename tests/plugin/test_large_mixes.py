@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import MixDivergence, conformance, settings
-from pytest_roseinfer.engines import tests as checks
 from pytest_roseinfer.engines.run import run_mix
 from pytest_roseinfer.engines.strategies import large_mixes
 from pytest_roseinfer.running.coverage import Coverage, current, set_current
+from pytest_roseinfer.suite import engine_tests as checks
 from pytest_roseinfer.targets.roseinfer_engine import RoseinferEngine
 from tests.plugin.engines.toy_engine import ToyAdapter, ToyEngine
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pytest_roseinfer.cases.operations.operation import Driven, Writer
-    from pytest_roseinfer.running.observation import Observation
+    from pytest_roseinfer.findings.observation import Observation
 
 PLUGIN = Path(pytest_roseinfer.__path__[0])
 

@@ -49,6 +49,7 @@ def loaded(project: Project, *arguments: str) -> set[str]:
 @pytest.fixture
 def probed(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     project.write(probe=PROBE)
+    project.from_cold = True
     monkeypatch.setenv("PYTHONPATH", str(project.path), prepend=os.pathsep)
     return project
 

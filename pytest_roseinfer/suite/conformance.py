@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, overload
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.validate import refuse_mistakes
-from pytest_roseinfer.findings.reproduce import CHECKS
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.machine import Machine
-from pytest_roseinfer.running.shipped_tests import ShippedTests
+from pytest_roseinfer.search.reproduce import CHECKS
+from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +112,7 @@ def conformance(adapter: type[Any]) -> type[ShippedTests]:
     refuse_mistakes(adapter)
     tests: type[ShippedTests] = ConformanceTests
     if issubclass(adapter, EngineAdapter):
-        from pytest_roseinfer.engines.tests import EngineTests
+        from pytest_roseinfer.suite.engine_tests import EngineTests
 
         tests = EngineTests
     return type(f"Test{adapter.__name__}", (tests,), {"adapter": adapter})

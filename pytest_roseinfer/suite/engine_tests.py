@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 from pytest_roseinfer import settings
 from pytest_roseinfer.engines.run import run_forks, run_mix
 from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.shipped_tests import ShippedTests
+from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
     from pytest_roseinfer.adapters.engine import EngineAdapter
-    from pytest_roseinfer.engines.mix import RequestMix
+    from pytest_roseinfer.adapters.mix import RequestMix
 
 _SHARE = 0.8
 """So many mixes are drawn for each example of a profile: one takes a whole engine to serve."""

@@ -11,10 +11,10 @@ from pathlib import Path
 from pprint import pformat
 from typing import TYPE_CHECKING, Any
 
+from pytest_roseinfer.adapters.mix import RequestMix
 from pytest_roseinfer.cases.history import History
-from pytest_roseinfer.engines.mix import RequestMix
 from pytest_roseinfer.engines.run import run_forks, run_mix
-from pytest_roseinfer.plugin.environment import variables
+from pytest_roseinfer.environment import variables
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.machine import run_history
 from pytest_roseinfer.running.metamorphic import (

@@ -23,7 +23,7 @@ def replay(file: str) -> int:
 
     from pytest_roseinfer.adapters.finding import load_target
     from pytest_roseinfer.findings.divergence import Difference
-    from pytest_roseinfer.findings.reproduce import CHECKS, example_of
+    from pytest_roseinfer.search.reproduce import CHECKS, example_of
 
     example = example_of(trace)
     device = torch.device(example.device)
