@@ -13,8 +13,10 @@ pytest_plugins = ("pytester",)
 # before anything imports roseinfer's kernels.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # The tensors are tiny; on a busy machine threads only wait for each other.
+    # The tensors are tiny; on a busy machine threads only wait for each other. The variable is
+    # for the processes that tests start.
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

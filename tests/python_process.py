@@ -15,7 +15,7 @@ _TIMEOUT = 120
 
 
 def run_python(
-    code: str, *flags: str, interpret: bool = False, warm: bool = False, **environment: str
+    code: str, *, interpret: bool = False, warm: bool = False, **environment: str
 ) -> str:
     """Return what ``code`` prints; it must exit cleanly.
 
@@ -25,7 +25,7 @@ def run_python(
     env |= environment
     if interpret:
         env["TRITON_INTERPRET"] = "1"
-    arguments = [*flags, "-c", dedent(code)]
+    arguments = ["-c", dedent(code)]
     if warm:
         done = warm_process.run(arguments, cwd=ROOT, environment=env, timeout=_TIMEOUT)
     else:

@@ -13,6 +13,10 @@ import sys
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.gates.work.measure_work import measure_work
+from pytest_roseinfer.gates.work.python_calls import OwnCode
+from roseinfer import AppendPolicy
+from tests.gates.decode_steps import STEPS
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
@@ -23,11 +27,8 @@ _WORK = "while True: sum(range(10_000))"
 
 
 def results(runs: int, *, loaded: bool) -> list[str]:
-    """What each of ``runs`` processes counted, hashing and memory different in each."""
-    with ExitStack() as stack:
-        for _ in range(2 * (os.cpu_count() or 1) if loaded else 0):
-            stack.enter_context(_busy())
-        return [_count_in_a_process(hash_seed) for hash_seed in range(1, runs + 1)]
+    """Return what each of ``runs`` processes counted, hashing and memory different in each."""
+    return [_count_in_a_process(hash_seed, loaded=loaded) for hash_seed in range(1, runs + 1)]
 
 
 @contextmanager
@@ -40,10 +41,10 @@ def _busy() -> Iterator[None]:
         process.wait()
 
 
-def _count_in_a_process(hash_seed: int) -> str:
+def _count_in_a_process(hash_seed: int, *, loaded: bool) -> str:
     environment = os.environ | {"PYTHONHASHSEED": str(hash_seed), "TRITON_INTERPRET": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "tests.gates.stability", "count"],
+        [sys.executable, "-m", "tests.gates.stability", "count", "loaded" if loaded else "rest"],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -52,28 +53,26 @@ def _count_in_a_process(hash_seed: int) -> str:
     ).stdout
 
 
-def count() -> str:
-    """All that the steps do, as one text."""
-    from pytest_roseinfer.gates.work.measure_work import measure_work
-    from pytest_roseinfer.gates.work.python_calls import OwnCode
-    from roseinfer import AppendPolicy
-    from tests.gates.decode_steps import STEPS
-
+def count(*, loaded: bool = False) -> str:
+    """Return all that the steps do, as one text; ``loaded`` has every CPU work for two others."""
     policy = AppendPolicy(triton=False)
     own = OwnCode(["roseinfer"])
-    found = {
-        f"{name}, {family}": measure_work(
-            step(family, "cpu", paged_attention=False, append_policy=policy), own, "cpu"
-        ).groups
-        for name, step in STEPS.items()
-        for family in FAMILIES
-    }
+    with ExitStack() as stack:
+        for _ in range(2 * (os.cpu_count() or 1) if loaded else 0):
+            stack.enter_context(_busy())
+        found = {
+            f"{name}, {family}": measure_work(
+                step(family, "cpu", paged_attention=False, append_policy=policy), own, "cpu"
+            ).groups
+            for name, step in STEPS.items()
+            for family in FAMILIES
+        }
     return json.dumps(found, sort_keys=True) + "\n"
 
 
-def main(argument: str) -> None:
+def main(argument: str, *more: str) -> None:
     if argument == "count":
-        print(count(), end="")
+        print(count(loaded=more == ("loaded",)), end="")
         return
     at_rest = results(int(argument) // 2, loaded=False)
     busy = results(int(argument) - len(at_rest), loaded=True)
@@ -82,4 +81,4 @@ def main(argument: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

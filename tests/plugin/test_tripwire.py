@@ -71,6 +71,7 @@ GPU_ENGINE = """
 
 @pytest.fixture
 def on_a_gpu(project: Project) -> Project:
+    project.from_cold = True  # with a torch of its own
     project.write(torch=TORCH, engine=GPU_ENGINE.format(microseconds=1000), test_speed=marked())
     project.pytest("--roseinfer-gpu", BASELINE, "--roseinfer-update-tpot").assert_outcomes(passed=1)
     return project
