@@ -2,7 +2,8 @@
 
 It shares no code with any cache. A token is a number that says which sequence wrote it and
 at which position; a page is a list of them and a count of holders. Sequences that have the
-same name, one after another, write different tokens.
+same name, one after another, write different tokens. Where sequences have texts, the number says
+which text and which position instead: it is the same wherever the text is, up to there.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from pytest_roseinfer.texts import Texts
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_roseinfer.texts import Branch
+
+SHARING = ("exact", "equal prefixes", "none")
 FORK_SHARES = ("blocks", "full blocks", "nothing")
 _POSITIONS = 1 << 16
 """The longest sequence whose tokens have numbers of their own."""
 _NAMES = 1 << 16
 _PADDING_SEQUENCE = 1 << 15
+_TEXTS = _PADDING_SEQUENCE + 1
 
 
 def token_of(seq: int, position: int, life: int = 0) -> int:
@@ -31,8 +38,15 @@ def padding_token(row: int) -> int:
     return token_of(_PADDING_SEQUENCE, row)
 
 
+def text_token(text: int, position: int) -> int:
+    """Number the token at a position of a text."""
+    return token_of(_TEXTS + text, position)
+
+
 def token_label(token: int) -> str:
     seq, position, life = _parts(token)
+    if seq >= _TEXTS:
+        return f"t{seq - _TEXTS}.{position}"
     return f"{seq}(life {life + 1}).{position}" if life else f"{seq}.{position}"
 
 
@@ -40,6 +54,8 @@ def token_words(token: int) -> str:
     seq, position, life = _parts(token)
     if seq == _PADDING_SEQUENCE:
         return f"padding row {position}"
+    if seq >= _TEXTS:
+        return f"text {seq - _TEXTS}, token {position}"
     again = f" (life {life + 1})" if life else ""
     return f"sequence {seq}{again}, token {position}"
 
@@ -78,11 +94,18 @@ class Oracle:
     capacity: int
     fork_shares: str = "blocks"
     """As ``KVCacheAdapter.fork_shares``."""
+    branches: tuple[Branch, ...] = ()
+    """What sequences say, if the cache is told."""
+    texts: Texts | None = field(init=False, default=None)
     sequences: dict[int, list[Page]] = field(default_factory=dict)
     lives: Counter[int] = field(default_factory=Counter)
     """The number of sequences of each name that were freed."""
     reserved: list[Written] = field(default_factory=list)
     """Tokens that count as stored, since there is room for them, but are not written yet."""
+
+    def __post_init__(self) -> None:
+        if self.branches:
+            self.texts = Texts(self.branches)
 
     def tokens(self, seq: int) -> list[int]:
         return [token for page in self.sequences.get(seq, []) for token in page.tokens]
@@ -131,10 +154,32 @@ class Oracle:
     def new_tokens(self, rows: Sequence[tuple[int, int]]) -> list[int]:
         """List the tokens that appending these rows writes, row by row."""
         return [
-            token_of(seq, position, self.lives[seq])
+            self._token(seq, position)
             for seq, count in rows
             for position in range(self.length(seq), self.length(seq) + count)
         ]
+
+    def _token(self, seq: int, position: int) -> int:
+        if not self.texts:
+            return token_of(seq, position, self.lives[seq])
+        return text_token(self.texts.owner(self._text_of(seq), position), position)
+
+    def _text_of(self, seq: int) -> int:
+        assert self.texts
+        return self.texts.of(seq, self.lives[seq])
+
+    def said(self, rows: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """List, for each row, what the tokens say that appending it writes."""
+        if not self.texts:
+            return []
+        return [
+            self.texts.tokens(self._text_of(seq), self.length(seq), self.length(seq) + count)
+            for seq, count in rows
+        ]
+
+    def said_by(self, seq: int) -> list[int]:
+        """List what a sequence says so far."""
+        return self.texts.tokens(self._text_of(seq), 0, self.length(seq)) if self.texts else []
 
     def append(self, rows: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
         coming = iter(tokens)
@@ -153,11 +198,26 @@ class Oracle:
         pages[-1].tokens.append(token)
 
     def fork(self, parent: int, child: int) -> None:
+        self.begin_as(parent, child)
         self.sequences[child] = []
         for page in self.sequences[parent]:
             shared = self._shares(page)
             page.holders += shared
             self.sequences[child].append(page if shared else Page(list(page.tokens)))
+
+    def begin_as(self, parent: int, child: int) -> None:
+        """Have ``child`` say what ``parent`` says by now, and go on with a text of its own."""
+        if self.texts:
+            self.texts.fork(self._text_of(parent), child, self.length(parent))
+
+    def adopt_sharing(self, tables: Mapping[int, Sequence[int]]) -> None:
+        """Share pages as a cache shares blocks, once that was found right."""
+        pages: dict[int, Page] = {}
+        for seq, blocks in tables.items():
+            own = self.sequences[seq]
+            for at, block in enumerate(blocks):
+                own[at] = pages.setdefault(block, Page(own[at].tokens, holders=0))
+                own[at].holders += 1
 
     def fork_fits(self, parent: int) -> bool:
         copied = sum(not self._shares(page) for page in self.sequences[parent])
@@ -169,5 +229,7 @@ class Oracle:
 
     def free(self, seq: int) -> None:
         self.lives[seq] += 1
+        if self.texts:
+            self.texts.forget(seq)
         for page in self.sequences.pop(seq):
             page.holders -= 1

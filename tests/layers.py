@@ -28,7 +28,8 @@ ENGINE_LAYERS = (
     {"cli", "bench", "benchmark_scheduler", "benchmark_streaming", "__main__"},
 )
 PLUGIN_LAYERS = (
-    {"settings", "discover", "oracle"},
+    {"settings", "discover", "texts"},
+    {"oracle"},
     {"environment"},
     {"adapters"},
     {"cases"},

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pytest_roseinfer.adapters.base import Adapter, optional
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     import torch
 
@@ -46,6 +46,8 @@ class Ledger:
     """Blocks nobody holds."""
     total: int
     """The number of blocks that sequences may use."""
+    cached: Collection[int] = ()
+    """Those of ``free`` whose content is kept, since a text may find it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,10 @@ class KVCacheAdapter(Adapter):
     fork_shares: ClassVar[str] = "blocks"
     """A fork shares all its ``"blocks"``, and a partial one is copied when it is written to; or
     only its ``"full blocks"``, and a partial one is copied at once; or ``"nothing"``."""
+    sharing: ClassVar[str] = "exact"
+    """Sequences share blocks where ``fork`` says so, ``"exact"``; or, where the cache is told
+    their ``texts``, may share any whose tokens and all before them are equal, ``"equal
+    prefixes"``; or never, ``"none"``."""
     scratch_blocks: frozenset[int] = frozenset()
     """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
@@ -106,6 +112,15 @@ class KVCacheAdapter(Adapter):
         Read it by another route than the cache's own if there is one.
         """
         raise NotImplementedError(f"{type(self).__name__} must define peek(seq, layer)")
+
+    @optional
+    def texts(self, said: Sequence[Sequence[int]]) -> None:
+        """Hear what the tokens say that are written next, or that room is reserved for next.
+
+        A row for each sequence, in the order of the write, padding left out; ``[5, 3]`` where two
+        tokens are appended. What is stored for a token follows from what its sequence says up to
+        there, so equal beginnings store the same. A fork says what its parent does.
+        """
 
     @optional
     def append_many(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.adapters.fast_path import FastPath
-from pytest_roseinfer.oracle import FORK_SHARES
+from pytest_roseinfer.oracle import FORK_SHARES, SHARING
 
 
 def refuse_mistakes(adapter: type[Adapter]) -> None:
@@ -18,6 +18,7 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
     if shares not in FORK_SHARES:
         known = ", ".join(map(repr, FORK_SHARES))
         raise TypeError(f"{name}.fork_shares is {shares!r}: choose one of {known}")
+    _refuse_sharing(adapter)
     for path_name, path in adapter.paths.items():
         if not isinstance(path, FastPath):
             twin = repr(path) if isinstance(path, str) else "..."
@@ -30,3 +31,16 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
                 f"{name}.paths[{path_name!r}] names {', '.join(sorted(unknown))}, which "
                 "option_choices has no values for"
             )
+
+
+def _refuse_sharing(adapter: type[Adapter]) -> None:
+    name, sharing = adapter.__name__, getattr(adapter, "sharing", SHARING[0])
+    if sharing not in SHARING:
+        known = ", ".join(map(repr, SHARING))
+        raise TypeError(f"{name}.sharing is {sharing!r}: choose one of {known}")
+    lacking = {"texts", "table", "ledger"} - adapter.abilities
+    if sharing == "equal prefixes" and lacking:
+        raise TypeError(
+            f"{name}.sharing is {sharing!r}, which cannot be judged without "
+            f"{' and '.join(sorted(lacking))}: define {'it' if len(lacking) == 1 else 'them'}"
+        )

@@ -9,6 +9,7 @@ from pytest_roseinfer.adapters.cache import CacheSpec
 from pytest_roseinfer.cases import operations
 from pytest_roseinfer.cases.operations.operation import Operation
 from pytest_roseinfer.discover import import_all
+from pytest_roseinfer.texts import WHOLE, Branch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,6 +24,8 @@ class History:
     spec: CacheSpec
     operations: tuple[Operation, ...]
     finite: bool = True
+    texts: tuple[Branch, ...] = ()
+    """What sequences say, by name and in turns, if the cache is told."""
 
     @property
     def size(self) -> int:
@@ -35,12 +38,22 @@ class History:
     def words(self) -> str:
         shape = ", ".join(f"{name}={value}" for name, value in asdict(self.spec).items())
         steps = [f"  {at}. {step.words()}" for at, step in enumerate(self.operations, 1)]
-        return "\n".join([f"a cache with {shape}", *steps])
+        texts = [
+            f"text {text} begins as text {parent}"
+            + (f" for {length} tokens" if length < WHOLE else " and is equal to it")
+            for text, (parent, length) in enumerate(self.texts)
+            if parent != text
+        ]
+        if self.texts:
+            which = f"text n mod {len(self.texts)}, and the next text when its name is used again"
+            texts.append(f"sequence n has {which}")
+        return "\n".join([f"a cache with {shape}", *texts, *steps])
 
     def to_json(self) -> dict[str, Any]:
         return {
             "spec": asdict(self.spec),
             "finite": self.finite,
+            "texts": self.texts,
             "operations": [step.to_json() for step in self.operations],
         }
 
@@ -50,4 +63,5 @@ class History:
             CacheSpec(**data["spec"]),
             tuple(map(Operation.from_json, data["operations"])),
             data["finite"],
+            tuple((parent, length) for parent, length in data.get("texts", ())),
         )

@@ -22,6 +22,7 @@ from pytest_roseinfer.cases.operations.operation import OPERATIONS
 from pytest_roseinfer.cases.operations.prefill import Prefill
 from pytest_roseinfer.cases.payload import LAYOUTS, VIEWS, lay_out
 from pytest_roseinfer.oracle import Oracle
+from pytest_roseinfer.texts import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.texts import Branch
 
 _T = TypeVar("_T")
 HEAD_DIMS = (4, 1, 5, 8, 80, 96)
@@ -137,6 +139,18 @@ def block_tables(draw: st.DrawFn, *, num_blocks: int, most_rows: int = 6) -> lis
     return tables
 
 
+@st.composite
+def text_branches(draw: st.DrawFn, *, block_size: int, most: int = 4) -> tuple[Branch, ...]:
+    """Draw texts that begin alike, up to a block's edge or around it, or are equal."""
+    edges = {block_size, 2 * block_size}
+    lengths = sorted({WHOLE, 0, 1, *(edge + more for edge in edges for more in (-1, 0, 1))})
+    branches = [(0, 0)]
+    for text in range(1, draw(st.integers(1, most))):
+        length: int = draw(st.sampled_from([WHOLE, WHOLE, *lengths]))
+        branches.append((draw(st.integers(0, text - 1)), length))
+    return tuple(branches)
+
+
 @dataclass(slots=True)
 class _Writer:
     """Draws one history, with an oracle beside it so that every step makes sense.
@@ -150,6 +164,8 @@ class _Writer:
     steps: list[Operation] = field(default_factory=list)
     names: int = 0
     """The number of names used so far; the next new one."""
+    over: bool = False
+    """No step may follow."""
     vacant: list[int] = field(default_factory=list)
     """The names that no sequence has any more, in the order in which they were given up."""
 
@@ -230,8 +246,11 @@ class _Writer:
 
     def take(self, step: Operation) -> None:
         """Add a step; one that finds no room is kept only if the cache shows how much it has."""
-        if not step.apply(self.oracle) and "ledger" not in self.adapter.abilities:
-            return
+        if not step.apply(self.oracle):
+            if "ledger" not in self.adapter.abilities:
+                return
+            # A cache that shares more than forks may find room, and nobody knows what it holds.
+            self.over = self.adapter.sharing == "equal prefixes"
         named = step.changed()
         self.names = max([self.names, *(seq + 1 for seq in named)])
         used = dict.fromkeys([*self.vacant, *named])
@@ -254,7 +273,9 @@ def histories(
     """
     options = switches(adapter, aim)
     spec = draw(cache_specs(dtypes=adapter.dtypes, options=options, device=device))
-    oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares)
+    told = "texts" in adapter.abilities
+    texts = draw(text_branches(block_size=spec.block_size)) if told else ()
+    oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares, texts)
     writer = _Writer(draw, adapter, oracle)
     if "fork" in adapter.abilities:
         writer.begin()
@@ -265,6 +286,8 @@ def histories(
         if move is None:
             break
         writer.take(move())
+        if writer.over:
+            break
     while oracle.reserved:
         writer.take(Fill())
-    return History(spec, tuple(writer.steps), finite=draw(st.booleans()))
+    return History(spec, tuple(writer.steps), finite=draw(st.booleans()), texts=texts)

@@ -30,6 +30,7 @@ class Declared:
     conditions: Sequence[str] = ()
     row_conditions: Mapping[str, str] = field(default_factory=dict)
     fork_shares: str = "blocks"
+    sharing: str = "exact"
     scratch_blocks: frozenset[int] = frozenset()
 
     @property

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pytest_roseinfer.findings.finding import Location, location_of_block
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.oracle import Page
 
 
 @invariant(rank=2, needs=("ledger", "table"))
@@ -38,10 +43,15 @@ def _wrong_books(seen: Observation, layer: int) -> Finding | None:
 
 
 def _wrong_sharing(seen: Observation, layer: int) -> Finding | None:
-    """Say where sequences share a block but no page of the oracle, or the other way round."""
+    """Say where sequences share a block but no page of the oracle, or the other way round.
+
+    Pages that hold the same, in sequences that are equal up to there, may be one block too if the
+    cache shares by prefix.
+    """
+    by_prefix = seen.declared.sharing == "equal prefixes"
     tables = seen.after.tables_of(layer)
     block_of: dict[int, int] = {}
-    page_of: dict[int, int] = {}
+    page_of: dict[int, Page] = {}
     for seq, pages in seen.oracle.sequences.items():
         table = tables[seq]
         if len(table) != len(pages):
@@ -57,7 +67,8 @@ def _wrong_sharing(seen: Observation, layer: int) -> Finding | None:
                     f"shares block {block_of[id(page)]}: a block was copied needlessly",
                     Location(layer, {seq: at}, block),
                 )
-            if page_of.setdefault(block, id(page)) != id(page):
+            other = page_of.setdefault(block, page)
+            if other is not page and not (by_prefix and other.tokens == page.tokens):
                 return Finding(
                     f"layer {layer}: block {block} of sequence {seq} is shared with a "
                     "sequence that must have one of its own by now",

@@ -14,7 +14,6 @@ import torch
 
 from pytest_roseinfer import invariants
 from pytest_roseinfer.adapters.cache import Ledger
-from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.cases.operations.operation import Driven
 from pytest_roseinfer.cases.payload import Payload, lay_out
 from pytest_roseinfer.discover import import_all
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from pytest_roseinfer.adapters.cache import BadCall, KVCacheAdapter
+    from pytest_roseinfer.cases.history import History
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.findings.observation import Pair
 
@@ -59,7 +59,8 @@ class Machine:
         if lacking := {need for step in history.operations for need in step.needs} - self.can:
             raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
         self.attends = attends and "attend" in self.can
-        self.oracle = Oracle(spec.block_size, spec.num_blocks, adapter_type.fork_shares)
+        shares = adapter_type.fork_shares
+        self.oracle = Oracle(spec.block_size, spec.num_blocks, shares, history.texts)
         self.payload = Payload(spec, history.finite)
         self.adapter = adapter_type()
         self.adapter.make(spec)
@@ -69,8 +70,10 @@ class Machine:
             self.adapter.conditions,
             self.adapter.row_conditions,
             self.adapter.fork_shares,
+            self.adapter.sharing,
             self.adapter.scratch_blocks,
         )
+        self.shares_prefixes = self.adapter.sharing == "equal prefixes"
         self.own_conditions = [name for name in OWN_CONDITIONS if name in self.adapter.conditions]
         self.checked = Counter({each.name: 0 for each in INVARIANTS})
         """How often each invariant was checked."""
@@ -104,6 +107,8 @@ class Machine:
         outcome = self._do(operation)
         before, self.now = self.now, self.look(reads=True)
         counted.update(self._judge(OPERATION, before, outcome, self.now, operation=operation))
+        if self.shares_prefixes:
+            self.oracle.adopt_sharing(self.now.tables_of(0))
         self._poison_what_was_freed(before)
         done = len(self.done)
         if self.attends and (done % EVERY == 0 or done == self.history.size):
@@ -116,18 +121,21 @@ class Machine:
         """Do a step to the oracle and to the cache, which must refuse it where it does not fit."""
         oracle, driven, rows = self.oracle, self.driven, operation.rows()
         met = conditions_met(oracle, operation) if self.declared.row_conditions else Counter[str]()
-        written = operation.written(oracle)
+        written, said = operation.written(oracle), operation.said(oracle)
         name, room = "step", ""
         if rows:
             needed, free = oracle.pages_needed(rows), oracle.pages_free()
             name, room = "write", f" ({needed} blocks needed, {free} free)"
         fits = operation.apply(oracle)
+        may_fit = self.shares_prefixes and bool(rows)  # with blocks that hold the same already
         if written:
             self.seen.update(written.tokens)
             tokens = operation.inputs(written.tokens)
             driven.key, driven.value = self.payload.inputs(tokens, written.layout)
         driven.planned_with = driven.options
         try:
+            if said and "texts" in self.can:
+                self.adapter.texts(said)
             operation.drive(driven)
         except self.adapter.full_errors as error:
             if fits:
@@ -136,8 +144,11 @@ class Machine:
             what = f"the {name} raised {type(error).__name__}: {error}"
             self.fail(Finding(what, cause=error))
         else:
-            if not fits:
+            if not fits and not may_fit:
                 self.fail(Finding(f"accepted a {name} that does not fit{room}"))
+            if not fits:
+                operation.change(oracle)
+                fits = True
         if written:
             # A cache that keeps what it was handed reads poison from here on.
             driven.key.fill_(_POISON)
@@ -147,11 +158,12 @@ class Machine:
         return Outcome(fits, driven.planned_with, written, met)
 
     def _poison_what_was_freed(self, before: Snapshot) -> None:
-        """Overwrite the blocks that were given back, in the cache and in its snapshot."""
+        """Overwrite what nobody will read of the blocks given back, in the cache and its copy."""
         if before.arena is None or self.now.arena is None or "table" not in self.can:
             return
         for layer in range(self.spec.num_layers):
-            for block in before.owners(layer).keys() - self.now.owners(layer).keys():
+            kept = {*self.now.ledger(layer).cached} if "ledger" in self.can else set[int]()
+            for block in before.owners(layer).keys() - self.now.owners(layer).keys() - kept:
                 for cache in (*self.adapter.arena(), *self.now.arena):
                     cache[layer, block].fill_(_POISON)
 
@@ -243,7 +255,7 @@ class Machine:
         )
 
     def fail(self, finding: Finding) -> NoReturn:
-        done = History(self.spec, tuple(self.done), finite=self.payload.finite)
+        done = replace(self.history, operations=tuple(self.done))
         raise Divergence(finding, done, self.oracle, self._books()) from finding.cause
 
 
@@ -264,7 +276,7 @@ def _read(route: Callable[[int, int], Pair], seq: int, layer: int) -> Pair:
 
 def _copied(ledger: Callable[[int], Ledger], layer: int) -> Ledger:
     shown = ledger(layer)
-    return Ledger(dict(shown.refcounts), list(shown.free), shown.total)
+    return Ledger(dict(shown.refcounts), list(shown.free), shown.total, set(shown.cached))
 
 
 def run_history(adapter: type[KVCacheAdapter], history: History) -> Counter[str]:

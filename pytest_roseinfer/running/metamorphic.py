@@ -39,7 +39,7 @@ def check_split(adapter: type[KVCacheAdapter], history: History) -> Checked:
 def check_copied(adapter: type[KVCacheAdapter], history: History) -> Checked:
     """A fork behaves as a sequence of its own with the same tokens."""
     history = _roomy(adapter, history)
-    oracle = Oracle(history.spec.block_size, history.spec.num_blocks)
+    oracle = Oracle(history.spec.block_size, history.spec.num_blocks, branches=history.texts)
     steps: list[Operation] = []
     for step in history.operations:
         steps.append(step.unshared(oracle))
@@ -71,9 +71,9 @@ def check_every_option(adapter: type[KVCacheAdapter], history: History) -> Check
 def _roomy(adapter: type[KVCacheAdapter], history: History) -> History:
     """Keep the steps that fit, on a cache so large that forks would fit as copies too."""
     spec = history.spec
-    oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares)
+    oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares, history.texts)
     steps = [step for step in history.operations if step.apply(oracle)]
-    endless = Oracle(spec.block_size, capacity=1 << 40)
+    endless = Oracle(spec.block_size, capacity=1 << 40, branches=history.texts)
     blocks = 1
     for step in steps:
         blocks += endless.pages_needed(step.unshared(endless).rows())

@@ -26,6 +26,13 @@ class Copy(operation.Write):
     def tokens(self, oracle: operation.Oracle) -> operation.Tokens:
         return oracle.tokens(self.parent)
 
+    def said(self, oracle: operation.Oracle) -> list[list[int]]:
+        return [oracle.said_by(self.parent)]
+
+    def change(self, oracle: operation.Oracle) -> None:
+        oracle.append(self.rows(), self.tokens(oracle))
+        oracle.begin_as(self.parent, self.child)
+
     def drive(self, cache: operation.Driven) -> None:
         if "prefill" in cache.adapter.abilities:
             cache.adapter.prefill(self.child, cache.key, cache.value)

@@ -117,6 +117,10 @@ class Operation:
         """Return the tokens that it is about to store."""
         return None
 
+    def said(self, oracle: Oracle) -> list[list[int]]:
+        """List what the tokens of its rows say, where sequences have texts."""
+        return oracle.said(self.rows())
+
     def fits(self, oracle: Oracle) -> bool:
         return oracle.fits(self.rows())
 

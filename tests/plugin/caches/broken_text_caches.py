@@ -1,0 +1,81 @@
+"""Caches that keep a block for every text, and do it wrongly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.plugin.caches.text_cache import TextCache
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+
+class KnowsTheBlockAlone(TextCache):
+    """Its key leaves out what came before the block."""
+
+    def key(self, said: Sequence[int]) -> Hashable:
+        return tuple(said[-self.spec.block_size :])
+
+
+class KnowsABareHash(TextCache):
+    """Its keys are hashes of four values, and what they stand for is not compared."""
+
+    def key(self, said: Sequence[int]) -> Hashable:
+        return hash(tuple(said)) % 4
+
+
+class FreesTheDuplicatesBlock(TextCache):
+    """It gives up a block for an equal one, and does not hold that."""
+
+    def register(self, table: list[int], key: Hashable) -> None:
+        other = self.block_of.setdefault(key, table[-1])
+        if other == table[-1]:
+            self.key_of[other] = key
+            return
+        self.drop(table[-1])
+        table[-1] = other
+
+
+class FindsWhatWasEvicted(TextCache):
+    """A block that is taken for something else can still be found."""
+
+    def take(self) -> int:
+        block = self.unused.pop(0)
+        self.holders[block] = 1
+        return block
+
+
+class FindsAPartialBlock(TextCache):
+    """A block is known one token before it is full."""
+
+    def found(self, said: Sequence[int]) -> list[int]:
+        size = self.spec.block_size
+        if len(said) % size != size - 1 or size == 1:
+            return super().found(said)
+        return super().found([*said, said[-1]])
+
+
+class ForgetsToCountHits(TextCache):
+    """Blocks that a prompt finds, and nobody holds, are counted as room as well."""
+
+    def prefill(self, seq, key, value):  # type: ignore[no-untyped-def]
+        size, (said,) = self.spec.block_size, self.coming
+        found = self.found(said)
+        if -(-len(said) // size) - len(found) <= len(self.unused):
+            for block in found:
+                self.hold(block)
+            begin = len(found) * size
+            self.tables[seq], self.said[seq] = found, list(said[:begin])
+            self.write(seq, said[begin:], key[:, begin:], value[:, begin:])
+            return
+        super().prefill(seq, key, value)
+
+
+BROKEN = (
+    KnowsTheBlockAlone,
+    KnowsABareHash,
+    FreesTheDuplicatesBlock,
+    FindsWhatWasEvicted,
+    FindsAPartialBlock,
+    ForgetsToCountHits,
+)

@@ -1,0 +1,110 @@
+"""Caches that are told what sequences say, and share blocks by it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import Phase, given, seed
+from hypothesis import settings as hypothesis_settings
+
+from pytest_roseinfer import CacheSpec, Divergence, History, conformance, run_history, settings
+from pytest_roseinfer.cases.operations.append import Append
+from pytest_roseinfer.cases.operations.free import Free
+from pytest_roseinfer.cases.operations.prefill import Prefill
+from pytest_roseinfer.cases.strategies import histories
+from pytest_roseinfer.texts import WHOLE, Texts
+from tests.plugin.caches import broken_text_caches
+from tests.plugin.caches.paged_cache import PagedCache
+from tests.plugin.caches.text_cache import TextCache
+
+if TYPE_CHECKING:
+    from pytest_roseinfer import KVCacheAdapter
+
+
+def test_texts_are_equal_as_long_as_they_are_drawn_so() -> None:
+    texts = Texts(((0, 0), (0, 3), (1, WHOLE)))
+    assert texts.tokens(0, 0, 5) == [1, 1, 1, 1, 1]
+    assert texts.tokens(1, 0, 5) == [1, 1, 1, 2, 2]
+    assert texts.tokens(2, 0, 5) == [1, 1, 1, 2, 2]
+    texts.fork(2, child=9, length=4)
+    assert texts.tokens(texts.of(9, life=0), 0, 6) == [1, 1, 1, 2, 4, 4]
+    texts.forget(9)
+    assert texts.of(9, life=1) == 1
+
+
+@pytest.mark.usefixtures("short_run")
+def test_a_cache_that_shares_by_prefix_passes() -> None:
+    settings.set_current(settings.Settings(examples=60, steps=20, seed=1))
+    tests = conformance(TextCache)()
+    tests.test_histories()
+    tests.test_permuting_a_batch_permutes_the_result()
+    tests.test_one_batch_equals_its_split_in_two()
+
+
+@pytest.mark.parametrize("broken", broken_text_caches.BROKEN, ids=lambda cache: cache.__name__)
+@pytest.mark.parametrize("number", range(3))
+def test_one_that_shares_wrongly_is_found(broken: type[KVCacheAdapter], number: int) -> None:
+    @hypothesis_settings(max_examples=500, database=None, phases=[Phase.generate], deadline=None)
+    @seed(number)
+    @given(histories(broken))
+    def look(history: History) -> None:
+        run_history(broken, history)
+
+    with pytest.raises(Divergence):
+        look()
+
+
+SPEC = CacheSpec(block_size=2)
+SAME = ((0, 0), (0, WHOLE))
+
+
+def test_equal_texts_store_the_same_and_others_do_not() -> None:
+    history = History(SPEC, (Prefill(0, 3), Prefill(1, 3), Append((0, 1)), Free(0), Append((1,))))
+    run_history(TextCache, replace(history, texts=SAME))
+    run_history(TextCache, replace(history, texts=((0, 0), (0, 1))))
+
+
+def test_a_step_that_needs_what_is_shared_may_be_accepted() -> None:
+    """Two blocks hold one prompt and no more; the same prompt again needs none."""
+    steps = (Prefill(0, 4), Prefill(1, 4))
+    small = replace(SPEC, num_blocks=2)
+    run_history(TextCache, History(small, steps, texts=SAME))
+    run_history(TextCache, History(small, steps, texts=((0, 0), (0, 2))))
+
+
+def test_a_history_with_texts_is_saved_and_said() -> None:
+    history = History(SPEC, (Prefill(0, 3),), texts=((0, 0), (0, 3), (1, WHOLE)))
+    assert History.from_json(json.loads(json.dumps(history.to_json()))) == history
+    assert "text 1 begins as text 0 for 3 tokens" in history.words()
+    assert "text 2 begins as text 1 and is equal to it" in history.words()
+
+
+def test_one_without_texts_is_loaded_as_before() -> None:
+    saved = History(SPEC, (Append((0,)),)).to_json()
+    del saved["texts"]
+    assert History.from_json(saved).texts == ()
+
+
+class SharesWithoutTexts(PagedCache):
+    sharing = "equal prefixes"
+
+
+class SharesAnyhow(PagedCache):
+    sharing = "anyhow"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (SharesWithoutTexts, "cannot be judged without texts: define it"),
+        (SharesAnyhow, "choose one of 'exact', 'equal prefixes', 'none'"),
+    ],
+)
+def test_a_policy_that_cannot_be_judged_is_refused(
+    adapter: type[KVCacheAdapter], message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        conformance(adapter)
