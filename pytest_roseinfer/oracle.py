@@ -181,6 +181,11 @@ class Oracle:
         """List what a sequence says so far."""
         return self.texts.tokens(self._text_of(seq), 0, self.length(seq)) if self.texts else []
 
+    def text_tokens(self, text: int, count: int) -> list[int]:
+        """List the first tokens of a text."""
+        assert self.texts
+        return [text_token(self.texts.owner(text, at), at) for at in range(count)]
+
     def append(self, rows: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
         coming = iter(tokens)
         for seq, count in rows:

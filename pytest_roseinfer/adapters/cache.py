@@ -93,6 +93,12 @@ class KVCacheAdapter(Adapter):
     """Sequences share blocks where ``fork`` says so, ``"exact"``; or, where the cache is told
     their ``texts``, may share any whose tokens and all before them are equal, ``"equal
     prefixes"``; or never, ``"none"``."""
+    match_granularity: ClassVar[str] = "block"
+    """``matched`` finds whole blocks, ``"block"``, or also a part of one, ``"token"``."""
+    match_leaves: ClassVar[int] = 0
+    """Of a text it never finds so many of the last tokens: 1 where one must be left to compute."""
+    match_finds: ClassVar[str] = "all"
+    """It finds ``"all"`` that is stored of a text, or ``"some"`` of it."""
     scratch_blocks: frozenset[int] = frozenset()
     """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
@@ -121,6 +127,17 @@ class KVCacheAdapter(Adapter):
         tokens are appended. What is stored for a token follows from what its sequence says up to
         there, so equal beginnings store the same. A fork says what its parent does.
         """
+
+    @optional
+    def matched(self, said: Sequence[int]) -> int:
+        """Count the first tokens of a text that are stored, so that a sequence could begin there.
+
+        Asking takes nothing and changes nothing.
+        """
+
+    @optional
+    def use_hash(self, hashed: Callable[[object], int]) -> None:
+        """Hash with this function, called after ``make``: different things often hash alike."""
 
     @optional
     def append_many(

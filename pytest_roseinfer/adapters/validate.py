@@ -6,6 +6,12 @@ from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.adapters.fast_path import FastPath
 from pytest_roseinfer.oracle import FORK_SHARES, SHARING
 
+_LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {
+    "match_granularity": ("block", "token"),
+    "match_leaves": (0, 1),
+    "match_finds": ("all", "some"),
+}
+
 
 def refuse_mistakes(adapter: type[Adapter]) -> None:
     """Raise ``TypeError`` for a class that is no usable adapter; the message says why."""
@@ -39,6 +45,11 @@ def _refuse_sharing(adapter: type[Adapter]) -> None:
         known = ", ".join(map(repr, SHARING))
         raise TypeError(f"{name}.sharing is {sharing!r}: choose one of {known}")
     lacking = {"texts", "table", "ledger"} - adapter.abilities
+    for attribute, choices in _LOOKUP_CHOICES.items():
+        if (said := getattr(adapter, attribute, choices[0])) not in choices:
+            raise TypeError(
+                f"{name}.{attribute} is {said!r}, and must be {' or '.join(map(repr, choices))}"
+            )
     if sharing == "equal prefixes" and lacking:
         raise TypeError(
             f"{name}.sharing is {sharing!r}, which cannot be judged without "

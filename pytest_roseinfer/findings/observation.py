@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.fast_path import FastPath
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.cases.payload import Payload
+    from pytest_roseinfer.findings.contents import Contents
     from pytest_roseinfer.oracle import Oracle, Written
 
 Pair = tuple["torch.Tensor", "torch.Tensor"]
@@ -31,6 +32,9 @@ class Declared:
     row_conditions: Mapping[str, str] = field(default_factory=dict)
     fork_shares: str = "blocks"
     sharing: str = "exact"
+    match_granularity: str = "block"
+    match_leaves: int = 0
+    match_finds: str = "all"
     scratch_blocks: frozenset[int] = frozenset()
 
     @property
@@ -49,6 +53,8 @@ class Snapshot:
     """Blocks, by sequence and layer; None where they are not offered."""
     ledgers: Sequence[Ledger | Exception] = ()
     """By layer."""
+    matched: Mapping[tuple[int, int], int | Exception] = field(default_factory=dict)
+    """How many tokens of a text the cache finds, by text and by how many it was asked for."""
     arena: Pair | None = None
     counts: Counter[str] = field(default_factory=Counter)
     """How often each path ran and each condition was met so far."""
@@ -117,6 +123,8 @@ class Observation:
     payload: Payload
     seen: frozenset[int] | set[int] = frozenset()
     """Every token that was ever to be written."""
+    contents: Contents = field(default_factory=dict)
+    """What blocks hold after the step, known where lookups are asked for."""
     declared: Declared = field(default_factory=Declared)
     attended: Sequence[Attended] = ()
     bad_call: BadCall | None = None

@@ -145,7 +145,7 @@ class Coverage:
             offered, device = adapter.abilities, settings.current().device
             self._targets[name] = TargetCoverage(
                 {name: path.equals for name, path in adapter.paths.items() if path.runs_on(device)},
-                list(adapter.conditions),
+                [*adapter.conditions, *["hash_collision"] * ("use_hash" in offered)],
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],
                 [each for each in adapter.optional if each not in offered],
             )

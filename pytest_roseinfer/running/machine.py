@@ -16,7 +16,9 @@ from pytest_roseinfer import invariants
 from pytest_roseinfer.adapters.cache import Ledger
 from pytest_roseinfer.cases.operations.operation import Driven
 from pytest_roseinfer.cases.payload import Payload, lay_out
+from pytest_roseinfer.cases.weak_hash import Collisions
 from pytest_roseinfer.discover import import_all
+from pytest_roseinfer.findings.contents import Contents, contents_of
 from pytest_roseinfer.findings.divergence import Divergence
 from pytest_roseinfer.findings.finding import Finding
 from pytest_roseinfer.findings.observation import (
@@ -71,12 +73,21 @@ class Machine:
             self.adapter.row_conditions,
             self.adapter.fork_shares,
             self.adapter.sharing,
+            self.adapter.match_granularity,
+            self.adapter.match_leaves,
+            # Of two blocks whose hashes are equal a cache may keep one.
+            "some" if "use_hash" in self.can else self.adapter.match_finds,
             self.adapter.scratch_blocks,
         )
         self.shares_prefixes = self.adapter.sharing == "equal prefixes"
         self.own_conditions = [name for name in OWN_CONDITIONS if name in self.adapter.conditions]
         self.checked = Counter({each.name: 0 for each in INVARIANTS})
         """How often each invariant was checked."""
+        self.contents: Contents = {}
+        """What blocks held after the latest step."""
+        self.collisions = Collisions() if "use_hash" in self.can else None
+        if self.collisions:
+            self.adapter.use_hash(self.collisions.hashed)
         self.done: list[Operation] = []
         self.seen: set[int] = set()
         """Every token that was ever to be written."""
@@ -107,6 +118,10 @@ class Machine:
         outcome = self._do(operation)
         before, self.now = self.now, self.look(reads=True)
         counted.update(self._judge(OPERATION, before, outcome, self.now, operation=operation))
+        if self.collisions and self.collisions.seen:
+            counted["hash_collision"] += self.collisions.take()
+        if "matched" in self.can:
+            self.contents = self._contents(self.now)
         if self.shares_prefixes:
             self.oracle.adopt_sharing(self.now.tables_of(0))
         self._poison_what_was_freed(before)
@@ -205,7 +220,25 @@ class Machine:
             arena = (arena[0].clone(), arena[1].clone())
         counts = self.adapter.path_counts() if "path_counts" in self.can else {}
         counted = Counter({str(name): times for name, times in counts.items()})
-        return replace(books, reads=read, arena=arena, counts=counted)
+        matched = self._matched() if reads and "matched" in self.can else {}
+        return replace(books, reads=read, matched=matched, arena=arena, counts=counted)
+
+    def _matched(self) -> dict[tuple[int, int], int | Exception]:
+        """Look up every text, a little longer than any sequence and up to a block's edge."""
+        size, texts = self.spec.block_size, self.oracle.texts
+        if not texts:
+            return {}
+        longest = max(map(self.oracle.length, self.oracle.sequences), default=0)
+        counts = {longest + 1, -(-longest // size) * size or size}
+        return {
+            (text, count): _asked(self.adapter.matched, texts.tokens(text, 0, count))
+            for text in range(len(self.history.texts))
+            for count in counts
+        }
+
+    def _contents(self, after: Snapshot) -> Contents:
+        cached = after.ledger(0).cached
+        return contents_of(self.oracle, after.tables_of(0), cached, self.contents)
 
     def _reads(self) -> dict[tuple[str, int, int], Pair | Exception]:
         routes = ("peek", "gather") if "gather" in self.can else ("peek",)
@@ -251,6 +284,7 @@ class Machine:
             payload=self.payload,
             seen=self.seen,
             declared=self.declared,
+            contents=self._contents(after) if after.matched else {},
             **what,
         )
 

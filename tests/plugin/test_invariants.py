@@ -29,11 +29,12 @@ from pytest_roseinfer.invariants.attention import attention, attention_by_formul
 from pytest_roseinfer.invariants.bad_calls import bad_calls
 from pytest_roseinfer.invariants.counts import counts
 from pytest_roseinfer.invariants.invariant import INVARIANTS
+from pytest_roseinfer.invariants.lookups import lookups
 from pytest_roseinfer.invariants.own_conditions import own_conditions
 from pytest_roseinfer.invariants.ownership import ownership
 from pytest_roseinfer.invariants.read_back import read_back
 from pytest_roseinfer.invariants.refused import refused
-from pytest_roseinfer.oracle import Written, padding_token, token_of
+from pytest_roseinfer.oracle import Page, Written, padding_token, token_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,6 +127,33 @@ def padded(*, scratch: frozenset[int]) -> Observation:
     return replace(seen, operation=AppendPadded((0, None)), declared=declared)
 
 
+def looking_up(found: Any, count: int = 3, **declared: Any) -> Observation:
+    """Text 0 was looked up, whose first three tokens are in blocks 0 and, in part, 2."""
+    said = Oracle(SPEC.block_size, SPEC.num_blocks, branches=((0, 0),))
+    held = said.text_tokens(0, 3)
+    return replace(
+        after(matched={(0, count): found}),
+        oracle=said,
+        contents={0: held[:2], 1: [token_of(1, 0)], 2: held[2:]},
+        declared=replace(DECLARED, sharing="equal prefixes", **declared),
+    )
+
+
+def sharing(page: list[int]) -> Observation:
+    """Sequences 0 and 1 share block 0, where sequence 1 has these tokens."""
+    seen = after(tables=SHARED, ledgers=[Ledger({0: 2, 2: 1}, [1, 3], 4)])
+    seen.oracle.sequences[1] = [Page(page)]
+    return replace(seen, declared=replace(DECLARED, sharing="equal prefixes"))
+
+
+def cached(*, value: int) -> Observation:
+    """Block 3 is free and kept for later texts, and got this token."""
+    kept = [Ledger({0: 1, 1: 1, 2: 1}, [3], 4, cached={3})]
+    seen = after(ledgers=kept, arena=stored(*OLD, (2, 0, NEW), (3, 0, value)))
+    before = replace(seen.before, ledgers=kept, arena=stored(*OLD, (3, 0, NEW)))
+    return replace(seen, before=before, declared=replace(DECLARED, sharing="equal prefixes"))
+
+
 QUERY = torch.linspace(-1, 1, 16).view(1, 4, 4)
 
 
@@ -153,11 +181,18 @@ CHANGED = {"ledgers": [Ledger({0: 1, 1: 1, 2: 2}, [3], 4)]}
 
 RIGHT: dict[Callable[[Observation], Any], list[Observation]] = {
     read_back: [observed()],
-    ownership: [observed()],
+    ownership: [observed(), sharing([token_of(0, 0), token_of(0, 1)])],
     refused: [observed(), refusing(), refusing(ledgers=[Ledger({0: 1, 1: 1}, [3, 2], 4)])],
-    arena: [observed(), padded(scratch=frozenset({3}))],
+    arena: [observed(), padded(scratch=frozenset({3})), cached(value=NEW)],
     counts: [observed(), attending(counts=observed().after.counts + Counter(fast=1))],
     own_conditions: [observed()],
+    lookups: [
+        looking_up(2),
+        looking_up(0, match_finds="some"),
+        looking_up(3, match_granularity="token"),
+        looking_up(2, 4, match_granularity="block", match_leaves=1),
+        looking_up(0, 2, match_leaves=1),
+    ],
     attention: [attending()],
     bad_calls: [calling(KeyError("x"), KeyError), calling(None)],
 }
@@ -184,9 +219,21 @@ WRONG: list[tuple[Callable[[Observation], Any], Observation, str]] = [
         after(tables={(0, 0): [0], (1, 0): [1]}, ledgers=observed().before.ledgers),
         "sequence 0 has 1 blocks for 3 tokens; 2 are right",
     ),
+    (ownership, sharing([token_of(0, 0), NEW]), "block 0 of sequence 1 is shared with a sequence"),
+    (lookups, looking_up(KeyError(3)), "matched() of text 0, 3 tokens long, raised KeyError: 3"),
+    (lookups, looking_up(4, 4), "found 4, and only 2 of them may be found now"),
+    (lookups, looking_up(0), "found 0, though 2 of them are stored"),
+    (lookups, looking_up(2, 2, match_leaves=1), "found 2, and only 0 of them may be found now"),
+    (lookups, looking_up(1, match_finds="some"), "found 1, which are no whole blocks"),
+    (
+        lookups,
+        looking_up(2, match_granularity="token"),
+        "found 2, though 3 of them are stored",
+    ),
     (refused, refusing(tables=observed().after.tables), "found no room changed the books"),
     (arena, after(arena=stored(*OLD)), "block 2, position 0, head 0: expected sequence 0, token 2"),
     (arena, after(arena=LATER), "block 3, position 1, head 0: expected poison, found sequence 1"),
+    (arena, cached(value=token_of(1, 0)), "block 3, position 0, head 0: expected sequence 0, tok"),
     (
         arena,
         padded(scratch=frozenset()),

@@ -18,7 +18,7 @@ from pytest_roseinfer.cases.strategies import histories
 from pytest_roseinfer.texts import WHOLE, Texts
 from tests.plugin.caches import broken_text_caches
 from tests.plugin.caches.paged_cache import PagedCache
-from tests.plugin.caches.text_cache import TextCache
+from tests.plugin.caches.text_cache import HashedTextCache, TextCache
 
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
@@ -36,9 +36,10 @@ def test_texts_are_equal_as_long_as_they_are_drawn_so() -> None:
 
 
 @pytest.mark.usefixtures("short_run")
-def test_a_cache_that_shares_by_prefix_passes() -> None:
+@pytest.mark.parametrize("cache", [TextCache, HashedTextCache])
+def test_a_cache_that_shares_by_prefix_passes(cache: type[KVCacheAdapter]) -> None:
     settings.set_current(settings.Settings(examples=60, steps=20, seed=1))
-    tests = conformance(TextCache)()
+    tests = conformance(cache)()
     tests.test_histories()
     tests.test_permuting_a_batch_permutes_the_result()
     tests.test_one_batch_equals_its_split_in_two()

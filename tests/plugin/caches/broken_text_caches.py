@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.plugin.caches.text_cache import TextCache
+from tests.plugin.caches.text_cache import HashedTextCache, TextCache
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -27,7 +27,8 @@ class KnowsABareHash(TextCache):
 class FreesTheDuplicatesBlock(TextCache):
     """It gives up a block for an equal one, and does not hold that."""
 
-    def register(self, table: list[int], key: Hashable) -> None:
+    def register(self, table: list[int], said: Sequence[int]) -> None:
+        key = self.key(said)
         other = self.block_of.setdefault(key, table[-1])
         if other == table[-1]:
             self.key_of[other] = key
@@ -71,7 +72,35 @@ class ForgetsToCountHits(TextCache):
         super().prefill(seq, key, value)
 
 
+class RevivesWithoutItsKey(TextCache):
+    """A block that somebody holds again is not found by the next."""
+
+    def hold(self, block: int) -> None:
+        if not self.holders[block]:
+            self.block_of.pop(self.key_of.pop(block), None)
+        super().hold(block)
+
+
+class FindsWhatIsNotWritten(TextCache):
+    """It says that the last block of a text is there as soon as it is begun."""
+
+    def matched(self, said: Sequence[int]) -> int:
+        size = self.spec.block_size
+        begun = any(said[: len(known)] == known for known in self.said.values() if known)
+        return max(super().matched(said), size if begun and len(said) >= size else 0)
+
+
+class DoesNotCompare(HashedTextCache):
+    """It takes a block for another one that has the same hash."""
+
+    def find(self, said: Sequence[int]) -> int | None:
+        return self.block_of.get(self.key(said))
+
+
 BROKEN = (
+    RevivesWithoutItsKey,
+    FindsWhatIsNotWritten,
+    DoesNotCompare,
     KnowsTheBlockAlone,
     KnowsABareHash,
     FreesTheDuplicatesBlock,

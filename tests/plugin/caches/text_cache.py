@@ -9,7 +9,7 @@ import torch
 from pytest_roseinfer import CacheFull, CacheSpec, KVCacheAdapter, Ledger
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
 
 class TextCache(KVCacheAdapter):
@@ -62,11 +62,17 @@ class TextCache(KVCacheAdapter):
         size = self.spec.block_size
         found = []
         for end in range(size, len(said) + 1, size):
-            block = self.block_of.get(self.key(said[:end]))
+            block = self.find(said[:end])
             if block is None:
                 break
             found.append(block)
         return found
+
+    def matched(self, said: Sequence[int]) -> int:
+        return len(self.found(said)) * self.spec.block_size
+
+    def find(self, said: Sequence[int]) -> int | None:
+        return self.block_of.get(self.key(said))
 
     def key(self, said: Sequence[int]) -> Hashable:
         return tuple(said)
@@ -81,9 +87,10 @@ class TextCache(KVCacheAdapter):
             self.values[:, table[-1], :, len(so_far) % size] = value[:, at]
             so_far.append(token)
             if len(so_far) % size == 0:
-                self.register(table, self.key(so_far))
+                self.register(table, so_far)
 
-    def register(self, table: list[int], key: Hashable) -> None:
+    def register(self, table: list[int], said: Sequence[int]) -> None:
+        key = self.key(said)
         other = self.block_of.setdefault(key, table[-1])
         if other == table[-1]:
             self.key_of[other] = key
@@ -131,3 +138,26 @@ class TextCache(KVCacheAdapter):
 
     def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys, self.values
+
+
+class HashedTextCache(TextCache):
+    """It keeps one block for each hash, and compares what the block holds."""
+
+    def use_hash(self, hashed: Callable[[object], int]) -> None:
+        self.hashed = hashed
+        self.holds: dict[Hashable, list[int]] = {}
+
+    def key(self, said: Sequence[int]) -> Hashable:
+        return self.hashed(list(said))
+
+    def register(self, table: list[int], said: Sequence[int]) -> None:
+        """A block whose hash another one has is known to its sequence alone."""
+        key = self.key(said)
+        if key not in self.block_of:
+            self.holds[key] = list(said)
+        if self.holds[key] == list(said):
+            super().register(table, said)
+
+    def find(self, said: Sequence[int]) -> int | None:
+        key = self.key(said)
+        return self.block_of.get(key) if self.holds.get(key) == list(said) else None

@@ -1,0 +1,28 @@
+"""What the blocks of a cache hold, as far as the tokens are known that were written there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.oracle import Oracle
+
+Contents = Mapping[int, Sequence[int]]
+"""The tokens in each block that is held, or free and kept for texts that come."""
+
+
+def contents_of(
+    oracle: Oracle,
+    tables: Mapping[int, Sequence[int]],
+    cached: Collection[int],
+    before: Contents,
+) -> Contents:
+    """Return what blocks hold after a step; a cached one holds what it held ``before``."""
+    found = {block: before[block] for block in cached if block in before}
+    for seq, blocks in tables.items():
+        due = oracle.length(seq) - oracle.unwritten(seq)
+        for at, (block, page) in enumerate(zip(blocks, oracle.sequences[seq], strict=False)):
+            written = page.tokens[: max(0, due - at * oracle.block_size)]
+            found[block] = max(found.get(block, ()), tuple(written), key=len)
+    return found

@@ -1,0 +1,46 @@
+"""A lookup must find what is stored of a text, and nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@invariant(rank=3, needs=("matched", "texts", "table", "ledger"))
+def lookups(seen: Observation) -> Finding | None:
+    for (text, count), found in seen.after.matched.items():
+        asked = f"matched() of text {text}, {count} tokens long,"
+        if isinstance(found, Exception):
+            return Finding(f"{asked} raised {type(found).__name__}: {found}", cause=found)
+        most = _stored(seen, text, count)
+        if found > most:
+            return Finding(f"{asked} found {found}, and only {most} of them may be found now")
+        if found < most and seen.declared.match_finds == "all":
+            return Finding(f"{asked} found {found}, though {most} of them are stored")
+        if seen.declared.match_granularity == "block" and found % seen.spec.block_size:
+            return Finding(f"{asked} found {found}, which are no whole blocks")
+    return None
+
+
+def _stored(seen: Observation, text: int, count: int) -> int:
+    """Count the first tokens of a text that blocks hold, as many as a lookup may find."""
+    size = seen.spec.block_size
+    wanted = seen.oracle.text_tokens(text, count - seen.declared.match_leaves)
+    stored = 0
+    while stored < len(wanted):
+        block = wanted[stored : stored + size]
+        longest = max((_common(block, held) for held in seen.contents.values()), default=0)
+        if longest < size:
+            return stored + (longest if seen.declared.match_granularity == "token" else 0)
+        stored += size
+    return stored
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Count the first tokens that two blocks have in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
