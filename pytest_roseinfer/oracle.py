@@ -100,6 +100,8 @@ class Oracle:
     sequences: dict[int, list[Page]] = field(default_factory=dict)
     lives: Counter[int] = field(default_factory=Counter)
     """The number of sequences of each name that were freed."""
+    looked_up: dict[int, int] = field(default_factory=dict)
+    """Sequences that are to begin with what a lookup found, and how many tokens that was for."""
     reserved: list[Written] = field(default_factory=list)
     """Tokens that count as stored, since there is room for them, but are not written yet."""
 

@@ -136,6 +136,17 @@ class KVCacheAdapter(Adapter):
         """
 
     @optional
+    def look_up(self, said: Sequence[int]) -> object:
+        """Look up a text for a sequence that begins later; return what ``take`` is handed then.
+
+        Nothing is held by it: until then, others may take what was found.
+        """
+
+    @optional
+    def take(self, found: Any, seq: int) -> int:
+        """Begin ``seq`` with what was found, as far as it is still there; count its tokens."""
+
+    @optional
     def use_hash(self, hashed: Callable[[object], int]) -> None:
         """Hash with this function, called after ``make``: different things often hash alike."""
 

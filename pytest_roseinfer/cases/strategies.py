@@ -18,8 +18,11 @@ from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.cases.operations.append import Append
 from pytest_roseinfer.cases.operations.fill import Fill
 from pytest_roseinfer.cases.operations.fork import Fork
+from pytest_roseinfer.cases.operations.free import Free
+from pytest_roseinfer.cases.operations.look_up import LookUp
 from pytest_roseinfer.cases.operations.operation import OPERATIONS
 from pytest_roseinfer.cases.operations.prefill import Prefill
+from pytest_roseinfer.cases.operations.take import Take
 from pytest_roseinfer.cases.payload import LAYOUTS, VIEWS, lay_out
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.texts import WHOLE
@@ -41,6 +44,8 @@ _MANY_HEADS = 40
 """More than a kernel's tile may hold at once."""
 _POOLS = (8, 2, 5, 12, 16, 24)
 """Blocks of a layer: soon all taken, or just enough for a batch of sequences."""
+_POOLS_OF_TEXTS = (3, 2, 4, 5, 8)
+"""Blocks that are kept for later texts are soon needed for others."""
 _MOST_TOKENS = 300
 
 
@@ -51,6 +56,7 @@ def cache_specs(
     dtypes: Sequence[str] = ("float32", "float16", "bfloat16"),
     options: st.SearchStrategy[dict[str, Any]] | None = None,
     device: str = "cpu",
+    pools: Sequence[int] = _POOLS,
 ) -> CacheSpec:
     """Draw small caches of awkward shapes: odd head sizes, tiny blocks, few of them."""
     num_heads = draw(st.sampled_from((1, 2, 3) * 3 + (_MANY_HEADS,)))
@@ -61,7 +67,7 @@ def cache_specs(
         num_heads=num_heads,
         head_dim=80 if wide else draw(st.sampled_from(HEAD_DIMS)),
         block_size=block_size,
-        num_blocks=draw(st.sampled_from(_POOLS if block_size < 8 else _POOLS[:4])),
+        num_blocks=draw(st.sampled_from(pools if block_size < 8 else pools[:4])),
         dtype=draw(st.sampled_from(tuple(dtypes))),
         device=device,
         options=draw(options) if options is not None else {},
@@ -228,6 +234,16 @@ class _Writer:
         for _ in range(self.between(1, 2)):
             self.take(Fork.of_any(self))
 
+    def leave(self) -> None:
+        """Open with a text that was stored and given up, and perhaps looked up, or with none."""
+        tokens = min(self.pick((1, 0, 2)), self.oracle.capacity) * self.oracle.block_size
+        if tokens and "free" in self.adapter.abilities:
+            self.start(tokens)
+            self.take(Free(*self.live))
+            if LookUp.needs <= self.adapter.abilities and self.between(0, 1):
+                (seq,) = self.fresh(1)
+                self.take(LookUp(seq, tokens))
+
     def start(self, length: int) -> None:
         """Begin a sequence, of its full length if the cache takes prompts."""
         (seq,) = self.fresh(1)
@@ -251,10 +267,11 @@ class _Writer:
                 return
             # A cache that shares more than forks may find room, and nobody knows what it holds.
             self.over = self.adapter.sharing == "equal prefixes"
-        named = step.changed()
+        named = [*step.changed(), *self.oracle.looked_up]
         self.names = max([self.names, *(seq + 1 for seq in named)])
         used = dict.fromkeys([*self.vacant, *named])
-        self.vacant = [name for name in used if name not in self.oracle.sequences]
+        taken = {*self.oracle.sequences, *self.oracle.looked_up}
+        self.vacant = [name for name in used if name not in taken]
         self.steps.append(step)
 
 
@@ -272,11 +289,14 @@ def histories(
     The cache starts out with the switches that the path ``aim`` needs.
     """
     options = switches(adapter, aim)
-    spec = draw(cache_specs(dtypes=adapter.dtypes, options=options, device=device))
     told = "texts" in adapter.abilities
+    pools = _POOLS_OF_TEXTS if told else _POOLS
+    spec = draw(cache_specs(dtypes=adapter.dtypes, options=options, device=device, pools=pools))
     texts = draw(text_branches(block_size=spec.block_size)) if told else ()
     oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares, texts)
     writer = _Writer(draw, adapter, oracle)
+    if told:
+        writer.leave()
     if "fork" in adapter.abilities:
         writer.begin()
     for _ in range(most_steps):
@@ -290,4 +310,6 @@ def histories(
             break
     while oracle.reserved:
         writer.take(Fill())
+    for seq in [*oracle.looked_up]:
+        writer.take(Take(seq))
     return History(spec, tuple(writer.steps), finite=draw(st.booleans()), texts=texts)

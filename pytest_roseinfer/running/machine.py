@@ -104,7 +104,8 @@ class Machine:
     def steps(self) -> Iterator[Counter[str]]:
         """Do one step after the other; yield what was counted in each."""
         for operation in self.history.operations:
-            yield self._step(operation)
+            if operation.possible(self.oracle) or not self.shares_prefixes:
+                yield self._step(operation)
         if "bad_calls" in self.can:
             for bad in self.adapter.bad_calls():
                 self._make_bad_call(bad)
@@ -149,9 +150,10 @@ class Machine:
             driven.key, driven.value = self.payload.inputs(tokens, written.layout)
         driven.planned_with = driven.options
         try:
-            if said and "texts" in self.can:
+            if rows and said and "texts" in self.can:
                 self.adapter.texts(said)
-            operation.drive(driven)
+            driven.said = said
+            answer = operation.drive(driven)
         except self.adapter.full_errors as error:
             if fits:
                 self.fail(Finding(f"refused a {name} that fits{room}: {error}", cause=error))
@@ -164,6 +166,8 @@ class Machine:
             if not fits:
                 operation.change(oracle)
                 fits = True
+            if wrong := operation.settle(oracle, answer):
+                self.fail(Finding(wrong))
         if written:
             # A cache that keeps what it was handed reads poison from here on.
             driven.key.fill_(_POISON)

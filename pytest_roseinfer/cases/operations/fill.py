@@ -12,6 +12,9 @@ class Fill(operation.Operation):
     def words(self) -> str:
         return "write the tokens that room was reserved for first"
 
+    def possible(self, oracle: operation.Oracle) -> bool:
+        return bool(oracle.reserved)
+
     def written(self, oracle: operation.Oracle) -> operation.Written:
         return oracle.reserved[0]
 

@@ -16,6 +16,9 @@ class Fork(operation.Operation):
     def words(self) -> str:
         return f"fork sequence {self.parent} as sequence {self.child}"
 
+    def uses(self) -> list[int]:
+        return [self.parent]
+
     def changed(self) -> list[int]:
         return [self.child]
 

@@ -14,6 +14,9 @@ class Free(operation.Operation):
     def words(self) -> str:
         return f"free sequence {self.seq}"
 
+    def uses(self) -> list[int]:
+        return [self.seq]
+
     def changed(self) -> list[int]:
         return [self.seq]
 

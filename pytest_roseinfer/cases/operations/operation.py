@@ -36,6 +36,10 @@ class Driven:
     """The switches under which the present step was planned."""
     reserved: list[tuple[object, Mapping[str, Any]]] = field(default_factory=list)
     """For each open reservation: what the cache returned, and the switches at that time."""
+    looked_up: dict[int, object] = field(default_factory=dict)
+    """For each sequence that is to begin with what is found: what the lookup returned."""
+    said: list[list[int]] = field(default_factory=list)
+    """What the rows of the present step say, where sequences have texts."""
     key: Any = None
     value: Any = None
     """What the present step writes: ``[layers, tokens, heads, head_dim]`` tensors."""
@@ -124,6 +128,17 @@ class Operation:
     def fits(self, oracle: Oracle) -> bool:
         return oracle.fits(self.rows())
 
+    def possible(self, oracle: Oracle) -> bool:
+        """Return True if what it is about is there, which in a drawn history it mostly is.
+
+        A cache that shares by prefix may have had no room where the drawing had.
+        """
+        return all(seq in oracle.sequences for seq in self.uses())
+
+    def uses(self) -> list[int]:
+        """List the sequences that must be there."""
+        return []
+
     def apply(self, oracle: Oracle) -> bool:
         """Do it to the oracle; return False, with nothing changed, when it does not fit."""
         if fits := self.fits(oracle):
@@ -139,8 +154,13 @@ class Operation:
         """Return the tokens that the cache is handed, padding included."""
         return tokens
 
-    def drive(self, cache: Driven) -> None:
+    def drive(self, cache: Driven) -> object:
+        """Do it to a cache; return what ``settle`` needs of its answer."""
         raise NotImplementedError
+
+    def settle(self, oracle: Oracle, answer: object) -> str | None:  # noqa: ARG002
+        """Do to the oracle what depends on the cache's answer; say what is wrong with that."""
+        return None
 
     def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
         """Return True if it may copy blocks though it stores no token."""

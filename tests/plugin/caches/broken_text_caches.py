@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.plugin.caches.text_cache import HashedTextCache, TextCache
 
@@ -40,7 +40,7 @@ class FreesTheDuplicatesBlock(TextCache):
 class FindsWhatWasEvicted(TextCache):
     """A block that is taken for something else can still be found."""
 
-    def take(self) -> int:
+    def open(self) -> int:
         block = self.unused.pop(0)
         self.holders[block] = 1
         return block
@@ -97,7 +97,32 @@ class DoesNotCompare(HashedTextCache):
         return self.block_of.get(self.key(said))
 
 
+class TakesWhatWasThere(TextCache):
+    """It begins a sequence with the blocks of the lookup, whatever they hold by now."""
+
+    def look_up(self, said: Sequence[int]) -> object:
+        return list(said), self.found(said)
+
+    def take(self, found: Any, seq: int) -> int:
+        said, blocks = found
+        for block in blocks:
+            self.hold(block)
+        self.tables[seq] = list(blocks)
+        self.said[seq] = said[: len(blocks) * self.spec.block_size]
+        return len(self.said[seq])
+
+
+class CountsOneMore(TextCache):
+    """It says of a text that it took as much as was looked up."""
+
+    def take(self, found: Any, seq: int) -> int:
+        super().take(found, seq)
+        return len(found)
+
+
 BROKEN = (
+    TakesWhatWasThere,
+    CountsOneMore,
     RevivesWithoutItsKey,
     FindsWhatIsNotWritten,
     DoesNotCompare,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -71,6 +71,18 @@ class TextCache(KVCacheAdapter):
     def matched(self, said: Sequence[int]) -> int:
         return len(self.found(said)) * self.spec.block_size
 
+    def look_up(self, said: Sequence[int]) -> object:
+        return list(said)
+
+    def take(self, found: Any, seq: int) -> int:
+        """What was there when it was looked up may be gone, so it is looked up again."""
+        self.tables[seq] = self.found(found)
+        for block in self.tables[seq]:
+            self.hold(block)
+        tokens = len(self.tables[seq]) * self.spec.block_size
+        self.said[seq] = list(found[:tokens])
+        return tokens
+
     def find(self, said: Sequence[int]) -> int | None:
         return self.block_of.get(self.key(said))
 
@@ -82,7 +94,7 @@ class TextCache(KVCacheAdapter):
         table, so_far = self.tables.setdefault(seq, []), self.said.setdefault(seq, [])
         for at, token in enumerate(said):
             if len(so_far) % size == 0:
-                table.append(self.take())
+                table.append(self.open())
             self.keys[:, table[-1], :, len(so_far) % size] = key[:, at]
             self.values[:, table[-1], :, len(so_far) % size] = value[:, at]
             so_far.append(token)
@@ -99,7 +111,7 @@ class TextCache(KVCacheAdapter):
         self.drop(table[-1])
         table[-1] = other
 
-    def take(self) -> int:
+    def open(self) -> int:
         block = self.unused.pop(0)
         self.block_of.pop(self.key_of.pop(block, None), None)
         self.holders[block] = 1

@@ -1,0 +1,38 @@
+"""Look a text up for a sequence that begins later, with what is found of it by then.
+
+The looking up and the beginning are two steps, with others between them that may evict what was
+found.
+"""
+
+from __future__ import annotations
+
+from pytest_roseinfer.cases.operations import operation
+
+
+@operation.register
+class LookUp(operation.Operation):
+    seq: int
+    count: int
+
+    needs = frozenset({"look_up", "take"})
+
+    def words(self) -> str:
+        return f"look up the first {self.count} tokens of what sequence {self.seq} will say"
+
+    def change(self, oracle: operation.Oracle) -> None:
+        oracle.looked_up[self.seq] = self.count
+
+    def said(self, oracle: operation.Oracle) -> list[list[int]]:
+        return oracle.said([(self.seq, self.count)])
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.looked_up[self.seq] = cache.adapter.look_up(cache.said[0])
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        def drawn() -> LookUp:
+            (seq,) = writer.fresh(1)
+            return cls(seq, writer.count(seq))
+
+        if len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
+            yield operation.Move(9, 3, drawn)
