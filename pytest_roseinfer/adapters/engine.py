@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class EngineAdapter(Adapter):
-    """Override all but ``forked`` and ``undecided``, which are optional.
+    """Override all but the last six, which are optional.
 
     A token is a number below ``vocabulary``. What a request gets must be what ``alone``
     gives for it, whatever else the engine has to do.
@@ -35,6 +35,10 @@ class EngineAdapter(Adapter):
     them from the first three values of each, and up to a hundred requests of up to ``longest``
     tokens. Without any there is no such search."""
     longest: ClassVar[int] = 1000
+    takes_min_p: ClassVar[bool] = False
+    """Requests may ask for a ``min_p`` too."""
+    rounding: ClassVar[float] = 3e-5
+    """How much the engine's logits may differ from ``logits``, relative to the largest."""
 
     def make(self, mix: RequestMix) -> None:
         """Build an engine with the mix's cache, device and options."""
@@ -84,3 +88,26 @@ class EngineAdapter(Adapter):
     ) -> bool:
         """Return True if rounding could change what follows these tokens."""
         return False
+
+    @optional
+    def logits(self, tokens: Sequence[int], mix: RequestMix) -> Sequence[float]:
+        """Return the logits of the token after these, by the model alone.
+
+        Each token that a request gets must then be one that its parameters allow.
+        """
+        raise NotImplementedError
+
+    @optional
+    def logprobs(self, request: Any) -> Sequence[float]:
+        """Return the log-probability of each token by now, if the request asked for them."""
+        raise NotImplementedError
+
+    @optional
+    def pieces(self, request: Any) -> Sequence[str]:
+        """Return the pieces of text that the engine has shown by now. Some may be empty."""
+        raise NotImplementedError
+
+    @optional
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """Return the text of a whole request's tokens, by the tokenizer alone."""
+        raise NotImplementedError

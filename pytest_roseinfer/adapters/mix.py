@@ -24,6 +24,18 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class WiderSampling(Sampling):
+    """The same with what only some engines take, for adapters that say they do."""
+
+    min_p: float = 0.0
+    """Only tokens at least this many times as likely as the likeliest."""
+    logprobs: bool = False
+    """The log-probability of each token is wanted too."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the request."""
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """One request."""
 
@@ -33,6 +45,10 @@ class Asked:
     """It is submitted before this step."""
     cancelled_after: int | None = None
     """It is cancelled so many steps later; None for a request that runs to its end."""
+    stops: tuple[tuple[int, int], ...] = ()
+    """Its stop strings: so many characters from there on of the text that it gets without any."""
+    ends_early: bool = False
+    """Its seed is the next one with which the model ends the text before the last token."""
 
     @property
     def most_tokens(self) -> int:
@@ -46,6 +62,13 @@ class Asked:
             parts.append(f"drawn at temperature {sampling.temperature} from seed {sampling.seed}")
         if sampling.repetition_penalty != 1:
             parts.append(f"repetition penalty {sampling.repetition_penalty}")
+        if isinstance(sampling, WiderSampling):
+            parts += [f"min_p {sampling.min_p}"] * (sampling.min_p > 0)
+            parts += ["with log-probabilities"] * sampling.logprobs
+        for begins, length in self.stops:
+            parts.append(f"stopped by {length} characters of its text, from {begins} on")
+        if self.ends_early:
+            parts.append("with the next seed that ends the text early")
         if sampling.ignore_eos:
             parts.append("past the end of the text")
         if self.cancelled_after is not None:
@@ -83,6 +106,17 @@ class RequestMix:
     def from_json(cls, data: Mapping[str, Any]) -> RequestMix:
         requests = []
         for each in data["requests"]:
-            prompt, sampling = tuple(each["prompt"]), Sampling(**each["sampling"])
-            requests.append(Asked(**{**each, "prompt": prompt, "sampling": sampling}))
+            fields = {
+                **each,
+                "prompt": tuple(each["prompt"]),
+                "sampling": _sampling(each["sampling"]),
+                "stops": tuple((begins, length) for begins, length in each.get("stops", ())),
+            }
+            requests.append(Asked(**fields))
         return cls(**{**data, "requests": tuple(requests)})
+
+
+def _sampling(data: Mapping[str, Any]) -> Sampling:
+    if "stop" in data:
+        return WiderSampling(**{**data, "stop": tuple(data["stop"])})
+    return Sampling(**data)

@@ -12,6 +12,9 @@ _LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {
     "match_finds": ("all", "some"),
 }
 
+_NEEDS = {"logprobs": "logits", "pieces": "decoded"}
+"""For optional methods, another that says what is right."""
+
 
 def refuse_mistakes(adapter: type[Adapter]) -> None:
     """Raise ``TypeError`` for a class that is no usable adapter; the message says why."""
@@ -20,6 +23,9 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
     name = adapter.__name__
     if missing := [method for method in adapter.required if not adapter.defines(method)]:
         raise TypeError(f"{name} must define {', '.join(missing)}")
+    for method, other in _NEEDS.items():
+        if method in adapter.abilities and not adapter.defines(other):
+            raise TypeError(f"{name} defines {method} and must then define {other} too")
     shares = getattr(adapter, "fork_shares", FORK_SHARES[0])
     if shares not in FORK_SHARES:
         known = ", ".join(map(repr, FORK_SHARES))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pytest_roseinfer.engines.asking import settle
+from pytest_roseinfer.engines.checks import wrong_choice, wrong_logprob, wrong_text
 from pytest_roseinfer.findings.divergence import Difference
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.engine import EngineAdapter
-    from pytest_roseinfer.adapters.mix import Asked, RequestMix
+    from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
 
 _SLACK = 20
 """An engine may take so many steps beyond one for every token of every request."""
@@ -31,14 +33,19 @@ class _Served:
     number: int
     asked: Asked
     request: Any
+    sampling: Sampling
+    """Its parameters, with what the mix left open."""
     expected: list[int]
+    stops: tuple[str, ...]
     cancelled: bool = False
     ended: bool = False
     """It had ended when it was last looked at."""
     tokens: int = 0
     """It had so many tokens then."""
     tied: int | None = None
-    """Rounding decided this token; those behind it say nothing."""
+    """Rounding decided this token; those behind it need not be those it gets alone."""
+    pieces: list[str] = field(default_factory=list)
+    """It had shown these pieces of text when it was last looked at."""
 
 
 class _MixRun:
@@ -76,13 +83,13 @@ class _MixRun:
     def _arrive(self, step: int) -> None:
         for number, asked in enumerate(self.mix.requests):
             if asked.arrives == step:
-                expected = self.adapter.alone(asked.prompt, asked.sampling, self.mix)
+                sampling, expected, stops = settle(self.adapter, asked, self.mix)
                 try:
-                    request = self.adapter.submit(asked.prompt, asked.sampling)
+                    request = self.adapter.submit(asked.prompt, sampling)
                 except Exception as error:
                     said = f"request {number} was refused: {type(error).__name__}: {error}"
                     self.fail(said, error)
-                self.served.append(_Served(number, asked, request, expected))
+                self.served.append(_Served(number, asked, request, sampling, expected, stops))
 
     def _cancel(self, step: int) -> None:
         for each in self.served:
@@ -102,15 +109,44 @@ class _MixRun:
             if token == wanted:
                 continue
             before = [*each.asked.prompt, *found[:at]]
-            if not self.adapter.undecided(before, each.asked.sampling, self.mix):
+            if not self.adapter.undecided(before, each.sampling, self.mix):
                 right = "it has ended by then" if wanted is None else f"it gets {wanted}"
                 self.fail(f"{name}, token {at}: {token}; alone {right}")
             each.tied = at
             break
+        self._check_choices(each, found)
         each.tokens, each.ended = len(found), self.adapter.ended(each.request)
+        self._check_text(each, found)
         enough = each.cancelled or each.tied is not None or len(found) >= len(each.expected)
         if each.ended and not enough:
             self.fail(f"{name} ended after {len(found)} tokens; alone it gets {len(each.expected)}")
+
+    def _check_choices(self, each: _Served, found: list[int]) -> None:
+        """Check the new tokens, and how likely the engine says they were."""
+        if not self.adapter.defines("logits"):
+            return
+        name, told = f"request {each.number}", None
+        if self.adapter.defines("logprobs") and getattr(each.sampling, "logprobs", False):
+            told = self.adapter.logprobs(each.request)
+            if len(told) != len(found):
+                self.fail(f"{name} has {len(found)} tokens and {len(told)} log-probabilities")
+        for at in range(each.tokens, len(found)):
+            before = [*each.asked.prompt, *found[:at]]
+            wrong = wrong_choice(self.adapter, self.mix, before, found[at], each.sampling)
+            if told is not None:
+                wrong = wrong or wrong_logprob(self.adapter, self.mix, before, found[at], told[at])
+            if wrong:
+                self.fail(f"{name}, token {at}: {wrong}")
+
+    def _check_text(self, each: _Served, found: list[int]) -> None:
+        if not self.adapter.defines("pieces"):
+            return
+        whole = each.ended and not each.cancelled
+        known = found if each.ended or each.tied is not None else each.expected
+        text, pieces = self.adapter.decoded(known), list(self.adapter.pieces(each.request))
+        if wrong := wrong_text(each.pieces, pieces, text, each.stops, whole=whole):
+            self.fail(f"request {each.number} {wrong}")
+        each.pieces = pieces
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
         raise MixDivergence(self.mix, what) from cause

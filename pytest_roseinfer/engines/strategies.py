@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 
 from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
 from pytest_roseinfer.cases.strategies import switches
+from pytest_roseinfer.engines.wishes import wishing
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.engine import EngineAdapter
 
 BLOCK_SIZES = (4, 1, 2, 3, 8)
+_LARGER_BLOCK_SIZES = (8, 4, 8, 3)
+"""What still writes behind the end of a request has room to do so in the last of these."""
 _MOST_REQUESTS = 6
 
 
@@ -68,25 +71,34 @@ def request_mixes(
 ) -> RequestMix:
     """A small engine and requests that share prefixes, crowd its cache and come and go.
 
-    Two thirds of them begin with short and long prompts in turn, all at once. Of these, half
+    Half of them begin with short and long prompts in turn, all at once. Of these, half
     crowd the cache for certain: they run to their last token, and there are hardly more blocks
     than the largest takes. A few are a prompt and its continuation, in a cache that holds no
-    more than that; as many are a relay. With ``aim``, the engine has the switches that path needs.
+    more than that; as many are a relay, or end early before another that waits. With ``aim``,
+    the engine has the switches that path needs.
     """
     new = min(most_steps, adapter.most_tokens // 3)
     longest = adapter.most_tokens - new
-    kind = draw(st.sampled_from((*("uneven", "crowded") * 2, "anyhow", "continued", "relay")))
+    kind = draw(
+        st.sampled_from((*("uneven", "crowded") * 2, "anyhow", "continued", "relay", "ended"))
+    )
     if kind == "continued":
         asked = _continued(draw, adapter.vocabulary, longest, new)
     elif kind == "relay":
         asked = _relay(draw, adapter.vocabulary, longest, new)
+    elif kind == "ended":
+        asked = _ended_early(draw, adapter.vocabulary, longest, new)
     else:
         asked = _crowd(draw, adapter.vocabulary, longest, new, kind)
-    block_size = draw(st.sampled_from(BLOCK_SIZES))
+    asked = [wishing(draw, adapter, each) for each in asked]
+    block_size = draw(st.sampled_from(_LARGER_BLOCK_SIZES if kind == "ended" else BLOCK_SIZES))
     sizes = [each.most_tokens for each in asked]
     room = max(sizes)
     if kind == "relay":
         room = sum(sizes) + block_size * len(sizes)
+    elif kind == "ended":
+        # The last one must wait for those that end early.
+        room = max(sizes[-1], sum(sizes[:-1])) + block_size
     elif kind != "continued":
         more = [0, 1, block_size, 3 * block_size] + [sum(sizes)] * (kind != "crowded")
         room += draw(st.sampled_from(more))
@@ -132,6 +144,25 @@ def _relay(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Ask
         text = common_text(length, vocabulary, len(asked))
         asked.append(Asked(text, draw(samplings(most=new)), arrives))
     return asked
+
+
+def _ended_early(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Asked]:
+    """The model ends one or two texts early. Another, begun after them, lasts.
+
+    Then comes a long prompt with a penalty, which many engines decode apart from the others. It
+    takes the blocks of those that ended while their neighbour goes on.
+    """
+    short = st.integers(1, max(1, longest // 4))
+    asked = []
+    for at in range(draw(st.integers(1, 2))):
+        sampling = Sampling(new, temperature=3.0, seed=draw(st.integers(0, 20)))
+        asked.append(Asked(common_text(draw(short), vocabulary, at), sampling, ends_early=True))
+    lasting = common_text(draw(short), vocabulary, len(asked))
+    asked.append(Asked(lasting, Sampling(new, ignore_eos=True)))
+    late = common_text(draw(st.integers(max(1, longest // 2), longest)), vocabulary, len(asked))
+    penalty = draw(st.sampled_from((1.5, 1.5, 1.0)))
+    sampling = Sampling(new, repetition_penalty=penalty, ignore_eos=True)
+    return [*asked, Asked(late, sampling, arrives=draw(st.integers(1, max(1, new // 2))))]
 
 
 def _continued(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Asked]:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import asdict
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
 from pytest_roseinfer.targets import engine_models as models
+from pytest_roseinfer.targets.engine_tokenizers import tokenizer
+from pytest_roseinfer.targets.roseinfer_draws import draw
 from roseinfer import LLM, AttentionPath, EnginePath, SamplingBatch, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.adapters.mix import RequestMix, Sampling
+    from pytest_roseinfer.engines.sampling import Floats
 
 _ALONE = "transformers"
 """The slow twin: a model's own attention, without a cache, batches, or any code of ours."""
-_ROUNDING = 3e-5
-"""How much logits may differ between batches of different sizes, relative to the largest."""
 _RUN_AHEAD = (0, 1, 3)
 
 _KERNELS = {"paged_attention": True}
@@ -71,6 +74,7 @@ class RoseinferEngine(EngineAdapter):
     vocabulary = models.VOCABULARY
     most_tokens = models.POSITIONS
     lag = max(_RUN_AHEAD)
+    takes_min_p = True
     paths: ClassVar[Mapping[str, FastPath]] = {
         **{path.value: FastPath(_ALONE, runs_with) for path, runs_with in _RUNS_WITH.items()},
         EnginePath.GRAPH.value: FastPath(_ALONE, _RUNS_WITH[EnginePath.GRAPH], device="cuda"),
@@ -123,8 +127,12 @@ class RoseinferEngine(EngineAdapter):
     def make(self, mix: RequestMix) -> None:
         options = dict(mix.options)
         options["resident_decode"] &= not options["per_layer_kv"]
+        model = options.pop("model")
+        self._tokenizer = tokenizer(byte_level="gpt2" in model)
+        self._shown: defaultdict[int, list[str]] = defaultdict(list)
         self.llm = LLM(
-            _served(options.pop("model"), mix.device),
+            _served(model, mix.device),
+            tokenizer=self._tokenizer,
             device=mix.device,
             block_size=mix.block_size,
             kv_cache_tokens=mix.cache_tokens,
@@ -142,7 +150,8 @@ class RoseinferEngine(EngineAdapter):
         self.engine.cancel(request)
 
     def step(self) -> None:
-        self.engine.step()
+        for update in self.engine.step():
+            self._shown[update.request.id].append(update.text)
 
     def tokens(self, request: Any) -> list[int]:
         return list(request.token_ids)
@@ -189,12 +198,27 @@ class RoseinferEngine(EngineAdapter):
         return found
 
     def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
-        logits = _logits(mix.options["model"], mix.device, tokens)
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn((16, logits.shape[1]), generator=generator).to(logits.device)
-        nearly = torch.cat([logits, logits + noise * logits.abs().max() * _ROUNDING])
-        rows = len(nearly)
-        return len(set(_choose(nearly, [sampling] * rows, [tokens] * rows))) > 1
+        logits = _logits(mix.options["model"], mix.device, tuple(tokens))
+        noise = np.random.default_rng(0).standard_normal((16, len(logits)))
+        nearly = logits + noise * np.abs(logits).max() * self.rounding
+        return len({draw(each, sampling, tokens) for each in (logits, *nearly)}) > 1
+
+    def logits(self, tokens: Sequence[int], mix: RequestMix) -> Sequence[float]:
+        logits: list[float] = _logits(mix.options["model"], mix.device, tuple(tokens)).tolist()
+        return logits
+
+    def logprobs(self, request: Any) -> Sequence[float]:
+        found: list[float] = request.logprobs
+        return found
+
+    def pieces(self, request: Any) -> Sequence[str]:
+        return self._shown[request.id]
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
 
 
 # The engine makes the network that it serves its own, so the slow twin has another one.
@@ -207,7 +231,7 @@ def _alone(name: str, device: str, prompt: tuple[int, ...], sampling: Sampling) 
     tokens = list(prompt)
     positions = _original(name, device).config.max_position_embeddings
     while len(tokens) < positions and _goes_on(tokens, len(prompt), sampling):
-        tokens += _choose(_logits(name, device, tokens), [sampling], [tokens])
+        tokens.append(draw(_logits(name, device, tuple(tokens)), sampling, tokens))
     return tuple(tokens[len(prompt) :])
 
 
@@ -217,11 +241,12 @@ def _goes_on(tokens: Sequence[int], prompted: int, sampling: Sampling) -> bool:
     return len(new) < sampling.max_new_tokens and not ended
 
 
-def _logits(name: str, device: str, tokens: Sequence[int]) -> torch.Tensor:
+@lru_cache(maxsize=1 << 15)
+def _logits(name: str, device: str, tokens: tuple[int, ...]) -> Floats:
     """Compute the logits of the next token from all tokens anew."""
-    ids = torch.tensor([list(tokens)], device=device)
-    logits: torch.Tensor = _original(name, device)(ids, use_cache=False).logits[:, -1]
-    return logits
+    ids = torch.tensor([tokens], device=device)
+    logits = _original(name, device)(ids, use_cache=False).logits[0, -1]
+    return np.asarray(logits.double().cpu())
 
 
 def _params(sampling: Sampling) -> SamplingParams:
@@ -231,7 +256,7 @@ def _params(sampling: Sampling) -> SamplingParams:
 def _choose(
     logits: torch.Tensor, samplings: Sequence[Sampling], tokens: Sequence[Sequence[int]]
 ) -> list[int]:
-    """Choose the next token of each row by the engine's own sampling."""
+    """Choose the next token of each fork by the engine's own sampling."""
     params, seeds = [_params(each) for each in samplings], [each.seed for each in samplings]
     seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     for row, own in enumerate(tokens):

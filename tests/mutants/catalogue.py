@@ -11,6 +11,7 @@ from tests.mutants import (
     catalogue_moving,
     catalogue_ownership,
     catalogue_plan,
+    catalogue_sampling,
 )
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ CATALOGUE: tuple[Mutant, ...] = (
     *catalogue_kernels.MUTANTS,
     *catalogue_engine.MUTANTS,
     *catalogue_decode.MUTANTS,
+    *catalogue_sampling.MUTANTS,
 )
 
 

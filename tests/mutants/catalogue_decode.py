@@ -45,6 +45,18 @@ MUTANTS = (
         (12,),
     ),
     _mutant(
+        "slot-left-active",
+        "The slot of a request that ended before its last token stays active on the device.",
+        _RUNNER,
+        "        self._leave(request)\n        request.in_flight = 0\n",
+        "        left = request.resident\n"
+        "        self._leave(request)\n"
+        "        if self._resident is not None and left is not None:\n"
+        "            self._resident.slots._changed.pop(left.slot, None)\n"
+        "        request.in_flight = 0\n",
+        (12,),
+    ),
+    _mutant(
         "parameters-in-each-others-columns",
         "Rows on the device have top_p and min_p in each other's place.",
         _SLOTS,

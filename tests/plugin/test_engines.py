@@ -91,7 +91,7 @@ def test_an_engine_that_is_right_passes_on_all_its_paths(engines: Project) -> No
             "*= roseinfer: tests.plugin.engines.toy_engine:ToyAdapter *=*",
             "48 histories *",
             "tested: make, submit, cancel, step, tokens, ended, leftovers, path_counts, alone",
-            "not offered: forked, undecided",
+            "not offered: forked, undecided, logits, logprobs, pieces, decoded",
             "path * together * by itself * equal",
             "path * from a prefix * from the start * equal",
             "condition * crowded * met",

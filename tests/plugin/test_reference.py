@@ -22,6 +22,7 @@ from pytest_roseinfer import (
     Ledger,
     RequestMix,
     Sampling,
+    WiderSampling,
 )
 from pytest_roseinfer.adapters import cache as adapter_module
 from pytest_roseinfer.adapters import engine as engine_adapter_module
@@ -150,6 +151,11 @@ def test_adapter_attributes_and_their_defaults(heading: str, kind: Any, module: 
 )
 def test_fields(kind: Any) -> None:
     assert names(kind.__name__) == [each.name for each in fields(kind)]
+
+
+def test_fields_of_a_wider_sampling() -> None:
+    more = [each.name for each in fields(WiderSampling)][len(fields(Sampling)) :]
+    assert names("WiderSampling") == more
 
 
 @pytest.mark.parametrize(("heading", "kind"), [("JSON report", Verdict), ("JSON target", Target)])

@@ -16,7 +16,7 @@ def mix(*requests: Asked, room: int = 64, **options: Any) -> RequestMix:
     return RequestMix(requests, cache_tokens=room, options={**USUAL, **options})
 
 
-def asked(*prompt: int, sampling: Sampling = GREEDY, **fields: int) -> Asked:
+def asked(*prompt: int, sampling: Sampling = GREEDY, **fields: Any) -> Asked:
     return Asked(prompt, sampling, **fields)
 
 

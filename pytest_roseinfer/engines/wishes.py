@@ -1,0 +1,31 @@
+"""Draws what requests ask for beyond ``Sampling``, of an adapter that says it is offered."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from hypothesis import strategies as st
+
+from pytest_roseinfer.adapters.mix import WiderSampling
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.adapters.engine import EngineAdapter
+    from pytest_roseinfer.adapters.mix import Asked
+
+_SPANS = st.tuples(st.integers(0, 12), st.integers(1, 4))
+
+
+def wishing(draw: st.DrawFn, adapter: type[EngineAdapter], asked: Asked) -> Asked:
+    """Add a min_p, log-probabilities and stop strings to some requests."""
+    wishes: dict[str, object] = {}
+    if adapter.takes_min_p and asked.sampling.temperature:
+        wishes["min_p"] = draw(st.sampled_from((0.0, 0.05, 0.4)))
+    if adapter.defines("logprobs"):
+        wishes["logprobs"] = draw(st.sampled_from((False,) * 7 + (True,)))
+    if any(wishes.values()):
+        sampling = WiderSampling(**{**asdict(asked.sampling), **wishes})
+        asked = replace(asked, sampling=sampling)
+    if adapter.defines("pieces") and draw(st.sampled_from((False, False, False, True))):
+        asked = replace(asked, stops=tuple(draw(st.lists(_SPANS, min_size=1, max_size=2))))
+    return asked

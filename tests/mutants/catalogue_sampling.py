@@ -1,0 +1,81 @@
+"""Bugs in choosing tokens, and in the text that is shown of them."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import ENGINE, Mutant
+
+_SAMPLING = "roseinfer.sampling"
+_ENGINE = "roseinfer.engine.engine"
+_TEXT = "roseinfer.text.request_text"
+_BYTES = "roseinfer.text.byte_level"
+
+
+def _mutant(name: str, wrong: str, module: str, find: str, replace: str) -> Mutant:
+    return Mutant(name, wrong, module, find, replace, targets=(ENGINE,))
+
+
+MUTANTS = (
+    _mutant(
+        "one-more-than-top-k",
+        "top_k lets the next likeliest token through as well.",
+        _SAMPLING,
+        "        beyond_k = (rank >= self.top_k) & (self.top_k > 0)\n",
+        "        beyond_k = (rank > self.top_k) & (self.top_k > 0)\n",
+    ),
+    _mutant(
+        "top-p-of-all-tokens",
+        "top_p is a share of all tokens, also where top_k left a few.",
+        _SAMPLING,
+        "        probabilities = scaled.softmax(-1)\n",
+        "        probabilities = (below / self.temperature.clamp(min=_SMALLEST)).softmax(-1)\n",
+    ),
+    _mutant(
+        "min-p-of-one",
+        "min_p excludes tokens below a probability, not below a share of the likeliest one's.",
+        _SAMPLING,
+        "probabilities < self.min_p * probabilities[:, :1]",
+        "probabilities < self.min_p",
+    ),
+    _mutant(
+        "hotter-than-asked",
+        "The temperature is taken twice.",
+        _SAMPLING,
+        "        scaled = below / self.temperature.clamp(min=_SMALLEST)\n",
+        "        scaled = below / self.temperature.clamp(min=_SMALLEST) ** 2\n",
+    ),
+    _mutant(
+        "penalty-rewards-the-unlikely",
+        "The repetition penalty divides negative logits too, which makes them larger.",
+        _SAMPLING,
+        "torch.where(logits > 0, logits / penalty, logits * penalty)",
+        "logits / penalty",
+    ),
+    _mutant(
+        "logprob-of-the-first-token",
+        "The log-probability that is told is that of the first token of the vocabulary.",
+        _SAMPLING,
+        "log_softmax(-1).gather(-1, tokens[:, None])[:, 0]",
+        "log_softmax(-1)[:, 0]",
+    ),
+    _mutant(
+        "stopped-and-going-on",
+        "A request goes on after its stop string.",
+        _ENGINE,
+        "        if stopped:\n",
+        "        if stopped and length == request.full_length:\n",
+    ),
+    _mutant(
+        "held-back-for-ever",
+        "What was held back because it could begin a stop string is never shown.",
+        _TEXT,
+        "                text += self._stops.flush()\n",
+        "                self._stops.flush()\n",
+    ),
+    _mutant(
+        "character-shown-by-its-first-byte",
+        "A character is shown before all of its bytes are there.",
+        _BYTES,
+        'utf_8_decode(data, "replace", False)',
+        'utf_8_decode(data, "replace", True)',
+    ),
+)

@@ -1,0 +1,211 @@
+"""A toy engine that is right: it draws its tokens from logits, and shows their text as it comes.
+
+Its slow twin draws with the same code, as that of many an engine does.
+"""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from dataclasses import dataclass, field
+from math import exp, log
+from random import Random
+from typing import TYPE_CHECKING, Any, ClassVar
+from zlib import crc32
+
+from pytest_roseinfer import EngineAdapter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_roseinfer import RequestMix, Sampling
+
+BYTES = (b"a", b"b", b"ab", b"\xc3", b"\xa9", b"c", b" ", b"")
+END = 7
+
+
+def logits_after(tokens: Sequence[int]) -> list[float]:
+    rng = Random(crc32(bytes(tokens)))
+    return [rng.gauss(0.0, 2.0) for _ in BYTES]
+
+
+@dataclass(eq=False)
+class DrawnRequest:
+    prompt: list[int]
+    sampling: Any
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    rest: bytes = b""
+    held: str = ""
+    over: bool = False
+
+
+class DrawingEngine(EngineAdapter):
+    vocabulary = len(BYTES)
+    takes_min_p = True
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {"batch": (4, 1)}
+
+    def make(self, mix: RequestMix) -> None:
+        self.batch = mix.options["batch"]
+        self.requests: list[DrawnRequest] = []
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling) -> DrawnRequest:
+        self.requests.append(DrawnRequest(list(prompt), sampling))
+        return self.requests[-1]
+
+    def cancel(self, request: DrawnRequest) -> None:
+        request.over = True
+
+    def step(self) -> None:
+        for request in [each for each in self.requests if not each.over][: self.batch]:
+            self.take(request, self.choose([*request.prompt, *request.tokens], request.sampling))
+
+    def take(self, request: DrawnRequest, token: int) -> None:
+        before = [*request.prompt, *request.tokens]
+        request.tokens.append(token)
+        request.logprobs.append(self.logprob(logits_after(before), token, request.sampling))
+        text, request.rest = self.certain(request.rest + BYTES[token])
+        stopped = self.show(request, text)
+        ended = token == END and not request.sampling.ignore_eos
+        request.over = stopped or ended or len(request.tokens) == request.sampling.max_new_tokens
+        if request.over and not stopped:
+            self.flush(request)
+
+    def certain(self, data: bytes) -> tuple[str, bytes]:
+        text, used = utf_8_decode(data, "replace", False)
+        return text, data[used:]
+
+    def show(self, request: DrawnRequest, text: str) -> bool:
+        stops = getattr(request.sampling, "stop", ())
+        for character in text:
+            request.held += character
+            complete = [len(stop) for stop in stops if self.ends_with(request, stop)]
+            if complete:
+                request.pieces.append(request.held[: len(request.held) - max(complete)])
+                return True
+        hold = self.to_hold(request.held, stops)
+        request.pieces.append(request.held[: len(request.held) - hold])
+        request.held = request.held[len(request.held) - hold :]
+        return False
+
+    def ends_with(self, request: DrawnRequest, stop: str) -> bool:
+        return request.held.endswith(stop)
+
+    def to_hold(self, held: str, stops: Sequence[str]) -> int:
+        begun = (n for n in range(len(held), 0, -1) if any(s.startswith(held[-n:]) for s in stops))
+        return next(begun, 0)
+
+    def flush(self, request: DrawnRequest) -> None:
+        request.pieces.append(request.held + request.rest.decode(errors="replace"))
+
+    def choose(self, tokens: Sequence[int], sampling: Any) -> int:
+        logits = logits_after(tokens)
+        penalty, temperature = sampling.repetition_penalty, sampling.temperature
+        for token in {*tokens}:
+            logits[token] *= penalty if logits[token] < 0 else 1 / penalty
+        if not temperature:
+            return logits.index(max(logits))
+        weights = {at: exp((each - max(logits)) / temperature) for at, each in enumerate(logits)}
+        kept = self.kept(weights, sampling)
+        (drawn,) = Random(sampling.seed * 99 + len(tokens)).choices(
+            kept, [weights[token] for token in kept]
+        )
+        return drawn
+
+    def kept(self, weights: dict[int, float], sampling: Any) -> list[int]:
+        order = sorted(weights, key=lambda token: -weights[token])
+        order = order[: self.top_k(sampling) or None]
+        total, above, kept = sum(weights[token] for token in order), 0.0, []
+        for token in order:
+            if above < sampling.top_p * total:
+                kept.append(token)
+            above += weights[token]
+        return [token for token in kept if weights[token] >= getattr(sampling, "min_p", 0.0)]
+
+    def top_k(self, sampling: Any) -> int:
+        return int(sampling.top_k)
+
+    def logprob(self, logits: Sequence[float], token: int, sampling: Any) -> float:  # noqa: ARG002
+        return logits[token] - log(sum(map(exp, logits)))
+
+    def tokens(self, request: DrawnRequest) -> list[int]:
+        return list(request.tokens)
+
+    def ended(self, request: DrawnRequest) -> bool:
+        return request.over
+
+    def leftovers(self) -> str:
+        return ""
+
+    def path_counts(self) -> Mapping[str, int]:
+        return {}
+
+    def alone(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        mix: RequestMix,  # noqa: ARG002
+    ) -> list[int]:
+        found: list[int] = []
+        while len(found) < sampling.max_new_tokens:
+            found.append(self.choose([*prompt, *found], sampling))
+            if found[-1] == END and not sampling.ignore_eos:
+                break
+        return found
+
+    def logits(self, tokens: Sequence[int], mix: RequestMix) -> list[float]:  # noqa: ARG002
+        return logits_after(tokens)
+
+    def logprobs(self, request: DrawnRequest) -> list[float]:
+        return request.logprobs
+
+    def pieces(self, request: DrawnRequest) -> list[str]:
+        return request.pieces
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        return b"".join(BYTES[token] for token in tokens).decode(errors="replace")
+
+
+class IgnoresTopK(DrawingEngine):
+    def top_k(self, sampling: Any) -> int:
+        return 2 * int(sampling.top_k)
+
+
+class TakesMinPOfAll(DrawingEngine):
+    def kept(self, weights: dict[int, float], sampling: Any) -> list[int]:
+        return super().kept({token: weight**0.2 for token, weight in weights.items()}, sampling)
+
+
+class TellsLogprobsOfItsDraws(DrawingEngine):
+    def logprob(self, logits: Sequence[float], token: int, sampling: Any) -> float:
+        heat = sampling.temperature or 1.0
+        return super().logprob([each / heat for each in logits], token, sampling)
+
+
+class LosesWhatItHeldBack(DrawingEngine):
+    def flush(self, request: DrawnRequest) -> None:
+        request.pieces.append(request.rest.decode(errors="replace"))
+
+
+class ShowsHowAStopStringBegins(DrawingEngine):
+    def to_hold(self, held: str, stops: Sequence[str]) -> int:
+        return max(0, super().to_hold(held, stops) - 1)
+
+
+class ShowsPartsOfCharacters(DrawingEngine):
+    def certain(self, data: bytes) -> tuple[str, bytes]:
+        return data.decode(errors="replace"), b""
+
+
+class GoesOnBehindItsStopString(DrawingEngine):
+    """Unless the string is a single character."""
+
+    def ends_with(self, request: DrawnRequest, stop: str) -> bool:
+        return len(stop) == 1 and super().ends_with(request, stop)
+
+
+class TakesTextBack(DrawingEngine):
+    def flush(self, request: DrawnRequest) -> None:
+        super().flush(request)
+        shown = "".join(request.pieces)
+        request.pieces[:] = [shown[:1], shown[1:]]

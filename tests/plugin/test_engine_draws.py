@@ -1,0 +1,244 @@
+"""Tokens are held to what their parameters allow, and texts to what the tokens say."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given
+from hypothesis import seed as hypothesis_seed
+from hypothesis import settings as hypothesis_settings
+
+from pytest_roseinfer import (
+    Asked,
+    EngineAdapter,
+    MixDivergence,
+    RequestMix,
+    Sampling,
+    conformance,
+    run_mix,
+)
+from pytest_roseinfer.adapters.mix import WiderSampling
+from pytest_roseinfer.engines.asking import settle
+from pytest_roseinfer.engines.sampling import distribution, may_be_chosen
+from pytest_roseinfer.engines.strategies import request_mixes
+from pytest_roseinfer.engines.text import shown, stop, stop_strings, up_to_stop
+from pytest_roseinfer.targets.engine_tokenizers import tokenizer
+from roseinfer import SamplingBatch, SamplingParams
+from tests.plugin.engines.drawing_engine import (
+    DrawingEngine,
+    GoesOnBehindItsStopString,
+    IgnoresTopK,
+    LosesWhatItHeldBack,
+    ShowsHowAStopStringBegins,
+    ShowsPartsOfCharacters,
+    TakesMinPOfAll,
+    TakesTextBack,
+    TellsLogprobsOfItsDraws,
+)
+
+RULED_OUT = r"request \d, token \d+: \d, which its parameters rule out: they allow \[.*\]"
+WRONG_TEXT = r"request \d shows '.*'; its tokens say '.*'"
+REASONS: dict[type[EngineAdapter], str] = {
+    IgnoresTopK: RULED_OUT,
+    TakesMinPOfAll: RULED_OUT,
+    TellsLogprobsOfItsDraws: r"request \d, token \d+: log-probability -.*; by the model it is -.*",
+    LosesWhatItHeldBack: WRONG_TEXT,
+    ShowsHowAStopStringBegins: WRONG_TEXT,
+    ShowsPartsOfCharacters: WRONG_TEXT,
+    GoesOnBehindItsStopString: r"request \d, token \d+: \d; alone it has ended by then",
+    TakesTextBack: r"request \d showed the pieces \[.*\] and has \[.*\] now",
+}
+
+
+def search(adapter: type[EngineAdapter], seed: int = 1) -> None:
+    """Serve mixes until one fails, as a search does, which would make it smaller then."""
+
+    @hypothesis_seed(seed)
+    @hypothesis_settings(
+        max_examples=80,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(request_mixes(adapter))
+    def serve(drawn: RequestMix) -> None:
+        run_mix(adapter, drawn)
+
+    serve()
+
+
+def test_an_engine_that_draws_and_writes_right_passes() -> None:
+    search(DrawingEngine)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("adapter", REASONS, ids=lambda adapter: adapter.__name__)
+def test_one_that_does_not_is_found(adapter: type[EngineAdapter], seed: int) -> None:
+    with pytest.raises(MixDivergence) as caught:
+        search(adapter, seed)
+    assert re.fullmatch(REASONS[adapter], caught.value.what)
+
+
+# ------------------------------------------------------------------------- the twin of sampling
+
+
+LOGITS = np.log(np.array([0.5, 0.25, 0.125, 0.0625, 0.0625]))
+
+
+def allowed(sampling: Sampling, *tokens: int, rounding: float = 1e-6) -> list[int]:
+    return np.flatnonzero(may_be_chosen(LOGITS, sampling, tokens, rounding)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "right"),
+    [
+        (WiderSampling(), [0]),
+        (WiderSampling(temperature=1.0), [0, 1, 2, 3, 4]),
+        (WiderSampling(temperature=1.0, top_k=2), [0, 1]),
+        (WiderSampling(temperature=1.0, top_k=4), [0, 1, 2, 3, 4]),  # the last two tie
+        (WiderSampling(temperature=1.0, top_k=99), [0, 1, 2, 3, 4]),
+        (WiderSampling(temperature=1.0, top_p=0.4), [0]),
+        (WiderSampling(temperature=1.0, top_p=0.7), [0, 1]),
+        (WiderSampling(temperature=1.0, top_p=0.75), [0, 1, 2]),  # the sum is on the edge
+        (WiderSampling(temperature=1.0, top_k=2, top_p=0.7), [0, 1]),
+        (WiderSampling(temperature=1.0, top_k=2, top_p=0.6), [0]),
+        (WiderSampling(temperature=1.0, min_p=0.3), [0, 1]),
+        (WiderSampling(temperature=0.5, min_p=0.3), [0]),
+        (WiderSampling(temperature=1.0, min_p=1.0), [0]),
+    ],
+    ids=str,
+)
+def test_which_tokens_may_come_next(sampling: Sampling, right: list[int]) -> None:
+    assert allowed(sampling) == right
+
+
+def test_a_penalty_is_for_all_tokens_before() -> None:
+    assert allowed(WiderSampling(repetition_penalty=3.0), 0) == [1]
+
+
+def test_of_tokens_that_tie_each_may_be_chosen() -> None:
+    tied = np.array([1.0, 2.0, 2.0, 1.99999])
+    assert may_be_chosen(tied, Sampling(), [0], 1e-9).tolist() == [False, True, True, False]
+    assert may_be_chosen(tied, Sampling(), [0], 1e-5).tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("top_k", [0, 4])
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+@pytest.mark.parametrize("min_p", [0.0, 0.2])
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_the_engine_draws_from_the_distribution_of_its_twin(
+    temperature: float, top_k: int, top_p: float, min_p: float, penalty: float
+) -> None:
+    sampling = WiderSampling(1, temperature, top_k, top_p, penalty, min_p=min_p)
+    params = SamplingParams(temperature, top_k, top_p, min_p, penalty)
+    batch = SamplingBatch.of([params], [0], "cpu")
+    seen = torch.zeros(1, 20, dtype=torch.bool)
+    seen[0, [3, 4]] = True
+    for seed in range(5):
+        logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(seed)) * 3
+        ours = batch.probabilities(logits, seen)[0].double().numpy()
+        twins = distribution(logits[0].double().numpy(), sampling, [3, 4, 4])
+        np.testing.assert_allclose(np.exp(twins), ours, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------- the twin of text
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "right"),
+    [
+        ("abc", [], "abc"),
+        ("abcabc", ["ca"], "ab"),
+        ("abcabc", ["bca", "ab"], ""),
+        ("abcd", ["c", "bc"], "a"),  # both are complete at once: the longest counts
+        ("abcd", ["abcd", "b"], "a"),  # b is complete first
+        ("aab", ["ab"], "a"),
+        ("abc", ["abcd"], "abc"),
+    ],
+)
+def test_what_is_shown_of_a_text(text: str, stops: list[str], right: str) -> None:
+    assert shown(text, stops) == right
+    assert (stop(text, stops) is None) == (right == text)
+
+
+def test_a_stop_string_is_a_part_of_the_text_or_begins_like_it() -> None:
+    asked = Asked((1,), stops=((1, 2), (4, 2), (3, 5), (0, 9)))
+    assert stop_strings(asked, "abcd") == ("bc", "ab", "d\0", "abcd\0")
+    assert stop_strings(asked, "ab\N{REPLACEMENT CHARACTER}d")[0] == "ab"
+
+
+def test_tokens_go_up_to_the_one_that_completes_a_stop_string() -> None:
+    texts = ("a", "bc", "d", "e")
+
+    def decoded(tokens: Any) -> str:
+        return "".join(texts[token] for token in tokens)
+
+    assert up_to_stop([0, 1, 2, 3], ["cd"], decoded) == [0, 1, 2]
+    assert up_to_stop([0, 1, 2, 3], ["x"], decoded) == [0, 1, 2, 3]
+    assert up_to_stop([0, 1, 2, 3], [], decoded) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("byte_level", [True, False])
+def test_every_token_of_the_models_has_its_own_text(byte_level: bool) -> None:
+    made = tokenizer(byte_level=byte_level)
+    written = made.convert_ids_to_tokens(list(range(len(made))))
+    assert len({*written}) == len(written) == 32
+
+
+# --------------------------------------------------------------------------------- what is asked
+
+
+def test_a_request_ends_early_by_the_next_seed_with_which_it_does() -> None:
+    adapter = DrawingEngine()
+    asked = Asked((1, 2), Sampling(12, temperature=3.0), ends_early=True)
+    sampling, expected, _ = settle(adapter, asked, RequestMix((asked,)))
+    assert 1 < len(expected) < 12
+    assert expected == adapter.alone((1, 2), sampling, RequestMix((asked,)))
+    for seed in range(sampling.seed):
+        before = adapter.alone((1, 2), replace(sampling, seed=seed), RequestMix((asked,)))
+        assert len(before) in (1, 12)
+
+
+def test_what_is_asked_survives_being_saved_and_is_told_in_words() -> None:
+    sampling = WiderSampling(3, temperature=1.0, min_p=0.4, logprobs=True)
+    mix = RequestMix((Asked((1,), sampling, stops=((1, 2),), ends_early=True), Asked((1,))))
+    assert RequestMix.from_json(json.loads(json.dumps(mix.to_json()))) == mix
+    for words in ("min_p 0.4", "log-prob", "stopped by 2 characters", "seed that ends"):
+        assert words in mix.words()
+
+
+def test_a_trace_from_before_is_read() -> None:
+    data = RequestMix((Asked((1,), Sampling(3)),)).to_json()
+    for field in ("stops", "ends_early"):
+        del data["requests"][0][field]
+    assert RequestMix.from_json(data).requests == (Asked((1,), Sampling(3)),)
+
+
+def test_an_adapter_is_asked_for_no_more_than_it_offers() -> None:
+    class Plain(DrawingEngine):
+        takes_min_p = False
+        logprobs = EngineAdapter.logprobs  # type: ignore[assignment]
+        pieces = EngineAdapter.pieces  # type: ignore[assignment]
+
+        def submit(self, prompt: Any, sampling: Sampling) -> Any:
+            assert type(sampling) is Sampling
+            return super().submit(prompt, sampling)
+
+    assert run_mix(Plain, RequestMix((Asked((1,), stops=((0, 1),)),), options={"batch": 1})) == {}
+
+
+def test_what_says_what_is_right_must_be_there() -> None:
+    class Half(DrawingEngine):
+        decoded = EngineAdapter.decoded
+
+    with pytest.raises(TypeError, match="Half defines pieces and must then define decoded too"):
+        conformance(Half)
