@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ from pytest_roseinfer.invariants.counts import conditions_met
 from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANTS, OPERATION
 from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
 from pytest_roseinfer.oracle import Oracle
+from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -61,8 +63,12 @@ class Machine:
         self.attends = attends and "attend" in self.can
         self.oracle = Oracle(spec.block_size, spec.num_blocks, adapter_type.fork_shares)
         self.payload = Payload(spec, history.finite)
+        self.done: list[Operation] = []
         self.adapter = adapter_type()
-        self.adapter.make(spec)
+        try:
+            self.adapter.make(spec)
+        except StepHung as hung:
+            self._fail_hung("make()", hung)
         self.driven = Driven(self.adapter, spec.options)
         self.declared = Declared(
             self.adapter.paths,
@@ -74,7 +80,6 @@ class Machine:
         self.own_conditions = [name for name in OWN_CONDITIONS if name in self.adapter.conditions]
         self.checked = Counter({each.name: 0 for each in INVARIANTS})
         """How often each invariant was checked."""
-        self.done: list[Operation] = []
         self.seen: set[int] = set()
         """Every token that was ever to be written."""
         if "arena" in self.can:
@@ -90,7 +95,12 @@ class Machine:
     def steps(self) -> Iterator[Counter[str]]:
         """Do one step after the other; yield what was counted in each."""
         for operation in self.history.operations:
-            yield self._step(operation)
+            WATCHED.began = monotonic()
+            try:
+                counted = self._step(operation)
+            except StepHung as hung:
+                self._fail_hung("the step", hung)
+            yield counted
         if "bad_calls" in self.can:
             for bad in self.adapter.bad_calls():
                 self._make_bad_call(bad)
@@ -173,8 +183,11 @@ class Machine:
 
     def _make_bad_call(self, bad: BadCall) -> None:
         raised: BaseException | None = None
+        WATCHED.began = monotonic()
         try:
             bad.call()
+        except StepHung as hung:
+            self._fail_hung(bad.words, hung)
         except BaseException as error:
             if not isinstance(error, (Exception, *bad.errors)):
                 raise
@@ -245,6 +258,11 @@ class Machine:
     def fail(self, finding: Finding) -> NoReturn:
         done = History(self.spec, tuple(self.done), finite=self.payload.finite)
         raise Divergence(finding, done, self.oracle, self._books()) from finding.cause
+
+    def _fail_hung(self, what: str, hung: StepHung) -> NoReturn:
+        """Fail without asking the cache for its books: the answer might not come back either."""
+        done = History(self.spec, tuple(self.done), finite=self.payload.finite)
+        raise Divergence(Finding(f"{what} {hung}"), done, self.oracle, Snapshot()) from hung
 
 
 def _asked(ask: Callable[..., _T], *arguments: Any) -> _T | Exception:
