@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.adapters.standard_bad_calls import STANDARD_BAD_CALLS
 from pytest_roseinfer.oracle import FORK_SHARES
 
 
@@ -18,6 +19,7 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
     if shares not in FORK_SHARES:
         known = ", ".join(map(repr, FORK_SHARES))
         raise TypeError(f"{name}.fork_shares is {shares!r}: choose one of {known}")
+    _refuse_unknown_bad_calls(adapter)
     for path_name, path in adapter.paths.items():
         if not isinstance(path, FastPath):
             twin = repr(path) if isinstance(path, str) else "..."
@@ -29,4 +31,19 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
             raise TypeError(
                 f"{name}.paths[{path_name!r}] names {', '.join(sorted(unknown))}, which "
                 "option_choices has no values for"
+            )
+
+
+def _refuse_unknown_bad_calls(adapter: type[Adapter]) -> None:
+    name, named = adapter.__name__, getattr(adapter, "standard_bad_calls", ())
+    if unknown := [repr(each) for each in named if each not in STANDARD_BAD_CALLS]:
+        known = ", ".join(map(repr, STANDARD_BAD_CALLS))
+        raise TypeError(
+            f"{name}.standard_bad_calls names {', '.join(unknown)}: choose from {known}"
+        )
+    for each in named:
+        needs = STANDARD_BAD_CALLS[each].needs
+        if missing := sorted(need for need in needs if need not in adapter.abilities):
+            raise TypeError(
+                f"{name}.standard_bad_calls names {each!r}, which needs {', '.join(missing)}"
             )
