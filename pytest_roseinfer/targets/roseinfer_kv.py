@@ -84,14 +84,11 @@ class _ManagerAdapter(KVCacheAdapter):
         "triton_min_batch": (1, 3),
         "triton_full_batch_min_batch": (None, 2),
     }
-    standard_bad_calls = (
+    standard_bad_calls: ClassVar[Sequence[str]] = (
         "free_unknown",
         "free_twice",
         "fork_unknown",
         "fork_freed",
-        "append_of_another_shape",
-        "append_one_row_short",
-        "append_of_integers",
         "decref_blocks_of_scratch",
         "decref_blocks_of_free_block",
         "decref_blocks_of_minus_1",
@@ -242,6 +239,13 @@ class _ManagerAdapter(KVCacheAdapter):
 
 class PerLayerManager(_ManagerAdapter):
     """``append_token_batch`` and ``register_prefill_layer``, a block list for every layer."""
+
+    standard_bad_calls = (
+        *_ManagerAdapter.standard_bad_calls,
+        "append_of_another_shape",
+        "append_one_row_short",
+        "append_of_integers",
+    )
 
     def make(self, spec: CacheSpec) -> None:
         self._make(spec, layers_per_group=1)
