@@ -11,6 +11,9 @@ SHIPPED_TARGETS = (
     "pytest_roseinfer.targets.roseinfer_engine:RoseinferEngine",
 )
 
+STEP_SECONDS = 60.0
+"""Some thousand times what a step usually takes: the first one may compile kernels."""
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -61,6 +64,8 @@ class Settings:
     profile: str = "dev"
     examples: int = PROFILES["dev"].examples
     steps: int = PROFILES["dev"].steps
+    step_seconds: float = STEP_SECONDS
+    """The time that a step may take; 0 for any."""
     seed: int | None = None
     gpu: bool = False
     gpu_index: int | None = None

@@ -104,6 +104,11 @@ class KVCacheAdapter(Adapter):
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
     """Dtypes the cache can be built with."""
 
+    standard_bad_calls: ClassVar[Sequence[str]] = ()
+    """Names from the catalogue of bad calls: those that the cache must refuse."""
+    bad_call_errors: ClassVar[tuple[type[BaseException], ...]] = (Exception,)
+    """What it refuses them with."""
+
     def make(self, spec: CacheSpec) -> None:
         """Build an empty cache of this shape."""
         raise NotImplementedError(f"{type(self).__name__} must define make(spec)")
@@ -217,6 +222,27 @@ class KVCacheAdapter(Adapter):
     @optional
     def path_counts(self) -> Mapping[str, int]:
         """Return how often each path ran and each condition was met since ``make``."""
+
+    @optional
+    def decref_blocks(self, layer: int, blocks: Sequence[int]) -> None:
+        """Take a holder off each of these blocks, which are as in ``table``.
+
+        This one and the three below are there to be misused, by ``standard_bad_calls``.
+        """
+
+    @optional
+    def incref_blocks(self, layer: int, blocks: Sequence[int]) -> None:
+        """Add a holder to each of these blocks."""
+
+    @optional
+    def gather_blocks(self, layer: int, blocks: list[int], length: int | None) -> object:
+        """Read the first ``length`` tokens of these blocks, or all that they store."""
+
+    @optional
+    def append_to_blocks(
+        self, layer: int, lists: list[list[int]], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Append a token to each of some lists of blocks, which is ``append`` without names."""
 
     @optional
     def bad_calls(self) -> Iterable[BadCall]:

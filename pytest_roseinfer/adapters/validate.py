@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.adapters.standard_bad_calls import STANDARD_BAD_CALLS
 from pytest_roseinfer.oracle import FORK_SHARES, SHARING
 
 _LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {
@@ -31,6 +32,7 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
         known = ", ".join(map(repr, FORK_SHARES))
         raise TypeError(f"{name}.fork_shares is {shares!r}: choose one of {known}")
     _refuse_sharing(adapter)
+    _refuse_unknown_bad_calls(adapter)
     for path_name, path in adapter.paths.items():
         if not isinstance(path, FastPath):
             twin = repr(path) if isinstance(path, str) else "..."
@@ -61,3 +63,18 @@ def _refuse_sharing(adapter: type[Adapter]) -> None:
             f"{name}.sharing is {sharing!r}, which cannot be judged without "
             f"{' and '.join(sorted(lacking))}: define {'it' if len(lacking) == 1 else 'them'}"
         )
+
+
+def _refuse_unknown_bad_calls(adapter: type[Adapter]) -> None:
+    name, named = adapter.__name__, getattr(adapter, "standard_bad_calls", ())
+    if unknown := [repr(each) for each in named if each not in STANDARD_BAD_CALLS]:
+        known = ", ".join(map(repr, STANDARD_BAD_CALLS))
+        raise TypeError(
+            f"{name}.standard_bad_calls names {', '.join(unknown)}: choose from {known}"
+        )
+    for each in named:
+        needs = STANDARD_BAD_CALLS[each].needs
+        if missing := sorted(need for need in needs if need not in adapter.abilities):
+            raise TypeError(
+                f"{name}.standard_bad_calls names {each!r}, which needs {', '.join(missing)}"
+            )

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_roseinfer.engines.asking import settle
 from pytest_roseinfer.engines.checks import wrong_choice, wrong_logprob, wrong_text
 from pytest_roseinfer.findings.divergence import Difference
+from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
 
@@ -62,6 +67,7 @@ class _MixRun:
         late = self.adapter.lag * len(asked)
         most = max(each.arrives for each in asked) + tokens + late + _SLACK
         for step in range(most + 1):
+            WATCHED.began = monotonic()
             self._arrive(step)
             self._cancel(step)
             for each in self.served:
@@ -168,7 +174,17 @@ def _paths(engine: EngineAdapter, mix: RequestMix) -> Counter[str]:
 
 def run_mix(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
     """Serve a mix and return the paths it took; raise where a request is served wrongly."""
-    return _MixRun(adapter, mix).run()
+    with _coming_back(mix):
+        return _MixRun(adapter, mix).run()
+
+
+@contextmanager
+def _coming_back(mix: RequestMix) -> Iterator[None]:
+    """Say of a step that hangs that it does."""
+    try:
+        yield
+    except StepHung as hung:
+        raise MixDivergence(mix, f"a step {hung}") from hung
 
 
 def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
@@ -180,11 +196,18 @@ def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
     samplings = [asked.sampling for asked in mix.requests]
     each = len(prompt) + max(sampling.max_new_tokens for sampling in samplings) + mix.block_size
     mix = replace(mix, cache_tokens=each * len(samplings))
-    engine = adapter()
+    with _coming_back(mix):
+        return _run_forks(adapter(), mix, prompt, samplings)
+
+
+def _run_forks(
+    engine: EngineAdapter, mix: RequestMix, prompt: Sequence[int], samplings: Sequence[Sampling]
+) -> Counter[str]:
     engine.make(mix)
     for number, (found, sampling) in enumerate(
         zip(engine.forked(prompt, samplings), samplings, strict=True)
     ):
+        WATCHED.began = monotonic()
         wanted = engine.alone(prompt, sampling, mix)
         pairs = zip(wanted, found, strict=False)
         at = next((at for at, (a, b) in enumerate(pairs) if a != b), None)

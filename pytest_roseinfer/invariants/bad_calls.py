@@ -6,7 +6,7 @@ from pytest_roseinfer.findings.finding import find_change
 from pytest_roseinfer.invariants.invariant import BAD_CALL, Finding, Observation, invariant
 
 
-@invariant(rank=1, needs=("bad_calls",), after=(BAD_CALL,))
+@invariant(rank=1, after=(BAD_CALL,))
 def bad_calls(seen: Observation) -> Finding | None:
     bad, error = seen.bad_call, seen.raised
     if bad is None:
@@ -20,6 +20,5 @@ def bad_calls(seen: Observation) -> Finding | None:
         return Finding(f"{bad.words} changed the books")
     if change := find_change(seen, seen.before.arena, seen.after.arena):
         location, contents = change
-        what = f"a call that was to be refused changed what is stored in {contents.kind}"
-        return Finding(what, location)
+        return Finding(f"{bad.words} changed what is stored in {contents.kind}", location)
     return None

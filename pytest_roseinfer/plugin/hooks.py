@@ -6,8 +6,10 @@ heavy: torch, triton, transformers and hypothesis are imported by what uses them
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +19,7 @@ from pytest_roseinfer.gates import gate
 from pytest_roseinfer.plugin import markers, options
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Generator, Iterable, Iterator
 
     from pytest_roseinfer.running.coverage import Coverage
 
@@ -74,8 +76,11 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     from pytest_roseinfer.search.replay import TraceError, replay
 
     options.find_modules_here(config)
+    from pytest_roseinfer.running.watchdog import watching
+
     try:
-        return replay(file)
+        with watching(options.step_seconds(config)):
+            return replay(file)
     except (TargetError, TraceError) as error:
         raise pytest.UsageError(f"--roseinfer-replay {error}") from error
 
@@ -124,12 +129,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     asked = settings.current()
     settings.set_current(markers.budget(item, asked))
+    watched = _watching(item) if markers.is_shipped(item) else nullcontext()
     try:
-        result = yield
+        with watched:
+            result = yield
     finally:
         settings.set_current(asked)
     gate.require_checks(item)
     return result
+
+
+@contextmanager
+def _watching(item: pytest.Item) -> Iterator[None]:
+    """End steps of a shipped test that do not come back; last words go past pytest's capture."""
+    from pytest_roseinfer.running.watchdog import watching
+
+    capture = item.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled() if capture else nullcontext():
+        stderr = os.dup(2)
+    try:
+        with watching(settings.current().step_seconds, stderr):
+            yield
+    finally:
+        os.close(stderr)
 
 
 @pytest.hookimpl(wrapper=True)

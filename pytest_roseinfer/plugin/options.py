@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from pytest_roseinfer.settings import (
     PROFILES,
     SHIPPED_TARGETS,
+    STEP_SECONDS,
     Settings,
     Timing,
     choose_kernel_runtime,
@@ -30,6 +32,10 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "profile": ({"choices": list(PROFILES)}, "how hard to look; the default is dev"),
     "examples": (_NUMBER, "histories for each search"),
     "steps": (_NUMBER, "most steps of one history"),
+    "step-seconds": (
+        {"type": float, "metavar": "S"},
+        "a step that takes longer hangs, which is a failure; the default is 60, and 0 is no limit",
+    ),
     "seed": (_NUMBER, "make the search repeatable; else drawn"),
     "required-paths": (
         {"choices": ["on", "off"]},
@@ -64,7 +70,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "update-tpot": (_FLAG, "make the times of this run those of the file"),
 }
 """The options, without ``--roseinfer-``, their arguments to argparse and their help."""
-_INI = dict.fromkeys(("profile", "examples", "steps", "seed", "costs"), "string")
+_INI = dict.fromkeys(("profile", "examples", "steps", "step_seconds", "seed", "costs"), "string")
 _INI |= {"targets": "linelist", "report": "linelist", "required_paths": "bool"}
 """Ini options and their types; each does what the command-line option of its name does."""
 _REPORT_SUFFIXES = (".json", ".html")
@@ -82,7 +88,16 @@ def add(parser: pytest.Parser) -> None:
 
 def configured(config: pytest.Config) -> bool:
     """Return True if this run was told anything about the search."""
-    options = ("target", "profile", "examples", "steps", "seed", "required-paths", "report")
+    options = (
+        "target",
+        "profile",
+        "examples",
+        "steps",
+        "step-seconds",
+        "seed",
+        "required-paths",
+        "report",
+    )
     return (
         _option(config, "gpu")
         or any(_option(config, name) is not None for name in options)
@@ -111,6 +126,7 @@ def read(config: pytest.Config) -> Settings:
         profile=profile,
         examples=_number(config, "examples", at_least=1) or PROFILES[profile].examples,
         steps=_number(config, "steps", at_least=1) or PROFILES[profile].steps,
+        step_seconds=step_seconds(config),
         seed=_seed(config),
         gpu=gpu,
         gpu_index=_gpu_index(config) if gpu else None,
@@ -182,7 +198,7 @@ def _option(config: pytest.Config, name: str) -> Any:
 
 def _ini(config: pytest.Config, name: str) -> Any:
     try:
-        return config.getini(f"roseinfer_{name}")
+        return config.getini(f"roseinfer_{name.replace('-', '_')}")
     except (ValueError, pytest.UsageError) as error:  # which does not say what it is about
         raise pytest.UsageError(f"roseinfer_{name}: {error}") from None
 
@@ -210,6 +226,17 @@ def _number(config: pytest.Config, name: str, *, at_least: int) -> int | None:
     if number < at_least:
         raise pytest.UsageError(f"roseinfer {name} = {number}: must be at least {at_least}")
     return number
+
+
+def step_seconds(config: pytest.Config) -> float:
+    said = _chosen(config, "step-seconds", STEP_SECONDS)
+    try:
+        seconds = float(said)
+    except ValueError:
+        raise pytest.UsageError(f"roseinfer_step_seconds = {said}: not a number") from None
+    if not 0 <= seconds < math.inf:
+        raise pytest.UsageError(f"roseinfer step-seconds = {seconds:g}: must be 0 or more")
+    return seconds
 
 
 def _seed(config: pytest.Config) -> int:

@@ -7,13 +7,17 @@ it gives back. It makes an observation of each step, which invariants judge.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, islice
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from pytest_roseinfer import invariants
 from pytest_roseinfer.adapters.cache import Ledger
+from pytest_roseinfer.adapters.standard_bad_calls import Situation, standard_bad_calls
 from pytest_roseinfer.cases.operations.operation import Driven
 from pytest_roseinfer.cases.payload import Payload, lay_out
 from pytest_roseinfer.cases.weak_hash import Collisions
@@ -33,9 +37,11 @@ from pytest_roseinfer.invariants.counts import conditions_met
 from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANTS, OPERATION
 from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
 from pytest_roseinfer.oracle import Oracle
+from pytest_roseinfer.running.busy import busy_history
+from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import NoReturn
 
     from pytest_roseinfer.adapters.cache import BadCall, KVCacheAdapter
@@ -64,8 +70,12 @@ class Machine:
         shares = adapter_type.fork_shares
         self.oracle = Oracle(spec.block_size, spec.num_blocks, shares, history.texts)
         self.payload = Payload(spec, history.finite)
+        self.done: list[Operation] = []
         self.adapter = adapter_type()
-        self.adapter.make(spec)
+        try:
+            self.adapter.make(spec)
+        except StepHung as hung:
+            self._fail_hung("make()", hung)
         self.driven = Driven(self.adapter, spec.options)
         self.declared = Declared(
             self.adapter.paths,
@@ -88,7 +98,6 @@ class Machine:
         self.collisions = Collisions() if "use_hash" in self.can else None
         if self.collisions:
             self.adapter.use_hash(self.collisions.hashed)
-        self.done: list[Operation] = []
         self.seen: set[int] = set()
         """Every token that was ever to be written."""
         if "arena" in self.can:
@@ -106,11 +115,16 @@ class Machine:
         for operation in self.history.operations:
             if operation.possible(self.oracle) or not self.shares_prefixes:
                 yield self._step(operation)
-        if "bad_calls" in self.can:
-            for bad in self.adapter.bad_calls():
-                self._make_bad_call(bad)
+        self._make_bad_calls()
 
     def _step(self, operation: Operation) -> Counter[str]:
+        WATCHED.began = monotonic()
+        try:
+            return self._try_step(operation)
+        except StepHung as hung:
+            self._fail_hung("the step", hung)
+
+    def _try_step(self, operation: Operation) -> Counter[str]:
         counted: Counter[str] = Counter()
         if self.own_conditions:
             met = own_conditions_met(self.oracle, operation)
@@ -202,16 +216,56 @@ class Machine:
         self.now = replace(before, counts=after.counts)
         return self._judge(ATTENTION, before, outcome, after, attended=answers)
 
-    def _make_bad_call(self, bad: BadCall) -> None:
+    def _make_bad_calls(self) -> None:
+        """Make all bad calls, and fail with all that leave a trace."""
+        if found := self._left_by_bad_calls():
+            with suppress(Exception):  # it may have other faults, which are not to be told here
+                busy = Machine(type(self.adapter), busy_history(self.spec, self.can), attends=False)
+                busy.run_steps()
+                found += busy._left_by_bad_calls()
+            others = {each.what: None for each in found if each.what != found[0].what}
+            self.fail(found[0], also=[*others])
+
+    def _left_by_bad_calls(self) -> list[Finding]:
+        """Go on with the next bad call on a new cache, where one left its trace in this one."""
+        found: list[Finding] = []
+        machine, made = self, 0
+        while True:
+            for bad in islice(machine._bad_calls(), made, None):
+                made += 1
+                if finding := machine._make_bad_call(bad):
+                    found.append(finding)
+                    break
+            else:
+                return found
+            machine = Machine(type(self.adapter), self.history, attends=False)
+            machine.run_steps()
+
+    def run_steps(self) -> None:
+        """Do every step, and make no bad call."""
+        for operation in self.history.operations:
+            self._step(operation)
+
+    def _bad_calls(self) -> Iterable[BadCall]:
+        standard = standard_bad_calls(Situation(self.adapter, self.spec, self.oracle))
+        return chain(standard, self.adapter.bad_calls() if "bad_calls" in self.can else ())
+
+    def _make_bad_call(self, bad: BadCall) -> Finding | None:
         raised: BaseException | None = None
+        WATCHED.began = monotonic()
         try:
             bad.call()
+        except StepHung as hung:
+            self._fail_hung(bad.words, hung)
         except BaseException as error:
             if not isinstance(error, (Exception, *bad.errors)):
                 raise
             raised = error
         outcome, after = Outcome(True, self.driven.options), self.look(copies=False)
-        self._judge(BAD_CALL, self.now, outcome, after, bad_call=bad, raised=raised)
+        seen = self.observation(
+            after, before=self.now, outcome=outcome, bad_call=bad, raised=raised
+        )
+        return self._first_finding(BAD_CALL, seen)
 
     # ---------------------------------------------------------------------------- looking
 
@@ -273,12 +327,17 @@ class Machine:
     ) -> Mapping[str, int]:
         """Hand an observation to all invariants that are due; return what was counted in it."""
         seen = self.observation(after, before=before, outcome=outcome, **what)
+        if finding := self._first_finding(kind, seen):
+            self.fail(finding)
+        return seen.ran
+
+    def _first_finding(self, kind: str, seen: Observation) -> Finding | None:
         for each in INVARIANTS:
             if kind in each.after and each.needs <= self.can:
                 self.checked[each.name] += 1
                 if finding := each.check(seen):
-                    self.fail(finding)
-        return seen.ran
+                    return finding
+        return None
 
     def observation(self, after: Snapshot, **what: Any) -> Observation:
         return Observation(
@@ -292,9 +351,19 @@ class Machine:
             **what,
         )
 
-    def fail(self, finding: Finding) -> NoReturn:
-        done = replace(self.history, operations=tuple(self.done))
-        raise Divergence(finding, done, self.oracle, self._books()) from finding.cause
+    def fail(self, finding: Finding, also: Sequence[str] = ()) -> NoReturn:
+        divergence = Divergence(finding, self._history_so_far(), self.oracle, self._books())
+        if also:
+            divergence.added.append("\n".join(["Bad calls like this one:", *also]))
+        raise divergence from finding.cause
+
+    def _fail_hung(self, what: str, hung: StepHung) -> NoReturn:
+        """Fail without asking the cache for its books: the answer might not come back either."""
+        finding = Finding(f"{what} {hung}")
+        raise Divergence(finding, self._history_so_far(), self.oracle, Snapshot()) from hung
+
+    def _history_so_far(self) -> History:
+        return replace(self.history, operations=tuple(self.done))
 
 
 def _asked(ask: Callable[..., _T], *arguments: Any) -> _T | Exception:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 
@@ -23,6 +24,7 @@ def replay(file: str) -> int:
 
     from pytest_roseinfer.adapters.finding import load_target
     from pytest_roseinfer.findings.divergence import Difference
+    from pytest_roseinfer.running.watchdog import WATCHED
     from pytest_roseinfer.search.reproduce import CHECKS, example_of
 
     example = example_of(trace)
@@ -35,11 +37,14 @@ def replay(file: str) -> int:
     print(f"replaying on {trace['adapter']} ({trace['check']})\n")
     sys.path[:0] = [folder for folder in trace["folders"] if folder not in sys.path]
     adapter = load_target(trace["adapter"], trace["file"])
+    WATCHED.example, WATCHED.began = example, monotonic()
     try:
         CHECKS[trace["check"]](adapter, example)
     except Difference as failure:
         print(f"FAILED: {failure}")
         return 1
+    finally:
+        WATCHED.began = WATCHED.example = None
     print(f"{example.words()}\n\nit ran through: nothing differed")
     return 0
 

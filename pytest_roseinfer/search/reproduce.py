@@ -63,22 +63,33 @@ print("it ran through: nothing differed")
 
 def save(adapter: type[Adapter], example: Example, check: str, message: str, folder: str) -> str:
     """Write the trace and the script; say how to run them, or why there are none."""
+    try:
+        trace = {**trace_of(adapter, check), "example": example.to_json()}
+        return _write(trace, message, Path(folder))
+    except (OSError, TypeError) as error:
+        # Failing to save must not hide what was found.
+        return f"no replay was saved: {error}"
+
+
+def trace_of(adapter: type[Adapter], check: str) -> dict[str, Any]:
+    """Return a trace without an example; raise ``TypeError`` where none can be replayed."""
     name = coverage.name_of(adapter)
     if "<locals>" in name:
-        return f"no replay was saved: {name} is defined in a function and cannot be imported"
-    trace = {
+        raise TypeError(f"{name} is defined in a function and cannot be imported")
+    return {
         "adapter": name,
         "file": str(Path(inspect.getfile(adapter)).resolve()),
         "folders": _folders(),
         "environment": variables(),
         "check": check,
-        "example": example.to_json(),
     }
-    try:
-        return _write(trace, message, Path(folder))
-    except (OSError, TypeError) as error:
-        # Failing to save must not hide what was found.
-        return f"no replay was saved: {error}"
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of failures, which version control is to ignore."""
+    if not folder.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".gitignore").write_text("*\n")
 
 
 def example_of(trace: dict[str, Any]) -> Example:
@@ -91,9 +102,7 @@ def _kind(trace: dict[str, Any]) -> type[Example]:
 
 def _write(trace: dict[str, Any], message: str, folder: Path) -> str:
     text = json.dumps(trace, indent=1)
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        (folder / ".gitignore").write_text("*\n")
+    make_folder(folder)
     class_name = trace["adapter"].partition(":")[2]
     stem = f"{class_name}-{sha256(text.encode()).hexdigest()[:10]}"
     trace_file, script_file = folder / f"{stem}.json", folder / f"{stem}.py"

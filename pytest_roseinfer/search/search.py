@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
+from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -14,7 +16,9 @@ from hypothesis.errors import Flaky
 from pytest_roseinfer import settings
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 from pytest_roseinfer.search import reproduce
+from pytest_roseinfer.search.tried import kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +43,10 @@ frames inside fit into the rest of it.
 """
 
 
+class _NotShrunk(BaseException):
+    """It takes a failure past Hypothesis, which would try hundreds of smaller examples."""
+
+
 def search(
     adapter: type[Adapter],
     check: Callable[[_Example], object],
@@ -54,13 +62,19 @@ def search(
     differ in nothing else need different ``salt``, so that they do not draw the same.
     """
     tried: list[_Example] = []
+    folder = settings.current().failures_dir
+    keeping = (
+        kept(adapter, check, replayed_by, folder)
+        if WATCHED.seconds and folder
+        else nullcontext(check)
+    )
     try:
-        try_examples(adapter, check, drawn, examples, name=replayed_by, salt=salt, tried=tried)
-    except (Exception, KeyboardInterrupt) as failure:
+        with keeping as each:
+            try_examples(adapter, each, drawn, examples, name=replayed_by, salt=salt, tried=tried)
+    except (Exception, KeyboardInterrupt, _NotShrunk) as failure:
         if not tried:
             raise
         (example,) = tried  # the last that was tried is the shrunk one
-        folder = settings.current().failures_dir
         found = _difference(failure)
         message = repr(failure) if found is None else str(found)
         saved = reproduce.save(adapter, example, replayed_by, message, folder) if folder else ""
@@ -92,7 +106,16 @@ def try_examples(
     # Each search has a function of its own: Hypothesis rejects one that is run for two classes.
     def attempt(example: _Example) -> None:
         tried[:] = [example]
-        check(example)
+        WATCHED.example, WATCHED.began = example, monotonic()
+        try:
+            check(example)
+        except Difference as failure:
+            if not isinstance(failure.__cause__, StepHung):
+                raise
+            failure.added.append("It was not made smaller: every attempt would take as long.")
+            raise _NotShrunk from failure
+        finally:
+            WATCHED.began = WATCHED.example = None
 
     attempt.__qualname__ = f"{name}[{coverage.name_of(adapter)}]"
     test = given(drawn)(attempt)
@@ -112,15 +135,17 @@ def try_examples(
         test = seeded(f"{seed} {attempt.__qualname__} {salt}")(test)
     try:
         undisturbed(test)
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt, _NotShrunk):
         coverage.current().of(adapter).failed = True
         raise
 
 
-def _difference(failure: BaseException) -> Difference | None:
+def _difference(failure: BaseException | None) -> Difference | None:
     """Return the difference that ended a search, also from Hypothesis's error for flaky tests."""
     if isinstance(failure, Difference):
         return failure
+    if isinstance(failure, _NotShrunk):
+        return _difference(failure.__cause__)
     parts = getattr(failure, "exceptions", ()) if isinstance(failure, Flaky) else ()
     found = next((part for part in parts if isinstance(part, Difference)), None)
     if found:

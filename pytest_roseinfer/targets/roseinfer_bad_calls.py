@@ -1,4 +1,4 @@
-"""Calls that the block manager must refuse, made up for the state that a manager is in."""
+"""Calls that the block manager must refuse, beside the standard ones, in its present state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_roseinfer.adapters.cache import BadCall
-from roseinfer import BadArgument, BadBlock, BadRefcount, OutOfBlocks, StalePlan
+from roseinfer import BadArgument, BadBlock, OutOfBlocks, StalePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,10 +30,10 @@ def bad_calls(
     for group in reversed(range(manager.num_layers // manager.layers_per_group)):
         if lists := [own[group] for own in sequences if own[group]]:
             layer, own = group * manager.layers_per_group, lists[-1]
-            yield from _blocks_of_others(manager, layer, own)
-            yield from _lengths_and_holders(manager, layer, own)
+            yield _shared_and_given_back(manager, layer, own)
             yield from _plans(manager, layer, own)
             if manager.layers_per_group == 1:
+                yield from _one_token(manager, layer)
                 yield from _appends(manager, layer, lists)
             return
 
@@ -48,52 +48,28 @@ def _refused(
     return BadCall(words, partial(call, *arguments), errors)
 
 
-def _blocks_of_others(manager: KVBlockManager, layer: int, own: list[int]) -> Iterator[BadCall]:
-    free, gather = (partial(call, layer) for call in (manager.free_blocks, manager.gather_sequence))
+def _one_token(manager: KVBlockManager, layer: int) -> Iterator[BadCall]:
+    """Append a single token to blocks that the catalogue hands to whole batches."""
     size = manager.max_blocks_per_layer
     first = layer // manager.layers_per_group * size
-    never_held = {"the scratch block": first}
-    held_elsewhere = {
-        "a block of the next layer": first + size + 1,
-        "the next layer's scratch block": first + size,
-    }
-    if first:
-        held_elsewhere["a block of the layer before"] = first - 1
-    unused = [block for block in range(first + 1, first + size) if not manager.refcount(block)]
-    if unused:
-        never_held["a free block"] = unused[0]
-    for what, block in {**never_held, **held_elsewhere}.items():
-        yield _refused(f"gather_sequence of {what}", BadBlock, gather, [*own[:-1], block])
-        errors = (BadBlock, BadRefcount)
-        yield _refused(f"free_blocks of {what}, last in the list,", errors, free, [*own, block])
-        if manager.layers_per_group == 1:
-            new = _tokens(manager, 2)
-            append, batch = manager.append_token, manager.append_token_batch
-            words = f"append_token_batch to {what} in its second row"
-            yield _refused(words, BadBlock, batch, layer, [[], [block]], new, new)
-            words = f"append_token to {what}"
-            yield _refused(words, BadBlock, append, layer, [block], new[0], new[0])
-    for what, block in never_held.items():  # incref_blocks takes blocks of any layer
-        words = f"incref_blocks of {what}, last in the list,"
-        yield _refused(words, BadBlock, manager.incref_blocks, [*own, block])
+    wrong = {"the scratch block": first, "a block of the next layer": first + size + 1}
+    if unused := [block for block in range(first + 1, first + size) if not manager.refcount(block)]:
+        wrong["a free block"] = unused[0]
+    new = _tokens(manager, 1)[0]
+    for what, block in wrong.items():
+        words = f"append_token to {what}"
+        yield _refused(words, BadBlock, manager.append_token, layer, [block], new, new)
 
 
-def _lengths_and_holders(manager: KVBlockManager, layer: int, own: list[int]) -> Iterator[BadCall]:
-    stored = _stored(manager, own)
-    for length in (stored + 1, -1):
-        words = f"gather_sequence of {length} tokens, of which {stored} are stored,"
-        yield _refused(words, BadArgument, manager.gather_sequence, layer, list(own), length)
-    held = manager.refcount(own[0])
-    words = f"free_blocks of a block {held + 1} times that is held {held} times"
-    yield _refused(words, BadRefcount, manager.free_blocks, layer, [own[0]] * (held + 1))
-
+def _shared_and_given_back(manager: KVBlockManager, layer: int, own: list[int]) -> BadCall:
     def share_and_give_back() -> None:
         manager.incref_blocks([*own, *own])
         if manager.refcount(own[-1]) < 3:
             raise AssertionError("a block named twice gained one holder")
         manager.free_blocks(layer, [*own, *own])
 
-    yield BadCall("incref_blocks of a list twice over, and free_blocks of it,", share_and_give_back)
+    words = "incref_blocks of a list twice over, and free_blocks of it,"
+    return BadCall(words, share_and_give_back)
 
 
 def _plans(manager: KVBlockManager, layer: int, own: list[int]) -> Iterator[BadCall]:
@@ -103,9 +79,6 @@ def _plans(manager: KVBlockManager, layer: int, own: list[int]) -> Iterator[BadC
     for counts in ([1, 0], [1], [1, 1, 1]):
         words = f"plan_append of two lists for {counts} tokens"
         yield _refused(words, BadArgument, plan, [[], own], counts)
-    if manager.refcount(own[-1]) == 1 and _stored(manager, own) % manager.block_size:
-        words = "plan_append of two lists with a partial block that has one holder"
-        yield _refused(words, BadRefcount, plan, [own, list(own)])
 
     def write_a_plan(to_layer: int, later_plans: int) -> None:
         """Write a plan of nothing but padding, which holds no block, after others."""
@@ -124,14 +97,6 @@ def _plans(manager: KVBlockManager, layer: int, own: list[int]) -> Iterator[BadC
 def _appends(manager: KVBlockManager, layer: int, lists: Sequence[list[int]]) -> Iterator[BadCall]:
     own, new = lists[-1], _tokens(manager, 2)
     append, batch = partial(manager.append_token, layer), partial(manager.append_token_batch, layer)
-    wrong = {
-        "whose second row has a key of another shape": (new, new[:, :, :0]),
-        "whose second tensor is one row short": (new, new[:1]),
-        "of integers": (new.int(), new.int()),
-    }
-    for what, tensors in wrong.items():
-        words = f"append_token_batch {what}"
-        yield _refused(words, BadArgument, batch, [[], list(own)], *tensors)
     words, errors = "append_token_batch to a tuple in its second row", (BadArgument, OutOfBlocks)
     yield _refused(words, errors, batch, [[], tuple(own)], new, new)
     if manager.num_free_blocks(layer):
@@ -141,10 +106,6 @@ def _appends(manager: KVBlockManager, layer: int, lists: Sequence[list[int]]) ->
         if last.length == manager.block_size or manager.refcount(block_ids[-1]) > 1:
             words = "append_token that needs a block when none is free"
             yield _refused(words, OutOfBlocks, append, block_ids, new[0], new[0])
-
-
-def _stored(manager: KVBlockManager, own: list[int]) -> int:
-    return sum(manager.block_info(block_id).length for block_id in own)
 
 
 def _tokens(manager: KVBlockManager, rows: int) -> torch.Tensor:

@@ -17,6 +17,9 @@ from roseinfer import (
     AppendPlan,
     AppendPolicy,
     AttentionPath,
+    BadArgument,
+    BadBlock,
+    BadRefcount,
     Condition,
     KVBlockManager,
     OutOfBlocks,
@@ -81,6 +84,31 @@ class _ManagerAdapter(KVCacheAdapter):
         "triton_min_batch": (1, 3),
         "triton_full_batch_min_batch": (None, 2),
     }
+    standard_bad_calls: ClassVar[Sequence[str]] = (
+        "free_unknown",
+        "free_twice",
+        "fork_unknown",
+        "fork_freed",
+        "decref_blocks_of_scratch",
+        "decref_blocks_of_free_block",
+        "decref_blocks_of_minus_1",
+        "decref_blocks_of_other_pool",
+        "decref_blocks_too_often",
+        "incref_blocks_of_scratch",
+        "incref_blocks_of_free_block",
+        "incref_blocks_of_minus_1",
+        "gather_blocks_of_scratch",
+        "gather_blocks_of_free_block",
+        "gather_blocks_of_minus_1",
+        "gather_blocks_of_other_pool",
+        "gather_blocks_past_the_end",
+        "append_to_blocks_of_scratch",
+        "append_to_blocks_of_free_block",
+        "append_to_blocks_of_minus_1",
+        "append_to_blocks_of_other_pool",
+        "append_to_blocks_twice",
+    )
+    bad_call_errors = (BadBlock, BadRefcount, BadArgument, KeyError)
     row_conditions: ClassVar[Mapping[str, str]] = {name: name for name in _COUNTED_BY_ROW}
 
     def _make(self, spec: CacheSpec, layers_per_group: int) -> None:
@@ -181,6 +209,19 @@ class _ManagerAdapter(KVCacheAdapter):
         counts = {**self.manager.path_counts, **self.attended}
         return {str(name): count for name, count in counts.items()}
 
+    def ids(self, layer: int, blocks: Iterable[int]) -> list[int]:
+        """Return the ids of blocks that are given as in ``table``."""
+        return [self.first_id(layer) + block for block in blocks]
+
+    def decref_blocks(self, layer: int, blocks: Sequence[int]) -> None:
+        self.manager.free_blocks(layer, self.ids(layer, blocks))
+
+    def incref_blocks(self, layer: int, blocks: Sequence[int]) -> None:
+        self.manager.incref_blocks(self.ids(layer, blocks))
+
+    def gather_blocks(self, layer: int, blocks: list[int], length: int | None) -> object:
+        return self.manager.gather_sequence(layer, self.ids(layer, blocks), length)
+
     def bad_calls(self) -> Iterable[BadCall]:
         return bad_calls(self.manager, list(self.lists.values()))
 
@@ -199,6 +240,13 @@ class _ManagerAdapter(KVCacheAdapter):
 class PerLayerManager(_ManagerAdapter):
     """``append_token_batch`` and ``register_prefill_layer``, a block list for every layer."""
 
+    standard_bad_calls = (
+        *_ManagerAdapter.standard_bad_calls,
+        "append_of_another_shape",
+        "append_one_row_short",
+        "append_of_integers",
+    )
+
     def make(self, spec: CacheSpec) -> None:
         self._make(spec, layers_per_group=1)
 
@@ -210,6 +258,12 @@ class PerLayerManager(_ManagerAdapter):
             rows = [None if seq is None else lists[seq][layer] for seq in seqs]
             self.manager.append_token_batch(layer, rows, key[layer], value[layer])
         self.lists.update(lists)
+
+    def append_to_blocks(
+        self, layer: int, lists: list[list[int]], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        rows = [self.ids(layer, blocks) for blocks in lists]
+        self.manager.append_token_batch(layer, rows, key[layer], value[layer])
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.lists[seq] = [
@@ -238,6 +292,17 @@ class GroupedManager(_ManagerAdapter):
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
         self.fill(self.reserve(seqs, counts), key, value)
+
+    def append_to_blocks(
+        self,
+        layer: int,
+        lists: list[list[int]],
+        key: torch.Tensor,  # noqa: ARG002
+        value: torch.Tensor,  # noqa: ARG002
+    ) -> None:
+        """Plan the append, which is where a bad one is refused."""
+        first_layer = layer - layer % self.manager.layers_per_group
+        self.manager.plan_append(first_layer, [self.ids(layer, each) for each in lists])
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.append_many([seq], [key.shape[1]], key, value)

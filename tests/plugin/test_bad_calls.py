@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
-from pytest_roseinfer import CacheSpec, Divergence, History, run_history
+from pytest_roseinfer import (
+    CacheSpec,
+    Divergence,
+    History,
+    Oracle,
+    conformance,
+    run_history,
+    settings,
+)
 from pytest_roseinfer.adapters.cache import BadCall
+from pytest_roseinfer.adapters.standard_bad_calls import (
+    Situation,
+    standard_bad_calls,
+)
 from pytest_roseinfer.cases.operations.append import Append
 from pytest_roseinfer.cases.payload import Payload
+from pytest_roseinfer.running import coverage
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.mutants.kernel_caches import CompactedKernels, StridedKernels
+from tests.plugin.caches.careless_caches import (
+    CarefulCache,
+    CountsHoldersTooLate,
+    ReadsPastTheEnd,
+    TakesAnyBlock,
+    TakesAnyName,
+    TakesAnyTokens,
+)
 from tests.plugin.caches.paged_cache import PagedCache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pytest_roseinfer import KVCacheAdapter
 
@@ -59,7 +80,7 @@ class ForgetfulCache(StrictCache):
         yield BadCall("giving a block away and taking it back", lambda: self.unused.pop())
 
 
-class CarefulCache(StrictCache):
+class TidyCache(StrictCache):
     def bad_calls(self) -> Iterable[BadCall]:
         yield BadCall(
             "giving a block away and taking it back",
@@ -67,7 +88,7 @@ class CarefulCache(StrictCache):
         )
 
 
-@pytest.mark.parametrize("cache", [StrictCache, CarefulCache])
+@pytest.mark.parametrize("cache", [StrictCache, TidyCache])
 def test_a_cache_that_refuses_passes(cache: type[KVCacheAdapter]) -> None:
     run_history(cache, HISTORY)
 
@@ -78,7 +99,7 @@ def test_a_cache_that_refuses_passes(cache: type[KVCacheAdapter]) -> None:
         (LenientCache, "free of an unknown sequence went through; it must raise KeyError"),
         (WronglyAngryCache, "free of an unknown sequence raised RuntimeError: not 99 today"),
         (LeakyCache, "free of an unknown sequence changed the books"),
-        (ScribblingCache, "a call that was to be refused changed what is stored in K"),
+        (ScribblingCache, "free of an unknown sequence changed what is stored in K"),
         (ForgetfulCache, "giving a block away and taking it back changed the books"),
     ],
 )
@@ -88,7 +109,7 @@ def test_a_cache_that_does_not_is_failed(cache: type[KVCacheAdapter], said: str)
 
 
 @pytest.mark.parametrize(
-    ("target", "least"), [(PerLayerManager, 25), (GroupedManager, 18), (StridedKernels, 5)]
+    ("target", "least"), [(PerLayerManager, 30), (GroupedManager, 25), (StridedKernels, 5)]
 )
 def test_shipped_targets_make_up_bad_calls(target: type[KVCacheAdapter], least: int) -> None:
     adapter = target()
@@ -96,7 +117,10 @@ def test_shipped_targets_make_up_bad_calls(target: type[KVCacheAdapter], least: 
     spec = CacheSpec(num_layers=2, num_blocks=2, options=options)
     adapter.make(spec)
     adapter.append([0, 1], *Payload(spec).all_layers([0, 1]))
-    words = [bad.words for bad in adapter.bad_calls()]
+    oracle = Oracle(spec.block_size, spec.num_blocks)
+    oracle.append([(0, 1), (1, 1)], [0, 1])
+    standard = standard_bad_calls(Situation(adapter, spec, oracle))
+    words = [bad.words for bad in (*standard, *adapter.bad_calls())]
     assert len(words) >= least
     assert len(set(words)) == len(words)
 
@@ -107,3 +131,74 @@ def test_kernels_pass_on_every_layout(target: type[KVCacheAdapter], layout: str)
     options = {"keys": layout, "values": "pairs", "index": "int32", "gather": True}
     spec = CacheSpec(num_layers=2, num_heads=3, head_dim=5, options=options)
     run_history(target, History(spec, (Append((0, 1, 2)), Append((2, 0)))))
+
+
+# ------------------------------------------------------------------------------ the catalogue
+
+
+@pytest.fixture
+def searching() -> Iterator[Callable[[int], None]]:
+    """Set up a small search with a seed of its own."""
+    before, seen = settings.current(), coverage.current()
+
+    def set_up(seed: int) -> None:
+        settings.set_current(settings.Settings(seed=seed, examples=10))
+        coverage.set_current(coverage.Coverage())
+
+    yield set_up
+    settings.set_current(before)
+    coverage.set_current(seen)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_cache_that_refuses_all_of_the_catalogue_passes(
+    seed: int, searching: Callable[[int], None]
+) -> None:
+    searching(seed)
+    conformance(CarefulCache)().test_histories()
+
+
+WRONG: dict[type[KVCacheAdapter], set[str]] = {
+    TakesAnyName: {"free of a sequence that was freed", "gather of a sequence that never was"},
+    TakesAnyTokens: {"append of two keys and one value"},
+    CountsHoldersTooLate: {
+        "decref_blocks of a free block, last in the list,",
+        "decref_blocks of a block once more than it is held",
+    },
+    ReadsPastTheEnd: {
+        "gather_blocks of one token more than is stored",
+        "gather_blocks of -1 tokens",
+    },
+    TakesAnyBlock: {
+        "incref_blocks of the scratch block, last in the list,",
+        "incref_blocks of a free block, last in the list,",
+        "gather_blocks of a free block, last in the list,",
+    },
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("cache", WRONG)
+def test_all_that_were_accepted_are_told(
+    cache: type[KVCacheAdapter], seed: int, searching: Callable[[int], None]
+) -> None:
+    searching(seed)
+    with pytest.raises(Divergence) as caught:
+        conformance(cache)().test_histories()
+    said = str(caught.value)
+    assert [words for words in WRONG[cache] if words not in said] == []
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        (("free_twice", "free_thrice"), "names 'free_thrice': choose from 'free_unknown', "),
+        (("gather_freed",), "names 'gather_freed', which needs gather$"),
+    ],
+)
+def test_names_that_make_no_sense_are_refused(named: tuple[str, ...], said: str) -> None:
+    class Misnamed(PagedCache):
+        standard_bad_calls: ClassVar[Sequence[str]] = named
+
+    with pytest.raises(TypeError, match=said):
+        conformance(Misnamed)

@@ -15,8 +15,8 @@ SHOW = """
 
     def test_show():
         asked = settings.current()
-        print("\\nSEEN", asked.profile, asked.examples, asked.steps, asked.seed,
-              asked.require_paths, asked.targets, asked.reports)
+        print("\\nSEEN", asked.profile, asked.examples, asked.steps, asked.step_seconds,
+              asked.seed,              asked.require_paths, asked.targets, asked.reports)
 """
 SUITE = ("--pyargs", "pytest_roseinfer.suite")
 
@@ -33,8 +33,9 @@ def seen(project: Project, *arguments: str) -> str:
 def test_every_option_has_an_effect(project: Project) -> None:
     arguments = ["--roseinfer-profile=ci", "--roseinfer-examples=7", "--roseinfer-steps=3"]
     arguments += ["--roseinfer-seed=5", "--roseinfer-required-paths=off"]
+    arguments += ["--roseinfer-step-seconds=0.5"]
     arguments += ["--roseinfer-report=a.json", "--roseinfer-report=b.html"]
-    assert seen(project, *arguments).startswith("ci 7 3 5 False ")
+    assert seen(project, *arguments).startswith("ci 7 3 0.5 5 False ")
     assert {file.name for file in project.path.iterdir()} >= {"a.json", "b.html"}
 
 
@@ -43,6 +44,7 @@ def test_the_ini_file_has_the_same_effect(project: Project) -> None:
         "roseinfer_profile = nightly",
         "roseinfer_examples = 8",
         "roseinfer_steps = 4",
+        "roseinfer_step_seconds = 0",
         "roseinfer_seed = 6",
         "roseinfer_required_paths = false",
         "roseinfer_targets =",
@@ -50,10 +52,15 @@ def test_the_ini_file_has_the_same_effect(project: Project) -> None:
         "    two:Cache",
         "roseinfer_report = c.json",
     )
-    assert seen(project) == "nightly 8 4 6 False ('one:Cache', 'two:Cache') ('c.json',)"
-    said = ["--roseinfer-profile=dev", "--roseinfer-examples=9", "--roseinfer-steps=5"]
+    assert seen(project) == "nightly 8 4 0.0 6 False ('one:Cache', 'two:Cache') ('c.json',)"
+    said = [
+        "--roseinfer-step-seconds=2",
+        "--roseinfer-profile=dev",
+        "--roseinfer-examples=9",
+        "--roseinfer-steps=5",
+    ]
     said += ["--roseinfer-seed=7", "--roseinfer-required-paths=on", "--roseinfer-report=d.json"]
-    assert seen(project, *said).startswith("dev 9 5 7 True ")
+    assert seen(project, *said).startswith("dev 9 5 2.0 7 True ")
 
 
 def test_a_profile_brings_its_examples_and_steps(project: Project) -> None:
@@ -67,6 +74,7 @@ def test_the_seed_of_hypothesis_holds_where_there_is_no_other(project: Project) 
 
 MISTAKES = {
     "--roseinfer-examples=0": "roseinfer examples = 0: must be at least 1",
+    "--roseinfer-step-seconds=-1": "roseinfer step-seconds = -1: must be 0 or more",
     "--roseinfer-seed=-1": "roseinfer seed = -1: must be at least 0",
     "--roseinfer-report=out.txt": "--roseinfer-report out.txt: the name must end in .json or .html",
     "--roseinfer-target=nowhere": "'nowhere' is no target: expected package.module:Class",
@@ -93,6 +101,7 @@ def test_a_mistake_is_a_usage_error_in_one_line(project: Project, argument: str)
 INI_MISTAKES = {
     "roseinfer_profile = fast": "roseinfer_profile = fast: choose one of dev, ci, nightly",
     "roseinfer_steps = few": "roseinfer_steps = few: not a whole number",
+    "roseinfer_step_seconds = few": "roseinfer_step_seconds = few: not a number",
     "roseinfer_required_paths = perhaps": "roseinfer_required_paths: invalid truth value",
 }
 

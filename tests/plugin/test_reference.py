@@ -26,6 +26,7 @@ from pytest_roseinfer import (
 )
 from pytest_roseinfer.adapters import cache as adapter_module
 from pytest_roseinfer.adapters import engine as engine_adapter_module
+from pytest_roseinfer.adapters.standard_bad_calls import STANDARD_BAD_CALLS
 from pytest_roseinfer.cases import strategies
 from pytest_roseinfer.engines import strategies as engine_strategies
 from pytest_roseinfer.gates.time import timing_report
@@ -144,6 +145,10 @@ def test_adapter_methods(heading: str, kind: Any) -> None:
 def test_adapter_attributes_and_their_defaults(heading: str, kind: Any, module: Any) -> None:
     documented = {name: eval(default, vars(module)) for name, default, _ in table(heading)}
     assert documented == {name: getattr(kind, name) for name in inspect.get_annotations(kind)}
+
+
+def test_standard_bad_calls() -> None:
+    assert names("Standard bad calls") == list(STANDARD_BAD_CALLS)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,225 @@
+"""A step that does not come back is reported like any other failure, or ends the process."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from time import monotonic, sleep
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_roseinfer import (
+    CacheSpec,
+    Divergence,
+    History,
+    MixDivergence,
+    conformance,
+    run_forks,
+    run_mix,
+    settings,
+)
+from pytest_roseinfer.adapters.cache import BadCall
+from pytest_roseinfer.cases.operations.append import Append
+from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.machine import run_history
+from pytest_roseinfer.running.watchdog import ENDED, WATCHED, StepHung, watching
+from pytest_roseinfer.search.replay import replay
+from tests.plugin.caches.hanging_caches import HangsOnTheThirdBlock
+from tests.plugin.caches.paged_cache import PagedCache
+from tests.plugin.engines.small_mixes import asked, mix
+from tests.plugin.engines.toy_engine import ToyAdapter, ToyForks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from pytest_roseinfer import RequestMix, Sampling
+    from tests.plugin.conftest import Project
+
+SECONDS = 0.2
+HISTORY = History(CacheSpec(), (Append((0,)), Append((1, 2)), Append((3,))))
+HUNG = "did not come back within 0.2 s"
+
+
+def hang() -> None:
+    while True:
+        sleep(0.001)
+
+
+@pytest.fixture
+def watched() -> Iterator[None]:
+    """An example begins under a watchdog, as in a search."""
+    with watching(SECONDS):
+        WATCHED.began = monotonic()
+        yield
+        WATCHED.began = None
+
+
+class HangsInMake(PagedCache):
+    def make(self, spec: CacheSpec) -> None:  # noqa: ARG002
+        hang()
+
+
+class HangsWhenRead(PagedCache):
+    def peek(self, seq: int, layer: int) -> tuple[object, object]:  # type: ignore[override]
+        if seq == 3:
+            hang()
+        return super().peek(seq, layer)
+
+
+class HangsInABadCall(PagedCache):
+    def bad_calls(self) -> Iterable[BadCall]:
+        yield BadCall("free of an unknown sequence", hang, (KeyError,))
+
+
+@pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize(
+    ("cache", "said", "steps"),
+    [
+        (HangsOnTheThirdBlock, f"the step {HUNG}", 2),
+        (HangsInMake, rf"make\(\) {HUNG}", 0),
+        (HangsWhenRead, f"the step {HUNG}", 3),
+        (HangsInABadCall, f"free of an unknown sequence {HUNG}", 3),
+    ],
+)
+def test_the_history_ends_with_the_step_that_hangs(
+    cache: type[PagedCache], said: str, steps: int
+) -> None:
+    with pytest.raises(Divergence, match=said) as caught:
+        run_history(cache, HISTORY)
+    assert caught.value.history.operations == HISTORY.operations[:steps]
+    assert isinstance(caught.value.__cause__, StepHung)
+    assert "what should be stored" in str(caught.value)
+
+
+class EngineHangs(ToyAdapter):
+    def step(self) -> None:
+        hang()
+
+
+class TwinHangs(ToyForks):
+    def alone(self, *_: object) -> list[int]:
+        hang()
+        return []
+
+
+class ForksHang(ToyForks):
+    def forked(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:  # noqa: ARG002
+        hang()
+        return []
+
+
+@pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize("engine", [EngineHangs, TwinHangs, ForksHang])
+def test_an_engine_that_hangs_fails_with_its_mix(engine: type[ToyAdapter]) -> None:
+    requests: RequestMix = mix(asked(1))
+    with pytest.raises(MixDivergence, match=f"a step {HUNG}") as caught:
+        (run_forks if engine is ForksHang else run_mix)(engine, requests)
+    assert caught.value.mix.requests == requests.requests
+
+
+def test_many_steps_may_together_take_longer_than_one() -> None:
+    class Slow(PagedCache):
+        def ledger(self, layer: int) -> object:  # type: ignore[override]
+            sleep(SECONDS / 3)
+            return super().ledger(layer)
+
+    begin = monotonic()
+    with watching(SECONDS):
+        WATCHED.began = monotonic()
+        run_history(Slow, History(CacheSpec(), (Append((0,)),) * 5))
+        WATCHED.began = None
+    assert monotonic() - begin > SECONDS
+
+
+def test_the_alarm_of_another_is_left_to_it() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, _: heard.append(number))
+    try:
+        with watching(SECONDS):
+            signal.raise_signal(signal.SIGALRM)
+        signal.raise_signal(signal.SIGALRM)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert heard == [signal.SIGALRM] * 2
+
+
+def test_other_threads_do_without() -> None:
+    seen: list[float] = []
+
+    def watch() -> None:
+        with watching(SECONDS):
+            seen.append(WATCHED.seconds)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    thread.join()
+    assert seen == [0.0]
+
+
+@pytest.fixture
+def asked_before() -> Iterator[None]:
+    before, seen = settings.current(), coverage.current()
+    coverage.set_current(coverage.Coverage())
+    yield
+    settings.set_current(before)
+    coverage.set_current(seen)
+
+
+@pytest.mark.usefixtures("asked_before")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_search_ends_with_the_history_that_hangs(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings.set_current(settings.Settings(seed=seed, failures_dir=str(tmp_path)))
+    begin = monotonic()
+    with watching(SECONDS), pytest.raises(Divergence, match=f"the step {HUNG}") as caught:
+        conformance(HangsOnTheThirdBlock)().test_histories()
+    assert monotonic() - begin < 20 * SECONDS  # smaller examples were not tried
+    assert "It was not made smaller" in str(caught.value)
+    (trace,) = tmp_path.glob("*.json")  # that of the step that was tried is gone
+    with watching(SECONDS):
+        assert replay(str(trace)) == 1
+    assert f"FAILED: the step {HUNG}" in capsys.readouterr().out
+
+
+TESTED = """
+    from caches.hanging_caches import {name}
+    from pytest_roseinfer import conformance
+
+    TestIt = conformance({name})
+"""
+
+
+def run(project: Project, name: str) -> pytest.RunResult:
+    project.copy_caches()
+    project.write(test_it=TESTED.format(name=name))
+    limit = f"--roseinfer-step-seconds={SECONDS}"
+    return project.pytest("-k", "histories", "--roseinfer-seed=1", limit)
+
+
+def test_a_process_that_cannot_be_interrupted_ends_and_says_what_was_tried(
+    project: Project,
+) -> None:
+    result = run(project, "CatchesEverything")
+    assert result.ret == ENDED
+    result.stderr.fnmatch_lines(
+        [
+            f"a step {HUNG}, nor could it be interrupted: *",
+            "a cache with num_layers=*",
+            "  1. append one token to *",
+            f"replay with: pytest --roseinfer-replay {project.saved('.json')}",
+            "*hanging_caches.py*in spin",
+        ]
+    )
+
+
+def test_native_code_that_keeps_the_lock_leaves_its_history(project: Project) -> None:
+    result = run(project, "KeepsTheInterpretersLock")
+    assert result.ret == 1
+    result.stderr.fnmatch_lines(["Timeout *", "*hanging_caches.py*in spin"])
+    trace = json.loads(project.saved(".json").read_text())
+    assert trace["check"] == "run_history"
+    assert History.from_json(trace["example"]).size
