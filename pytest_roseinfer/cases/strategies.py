@@ -103,6 +103,14 @@ def boundary_lengths(
     return st.sampled_from(sorted(count for count in near if 0 < count <= _MOST_TOKENS))
 
 
+def boundary_cuts(block_size: int, stored: int) -> st.SearchStrategy[int]:
+    """Draw a length to cut ``stored`` tokens to: at, before or after a boundary, or the ends."""
+    last = stored - stored % block_size
+    ends = {0, block_size, last - block_size, last, stored}
+    near = {end + more for end in ends for more in (-1, 0, 1)}
+    return st.sampled_from(sorted((each for each in near if 0 <= each <= stored), reverse=True))
+
+
 def append_batches(
     live: Sequence[int], fresh: Sequence[int] = ()
 ) -> st.SearchStrategy[tuple[int, ...]]:
@@ -185,6 +193,9 @@ class _Writer:
         lengths = boundary_lengths(oracle.block_size, stored=stored, free=oracle.pages_free())
         return self.draw(lengths)
 
+    def length(self, seq: int) -> int:
+        return self.draw(boundary_cuts(self.oracle.block_size, self.oracle.length(seq)))
+
     def rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         seqs = self.batch(self.fresh(1))
         return seqs, tuple(map(self.count, seqs))
@@ -230,8 +241,10 @@ class _Writer:
 
     def take(self, step: Operation) -> None:
         """Add a step; one that finds no room is kept only if the cache shows how much it has."""
-        if not step.apply(self.oracle) and "ledger" not in self.adapter.abilities:
+        has_room = not step.allowed(self.oracle) or step.fits(self.oracle)
+        if not has_room and "ledger" not in self.adapter.abilities:
             return
+        step.apply(self.oracle)
         named = step.changed()
         self.names = max([self.names, *(seq + 1 for seq in named)])
         used = dict.fromkeys([*self.vacant, *named])
@@ -254,7 +267,7 @@ def histories(
     """
     options = switches(adapter, aim)
     spec = draw(cache_specs(dtypes=adapter.dtypes, options=options, device=device))
-    oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares)
+    oracle = Oracle.of(adapter, spec)
     writer = _Writer(draw, adapter, oracle)
     if "fork" in adapter.abilities:
         writer.begin()

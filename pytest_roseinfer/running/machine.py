@@ -59,7 +59,7 @@ class Machine:
         if lacking := {need for step in history.operations for need in step.needs} - self.can:
             raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
         self.attends = attends and "attend" in self.can
-        self.oracle = Oracle(spec.block_size, spec.num_blocks, adapter_type.fork_shares)
+        self.oracle = Oracle.of(adapter_type, spec)
         self.payload = Payload(spec, history.finite)
         self.adapter = adapter_type()
         self.adapter.make(spec)
@@ -121,6 +121,9 @@ class Machine:
         if rows:
             needed, free = oracle.pages_needed(rows), oracle.pages_free()
             name, room = "write", f" ({needed} blocks needed, {free} free)"
+        errors, why = self.adapter.full_errors, f"does not fit{room}"
+        if not operation.allowed(oracle):
+            errors, why = self.adapter.untrimmable_errors, "it must refuse"
         fits = operation.apply(oracle)
         if written:
             self.seen.update(written.tokens)
@@ -129,7 +132,7 @@ class Machine:
         driven.planned_with = driven.options
         try:
             operation.drive(driven)
-        except self.adapter.full_errors as error:
+        except errors as error:
             if fits:
                 self.fail(Finding(f"refused a {name} that fits{room}: {error}", cause=error))
         except Exception as error:
@@ -137,7 +140,7 @@ class Machine:
             self.fail(Finding(what, cause=error))
         else:
             if not fits:
-                self.fail(Finding(f"accepted a {name} that does not fit{room}"))
+                self.fail(Finding(f"accepted a {name} that {why}"))
         if written:
             # A cache that keeps what it was handed reads poison from here on.
             driven.key.fill_(_POISON)

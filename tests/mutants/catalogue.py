@@ -11,6 +11,7 @@ from tests.mutants import (
     catalogue_moving,
     catalogue_ownership,
     catalogue_plan,
+    catalogue_truncation,
 )
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 CATALOGUE: tuple[Mutant, ...] = (
     *catalogue_ownership.MUTANTS,
+    *catalogue_truncation.MUTANTS,
     *catalogue_plan.MUTANTS,
     *catalogue_moving.MUTANTS,
     *catalogue_kernels.MUTANTS,
