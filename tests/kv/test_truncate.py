@@ -14,10 +14,16 @@ every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES
 
 
 def shared(
-    device: str, length: int, holders: int, policy: AppendPolicy | None = None, **shape: int
+    device: str, length: int, holders: int, policy: AppendPolicy | None = None, *, blocks: int = 16
 ) -> tuple[KVBlockManager, list[list[int]]]:
     """A cache whose four layers share lists in pairs, and lists with the same blocks."""
-    kv = build(device, policy or AppendPolicy(), num_layers=4, layers_per_group=2, **shape)
+    kv = build(
+        device,
+        policy or AppendPolicy(),
+        num_layers=4,
+        layers_per_group=2,
+        max_blocks_per_layer=blocks,
+    )
     first: list[int] = []
     plan = kv.plan_append(2, [first], [length])
     for layer in (2, 3):
@@ -66,7 +72,7 @@ def test_the_last_list_to_be_cut_keeps_the_block(device: str) -> None:
 
 
 def test_what_a_list_gives_back_makes_room_for_its_copy(device: str) -> None:
-    kv, (mine, yours) = shared(device, BLOCK_SIZE, 2, max_blocks_per_layer=3)
+    kv, (mine, yours) = shared(device, BLOCK_SIZE, 2, blocks=3)
     kv.reserve(2, [mine], [1])
     assert kv.num_free_blocks(2) == 0
     given_back = mine[-1]
@@ -76,7 +82,7 @@ def test_what_a_list_gives_back_makes_room_for_its_copy(device: str) -> None:
 
 
 def test_a_list_that_finds_no_block_leaves_all_as_they_were(device: str) -> None:
-    kv, lists = shared(device, BLOCK_SIZE, 3, max_blocks_per_layer=3)
+    kv, lists = shared(device, BLOCK_SIZE, 3, blocks=3)
     before = Metadata.of(kv)
     was = [list(block_ids) for block_ids in lists]
     with pytest.raises(OutOfBlocks, match="layer 2 has 1 free blocks and 2 are needed"):

@@ -157,10 +157,10 @@ def test_a_failure_of_two_runs_compared_is_replayed_as_such(project: Project) ->
 
 
 def test_a_trace_of_before_still_runs(project: Project) -> None:
-    """It was saved when all operations stood in one file, and has each of them."""
+    """It was saved when all operations stood in one file, and has each that there was."""
     file = Path(__file__).parent / "traces" / "every_operation.json"
     steps = json.loads(file.read_text())["example"]["operations"]
-    assert {step["do"] for step in steps} == set(OPERATIONS)
+    assert {step["do"] for step in steps} == set(OPERATIONS) - {"Truncate", "TruncateMany"}
     result = project.pytest("--roseinfer-replay", str(file))
     assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines(

@@ -111,7 +111,7 @@ class Operation:
         return 0
 
     def changed(self) -> list[int]:
-        """List the sequences that it begins, adds to or frees."""
+        """List the sequences that it begins, adds to, cuts or frees."""
         return [seq for seq, _ in self.rows()]
 
     # ------------------------------------------------------------------ on the oracle
