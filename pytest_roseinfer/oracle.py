@@ -2,20 +2,22 @@
 
 It shares no code with any cache. A token is a number that says which sequence wrote it and
 at which position; a page is a list of them and a count of holders. Sequences that have the
-same name, one after another, write different tokens. Where sequences have texts, the number says
-which text and which position instead: it is the same wherever the text is, up to there.
+same name, one after another, write different tokens, and so does one that was cut. Where sequences
+have texts, the number says which text and which position instead: it is the same wherever the text
+is, up to there.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pytest_roseinfer.texts import Texts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pytest_roseinfer.texts import Branch
 
@@ -29,7 +31,7 @@ _TEXTS = _PADDING_SEQUENCE + 1
 
 
 def token_of(seq: int, position: int, life: int = 0) -> int:
-    """Number the token at a position of a sequence; ``life`` others had its name before it."""
+    """Number the token at a position of a sequence that was freed or cut ``life`` times."""
     return (life * _NAMES + seq) * _POSITIONS + position
 
 
@@ -86,6 +88,30 @@ class Written:
     """How they lie in memory when they are handed over."""
 
 
+class Declares(Protocol):
+    """What an adapter says of its cache that the oracle must know."""
+
+    @property
+    def fork_shares(self) -> str: ...
+    @property
+    def truncate_copies(self) -> bool: ...
+    def trimmable(self, spec: Any, stored: int, length: int, /) -> bool: ...
+
+
+class Shape(Protocol):
+    """What the oracle must know of a cache's spec."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+
+
+def always(stored: int, length: int) -> bool:  # noqa: ARG001
+    """Say that any sequence may be cut."""
+    return True
+
+
 @dataclass(slots=True)
 class Oracle:
     """Sequences of tokens on pages, with as many pages as the cache has blocks."""
@@ -97,23 +123,53 @@ class Oracle:
     branches: tuple[Branch, ...] = ()
     """What sequences say, if the cache is told."""
     texts: Texts | None = field(init=False, default=None)
+    truncate_copies: bool = False
+    """As ``KVCacheAdapter.truncate_copies``."""
+    trimmable: Callable[[int, int], bool] = always
+    """Whether a sequence of so many tokens may be cut to so many."""
     sequences: dict[int, list[Page]] = field(default_factory=dict)
     lives: Counter[int] = field(default_factory=Counter)
-    """The number of sequences of each name that were freed."""
+    """How often a sequence of each name was freed or cut."""
     looked_up: dict[int, int] = field(default_factory=dict)
     """Sequences that are to begin with what a lookup found, and how many tokens that was for."""
     reserved: list[Written] = field(default_factory=list)
     """Tokens that count as stored, since there is room for them, but are not written yet."""
+    unseen: Counter[int] = field(default_factory=Counter)
+    """How many tokens of its last page a sequence was cut off from, which others may see."""
+
+    @classmethod
+    def of(cls, adapter: Declares, spec: Shape, branches: tuple[Branch, ...] = ()) -> Oracle:
+        """Begin an oracle for an empty cache of this shape, as the adapter declares it."""
+        return cls(
+            spec.block_size,
+            spec.num_blocks,
+            adapter.fork_shares,
+            branches,
+            adapter.truncate_copies,
+            partial(adapter.trimmable, spec),
+        )
 
     def __post_init__(self) -> None:
         if self.branches:
             self.texts = Texts(self.branches)
 
     def tokens(self, seq: int) -> list[int]:
-        return [token for page in self.sequences.get(seq, []) for token in page.tokens]
+        pages = range(len(self.sequences.get(seq, [])))
+        return [token for at in pages for token in self.tokens_on(seq, at)]
+
+    def tokens_on(self, seq: int, at: int) -> list[int]:
+        """List the tokens that a sequence sees of one of its pages."""
+        pages = self.sequences[seq]
+        tokens = pages[at].tokens
+        return tokens[: len(tokens) - self.unseen[seq]] if at == len(pages) - 1 else tokens
 
     def length(self, seq: int) -> int:
-        return sum(len(page.tokens) for page in self.sequences.get(seq, []))
+        return sum(len(page.tokens) for page in self.sequences.get(seq, [])) - self.unseen[seq]
+
+    def on_last(self, seq: int) -> int:
+        """Count the tokens that a sequence sees of its last page; 0 if it has none."""
+        pages = self.sequences.get(seq)
+        return len(pages[-1].tokens) - self.unseen[seq] if pages else 0
 
     def unwritten(self, seq: int) -> int:
         """Count the last tokens of a sequence that are not written yet."""
@@ -132,7 +188,7 @@ class Oracle:
             last = pages[-1] if pages else None
             if last is None:
                 met.append("fresh")
-            elif len(last.tokens) == self.block_size:
+            elif self.on_last(seq) == self.block_size:
                 met.append("rollover_shared" if last.holders > 1 else "rollover")
             elif last.holders - leaving[id(last)] > 1:
                 leaving[id(last)] += 1
@@ -146,7 +202,7 @@ class Oracle:
         needed = self.conditions_met(rows).count("copy_on_write")
         for seq, count in rows:
             pages = self.sequences.get(seq)
-            room = self.block_size - len(pages[-1].tokens) if pages else 0
+            room = self.block_size - self.on_last(seq) if pages else 0
             needed += -(-max(0, count - room) // self.block_size)
         return needed
 
@@ -193,24 +249,36 @@ class Oracle:
         for seq, count in rows:
             pages = self.sequences.setdefault(seq, [])
             for _ in range(count):
-                self._append_token(pages, next(coming))
+                self._append_token(seq, pages, next(coming))
 
-    def _append_token(self, pages: list[Page], token: int) -> None:
-        if not pages or len(pages[-1].tokens) == self.block_size:
+    def _append_token(self, seq: int, pages: list[Page], token: int) -> None:
+        if not pages or self.on_last(seq) == self.block_size:
             pages.append(Page([token]))
             return
-        if pages[-1].holders > 1:
-            pages[-1].holders -= 1
-            pages[-1] = Page(list(pages[-1].tokens))
+        self._own_last(seq)
         pages[-1].tokens.append(token)
+
+    def _own_last(self, seq: int) -> None:
+        """Leave a sequence alone on its last page, and nothing there that it does not see."""
+        pages = self.sequences[seq]
+        last, seen = pages[-1], self.tokens_on(seq, len(pages) - 1)
+        del self.unseen[seq]
+        if last.holders > 1:
+            last.holders -= 1
+            pages[-1] = Page(list(seen))
+        else:
+            last.tokens = seen
 
     def fork(self, parent: int, child: int) -> None:
         self.begin_as(parent, child)
-        self.sequences[child] = []
-        for page in self.sequences[parent]:
-            shared = self._shares(page)
+        own: list[Page] = []
+        for at, page in enumerate(self.sequences[parent]):
+            shared = self._shares(parent, at)
             page.holders += shared
-            self.sequences[child].append(page if shared else Page(list(page.tokens)))
+            own.append(page if shared else Page(list(self.tokens_on(parent, at))))
+            if shared and at == len(self.sequences[parent]) - 1:
+                self.unseen[child] = self.unseen[parent]
+        self.sequences[child] = own
 
     def begin_as(self, parent: int, child: int) -> None:
         """Have ``child`` say what ``parent`` says by now, and go on with a text of its own."""
@@ -227,16 +295,61 @@ class Oracle:
                 own[at].holders += 1
 
     def fork_fits(self, parent: int) -> bool:
-        copied = sum(not self._shares(page) for page in self.sequences[parent])
+        pages = range(len(self.sequences[parent]))
+        copied = sum(not self._shares(parent, at) for at in pages)
         return copied <= self.pages_free()
 
-    def _shares(self, page: Page) -> bool:
-        full = len(page.tokens) == self.block_size
+    def _shares(self, parent: int, at: int) -> bool:
+        full = len(self.tokens_on(parent, at)) == self.block_size
         return self.fork_shares == "blocks" or (self.fork_shares == "full blocks" and full)
+
+    def may_truncate(self, seq: int, length: int) -> bool:
+        return self.trimmable(self.length(seq), length)
+
+    def truncate_fits(self, rows: Sequence[tuple[int, int]]) -> bool:
+        """Return True if there is a page for every copy that cutting these rows in order takes.
+
+        Pages that a row gives up are there for its own copy, and for those of rows behind it.
+        """
+        free = self.pages_free()
+        leaving: Counter[int] = Counter()
+        for seq, length in rows:
+            pages = self.sequences[seq]
+            kept = -(-length // self.block_size)
+            for page in pages[kept:]:
+                leaving[id(page)] += 1
+                free += leaving[id(page)] == page.holders
+            if self.truncate_copies and length % self.block_size and length < self.length(seq):
+                last = pages[kept - 1]
+                copied = last.holders - leaving[id(last)] > 1
+                leaving[id(last)] += copied
+                free -= copied
+            if free < 0:
+                return False
+        return True
+
+    def truncate(self, seq: int, length: int) -> None:
+        """Keep the first ``length`` tokens of a sequence, and give up the pages behind them."""
+        if length == self.length(seq):
+            return
+        if self.texts:
+            self.texts.fork(self._text_of(seq), seq, length)
+        self.lives[seq] += 1
+        pages = self.sequences[seq]
+        kept = -(-length // self.block_size)
+        if kept < len(pages):
+            del self.unseen[seq]
+        for page in pages[kept:]:
+            page.holders -= 1
+        del pages[kept:]
+        self.unseen[seq] += self.length(seq) - length
+        if self.unseen[seq] and (self.truncate_copies or pages[-1].holders == 1):
+            self._own_last(seq)
 
     def free(self, seq: int) -> None:
         self.lives[seq] += 1
         if self.texts:
             self.texts.forget(seq)
+        del self.unseen[seq]
         for page in self.sequences.pop(seq):
             page.holders -= 1

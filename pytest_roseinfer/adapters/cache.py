@@ -99,6 +99,12 @@ class KVCacheAdapter(Adapter):
     """Of a text it never finds so many of the last tokens: 1 where one must be left to compute."""
     match_finds: ClassVar[str] = "all"
     """It finds ``"all"`` that is stored of a text, or ``"some"`` of it."""
+    truncate_copies: ClassVar[bool] = False
+    """Where ``truncate`` cuts a block that others hold, the part that is kept is copied at once;
+    else the block stays shared until it is written to. A sequence that alone holds a block keeps
+    it. Blocks that are given back make room for the copy, and for those of later rows."""
+    untrimmable_errors: ClassVar[tuple[type[BaseException], ...]] = ()
+    """The errors that ``truncate`` raises, changing nothing, where ``trimmable`` returns False."""
     scratch_blocks: frozenset[int] = frozenset()
     """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
@@ -185,6 +191,25 @@ class KVCacheAdapter(Adapter):
     @optional
     def fork(self, parent: int, child: int) -> None:
         """Start ``child`` as a copy of ``parent``, sharing what can be shared."""
+
+    @optional
+    def truncate(self, seq: int, length: int) -> None:
+        """Keep the first ``length`` tokens of a sequence, which may be none or all of them.
+
+        One that is cut to nothing is not freed: it reads back as empty, and can be appended to.
+        """
+
+    @optional
+    def truncate_many(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:
+        """Truncate ``seqs[i]`` to ``lengths[i]``, one after the other; all of them or none."""
+
+    @classmethod
+    def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:  # noqa: ARG003
+        """Return False if a cache built so cannot cut ``stored`` tokens to ``length``.
+
+        It says so of all histories alike: nothing but these numbers may matter.
+        """
+        return True
 
     @optional
     def free(self, seq: int) -> None:

@@ -111,6 +111,14 @@ def boundary_lengths(
     return st.sampled_from(sorted(count for count in near if 0 < count <= _MOST_TOKENS))
 
 
+def boundary_cuts(block_size: int, stored: int) -> st.SearchStrategy[int]:
+    """Draw a length to cut ``stored`` tokens to: at, before or after a boundary, or the ends."""
+    last = stored - stored % block_size
+    ends = {0, block_size, last - block_size, last, stored}
+    near = {end + more for end in ends for more in (-1, 0, 1)}
+    return st.sampled_from(sorted((each for each in near if 0 <= each <= stored), reverse=True))
+
+
 def append_batches(
     live: Sequence[int], fresh: Sequence[int] = ()
 ) -> st.SearchStrategy[tuple[int, ...]]:
@@ -207,6 +215,9 @@ class _Writer:
         lengths = boundary_lengths(oracle.block_size, stored=stored, free=oracle.pages_free())
         return self.draw(lengths)
 
+    def length(self, seq: int) -> int:
+        return self.draw(boundary_cuts(self.oracle.block_size, self.oracle.length(seq)))
+
     def rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         seqs = self.batch(self.fresh(1))
         return seqs, tuple(map(self.count, seqs))
@@ -262,11 +273,12 @@ class _Writer:
 
     def take(self, step: Operation) -> None:
         """Add a step; one that finds no room is kept only if the cache shows how much it has."""
-        if not step.apply(self.oracle):
+        if step.allowed(self.oracle) and not step.fits(self.oracle):
             if "ledger" not in self.adapter.abilities:
                 return
             # A cache that shares more than forks may find room, and nobody knows what it holds.
             self.over = self.adapter.sharing == "equal prefixes"
+        step.apply(self.oracle)
         named = [*step.changed(), *self.oracle.looked_up]
         self.names = max([self.names, *(seq + 1 for seq in named)])
         used = dict.fromkeys([*self.vacant, *named])
@@ -293,7 +305,7 @@ def histories(
     pools = _POOLS_OF_TEXTS if told else _POOLS
     spec = draw(cache_specs(dtypes=adapter.dtypes, options=options, device=device, pools=pools))
     texts = draw(text_branches(block_size=spec.block_size)) if told else ()
-    oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares, texts)
+    oracle = Oracle.of(adapter, spec, texts)
     writer = _Writer(draw, adapter, oracle)
     if told:
         writer.leave()

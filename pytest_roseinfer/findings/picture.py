@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.findings.finding import Location
     from pytest_roseinfer.findings.observation import Snapshot
-    from pytest_roseinfer.oracle import Oracle, Page
+    from pytest_roseinfer.oracle import Oracle
 
 _FIRST, _LAST = 4, 3
 """Tokens of a long page that are shown in any case."""
@@ -33,7 +33,7 @@ def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: S
         lines.append(_legend(location))
     lines.append("what should be stored, page by page (sequence.token, x holders where shared):")
     for seq in seqs:
-        pages = (_page(location, seq, at, page) for at, page in enumerate(oracle.sequences[seq]))
+        pages = (_page(location, seq, at, oracle) for at in range(len(oracle.sequences[seq])))
         lines.append(f"  {_name(location, seq)}: {' '.join(pages)}")
     if others := len(oracle.sequences) - len(seqs):
         lines.append(f"  other sequences, not drawn: {others}")
@@ -111,14 +111,16 @@ def _name(location: Location | None, seq: int) -> str:
     return _marked(f"sequence {seq}", wrong)
 
 
-def _page(location: Location | None, seq: int, at: int, page: Page) -> str:
+def _page(location: Location | None, seq: int, at: int, oracle: Oracle) -> str:
     is_wrong = location is not None and location.holders.get(seq) == at
     slot = location.slot if location and is_wrong else None
-    tokens = [_marked(token_label(token), at == slot) for at, token in enumerate(page.tokens)]
+    seen = enumerate(oracle.tokens_on(seq, at))
+    tokens = [_marked(token_label(token), position == slot) for position, token in seen]
     if slot is not None and slot >= len(tokens):
         tokens.append(_marked("nothing"))
     shown = f"[{' '.join(_shortened(tokens, slot))}]"
-    shown += f"x{page.holders}" if page.holders > 1 else ""
+    holders = oracle.sequences[seq][at].holders
+    shown += f"x{holders}" if holders > 1 else ""
     return _marked(shown, is_wrong and slot is None)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.findings.finding import find_change
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.findings.observation import Pair
+    from pytest_roseinfer.findings.observation import Pair, Snapshot
 
 
 @invariant(rank=4, needs=("arena", "table"))
@@ -24,6 +25,24 @@ def arena(seen: Observation) -> Finding | None:
     )
 
 
+def _handed_out(seen: Observation, layer: int) -> set[int]:
+    """Find the blocks that came in this step to all who hold them now.
+
+    A block that a sequence gave up may be handed out again at once, for a copy.
+    """
+    before, after = _places(seen.before, layer), _places(seen.after, layer)
+    return {block for block, places in after.items() if places.isdisjoint(before[block])}
+
+
+def _places(shown: Snapshot, layer: int) -> defaultdict[int, set[tuple[int, int]]]:
+    """Find the sequences that hold each block, and where in their tables it is."""
+    places: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
+    for seq, table in shown.tables_of(layer).items():
+        for at, block in enumerate(table):
+            places[block].add((seq, at))
+    return places
+
+
 def _expected(seen: Observation) -> Pair | None:
     """Return the arena before the step, with what the step may have changed as it was found."""
     before, found, written = seen.before.arena, seen.after.arena, seen.outcome.written
@@ -35,7 +54,7 @@ def _expected(seen: Observation) -> Pair | None:
     for layer in range(seen.spec.num_layers):
         slots = seen.slots(layer)
         opened = {block for block, at in slots if at == 0}
-        free_to_change = set(seen.after.owners(layer)) - set(seen.before.owners(layer)) - opened
+        free_to_change = _handed_out(seen, layer) - opened
         if seen.operation and seen.operation.padding():
             free_to_change |= seen.declared.scratch_blocks
         for block in free_to_change:

@@ -43,7 +43,7 @@ def questions(
     The draws depend on what was done alone, so that the same history always asks the same.
     """
     spec = payload.spec
-    live = [seq for seq in oracle.sequences if not oracle.unwritten(seq)]
+    live = [seq for seq in oracle.sequences if oracle.length(seq) and not oracle.unwritten(seq)]
     if not payload.finite or not live or spec.num_heads > _MOST_HEADS:
         return
     lengths = {seq: oracle.length(seq) for seq in live}

@@ -34,8 +34,8 @@ def own_conditions_met(oracle: Oracle, step: Operation) -> Counter[str]:
     if step.fits(oracle):
         for seq, _ in rows:
             # A page holds a token at least, so blocks of one position, always last, do not count.
-            if pages := oracle.sequences.get(seq):
-                met["last_position"] += len(pages[-1].tokens) == oracle.block_size - 1
+            if at := oracle.on_last(seq):
+                met["last_position"] += at == oracle.block_size - 1
         for seq in step.changed():
             met["name_used_again"] += seq not in oracle.sequences and oracle.lives[seq] > 0
     else:

@@ -1,4 +1,4 @@
-"""A step that is refused for want of room must leave the books as they were."""
+"""A step that is refused must leave the books as they were."""
 
 from __future__ import annotations
 

@@ -67,8 +67,7 @@ class Machine:
         if lacking := {need for step in history.operations for need in step.needs} - self.can:
             raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
         self.attends = attends and "attend" in self.can
-        shares = adapter_type.fork_shares
-        self.oracle = Oracle(spec.block_size, spec.num_blocks, shares, history.texts)
+        self.oracle = Oracle.of(adapter_type, spec, history.texts)
         self.payload = Payload(spec, history.finite)
         self.done: list[Operation] = []
         self.adapter = adapter_type()
@@ -156,6 +155,9 @@ class Machine:
         if rows:
             needed, free = oracle.pages_needed(rows), oracle.pages_free()
             name, room = "write", f" ({needed} blocks needed, {free} free)"
+        errors, why = self.adapter.full_errors, f"does not fit{room}"
+        if not operation.allowed(oracle):
+            errors, why = self.adapter.untrimmable_errors, "it must refuse"
         fits = operation.apply(oracle)
         may_fit = self.shares_prefixes and bool(rows)  # with blocks that hold the same already
         if written:
@@ -168,7 +170,7 @@ class Machine:
                 self.adapter.texts(said)
             driven.said = said
             answer = operation.drive(driven)
-        except self.adapter.full_errors as error:
+        except errors as error:
             if fits:
                 self.fail(Finding(f"refused a {name} that fits{room}: {error}", cause=error))
         except Exception as error:
@@ -176,7 +178,7 @@ class Machine:
             self.fail(Finding(what, cause=error))
         else:
             if not fits and not may_fit:
-                self.fail(Finding(f"accepted a {name} that does not fit{room}"))
+                self.fail(Finding(f"accepted a {name} that {why}"))
             if not fits:
                 operation.change(oracle)
                 fits = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_roseinfer.cases.payload import same_bits
 from pytest_roseinfer.findings.finding import Finding, Location, find_change
@@ -14,7 +14,7 @@ from pytest_roseinfer.running.machine import Machine
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pytest_roseinfer.adapters.cache import KVCacheAdapter
+    from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
     from pytest_roseinfer.cases.history import History
     from pytest_roseinfer.cases.operations.operation import Operation
 
@@ -50,28 +50,43 @@ def check_copied(adapter: type[KVCacheAdapter], history: History) -> Checked:
 def check_every_option(adapter: type[KVCacheAdapter], history: History) -> Checked:
     """The same history under every setting of every switch ends in the same bits."""
     choices = adapter.option_choices
-    steps = [step for step in history.operations if "set_options" not in step.needs]
-
-    def run(options: dict[str, Any]) -> Machine:
-        usual = {name: values[0] for name, values in choices.items()}
-        spec = replace(history.spec, options={**usual, **options})
-        return _run(adapter, _with(replace(history, spec=spec), steps))
-
-    first = run({})
-    checked = Counter(first.checked)
+    usual = {name: values[0] for name, values in choices.items()}
     alone = [{name: value} for name, values in choices.items() for value in values[1:]]
-    for options in (*alone, {name: values[-1] for name, values in choices.items()}):
-        machine = run(options)
+    settings = [*alone, {name: values[-1] for name, values in choices.items()}]
+    specs = [replace(history.spec, options={**usual, **options}) for options in ({}, *settings)]
+    steps = _allowed_by_all(adapter, specs, history)
+    first, *others = (_run(adapter, _with(replace(history, spec=spec), steps)) for spec in specs)
+    checked = Counter(first.checked)
+    for options, machine in zip(settings, others, strict=True):
         checked.update(machine.checked)
         _compare(first, machine, f"options {options}")
         _compare_arenas(first, machine, f"options {options}")
     return checked
 
 
+def _allowed_by_all(
+    adapter: type[KVCacheAdapter], specs: list[CacheSpec], history: History
+) -> list[Operation]:
+    """Keep the steps that change no switches and that caches of all these specs allow."""
+
+    def trimmable(stored: int, length: int) -> bool:
+        return all(adapter.trimmable(spec, stored, length) for spec in specs)
+
+    oracle = replace(Oracle.of(adapter, history.spec), trimmable=trimmable)
+    shows_room = "ledger" in adapter.abilities
+    steps = []
+    for step in history.operations:
+        if "set_options" in step.needs or not step.allowed(oracle):
+            continue
+        if step.apply(oracle) or shows_room:
+            steps.append(step)
+    return steps
+
+
 def _roomy(adapter: type[KVCacheAdapter], history: History) -> History:
     """Keep the steps that fit, on a cache so large that forks would fit as copies too."""
     spec = history.spec
-    oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares, history.texts)
+    oracle = Oracle.of(adapter, spec, history.texts)
     steps = [step for step in history.operations if step.apply(oracle)]
     endless = Oracle(spec.block_size, capacity=1 << 40, branches=history.texts)
     blocks = 1

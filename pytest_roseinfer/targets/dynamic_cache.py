@@ -49,6 +49,8 @@ class DynamicCacheAdapter(KVCacheAdapter):
     }
 
     fork_shares = "nothing"
+    untrimmable_errors = (RuntimeError, ValueError)
+    """Of newer and of older versions of transformers."""
 
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec
@@ -136,6 +138,21 @@ class DynamicCacheAdapter(KVCacheAdapter):
         rows.seqs.append(child)
         self.home[child] = rows
         self.attended[child] = list(self.attended[parent])
+
+    @classmethod
+    def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:
+        """A window that is full has forgotten what stood in front of it."""
+        slides = spec.options["layers"] == "sliding_attention"
+        return length == stored or not slides or stored < spec.options["window"]
+
+    def truncate(self, seq: int, length: int) -> None:
+        stored = self.attended[seq][0][0].shape[0]
+        if length == stored:
+            return
+        self._only(self.home[seq], [seq]).cache.crop(length - stored)
+        self.attended[seq] = [
+            (keys[:length], values[:length]) for keys, values in self.attended[seq]
+        ]
 
     def free(self, seq: int) -> None:
         rows = self.home.pop(seq)

@@ -72,6 +72,7 @@ class _ManagerAdapter(KVCacheAdapter):
 
     full_errors = (OutOfBlocks,)
     paths = PATHS
+    truncate_copies = True
     scratch_blocks = frozenset({0})
     conditions = (*_COUNTED_BY_ROW, *OWN_CONDITIONS)
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -136,6 +137,15 @@ class _ManagerAdapter(KVCacheAdapter):
         self.lists[child] = [list(block_ids) for block_ids in self.lists[parent]]
         for block_ids in self.lists[child]:
             self.manager.incref_blocks(block_ids)
+
+    def truncate(self, seq: int, length: int) -> None:
+        for first_layer, block_ids in zip(self.first_layers, self.lists[seq], strict=True):
+            self.manager.truncate(first_layer, block_ids, length)
+
+    def truncate_many(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:
+        for group, first_layer in enumerate(self.first_layers):
+            lists = [self.lists[seq][group] for seq in seqs]
+            self.manager.truncate_batch(first_layer, lists, lengths)
 
     def free(self, seq: int) -> None:
         for first_layer, block_ids in zip(self.first_layers, self.lists.pop(seq), strict=True):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.config import AppendPolicy
-from roseinfer.errors import BadArgument, BadRefcount
+from roseinfer.errors import BadArgument
 from roseinfer.kv import plan as planning
+from roseinfer.kv import truncation
 from roseinfer.kv.paths import Condition, PathCounts, Work
 from roseinfer.kv.per_layer import PerLayerCalls
 from roseinfer.kv.pool import BlockPool, KVBlockInfo
@@ -129,28 +130,21 @@ class KVBlockManager(PerLayerCalls):
         self._mover.copy_shared(self._commit(pool, seen, num_tokens))
 
     def truncate(self, layer_idx: int, block_ids: list[int], length: int) -> None:
-        """Keep the first ``length`` tokens of a list; blocks with none of them are freed.
+        """Keep the first ``length`` tokens of a list; blocks with none of them are let go.
 
-        The tokens cut off must not be shared with another list.
+        Where a block that others hold is cut, the list gets a copy, which what was let go may make
+        room for.
         """
+        self.truncate_batch(layer_idx, [block_ids], [length])
+
+    def truncate_batch(
+        self, layer_idx: int, block_ids_list: Sequence[list[int]], lengths: Sequence[int]
+    ) -> None:
+        """Truncate list ``i`` to ``lengths[i]`` tokens, one after the other; all lists or none."""
         pool = self._pool(layer_idx)
-        infos = self._infos(pool, block_ids)
-        stored = sum(info.length for info in infos)
-        if not 0 <= length <= stored:
-            raise BadArgument(f"truncate to {length}, but {stored} tokens are stored")
-        kept = -(-length // self.block_size)
-        if length % self.block_size:
-            last = infos[kept - 1]
-            cut = length - (kept - 1) * self.block_size
-            if cut < last.length and pool.refcounts[last.block_index] > 1:
-                raise BadRefcount(
-                    f"block {block_ids[kept - 1]} is shared: its tokens are others' too and "
-                    "cannot be cut off"
-                )
-            last.length = cut
-        for block_id in block_ids[kept:]:
-            pool.drop(block_id - pool.first_id)
-        del block_ids[kept:]
+        stored = [self._infos(pool, block_ids) for block_ids in block_ids_list]
+        truncation.survey(pool, block_ids_list, stored, lengths)
+        self._mover.copy_shared(truncation.commit(pool, block_ids_list, lengths))
 
     def write(self, plan: AppendPlan, layer_idx: int, key: Tensor, value: Tensor) -> None:
         """Write one layer's ``[tokens, heads, head_dim]`` where ``plan`` says.

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from roseinfer import AppendPolicy, BadArgument, BadBlock, BadRefcount, Condition, OutOfBlocks
+from roseinfer import AppendPolicy, BadArgument, BadBlock, Condition, OutOfBlocks
 from tests.kv.grouped import facts
 from tests.kv.harness import BLOCK_SIZE, Metadata, assert_same_cache, bits, build
 from tests.kv.scene import POLICIES, Refused, assert_refused, set_up
 
 if TYPE_CHECKING:
     from roseinfer import KVBlockManager
-    from tests.kv.scene import Scene
 
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
@@ -120,16 +119,6 @@ REFUSED = {
         BadArgument,
         "truncate to -1, but 2 tokens are stored",
     ),
-    "shared in part": Refused(
-        lambda scene: (scene.kv.truncate, 0, scene.shared, 1),
-        BadRefcount,
-        r"block \d+ is shared: its tokens are others' too and cannot be cut off",
-    ),
-    "behind a block that is shared in part": Refused(
-        lambda scene: (scene.kv.truncate, 0, _behind_shared(scene), 2),
-        BadRefcount,
-        "is shared",
-    ),
     "cut another layer's": Refused(
         lambda scene: (scene.kv.truncate, 0, scene.other_layer, 0),
         BadBlock,
@@ -146,14 +135,6 @@ REFUSED = {
         "holds 2 of 4 tokens and is not the last of its list",
     ),
 }
-
-
-def _behind_shared(scene: Scene) -> list[int]:
-    """Make a list whose first block, a full one, another list holds too."""
-    mine = list(scene.full)
-    scene.kv.incref_blocks(mine)
-    scene.kv.reserve(0, [mine], [3])
-    return mine
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)

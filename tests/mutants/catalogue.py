@@ -12,6 +12,7 @@ from tests.mutants import (
     catalogue_ownership,
     catalogue_plan,
     catalogue_sampling,
+    catalogue_truncation,
 )
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 CATALOGUE: tuple[Mutant, ...] = (
     *catalogue_ownership.MUTANTS,
+    *catalogue_truncation.MUTANTS,
     *catalogue_plan.MUTANTS,
     *catalogue_moving.MUTANTS,
     *catalogue_kernels.MUTANTS,

@@ -21,6 +21,7 @@ from pytest_roseinfer.cases.operations.free import Free
 from pytest_roseinfer.cases.operations.prefill import Prefill
 from pytest_roseinfer.cases.operations.reserve import Reserve
 from pytest_roseinfer.cases.operations.set_options import SetOptions
+from pytest_roseinfer.cases.operations.truncate import Truncate
 from pytest_roseinfer.cases.payload import LAYOUTS
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.machine import run_history
@@ -64,7 +65,7 @@ def random_history(rng: random.Random, target: type[KVCacheAdapter]) -> History:
         dtype=rng.choice(target.dtypes),
         options=_options(rng, target),
     )
-    writer = _Writer(rng, target, Oracle(spec.block_size, spec.num_blocks, target.fork_shares))
+    writer = _Writer(rng, target, Oracle.of(target, spec))
     for _ in range(_STEPS):
         writer.take(rng.choice(writer.moves())())
     while writer.waiting:
@@ -101,6 +102,7 @@ class _Writer:
             offered += [
                 ("fork", lambda: Fork(self.rng.choice(self._live()), self._new())),
                 ("free", lambda: Free(self.rng.choice(self._live()))),
+                ("truncate", self._truncate),
             ]
         if self.waiting:
             offered.append(("fill", Fill))
@@ -133,6 +135,10 @@ class _Writer:
 
     def _layout(self) -> str:
         return self.rng.choice(LAYOUTS)
+
+    def _truncate(self) -> Operation:
+        seq = self.rng.choice(self._live())
+        return Truncate(seq, self.rng.randint(0, self.oracle.length(seq)))
 
     def _append(self) -> Operation:
         return Append(self._rows(), self._layout())

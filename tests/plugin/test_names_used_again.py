@@ -78,7 +78,7 @@ def test_every_step_that_begins_a_sequence_takes_such_names(
     @given(histories(adapter, most_steps=20))
     def note(history: History) -> None:
         freed: dict[int, int] = {}
-        oracle = Oracle(history.spec.block_size, history.spec.num_blocks, adapter.fork_shares)
+        oracle = Oracle.of(adapter, history.spec)
         for at, step in enumerate(history.operations):
             for seq in step.changed():
                 if seq in freed and seq not in oracle.sequences:

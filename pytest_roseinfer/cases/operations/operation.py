@@ -59,6 +59,9 @@ class Writer(Protocol):
 
     def between(self, least: int, most: int) -> int: ...
 
+    def length(self, seq: int) -> int:
+        """Draw a length to cut a sequence to, most of them near the boundary of a block."""
+
     def fresh(self, count: int) -> tuple[int, ...]:
         """Draw names that no sequence has."""
 
@@ -112,7 +115,7 @@ class Operation:
         return 0
 
     def changed(self) -> list[int]:
-        """List the sequences that it begins, adds to or frees."""
+        """List the sequences that it begins, adds to, cuts or frees."""
         return [seq for seq, _ in self.rows()]
 
     # ------------------------------------------------------------------ on the oracle
@@ -139,9 +142,13 @@ class Operation:
         """List the sequences that must be there."""
         return []
 
+    def allowed(self, oracle: Oracle) -> bool:  # noqa: ARG002
+        """Return False if a cache must refuse it, however much room there is."""
+        return True
+
     def apply(self, oracle: Oracle) -> bool:
-        """Do it to the oracle; return False, with nothing changed, when it does not fit."""
-        if fits := self.fits(oracle):
+        """Do it to the oracle; return False, with nothing changed, when it is refused."""
+        if fits := self.allowed(oracle) and self.fits(oracle):
             self.change(oracle)
         return fits
 

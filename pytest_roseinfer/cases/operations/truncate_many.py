@@ -1,0 +1,61 @@
+"""Cut several sequences down to their first tokens: all of them, or none."""
+
+from __future__ import annotations
+
+from pytest_roseinfer.cases.operations import operation
+
+
+@operation.register
+class TruncateMany(operation.Operation):
+    seqs: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    needs = frozenset({"truncate_many"})
+
+    def cuts(self) -> list[tuple[int, int]]:
+        return list(zip(self.seqs, self.lengths, strict=True))
+
+    def words(self) -> str:
+        each = ", ".join(f"sequence {seq} to {length}" for seq, length in self.cuts())
+        return f"cut down to so many tokens: {each}"
+
+    def uses(self) -> list[int]:
+        return list(self.seqs)
+
+    def changed(self) -> list[int]:
+        return list(self.seqs)
+
+    def allowed(self, oracle: operation.Oracle) -> bool:
+        return all(oracle.may_truncate(*cut) for cut in self.cuts())
+
+    def fits(self, oracle: operation.Oracle) -> bool:
+        return oracle.truncate_fits(self.cuts())
+
+    def change(self, oracle: operation.Oracle) -> None:
+        for cut in self.cuts():
+            oracle.truncate(*cut)
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.adapter.truncate_many(self.seqs, self.lengths)
+
+    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+        return True
+
+    def reversed(self) -> operation.Operation:
+        return TruncateMany(self.seqs[::-1], self.lengths[::-1])
+
+    def halves(self) -> list[operation.Operation]:
+        at = len(self.seqs) // 2
+        parts = (slice(at), slice(at, None))
+        return [
+            TruncateMany(self.seqs[part], self.lengths[part]) for part in parts if self.seqs[part]
+        ]
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        def drawn() -> TruncateMany:
+            seqs = writer.batch(())
+            return cls(seqs, tuple(map(writer.length, seqs)))
+
+        if writer.live:
+            yield operation.Move(11, 2, drawn)

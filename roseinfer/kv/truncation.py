@@ -1,0 +1,93 @@
+"""Plans of truncations, list by list: look first, then commit, as for appends.
+
+``survey`` reads and raises; ``commit`` changes metadata and cannot fail. Neither touches a tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from roseinfer.errors import BadArgument, BadRefcount
+from roseinfer.kv.plan import AppendPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roseinfer.kv.pool import BlockPool, KVBlockInfo
+
+
+def survey(
+    pool: BlockPool,
+    block_lists: Sequence[list[int]],
+    infos: Sequence[list[KVBlockInfo]],
+    lengths: Sequence[int],
+) -> None:
+    """Raise unless every list, whose records are ``infos``, can be cut when its turn comes."""
+    if len(lengths) != len(block_lists):
+        raise BadArgument(f"{len(lengths)} lengths for {len(block_lists)} block lists")
+    _check_holders(pool, block_lists)
+    free = pool.num_free
+    leaving: Counter[int] = Counter()  # block index -> earlier lists that let go of it
+    for block_ids, own, length in zip(block_lists, infos, lengths, strict=True):
+        if not isinstance(block_ids, list):
+            raise BadArgument(f"a block list must be a list, not {block_ids!r}")
+        stored = sum(info.length for info in own)
+        if not 0 <= length <= stored:
+            raise BadArgument(f"truncate to {length}, but {stored} tokens are stored")
+        kept, cut = blocks_kept(pool, length)
+        for info in own[kept:]:
+            leaving[info.block_index] += 1
+            free += leaving[info.block_index] == pool.refcounts[info.block_index]
+        if length < stored and cut:
+            index = own[kept - 1].block_index
+            copied = pool.refcounts[index] - leaving[index] > 1
+            leaving[index] += copied
+            free -= copied
+        if free < 0:
+            pool.require(pool.num_free - free)  # raises, saying why
+
+
+def commit(pool: BlockPool, block_lists: Sequence[list[int]], lengths: Sequence[int]) -> AppendPlan:
+    """Let go of blocks and cut the last ones; return a plan that holds the copies to make."""
+    plan = AppendPlan(pool.layer, [], [])
+    for block_ids, length in zip(block_lists, lengths, strict=True):
+        kept, cut = blocks_kept(pool, length)
+        for block_id in block_ids[kept:]:
+            pool.drop(block_id - pool.first_id)
+        del block_ids[kept:]
+        if cut:
+            _cut_last(pool, block_ids, cut, plan)
+    return plan
+
+
+def blocks_kept(pool: BlockPool, length: int) -> tuple[int, int]:
+    """Return how many blocks ``length`` tokens take, and the tokens in the last unless full."""
+    return -(-length // pool.block_size), length % pool.block_size
+
+
+def _cut_last(pool: BlockPool, block_ids: list[int], cut: int, plan: AppendPlan) -> None:
+    last = pool.infos[block_ids[-1] - pool.first_id]
+    if cut == last.length:
+        return
+    if pool.refcounts[last.block_index] == 1:
+        last.length = cut
+        return
+    new = pool.take(start=last.start, length=cut)
+    pool.drop(last.block_index)
+    block_ids[-1] = pool.first_id + new.block_index
+    plan.copy_from.append(last.block_index)
+    plan.copy_to.append(new.block_index)
+
+
+def _check_holders(pool: BlockPool, block_lists: Sequence[list[int]]) -> None:
+    """Raise if a list occurs twice, or a block is in more of the lists than hold it."""
+    if len({id(block_ids) for block_ids in block_lists}) < len(block_lists):
+        raise BadArgument("the same list object cannot be cut twice at once")
+    for block_id, times in Counter(chain.from_iterable(block_lists)).items():
+        if times > pool.refcount(block_id):
+            raise BadRefcount(
+                f"block {block_id} is in {times} of the lists and held {pool.refcount(block_id)} "
+                "times: incref_blocks was not called when a list was shared"
+            )
