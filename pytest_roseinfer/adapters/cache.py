@@ -91,6 +91,13 @@ class KVCacheAdapter(Adapter):
     """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
     """Dtypes the cache can be built with."""
+    head_counts: ClassVar[Sequence[int]] = (1, 2, 3, 40)
+    """Numbers of KV heads the cache can be built with, drawn for ``spec.num_heads``."""
+    head_dims: ClassVar[Sequence[int]] = (4, 1, 5, 8, 64, 80, 96, 128, 256)
+    """Head sizes the cache can be built with. Small ones are drawn most, and large ones with few
+    heads and short blocks as far as there are any."""
+    block_sizes: ClassVar[Sequence[int]] = (4, 1, 2, 3, 5, 8, 16, 128)
+    """Numbers of tokens in a block that the cache can be built with."""
 
     def make(self, spec: CacheSpec) -> None:
         """Build an empty cache of this shape."""

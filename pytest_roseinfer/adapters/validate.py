@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pytest_roseinfer.adapters.base import Adapter
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.adapters.shapes import refuse_shapes
 from pytest_roseinfer.oracle import FORK_SHARES
 
 
@@ -14,6 +16,8 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
     name = adapter.__name__
     if missing := [method for method in adapter.required if not adapter.defines(method)]:
         raise TypeError(f"{name} must define {', '.join(missing)}")
+    if issubclass(adapter, KVCacheAdapter):
+        refuse_shapes(adapter)
     shares = getattr(adapter, "fork_shares", FORK_SHARES[0])
     if shares not in FORK_SHARES:
         known = ", ".join(map(repr, FORK_SHARES))

@@ -11,10 +11,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
+from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_roseinfer import settings
+from pytest_roseinfer.running import coverage
 from tests import warm_process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 CACHES = Path(__file__).parent / "caches"
 _OUTSIDE = (
@@ -119,3 +125,13 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Proje
     for name in _OUTSIDE:
         monkeypatch.delenv(name, raising=False)
     return Project(pytester, monkeypatch)
+
+
+@pytest.fixture
+def short_run() -> Iterator[None]:
+    """The searches of a test are as short as it sets them, whatever run it is part of."""
+    asked, seen = settings.current(), coverage.current()
+    coverage.set_current(coverage.Coverage())
+    yield
+    settings.set_current(asked)
+    coverage.set_current(seen)

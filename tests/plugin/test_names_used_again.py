@@ -25,7 +25,6 @@ from pytest_roseinfer.cases.operations.free import Free
 from pytest_roseinfer.cases.operations.prefill import Prefill
 from pytest_roseinfer.cases.strategies import histories
 from pytest_roseinfer.oracle import padding_token, token_label, token_of, token_words
-from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.metamorphic import check_copied, check_permuted, check_split
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter
 from pytest_roseinfer.targets.paged_attention_cache import (
@@ -41,24 +40,12 @@ from tests.plugin.caches.remembering_caches import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pytest_roseinfer import KVCacheAdapter
     from pytest_roseinfer.cases.operations.operation import Operation
 
 SPEC = CacheSpec(num_layers=2, num_heads=2, block_size=2, num_blocks=12)
 LATE = 3
 """Steps between a free and a use of the name that is no longer soon."""
-
-
-@pytest.fixture
-def short_run() -> Iterator[None]:
-    """The searches of a test are those of a short run, whatever run it is part of."""
-    asked, seen = settings.current(), coverage.current()
-    coverage.set_current(coverage.Coverage())
-    yield
-    settings.set_current(asked)
-    coverage.set_current(seen)
 
 
 @pytest.mark.usefixtures("short_run")

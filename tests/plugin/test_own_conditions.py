@@ -178,7 +178,7 @@ def test_a_search_reports_and_adds_them_up(project: Project) -> None:
     [
         ("EndlessCache", "", "out_of_room_mid_batch"),
         ("NeverFreesCache", "", "name_used_again"),
-        ("UncountedCache", "strategies.BLOCK_SIZES = (1,) * 8", "last_position"),
+        ("UncountedCache", "UncountedCache.block_sizes = (1,)", "last_position"),
         ("UncountedCache", "strategies._POOLS = (100,) * 6", "out_of_room_mid_batch"),
         (
             "UncountedCache",
@@ -189,7 +189,7 @@ def test_a_search_reports_and_adds_them_up(project: Project) -> None:
     ids=[
         "target",
         "target without free",
-        "generator of one position",
+        "target of one position",
         "generator of large pools",
         "generator of new names",
     ],
