@@ -78,6 +78,8 @@ class Oracle:
     capacity: int
     fork_shares: str = "blocks"
     """As ``KVCacheAdapter.fork_shares``."""
+    atomic_batches: bool = True
+    """As ``KVCacheAdapter.atomic_batches``."""
     sequences: dict[int, list[Page]] = field(default_factory=dict)
     lives: Counter[int] = field(default_factory=Counter)
     """The number of sequences of each name that were freed."""

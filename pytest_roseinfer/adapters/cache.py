@@ -87,6 +87,11 @@ class KVCacheAdapter(Adapter):
     fork_shares: ClassVar[str] = "blocks"
     """A fork shares all its ``"blocks"``, and a partial one is copied when it is written to; or
     only its ``"full blocks"``, and a partial one is copied at once; or ``"nothing"``."""
+    atomic_batches: ClassVar[bool] = True
+    """An append that finds no room for all its rows stores none. False for a cache that admits row
+    by row, as vLLM's scheduler does: the rows ahead of the first that finds no room are stored, and
+    neither that one nor any behind it. It raises one of ``full_errors`` all the same. ``reserve``
+    stays all or nothing, since its answer stands for all rows."""
     scratch_blocks: frozenset[int] = frozenset()
     """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")

@@ -18,6 +18,11 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
         raise TypeError(f"{name} must define {', '.join(missing)}")
     if issubclass(adapter, KVCacheAdapter):
         refuse_shapes(adapter)
+        if not isinstance(adapter.atomic_batches, bool):
+            raise TypeError(
+                f"{name}.atomic_batches is {adapter.atomic_batches!r}: write False if an append "
+                "that finds no room stores the rows ahead of the one that found none, else True"
+            )
     shares = getattr(adapter, "fork_shares", FORK_SHARES[0])
     if shares not in FORK_SHARES:
         known = ", ".join(map(repr, FORK_SHARES))

@@ -266,8 +266,9 @@ class _Writer:
 
     def take(self, step: Operation) -> None:
         """Add a step; one that finds no room is kept only if the cache shows how much it has."""
-        if not step.apply(self.oracle) and "ledger" not in self.adapter.abilities:
+        if "ledger" not in self.adapter.abilities and not step.fits(self.oracle):
             return
+        step.apply(self.oracle)
         named = step.changed()
         self.names = max([self.names, *(seq + 1 for seq in named)])
         used = dict.fromkeys([*self.vacant, *named])
@@ -299,7 +300,7 @@ def histories(
             device=device,
         )
     )
-    oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares)
+    oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares, adapter.atomic_batches)
     writer = _Writer(draw, adapter, oracle)
     if "fork" in adapter.abilities:
         writer.begin()

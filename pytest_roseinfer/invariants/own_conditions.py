@@ -30,14 +30,15 @@ def own_conditions(seen: Observation) -> Finding | None:
 def own_conditions_met(oracle: Oracle, step: Operation) -> Counter[str]:
     """Count the conditions that a step will meet, which is about to be done."""
     met: Counter[str] = Counter()
-    rows = step.rows()
-    if step.fits(oracle):
-        for seq, _ in rows:
+    admitted = step.admitted(oracle)
+    if admitted is not step:
+        rows = step.rows()
+        met["out_of_room_mid_batch"] = int(bool(rows) and oracle.fits(rows[:1]))
+    if admitted:
+        for seq, _ in admitted.rows():
             # A page holds a token at least, so blocks of one position, always last, do not count.
             if pages := oracle.sequences.get(seq):
                 met["last_position"] += len(pages[-1].tokens) == oracle.block_size - 1
-        for seq in step.changed():
+        for seq in admitted.changed():
             met["name_used_again"] += seq not in oracle.sequences and oracle.lives[seq] > 0
-    else:
-        met["out_of_room_mid_batch"] = int(bool(rows) and oracle.fits(rows[:1]))
     return +met

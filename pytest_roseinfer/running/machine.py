@@ -59,7 +59,12 @@ class Machine:
         if lacking := {need for step in history.operations for need in step.needs} - self.can:
             raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
         self.attends = attends and "attend" in self.can
-        self.oracle = Oracle(spec.block_size, spec.num_blocks, adapter_type.fork_shares)
+        self.oracle = Oracle(
+            spec.block_size,
+            spec.num_blocks,
+            adapter_type.fork_shares,
+            adapter_type.atomic_batches,
+        )
         self.payload = Payload(spec, history.finite)
         self.adapter = adapter_type()
         self.adapter.make(spec)
@@ -115,13 +120,17 @@ class Machine:
     def _do(self, operation: Operation) -> Outcome:
         """Do a step to the oracle and to the cache, which must refuse it where it does not fit."""
         oracle, driven, rows = self.oracle, self.driven, operation.rows()
-        met = conditions_met(oracle, operation) if self.declared.row_conditions else Counter[str]()
-        written = operation.written(oracle)
         name, room = "step", ""
         if rows:
             needed, free = oracle.pages_needed(rows), oracle.pages_free()
             name, room = "write", f" ({needed} blocks needed, {free} free)"
-        fits = operation.apply(oracle)
+        admitted, written = operation.admitted(oracle), operation.written(oracle)
+        fits, stored, met = admitted is operation, None, Counter[str]()
+        if admitted:
+            stored = written if fits else admitted.written(oracle)
+            if self.declared.row_conditions:
+                met = conditions_met(oracle, admitted)
+            admitted.change(oracle)
         if written:
             self.seen.update(written.tokens)
             tokens = operation.inputs(written.tokens)
@@ -142,9 +151,7 @@ class Machine:
             # A cache that keeps what it was handed reads poison from here on.
             driven.key.fill_(_POISON)
             driven.value.fill_(_POISON)
-        if not fits:
-            return Outcome(fits, driven.planned_with)
-        return Outcome(fits, driven.planned_with, written, met)
+        return Outcome(fits, driven.planned_with, stored, met)
 
     def _poison_what_was_freed(self, before: Snapshot) -> None:
         """Overwrite the blocks that were given back, in the cache and in its snapshot."""

@@ -69,10 +69,14 @@ def check_every_option(adapter: type[KVCacheAdapter], history: History) -> Check
 
 
 def _roomy(adapter: type[KVCacheAdapter], history: History) -> History:
-    """Keep the steps that fit, on a cache so large that forks would fit as copies too."""
+    """Keep what is admitted, on a cache so large that forks would fit as copies too."""
     spec = history.spec
-    oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares)
-    steps = [step for step in history.operations if step.apply(oracle)]
+    oracle = Oracle(spec.block_size, spec.num_blocks, adapter.fork_shares, adapter.atomic_batches)
+    steps: list[Operation] = []
+    for step in history.operations:
+        if admitted := step.admitted(oracle):
+            admitted.change(oracle)
+            steps.append(admitted)
     endless = Oracle(spec.block_size, capacity=1 << 40)
     blocks = 1
     for step in steps:

@@ -111,6 +111,12 @@ def refusing(**shown: Any) -> Observation:
     )
 
 
+def refusing_in_part() -> Observation:
+    """A step that was refused behind its first row, which was stored."""
+    seen = observed()
+    return replace(seen, operation=Append((0, 5)), outcome=replace(seen.outcome, fits=False))
+
+
 def reading(found: Any) -> Observation:
     return after(reads={("gather", 1, 0): found})
 
@@ -154,7 +160,12 @@ CHANGED = {"ledgers": [Ledger({0: 1, 1: 1, 2: 2}, [3], 4)]}
 RIGHT: dict[Callable[[Observation], Any], list[Observation]] = {
     read_back: [observed()],
     ownership: [observed()],
-    refused: [observed(), refusing(), refusing(ledgers=[Ledger({0: 1, 1: 1}, [3, 2], 4)])],
+    refused: [
+        observed(),
+        refusing(),
+        refusing(ledgers=[Ledger({0: 1, 1: 1}, [3, 2], 4)]),
+        refusing_in_part(),
+    ],
     arena: [observed(), padded(scratch=frozenset({3}))],
     counts: [observed(), attending(counts=observed().after.counts + Counter(fast=1))],
     own_conditions: [observed()],

@@ -120,11 +120,26 @@ class Operation:
     def fits(self, oracle: Oracle) -> bool:
         return oracle.fits(self.rows())
 
+    def first(self, rows: int) -> Operation | None:  # noqa: ARG002
+        """Return the same with its first rows alone; None where it is all or nothing."""
+        return None
+
+    def admitted(self, oracle: Oracle) -> Operation | None:
+        """Return what is done of it: all where it fits, else the first rows or nothing."""
+        if self.fits(oracle):
+            return self
+        rows = self.rows()
+        fit = 0 if oracle.atomic_batches else len(rows)
+        while fit and not oracle.fits(rows[:fit]):
+            fit -= 1
+        return self.first(fit) if fit else None
+
     def apply(self, oracle: Oracle) -> bool:
-        """Do it to the oracle; return False, with nothing changed, when it does not fit."""
-        if fits := self.fits(oracle):
-            self.change(oracle)
-        return fits
+        """Do what is admitted of it to the oracle; return False when it does not fit."""
+        admitted = self.admitted(oracle)
+        if admitted:
+            admitted.change(oracle)
+        return admitted is self
 
     def change(self, oracle: Oracle) -> None:
         """Do it to an oracle in which it fits."""
