@@ -75,10 +75,12 @@ class KVCacheAdapter(Adapter):
     conditions: ClassVar[Sequence[str]] = ()
     """Names in ``path_counts`` that are no paths but must be met all the same.
 
-    The harness counts three itself, which ``path_counts`` leaves out: "last_position", a row that
+    The harness counts some itself, which ``path_counts`` leaves out: "last_position", a row that
     begins at the last position of its block; "out_of_room_mid_batch", a refused write whose first
-    row alone would have found room (which needs a ``ledger``); and "name_used_again", a sequence
-    that begins under the name of one that was freed."""
+    row alone would have found room (which needs a ``ledger``); "name_used_again", a sequence
+    that begins under the name of one that was freed; "slot_used_again" and "list_used_again", one
+    that begins in what ``kept_in`` showed of another; and "handle_used_again", a ``reserve`` that
+    returns what one before it had returned, which was filled since."""
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Switches to vary: each history draws a value for every name, for ``spec.options``."""
     row_conditions: ClassVar[Mapping[str, str]] = {}
@@ -178,6 +180,14 @@ class KVCacheAdapter(Adapter):
     @optional
     def ledger(self, layer: int) -> Ledger:
         """Return the cache's own books for one layer."""
+
+    @optional
+    def kept_in(self, seq: int) -> int | list[Any]:
+        """Return what a sequence has until it is freed, and another may get after it.
+
+        That is the number of its slot, or the list that the cache keeps its blocks in: the list
+        itself and no copy. No two sequences may have the same.
+        """
 
     @optional
     def arena(self) -> tuple[torch.Tensor, torch.Tensor]:

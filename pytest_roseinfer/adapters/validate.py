@@ -6,6 +6,7 @@ from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
 from pytest_roseinfer.adapters.shapes import refuse_shapes
+from pytest_roseinfer.adapters.used_again import refuse_what_is_not_shown
 from pytest_roseinfer.oracle import FORK_SHARES
 
 
@@ -18,6 +19,7 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
         raise TypeError(f"{name} must define {', '.join(missing)}")
     if issubclass(adapter, KVCacheAdapter):
         refuse_shapes(adapter)
+        refuse_what_is_not_shown(adapter)
         if not isinstance(adapter.atomic_batches, bool):
             raise TypeError(
                 f"{name}.atomic_batches is {adapter.atomic_batches!r}: write False if an append "

@@ -46,6 +46,8 @@ class Snapshot:
     """By route, sequence and layer."""
     tables: Mapping[tuple[int, int], list[int] | Exception] | None = None
     """Blocks, by sequence and layer; None where they are not offered."""
+    kept: Mapping[int, int | list[Any] | Exception] = field(default_factory=dict)
+    """The slot or list of each sequence."""
     ledgers: Sequence[Ledger | Exception] = ()
     """By layer."""
     arena: Pair | None = None

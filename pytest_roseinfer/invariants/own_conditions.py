@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.adapters.used_again import USED_AGAIN
 from pytest_roseinfer.findings.finding import Finding
 from pytest_roseinfer.invariants.invariant import ATTENTION, OPERATION, Observation, invariant
 
@@ -22,7 +23,7 @@ OWN_CONDITIONS = ("last_position", "out_of_room_mid_batch", "name_used_again")
 def own_conditions(seen: Observation) -> Finding | None:
     """A cache leaves out of its counts what the harness counts itself."""
     for name in seen.ran:
-        if name in OWN_CONDITIONS and name in seen.declared.conditions:
+        if name in (*OWN_CONDITIONS, *USED_AGAIN) and name in seen.declared.conditions:
             return Finding(f"path_counts() counts {name!r}, which the harness counts itself")
     return None
 

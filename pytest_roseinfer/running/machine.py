@@ -14,6 +14,7 @@ import torch
 
 from pytest_roseinfer import invariants
 from pytest_roseinfer.adapters.cache import Ledger
+from pytest_roseinfer.adapters.used_again import USED_AGAIN
 from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.cases.operations.operation import Driven
 from pytest_roseinfer.cases.payload import Payload, lay_out
@@ -32,6 +33,7 @@ from pytest_roseinfer.invariants.counts import conditions_met
 from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANTS, OPERATION
 from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
 from pytest_roseinfer.oracle import Oracle
+from pytest_roseinfer.running.used_again import UsedAgain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -77,6 +79,8 @@ class Machine:
             self.adapter.scratch_blocks,
         )
         self.own_conditions = [name for name in OWN_CONDITIONS if name in self.adapter.conditions]
+        self.shown_again = [name for name in USED_AGAIN if name in self.adapter.conditions]
+        self.used_again = UsedAgain() if self.shown_again else None
         self.checked = Counter({each.name: 0 for each in INVARIANTS})
         """How often each invariant was checked."""
         self.done: list[Operation] = []
@@ -109,6 +113,9 @@ class Machine:
         outcome = self._do(operation)
         before, self.now = self.now, self.look(reads=True)
         counted.update(self._judge(OPERATION, before, outcome, self.now, operation=operation))
+        if self.used_again:
+            met = self.used_again.met(self.driven, self.now)
+            counted.update({name: met[name] for name in self.shown_again if met[name]})
         self._poison_what_was_freed(before)
         done = len(self.done)
         if self.attends and (done % EVERY == 0 or done == self.history.size):
@@ -222,7 +229,10 @@ class Machine:
             }
         if "ledger" in self.can:
             ledgers = [_asked(_copied, adapter.ledger, layer) for layer in layers]
-        return Snapshot(tables=tables, ledgers=ledgers)
+        kept = {}
+        if "kept_in" in self.can:
+            kept = {seq: _asked(adapter.kept_in, seq) for seq in self.oracle.sequences}
+        return Snapshot(tables=tables, kept=kept, ledgers=ledgers)
 
     # ---------------------------------------------------------------------------- judging
 

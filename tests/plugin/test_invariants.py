@@ -29,6 +29,7 @@ from pytest_roseinfer.invariants.attention import attention, attention_by_formul
 from pytest_roseinfer.invariants.bad_calls import bad_calls
 from pytest_roseinfer.invariants.counts import counts
 from pytest_roseinfer.invariants.invariant import INVARIANTS
+from pytest_roseinfer.invariants.kept_apart import kept_apart
 from pytest_roseinfer.invariants.own_conditions import own_conditions
 from pytest_roseinfer.invariants.ownership import ownership
 from pytest_roseinfer.invariants.read_back import read_back
@@ -157,6 +158,7 @@ SHARED = {(0, 0): [0, 2], (1, 0): [0]}
 LATER = stored((3, 1, token_of(1, 0)), *OLD, (2, 0, NEW))
 CHANGED = {"ledgers": [Ledger({0: 1, 1: 1, 2: 2}, [3], 4)]}
 
+SAME = [0]
 RIGHT: dict[Callable[[Observation], Any], list[Observation]] = {
     read_back: [observed()],
     ownership: [observed()],
@@ -169,6 +171,7 @@ RIGHT: dict[Callable[[Observation], Any], list[Observation]] = {
     arena: [observed(), padded(scratch=frozenset({3}))],
     counts: [observed(), attending(counts=observed().after.counts + Counter(fast=1))],
     own_conditions: [observed()],
+    kept_apart: [observed(), after(kept={0: 1, 1: 0}), after(kept={0: [0, 2], 1: [0, 2]})],
     attention: [attending()],
     bad_calls: [calling(KeyError("x"), KeyError), calling(None)],
 }
@@ -232,6 +235,9 @@ WRONG: list[tuple[Callable[[Observation], Any], Observation, str]] = [
         counting(fast=5, last_position=1),
         "path_counts() counts 'last_position', which the harness counts itself",
     ),
+    (kept_apart, after(kept={0: 3, 1: 3}), "sequences 0 and 1 are kept in slot 3"),
+    (kept_apart, after(kept={0: SAME, 1: SAME}), "sequences 0 and 1 are kept in the same list"),
+    (kept_apart, after(kept={0: 1, 1: KeyError(1)}), "kept_in(1) raised KeyError: 1"),
     (attention, attending(IndexError("row")), "attend([0], query, 0) raised IndexError: row"),
     (attention, attending(QUERY[:, :2]), "attend: expected shape [1, 4, 4], found [1, 2, 4]"),
     (

