@@ -95,6 +95,8 @@ class Declares(Protocol):
     def fork_shares(self) -> str: ...
     @property
     def truncate_copies(self) -> bool: ...
+    @property
+    def atomic_batches(self) -> bool: ...
     def trimmable(self, spec: Any, stored: int, length: int, /) -> bool: ...
 
 
@@ -127,6 +129,8 @@ class Oracle:
     """As ``KVCacheAdapter.truncate_copies``."""
     trimmable: Callable[[int, int], bool] = always
     """Whether a sequence of so many tokens may be cut to so many."""
+    atomic_batches: bool = True
+    """As ``KVCacheAdapter.atomic_batches``."""
     sequences: dict[int, list[Page]] = field(default_factory=dict)
     lives: Counter[int] = field(default_factory=Counter)
     """How often a sequence of each name was freed or cut."""
@@ -147,6 +151,7 @@ class Oracle:
             branches,
             adapter.truncate_copies,
             partial(adapter.trimmable, spec),
+            adapter.atomic_batches,
         )
 
     def __post_init__(self) -> None:

@@ -77,10 +77,12 @@ class KVCacheAdapter(Adapter):
     conditions: ClassVar[Sequence[str]] = ()
     """Names in ``path_counts`` that are no paths but must be met all the same.
 
-    The harness counts three itself, which ``path_counts`` leaves out: "last_position", a row that
+    The harness counts some itself, which ``path_counts`` leaves out: "last_position", a row that
     begins at the last position of its block; "out_of_room_mid_batch", a refused write whose first
-    row alone would have found room (which needs a ``ledger``); and "name_used_again", a sequence
-    that begins under the name of one that was freed."""
+    row alone would have found room (which needs a ``ledger``); "name_used_again", a sequence
+    that begins under the name of one that was freed; "slot_used_again" and "list_used_again", one
+    that begins in what ``kept_in`` showed of another; and "handle_used_again", a ``reserve`` that
+    returns what one before it had returned, which was filled since."""
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Switches to vary: each history draws a value for every name, for ``spec.options``."""
     row_conditions: ClassVar[Mapping[str, str]] = {}
@@ -105,10 +107,22 @@ class KVCacheAdapter(Adapter):
     it. Blocks that are given back make room for the copy, and for those of later rows."""
     untrimmable_errors: ClassVar[tuple[type[BaseException], ...]] = ()
     """The errors that ``truncate`` raises, changing nothing, where ``trimmable`` returns False."""
+    atomic_batches: ClassVar[bool] = True
+    """An append that finds no room for all its rows stores none. False for a cache that admits row
+    by row, as vLLM's scheduler does: the rows ahead of the first that finds no room are stored, and
+    neither that one nor any behind it. It raises one of ``full_errors`` all the same. ``reserve``
+    stays all or nothing, since its answer stands for all rows."""
     scratch_blocks: frozenset[int] = frozenset()
     """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
     """Dtypes the cache can be built with."""
+    head_counts: ClassVar[Sequence[int]] = (1, 2, 3, 40)
+    """Numbers of KV heads the cache can be built with, drawn for ``spec.num_heads``."""
+    head_dims: ClassVar[Sequence[int]] = (4, 1, 5, 8, 64, 80, 96, 128, 256)
+    """Head sizes the cache can be built with. Small ones are drawn most, and large ones with few
+    heads and short blocks as far as there are any."""
+    block_sizes: ClassVar[Sequence[int]] = (4, 1, 2, 3, 5, 8, 16, 128)
+    """Numbers of tokens in a block that the cache can be built with."""
 
     standard_bad_calls: ClassVar[Sequence[str]] = ()
     """Names from the catalogue of bad calls: those that the cache must refuse."""
@@ -148,13 +162,13 @@ class KVCacheAdapter(Adapter):
 
     @optional
     def look_up(self, said: Sequence[int]) -> object:
-        """Look up a text for a sequence that begins later; return what ``take`` is handed then.
+        """Look up a text for a sequence that begins later; what is returned goes to ``begin_with``.
 
         Nothing is held by it: until then, others may take what was found.
         """
 
     @optional
-    def take(self, found: Any, seq: int) -> int:
+    def begin_with(self, found: Any, seq: int) -> int:
         """Begin ``seq`` with what was found, as far as it is still there; count its tokens."""
 
     @optional
@@ -239,6 +253,14 @@ class KVCacheAdapter(Adapter):
     @optional
     def ledger(self, layer: int) -> Ledger:
         """Return the cache's own books for one layer."""
+
+    @optional
+    def kept_in(self, seq: int) -> int | list[Any]:
+        """Return what a sequence has until it is freed, and another may get after it.
+
+        That is the number of its slot, or the list that the cache keeps its blocks in: the list
+        itself and no copy. No two sequences may have the same.
+        """
 
     @optional
     def arena(self) -> tuple[torch.Tensor, torch.Tensor]:

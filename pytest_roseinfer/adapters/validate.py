@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pytest_roseinfer.adapters.base import Adapter
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.adapters.shapes import refuse_shapes
 from pytest_roseinfer.adapters.standard_bad_calls import STANDARD_BAD_CALLS
+from pytest_roseinfer.adapters.used_again import refuse_what_is_not_shown
 from pytest_roseinfer.oracle import FORK_SHARES, SHARING
 
 _LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {
@@ -27,6 +30,14 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
     for method, other in _NEEDS.items():
         if method in adapter.abilities and not adapter.defines(other):
             raise TypeError(f"{name} defines {method} and must then define {other} too")
+    if issubclass(adapter, KVCacheAdapter):
+        refuse_shapes(adapter)
+        refuse_what_is_not_shown(adapter)
+        if not isinstance(adapter.atomic_batches, bool):
+            raise TypeError(
+                f"{name}.atomic_batches is {adapter.atomic_batches!r}: write False if an append "
+                "that finds no room stores the rows ahead of the one that found none, else True"
+            )
     shares = getattr(adapter, "fork_shares", FORK_SHARES[0])
     if shares not in FORK_SHARES:
         known = ", ".join(map(repr, FORK_SHARES))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hypothesis import strategies as st
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapters.cache import CacheSpec
+from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
 from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.cases.operations.append import Append
 from pytest_roseinfer.cases.operations.fill import Fill
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.texts import Branch
 
 _T = TypeVar("_T")
-HEAD_DIMS = (4, 1, 5, 8, 80, 96)
-BLOCK_SIZES = (4, 1, 2, 3, 5, 8, 16, 128)
-_MANY_HEADS = 40
-"""More than a kernel's tile may hold at once."""
+_FEW_HEADS = 8
+_SMALL_HEAD = 16
+_MOST_OF_A_TOKEN = 3200
+"""Elements of all heads: more than a kernel's tile may hold at once."""
+_MOST_OF_A_BLOCK = 4 * _MOST_OF_A_TOKEN
 _POOLS = (8, 2, 5, 12, 16, 24)
 """Blocks of a layer: soon all taken, or just enough for a batch of sequences."""
 _POOLS_OF_TEXTS = (3, 2, 4, 5, 8)
@@ -53,25 +53,60 @@ _MOST_TOKENS = 300
 def cache_specs(
     draw: st.DrawFn,
     *,
-    dtypes: Sequence[str] = ("float32", "float16", "bfloat16"),
+    dtypes: Sequence[str] = KVCacheAdapter.dtypes,
+    head_counts: Sequence[int] = KVCacheAdapter.head_counts,
+    head_dims: Sequence[int] = KVCacheAdapter.head_dims,
+    block_sizes: Sequence[int] = KVCacheAdapter.block_sizes,
     options: st.SearchStrategy[dict[str, Any]] | None = None,
     device: str = "cpu",
     pools: Sequence[int] = _POOLS,
 ) -> CacheSpec:
     """Draw small caches of awkward shapes: odd head sizes, tiny blocks, few of them."""
-    num_heads = draw(st.sampled_from((1, 2, 3) * 3 + (_MANY_HEADS,)))
-    wide = num_heads == _MANY_HEADS
-    block_size = draw(st.sampled_from(BLOCK_SIZES[:4] if wide else BLOCK_SIZES))
+    num_heads, head_dim, block_size = draw(_shapes(head_counts, head_dims, block_sizes))
     return CacheSpec(
         num_layers=draw(st.sampled_from((1, 2, 1, 4, 2, 3))),
         num_heads=num_heads,
-        head_dim=80 if wide else draw(st.sampled_from(HEAD_DIMS)),
+        head_dim=head_dim,
         block_size=block_size,
         num_blocks=draw(st.sampled_from(pools if block_size < 8 else pools[:4])),
         dtype=draw(st.sampled_from(tuple(dtypes))),
         device=device,
         options=draw(options) if options is not None else {},
     )
+
+
+@st.composite
+def _shapes(
+    draw: st.DrawFn,
+    head_counts: Sequence[int],
+    head_dims: Sequence[int],
+    block_sizes: Sequence[int],
+) -> tuple[int, int, int]:
+    """Draw one of each. All that are listed are drawn, but large ones less, and not together.
+
+    All that is stored is compared after every step, so that large blocks are slow.
+    """
+    fewest, smallest = min(head_counts), min(head_dims)
+    of_a_token = max(_MOST_OF_A_TOKEN, fewest * max(head_dims), max(head_counts) * smallest)
+    of_a_block = max(_MOST_OF_A_BLOCK, fewest * smallest * max(block_sizes))
+    num_heads = draw(st.sampled_from(_mostly_small(head_counts, _FEW_HEADS)))
+    dims = _up_to(of_a_token // num_heads, head_dims)
+    if num_heads > _FEW_HEADS:  # most often as large as they may be, so that a tile is too small
+        dims = [max(dims)] * len(dims) + dims
+    else:
+        dims = _mostly_small(dims, _SMALL_HEAD)
+    head_dim = draw(st.sampled_from(dims))
+    longest = max(min(block_sizes), of_a_block // (num_heads * head_dim))
+    return num_heads, head_dim, draw(st.sampled_from(_up_to(longest, block_sizes)))
+
+
+def _mostly_small(sizes: Sequence[int], most: int) -> list[int]:
+    """List sizes up to ``most`` three times, ahead of the larger ones."""
+    return _up_to(most, sizes) * 3 + [size for size in sizes if size > most]
+
+
+def _up_to(most: int, sizes: Sequence[int]) -> list[int]:
+    return [size for size in sizes if size <= most]
 
 
 def switches(
@@ -108,7 +143,8 @@ def boundary_lengths(
     room = -stored % block_size
     ends = {0, room, room + block_size, room + (free or 0) * block_size}
     near = {1, 2} | {end + more for end in ends for more in (-1, 0, 1)}
-    return st.sampled_from(sorted(count for count in near if 0 < count <= _MOST_TOKENS))
+    most = max(_MOST_TOKENS, block_size + 1)
+    return st.sampled_from(sorted(count for count in near if 0 < count <= most))
 
 
 def boundary_cuts(block_size: int, stored: int) -> st.SearchStrategy[int]:
@@ -302,8 +338,17 @@ def histories(
     """
     options = switches(adapter, aim)
     told = "texts" in adapter.abilities
-    pools = _POOLS_OF_TEXTS if told else _POOLS
-    spec = draw(cache_specs(dtypes=adapter.dtypes, options=options, device=device, pools=pools))
+    spec = draw(
+        cache_specs(
+            dtypes=adapter.dtypes,
+            head_counts=adapter.head_counts,
+            head_dims=adapter.head_dims,
+            block_sizes=adapter.block_sizes,
+            options=options,
+            device=device,
+            pools=_POOLS_OF_TEXTS if told else _POOLS,
+        )
+    )
     texts = draw(text_branches(block_size=spec.block_size)) if told else ()
     oracle = Oracle.of(adapter, spec, texts)
     writer = _Writer(draw, adapter, oracle)

@@ -51,6 +51,8 @@ class Snapshot:
     """By route, sequence and layer."""
     tables: Mapping[tuple[int, int], list[int] | Exception] | None = None
     """Blocks, by sequence and layer; None where they are not offered."""
+    kept: Mapping[int, int | list[Any] | Exception] = field(default_factory=dict)
+    """The slot or list of each sequence."""
     ledgers: Sequence[Ledger | Exception] = ()
     """By layer."""
     matched: Mapping[tuple[int, int], int | Exception] = field(default_factory=dict)
@@ -89,12 +91,13 @@ class Outcome:
     """The result of a step."""
 
     fits: bool = True
-    """There was room for it; if not, it was refused."""
+    """There was room for all of it; if not, it was refused."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The switches it was planned under."""
     written: Written | None = None
+    """The tokens that it stored; of a refused step, those of the rows that were admitted."""
     met: Counter[str] = field(default_factory=Counter)
-    """The conditions that its rows met."""
+    """The conditions that the rows it stored met."""
 
 
 @dataclass(frozen=True, slots=True)

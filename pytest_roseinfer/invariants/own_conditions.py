@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.adapters.used_again import USED_AGAIN
 from pytest_roseinfer.findings.finding import Finding
 from pytest_roseinfer.invariants.invariant import ATTENTION, OPERATION, Observation, invariant
 
@@ -22,7 +23,7 @@ OWN_CONDITIONS = ("last_position", "out_of_room_mid_batch", "name_used_again")
 def own_conditions(seen: Observation) -> Finding | None:
     """A cache leaves out of its counts what the harness counts itself."""
     for name in seen.ran:
-        if name in OWN_CONDITIONS and name in seen.declared.conditions:
+        if name in (*OWN_CONDITIONS, *USED_AGAIN) and name in seen.declared.conditions:
             return Finding(f"path_counts() counts {name!r}, which the harness counts itself")
     return None
 
@@ -30,14 +31,15 @@ def own_conditions(seen: Observation) -> Finding | None:
 def own_conditions_met(oracle: Oracle, step: Operation) -> Counter[str]:
     """Count the conditions that a step will meet, which is about to be done."""
     met: Counter[str] = Counter()
-    rows = step.rows()
-    if step.fits(oracle):
-        for seq, _ in rows:
+    admitted = step.admitted(oracle)
+    if admitted is not step:
+        rows = step.rows()
+        met["out_of_room_mid_batch"] = int(bool(rows) and oracle.fits(rows[:1]))
+    if admitted:
+        for seq, _ in admitted.rows():
             # A page holds a token at least, so blocks of one position, always last, do not count.
             if at := oracle.on_last(seq):
                 met["last_position"] += at == oracle.block_size - 1
-        for seq in step.changed():
+        for seq in admitted.changed():
             met["name_used_again"] += seq not in oracle.sequences and oracle.lives[seq] > 0
-    else:
-        met["out_of_room_mid_batch"] = int(bool(rows) and oracle.fits(rows[:1]))
     return +met

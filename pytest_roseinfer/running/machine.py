@@ -18,6 +18,7 @@ import torch
 from pytest_roseinfer import invariants
 from pytest_roseinfer.adapters.cache import Ledger
 from pytest_roseinfer.adapters.standard_bad_calls import Situation, standard_bad_calls
+from pytest_roseinfer.adapters.used_again import USED_AGAIN
 from pytest_roseinfer.cases.operations.operation import Driven
 from pytest_roseinfer.cases.payload import Payload, lay_out
 from pytest_roseinfer.cases.weak_hash import Collisions
@@ -38,6 +39,7 @@ from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANT
 from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.busy import busy_history
+from pytest_roseinfer.running.used_again import UsedAgain
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 
 if TYPE_CHECKING:
@@ -90,6 +92,8 @@ class Machine:
         )
         self.shares_prefixes = self.adapter.sharing == "equal prefixes"
         self.own_conditions = [name for name in OWN_CONDITIONS if name in self.adapter.conditions]
+        self.shown_again = [name for name in USED_AGAIN if name in self.adapter.conditions]
+        self.used_again = UsedAgain() if self.shown_again else None
         self.checked = Counter({each.name: 0 for each in INVARIANTS})
         """How often each invariant was checked."""
         self.contents: Contents = {}
@@ -138,6 +142,9 @@ class Machine:
             self.contents = self._contents(self.now)
         if self.shares_prefixes:
             self.oracle.adopt_sharing(self.now.tables_of(0))
+        if self.used_again:
+            met = self.used_again.met(self.driven, self.now)
+            counted.update({name: met[name] for name in self.shown_again if met[name]})
         self._poison_what_was_freed(before)
         done = len(self.done)
         if self.attends and (done % EVERY == 0 or done == self.history.size):
@@ -149,8 +156,7 @@ class Machine:
     def _do(self, operation: Operation) -> Outcome:
         """Do a step to the oracle and to the cache, which must refuse it where it does not fit."""
         oracle, driven, rows = self.oracle, self.driven, operation.rows()
-        met = conditions_met(oracle, operation) if self.declared.row_conditions else Counter[str]()
-        written, said = operation.written(oracle), operation.said(oracle)
+        said = operation.said(oracle)
         name, room = "step", ""
         if rows:
             needed, free = oracle.pages_needed(rows), oracle.pages_free()
@@ -158,8 +164,15 @@ class Machine:
         errors, why = self.adapter.full_errors, f"does not fit{room}"
         if not operation.allowed(oracle):
             errors, why = self.adapter.untrimmable_errors, "it must refuse"
-        fits = operation.apply(oracle)
-        may_fit = self.shares_prefixes and bool(rows)  # with blocks that hold the same already
+        admitted, written = operation.admitted(oracle), operation.written(oracle)
+        fits, stored, met = admitted is operation, None, Counter[str]()
+        # It may find blocks that hold the same already.
+        may_fit = self.shares_prefixes and bool(rows) and not admitted
+        if admitted:
+            stored = written if fits else admitted.written(oracle)
+            if self.declared.row_conditions:
+                met = conditions_met(oracle, admitted)
+            admitted.change(oracle)
         if written:
             self.seen.update(written.tokens)
             tokens = operation.inputs(written.tokens)
@@ -181,16 +194,14 @@ class Machine:
                 self.fail(Finding(f"accepted a {name} that {why}"))
             if not fits:
                 operation.change(oracle)
-                fits = True
+                fits, stored = True, written
             if wrong := operation.settle(oracle, answer):
                 self.fail(Finding(wrong))
         if written:
             # A cache that keeps what it was handed reads poison from here on.
             driven.key.fill_(_POISON)
             driven.value.fill_(_POISON)
-        if not fits:
-            return Outcome(fits, driven.planned_with)
-        return Outcome(fits, driven.planned_with, written, met)
+        return Outcome(fits, driven.planned_with, stored, met)
 
     def _poison_what_was_freed(self, before: Snapshot) -> None:
         """Overwrite what nobody will read of the blocks given back, in the cache and its copy."""
@@ -320,7 +331,10 @@ class Machine:
             }
         if "ledger" in self.can:
             ledgers = [_asked(_copied, adapter.ledger, layer) for layer in layers]
-        return Snapshot(tables=tables, ledgers=ledgers)
+        kept = {}
+        if "kept_in" in self.can:
+            kept = {seq: _asked(adapter.kept_in, seq) for seq in self.oracle.sequences}
+        return Snapshot(tables=tables, kept=kept, ledgers=ledgers)
 
     # ---------------------------------------------------------------------------- judging
 

@@ -84,10 +84,14 @@ def _allowed_by_all(
 
 
 def _roomy(adapter: type[KVCacheAdapter], history: History) -> History:
-    """Keep the steps that fit, on a cache so large that forks would fit as copies too."""
+    """Keep what is admitted, on a cache so large that forks would fit as copies too."""
     spec = history.spec
     oracle = Oracle.of(adapter, spec, history.texts)
-    steps = [step for step in history.operations if step.apply(oracle)]
+    steps: list[Operation] = []
+    for step in history.operations:
+        if admitted := step.admitted(oracle):
+            admitted.change(oracle)
+            steps.append(admitted)
     endless = Oracle(spec.block_size, capacity=1 << 40, branches=history.texts)
     blocks = 1
     for step in steps:

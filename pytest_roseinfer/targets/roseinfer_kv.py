@@ -74,7 +74,7 @@ class _ManagerAdapter(KVCacheAdapter):
     paths = PATHS
     truncate_copies = True
     scratch_blocks = frozenset({0})
-    conditions = (*_COUNTED_BY_ROW, *OWN_CONDITIONS)
+    conditions = (*_COUNTED_BY_ROW, *OWN_CONDITIONS, "list_used_again")
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         "triton": (True, False),
         "identity": (True, False),
@@ -116,6 +116,8 @@ class _ManagerAdapter(KVCacheAdapter):
         self.spec = spec
         self.lists: dict[int, list[list[int]]] = {}
         """The block lists of each sequence, one for each group of layers."""
+        self.spare: list[list[list[int]]] = []
+        """Lists of sequences that were freed, emptied, for the next ones."""
         self.attended: Counter[str] = Counter()
         self.manager = KVBlockManager(
             num_layers=spec.num_layers,
@@ -134,8 +136,9 @@ class _ManagerAdapter(KVCacheAdapter):
         self.manager.policy = AppendPolicy(**options)
 
     def fork(self, parent: int, child: int) -> None:
-        self.lists[child] = [list(block_ids) for block_ids in self.lists[parent]]
-        for block_ids in self.lists[child]:
+        self.lists[child] = self.new_lists()
+        for block_ids, shared in zip(self.lists[child], self.lists[parent], strict=True):
+            block_ids += shared
             self.manager.incref_blocks(block_ids)
 
     def truncate(self, seq: int, length: int) -> None:
@@ -148,8 +151,17 @@ class _ManagerAdapter(KVCacheAdapter):
             self.manager.truncate_batch(first_layer, lists, lengths)
 
     def free(self, seq: int) -> None:
-        for first_layer, block_ids in zip(self.first_layers, self.lists.pop(seq), strict=True):
+        lists = self.lists.pop(seq)
+        for first_layer, block_ids in zip(self.first_layers, lists, strict=True):
             self.manager.free_blocks(first_layer, block_ids)
+            block_ids.clear()
+        self.spare.append(lists)
+
+    def new_lists(self) -> list[list[int]]:
+        return self.spare.pop() if self.spare else [[] for _ in self.first_layers]
+
+    def kept_in(self, seq: int) -> list[list[int]]:
+        return self.lists[seq]
 
     def block_ids(self, seq: int, layer: int) -> list[int]:
         return self.lists[seq][layer // self.manager.layers_per_group]
@@ -240,11 +252,7 @@ class _ManagerAdapter(KVCacheAdapter):
 
     def lists_of(self, seqs: Sequence[int | None]) -> dict[int, list[list[int]]]:
         """Return the sequences' lists, empty ones for new sequences."""
-        return {
-            seq: self.lists.get(seq) or [[] for _ in self.first_layers]
-            for seq in seqs
-            if seq is not None
-        }
+        return {seq: self.lists.get(seq) or self.new_lists() for seq in seqs if seq is not None}
 
 
 class PerLayerManager(_ManagerAdapter):

@@ -96,6 +96,14 @@ MUTANTS = (
         rows=(6,),
     ),
     Mutant(
+        "head-cut-at-the-tile",
+        "The append kernels move the first 128 elements of a head, the most that a tile is given.",
+        _APPEND,
+        "    tile_d = 1 << (head_dim - 1).bit_length()\n",
+        "    tile_d = min(128, 1 << (head_dim - 1).bit_length())\n",
+        rows=(9,),
+    ),
+    Mutant(
         "head-size-rounded-down",
         "The append kernels move a head's first elements, up to a power of two.",
         _APPEND,

@@ -241,6 +241,7 @@ def test_medians_are_over_the_searches_alone() -> None:
 
 
 PLANTED_SINCE = {
+    "head-cut-at-the-tile",
     "many-query-heads-dealt-out",
     "many-query-heads-dealt-out-in-chunks",
     "many-query-heads-dealt-out-by-the-reference",

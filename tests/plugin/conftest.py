@@ -129,7 +129,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Proje
 
 @pytest.fixture
 def short_run() -> Iterator[None]:
-    """The searches of a test are those of a short run, whatever run it is part of."""
+    """The searches of a test are as short as it sets them, whatever run it is part of."""
     asked, seen = settings.current(), coverage.current()
     coverage.set_current(coverage.Coverage())
     yield

@@ -29,6 +29,7 @@ from pytest_roseinfer.invariants.attention import attention, attention_by_formul
 from pytest_roseinfer.invariants.bad_calls import bad_calls
 from pytest_roseinfer.invariants.counts import counts
 from pytest_roseinfer.invariants.invariant import INVARIANTS
+from pytest_roseinfer.invariants.kept_apart import kept_apart
 from pytest_roseinfer.invariants.lookups import lookups
 from pytest_roseinfer.invariants.own_conditions import own_conditions
 from pytest_roseinfer.invariants.ownership import ownership
@@ -112,6 +113,12 @@ def refusing(**shown: Any) -> Observation:
     )
 
 
+def refusing_in_part() -> Observation:
+    """A step that was refused behind its first row, which was stored."""
+    seen = observed()
+    return replace(seen, operation=Append((0, 5)), outcome=replace(seen.outcome, fits=False))
+
+
 def reading(found: Any) -> Observation:
     return after(reads={("gather", 1, 0): found})
 
@@ -179,10 +186,16 @@ SHARED = {(0, 0): [0, 2], (1, 0): [0]}
 LATER = stored((3, 1, token_of(1, 0)), *OLD, (2, 0, NEW))
 CHANGED = {"ledgers": [Ledger({0: 1, 1: 1, 2: 2}, [3], 4)]}
 
+SAME = [0]
 RIGHT: dict[Callable[[Observation], Any], list[Observation]] = {
     read_back: [observed()],
     ownership: [observed(), sharing([token_of(0, 0), token_of(0, 1)])],
-    refused: [observed(), refusing(), refusing(ledgers=[Ledger({0: 1, 1: 1}, [3, 2], 4)])],
+    refused: [
+        observed(),
+        refusing(),
+        refusing(ledgers=[Ledger({0: 1, 1: 1}, [3, 2], 4)]),
+        refusing_in_part(),
+    ],
     arena: [observed(), padded(scratch=frozenset({3})), cached(value=NEW)],
     counts: [observed(), attending(counts=observed().after.counts + Counter(fast=1))],
     own_conditions: [observed()],
@@ -193,6 +206,7 @@ RIGHT: dict[Callable[[Observation], Any], list[Observation]] = {
         looking_up(2, 4, match_granularity="block", match_leaves=1),
         looking_up(0, 2, match_leaves=1),
     ],
+    kept_apart: [observed(), after(kept={0: 1, 1: 0}), after(kept={0: [0, 2], 1: [0, 2]})],
     attention: [attending()],
     bad_calls: [calling(KeyError("x"), KeyError), calling(None)],
 }
@@ -268,6 +282,9 @@ WRONG: list[tuple[Callable[[Observation], Any], Observation, str]] = [
         counting(fast=5, last_position=1),
         "path_counts() counts 'last_position', which the harness counts itself",
     ),
+    (kept_apart, after(kept={0: 3, 1: 3}), "sequences 0 and 1 are kept in slot 3"),
+    (kept_apart, after(kept={0: SAME, 1: SAME}), "sequences 0 and 1 are kept in the same list"),
+    (kept_apart, after(kept={0: 1, 1: KeyError(1)}), "kept_in(1) raised KeyError: 1"),
     (attention, attending(IndexError("row")), "attend([0], query, 0) raised IndexError: row"),
     (attention, attending(QUERY[:, :2]), "attend: expected shape [1, 4, 4], found [1, 2, 4]"),
     (

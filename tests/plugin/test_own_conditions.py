@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, run_history
+from pytest_roseinfer.adapters.used_again import USED_AGAIN
 from pytest_roseinfer.cases.operations.append import Append
 from pytest_roseinfer.cases.operations.append_many import AppendMany
 from pytest_roseinfer.cases.operations.append_padded import AppendPadded
@@ -147,7 +148,8 @@ def test_a_cache_may_not_count_them_as_well() -> None:
 
 
 def test_the_reference_names_them() -> None:
-    assert tuple(names("Conditions the harness counts")) == OWN_CONDITIONS == ALL
+    assert OWN_CONDITIONS == ALL
+    assert names("Conditions the harness counts") == [*OWN_CONDITIONS, *USED_AGAIN]
 
 
 def rows(lines: list[str]) -> list[list[str]]:
@@ -178,7 +180,7 @@ def test_a_search_reports_and_adds_them_up(project: Project) -> None:
     [
         ("EndlessCache", "", "out_of_room_mid_batch"),
         ("NeverFreesCache", "", "name_used_again"),
-        ("UncountedCache", "strategies.BLOCK_SIZES = (1,) * 8", "last_position"),
+        ("UncountedCache", "UncountedCache.block_sizes = (1,)", "last_position"),
         ("UncountedCache", "strategies._POOLS = (100,) * 6", "out_of_room_mid_batch"),
         (
             "UncountedCache",
@@ -189,7 +191,7 @@ def test_a_search_reports_and_adds_them_up(project: Project) -> None:
     ids=[
         "target",
         "target without free",
-        "generator of one position",
+        "target of one position",
         "generator of large pools",
         "generator of new names",
     ],

@@ -20,6 +20,9 @@ class Append(operation.Write):
     def drive(self, cache: operation.Driven) -> None:
         cache.adapter.append(self.seqs, cache.key, cache.value)
 
+    def first(self, rows: int) -> operation.Operation:
+        return Append(self.seqs[:rows], self.layout)
+
     def reversed(self) -> operation.Operation:
         return Append(self.seqs[::-1], self.layout)
 

@@ -16,6 +16,9 @@ class AppendMany(operation.Write):
     def rows(self) -> operation.Rows:
         return list(zip(self.seqs, self.counts, strict=True))
 
+    def first(self, rows: int) -> operation.Operation:
+        return AppendMany(self.seqs[:rows], self.counts[:rows], self.layout)
+
     def words(self) -> str:
         each = ", ".join(f"{count} to sequence {seq}" for seq, count in self.rows())
         return f"append tokens: {each}{self.laid_out()}"

@@ -19,6 +19,10 @@ class AppendPadded(operation.Write):
     def padding(self) -> int:
         return self.seqs.count(None)
 
+    def first(self, rows: int) -> operation.Operation:
+        refused = [at for at, seq in enumerate(self.seqs) if seq is not None][rows]
+        return AppendPadded(self.seqs[:refused], self.layout)
+
     def words(self) -> str:
         rows = ["padding" if seq is None else str(seq) for seq in self.seqs]
         return f"append one token to rows {', '.join(rows)}{self.laid_out()}"

@@ -146,11 +146,28 @@ class Operation:
         """Return False if a cache must refuse it, however much room there is."""
         return True
 
+    def first(self, rows: int) -> Operation | None:  # noqa: ARG002
+        """Return the same with its first rows alone; None where it is all or nothing."""
+        return None
+
+    def admitted(self, oracle: Oracle) -> Operation | None:
+        """Return what is done of it: all where it fits, else the first rows or nothing."""
+        if not self.allowed(oracle):
+            return None
+        if self.fits(oracle):
+            return self
+        rows = self.rows()
+        fit = 0 if oracle.atomic_batches else len(rows)
+        while fit and not oracle.fits(rows[:fit]):
+            fit -= 1
+        return self.first(fit) if fit else None
+
     def apply(self, oracle: Oracle) -> bool:
-        """Do it to the oracle; return False, with nothing changed, when it is refused."""
-        if fits := self.allowed(oracle) and self.fits(oracle):
-            self.change(oracle)
-        return fits
+        """Do what is admitted of it to the oracle; return False when not all of it is."""
+        admitted = self.admitted(oracle)
+        if admitted:
+            admitted.change(oracle)
+        return admitted is self
 
     def change(self, oracle: Oracle) -> None:
         """Do it to an oracle in which it fits."""

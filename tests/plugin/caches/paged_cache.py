@@ -39,9 +39,13 @@ class PagedCache(KVCacheAdapter):
             self.tables.setdefault(seq, []).append(self.unused.pop(0))
         self.counts["new_block"] += len(opening)
         blocks = [self.tables[seq][-1] for seq in seqs]
-        positions = [self.lengths[seq] % size for seq in seqs]
+        positions = [self.position(seq) for seq in seqs]
         self.write(blocks, positions, key, value)
         self.lengths.update(seqs)
+
+    def position(self, seq: int) -> int:
+        """Return where in its last block the next token goes."""
+        return self.lengths[seq] % self.spec.block_size
 
     def write(
         self, blocks: list[int], positions: list[int], key: torch.Tensor, value: torch.Tensor

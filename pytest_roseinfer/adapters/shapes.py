@@ -1,0 +1,41 @@
+"""The shapes that an adapter says its cache can be built with, and what is no such saying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.adapters.cache import KVCacheAdapter
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_dtype(value: object) -> bool:
+    found = getattr(torch, value, None) if isinstance(value, str) else None
+    return isinstance(found, torch.dtype) and found.is_floating_point
+
+
+_RIGHT: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "dtypes": (_is_dtype, 'names of torch dtypes, as in ("float32", "bfloat16")'),
+    "head_counts": (_is_size, "numbers from 1 on, as in (1, 8)"),
+    "head_dims": (_is_size, "numbers from 1 on, as in (64, 128)"),
+    "block_sizes": (_is_size, "numbers from 1 on, as in (16, 32)"),
+}
+"""For each attribute, what holds for all that it lists, and what to write."""
+
+
+def refuse_shapes(adapter: type[KVCacheAdapter]) -> None:
+    """Raise ``TypeError`` where a cache can be built with nothing, or with what is no shape."""
+    for name, (is_right, example) in _RIGHT.items():
+        said = getattr(adapter, name)
+        listed = isinstance(said, Sequence) and not isinstance(said, str)
+        if not (listed and said and all(map(is_right, said))):
+            raise TypeError(
+                f"{adapter.__name__}.{name} is {said!r}: list what the cache can be built with, "
+                f"the usual first: {example}"
+            )
