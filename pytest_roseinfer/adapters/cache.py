@@ -209,13 +209,13 @@ class KVCacheAdapter(Adapter):
 
     @optional
     def look_up(self, said: Sequence[int]) -> object:
-        """Look up a text for a sequence that begins later; return what ``take`` is handed then.
+        """Look up a text for a sequence that begins later; what is returned goes to ``begin_with``.
 
         Nothing is held by it: until then, others may take what was found.
         """
 
     @optional
-    def take(self, found: Any, seq: int) -> int:
+    def begin_with(self, found: Any, seq: int) -> int:
         """Begin ``seq`` with what was found, as far as it is still there; count its tokens."""
 
     @optional

@@ -10,7 +10,7 @@ from pytest_roseinfer.cases.operations.prefill import Prefill
 class Take(operation.Operation):
     seq: int
 
-    needs = frozenset({"look_up", "take"})
+    needs = frozenset({"texts", "look_up", "begin_with"})
 
     def words(self) -> str:
         return f"begin sequence {self.seq} with what was found for it"
@@ -26,12 +26,12 @@ class Take(operation.Operation):
         oracle.sequences[self.seq] = []
 
     def drive(self, cache: operation.Driven) -> object:
-        return cache.adapter.take(cache.looked_up.pop(self.seq), self.seq)
+        return cache.adapter.begin_with(cache.looked_up.pop(self.seq), self.seq)
 
     def settle(self, oracle: operation.Oracle, answer: object) -> str | None:
         """Have the sequence say as much of its text as the cache took."""
         if not isinstance(answer, int) or answer < 0:
-            return f"take() returned {answer!r}, and must say how many tokens it took"
+            return f"begin_with() returned {answer!r}, and must say how many tokens it took"
         rows = [(self.seq, answer)]
         oracle.append(rows, oracle.new_tokens(rows))
         return None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tests.plugin.caches.text_cache import HashedTextCache, TextCache
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
 
 class KnowsTheBlockAlone(TextCache):
@@ -103,7 +103,7 @@ class TakesWhatWasThere(TextCache):
     def look_up(self, said: Sequence[int]) -> object:
         return list(said), self.found(said)
 
-    def take(self, found: Any, seq: int) -> int:
+    def begin_with(self, found: Any, seq: int) -> int:
         said, blocks = found
         for block in blocks:
             self.hold(block)
@@ -115,8 +115,8 @@ class TakesWhatWasThere(TextCache):
 class CountsOneMore(TextCache):
     """It says of a text that it took as much as was looked up."""
 
-    def take(self, found: Any, seq: int) -> int:
-        super().take(found, seq)
+    def begin_with(self, found: Any, seq: int) -> int:
+        super().begin_with(found, seq)
         return len(found)
 
 
@@ -133,3 +133,9 @@ BROKEN = (
     FindsAPartialBlock,
     ForgetsToCountHits,
 )
+
+
+class NeverHashes(TextCache):
+    """It takes a hash function and leaves it alone."""
+
+    def use_hash(self, hashed: Callable[[object], int]) -> None: ...

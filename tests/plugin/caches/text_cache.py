@@ -74,7 +74,7 @@ class TextCache(KVCacheAdapter):
     def look_up(self, said: Sequence[int]) -> object:
         return list(said)
 
-    def take(self, found: Any, seq: int) -> int:
+    def begin_with(self, found: Any, seq: int) -> int:
         """What was there when it was looked up may be gone, so it is looked up again."""
         self.tables[seq] = self.found(found)
         for block in self.tables[seq]:
