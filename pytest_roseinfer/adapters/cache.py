@@ -145,37 +145,6 @@ class KVCacheAdapter(Adapter):
         raise NotImplementedError(f"{type(self).__name__} must define peek(seq, layer)")
 
     @optional
-    def texts(self, said: Sequence[Sequence[int]]) -> None:
-        """Hear what the tokens say that are written next, or that room is reserved for next.
-
-        A row for each sequence, in the order of the write, padding left out; ``[5, 3]`` where two
-        tokens are appended. What is stored for a token follows from what its sequence says up to
-        there, so equal beginnings store the same. A fork says what its parent does.
-        """
-
-    @optional
-    def matched(self, said: Sequence[int]) -> int:
-        """Count the first tokens of a text that are stored, so that a sequence could begin there.
-
-        Asking takes nothing and changes nothing.
-        """
-
-    @optional
-    def look_up(self, said: Sequence[int]) -> object:
-        """Look up a text for a sequence that begins later; what is returned goes to ``begin_with``.
-
-        Nothing is held by it: until then, others may take what was found.
-        """
-
-    @optional
-    def begin_with(self, found: Any, seq: int) -> int:
-        """Begin ``seq`` with what was found, as far as it is still there; count its tokens."""
-
-    @optional
-    def use_hash(self, hashed: Callable[[object], int]) -> None:
-        """Hash with this function, called after ``make``: different things often hash alike."""
-
-    @optional
     def append_many(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
@@ -294,3 +263,34 @@ class KVCacheAdapter(Adapter):
     @optional
     def bad_calls(self) -> Iterable[BadCall]:
         """Make up calls that must be refused, or leave no trace, in the cache's present state."""
+
+    @optional
+    def texts(self, said: Sequence[Sequence[int]]) -> None:
+        """Hear what the tokens say that are written next, or that room is reserved for next.
+
+        A row for each sequence, in the order of the write, padding left out; ``[5, 3]`` where two
+        tokens are appended. What is stored for a token follows from what its sequence says up to
+        there, so equal beginnings store the same. A fork says what its parent does.
+        """
+
+    @optional
+    def matched(self, said: Sequence[int]) -> int:
+        """Count the first tokens of a text that are stored, so that a sequence could begin there.
+
+        Asking takes nothing and changes nothing.
+        """
+
+    @optional
+    def look_up(self, said: Sequence[int]) -> object:
+        """Look up a text for a sequence that begins later; what is returned goes to ``begin_with``.
+
+        Nothing is held by it: until then, others may take what was found.
+        """
+
+    @optional
+    def begin_with(self, found: Any, seq: int) -> int:
+        """Begin ``seq`` with what was found, as far as it is still there; count its tokens."""
+
+    @optional
+    def use_hash(self, hashed: Callable[[object], int]) -> None:
+        """Hash with this function, called after ``make``: different things often hash alike."""

@@ -15,6 +15,7 @@ from pytest_roseinfer.cases.operations.append import Append
 from pytest_roseinfer.cases.operations.free import Free
 from pytest_roseinfer.cases.operations.prefill import Prefill
 from pytest_roseinfer.cases.strategies import histories
+from pytest_roseinfer.running import coverage
 from pytest_roseinfer.texts import WHOLE, Texts
 from tests.plugin.caches import broken_text_caches
 from tests.plugin.caches.paged_cache import PagedCache
@@ -109,3 +110,14 @@ def test_a_policy_that_cannot_be_judged_is_refused(
 ) -> None:
     with pytest.raises(TypeError, match=message):
         conformance(adapter)
+
+
+@pytest.mark.usefixtures("short_run")
+@pytest.mark.parametrize(
+    ("cache", "missed"), [(broken_text_caches.NeverHashes, True), (HashedTextCache, False)]
+)
+def test_hashes_that_never_collide_fail_the_run(cache: type[KVCacheAdapter], missed: bool) -> None:
+    settings.set_current(settings.Settings(examples=20, steps=12, seed=1))
+    conformance(cache)().test_histories()
+    problems = coverage.current().of(cache).problems(require_paths=True)
+    assert any("hash_collision" in line for line in problems) == missed

@@ -14,7 +14,7 @@ class LookUp(operation.Operation):
     seq: int
     count: int
 
-    needs = frozenset({"look_up", "begin_with"})
+    needs = frozenset({"texts", "look_up", "begin_with"})
 
     def words(self) -> str:
         return f"look up the first {self.count} tokens of what sequence {self.seq} will say"

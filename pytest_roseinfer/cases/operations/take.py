@@ -10,7 +10,7 @@ from pytest_roseinfer.cases.operations.prefill import Prefill
 class Take(operation.Operation):
     seq: int
 
-    needs = frozenset({"look_up", "begin_with"})
+    needs = frozenset({"texts", "look_up", "begin_with"})
 
     def words(self) -> str:
         return f"begin sequence {self.seq} with what was found for it"

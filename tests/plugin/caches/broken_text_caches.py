@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tests.plugin.caches.text_cache import HashedTextCache, TextCache
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
 
 class KnowsTheBlockAlone(TextCache):
@@ -133,3 +133,9 @@ BROKEN = (
     FindsAPartialBlock,
     ForgetsToCountHits,
 )
+
+
+class NeverHashes(TextCache):
+    """It takes a hash function and leaves it alone."""
+
+    def use_hash(self, hashed: Callable[[object], int]) -> None: ...
