@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 
 def import_all(folder: ModuleType) -> None:
-    """Import the files in the order of their names."""
-    for found in pkgutil.iter_modules(folder.__path__):
-        importlib.import_module(f"{folder.__name__}.{found.name}")
+    """Import the files, and those of the folders in it, in the order of their names."""
+    for found in pkgutil.walk_packages(folder.__path__, f"{folder.__name__}."):
+        importlib.import_module(found.name)

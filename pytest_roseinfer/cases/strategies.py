@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
 from pytest_roseinfer.cases.history import History
-from pytest_roseinfer.cases.operations.append import Append
-from pytest_roseinfer.cases.operations.fill import Fill
-from pytest_roseinfer.cases.operations.fork import Fork
-from pytest_roseinfer.cases.operations.free import Free
-from pytest_roseinfer.cases.operations.look_up import LookUp
+from pytest_roseinfer.cases.operations.lookups.look_up import LookUp
+from pytest_roseinfer.cases.operations.lookups.take import Take
 from pytest_roseinfer.cases.operations.operation import OPERATIONS
-from pytest_roseinfer.cases.operations.prefill import Prefill
-from pytest_roseinfer.cases.operations.take import Take
+from pytest_roseinfer.cases.operations.sequences.fork import Fork
+from pytest_roseinfer.cases.operations.sequences.free import Free
+from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.cases.operations.writes.fill import Fill
+from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.payload import LAYOUTS, VIEWS, lay_out
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.texts import WHOLE

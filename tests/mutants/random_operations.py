@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.adapters.cache import CacheSpec
 from pytest_roseinfer.cases.history import History
-from pytest_roseinfer.cases.operations.append import Append
-from pytest_roseinfer.cases.operations.append_many import AppendMany
-from pytest_roseinfer.cases.operations.append_padded import AppendPadded
-from pytest_roseinfer.cases.operations.fill import Fill
-from pytest_roseinfer.cases.operations.fork import Fork
-from pytest_roseinfer.cases.operations.free import Free
-from pytest_roseinfer.cases.operations.prefill import Prefill
-from pytest_roseinfer.cases.operations.reserve import Reserve
+from pytest_roseinfer.cases.operations.sequences.fork import Fork
+from pytest_roseinfer.cases.operations.sequences.free import Free
+from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
 from pytest_roseinfer.cases.operations.set_options import SetOptions
-from pytest_roseinfer.cases.operations.truncate import Truncate
+from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
+from pytest_roseinfer.cases.operations.writes.append_padded import AppendPadded
+from pytest_roseinfer.cases.operations.writes.fill import Fill
+from pytest_roseinfer.cases.operations.writes.prefill import Prefill
+from pytest_roseinfer.cases.operations.writes.reserve import Reserve
 from pytest_roseinfer.cases.payload import LAYOUTS
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.machine import run_history

@@ -10,11 +10,11 @@ import torch
 
 import roseinfer.kernels.attend_decode as decode
 from pytest_roseinfer import CacheSpec, Divergence, History, KVCacheAdapter, run_history
-from pytest_roseinfer.cases.operations.append import Append
-from pytest_roseinfer.cases.operations.fork import Fork
-from pytest_roseinfer.cases.operations.free import Free
-from pytest_roseinfer.cases.operations.prefill import Prefill
-from pytest_roseinfer.cases.operations.reserve import Reserve
+from pytest_roseinfer.cases.operations.sequences.fork import Fork
+from pytest_roseinfer.cases.operations.sequences.free import Free
+from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.cases.operations.writes.prefill import Prefill
+from pytest_roseinfer.cases.operations.writes.reserve import Reserve
 from pytest_roseinfer.invariants.attention import attention_by_formula
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.plugin.caches import attending_caches as caches

@@ -20,7 +20,7 @@ from pytest_roseinfer.adapters.standard_bad_calls import (
     Situation,
     standard_bad_calls,
 )
-from pytest_roseinfer.cases.operations.append import Append
+from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.payload import Payload
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager

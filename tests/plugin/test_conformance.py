@@ -14,7 +14,7 @@ import pytest
 
 import pytest_roseinfer
 from pytest_roseinfer import CacheSpec, FastPath, History, KVCacheAdapter, conformance, run_history
-from pytest_roseinfer.cases.operations.append import Append
+from pytest_roseinfer.cases.operations.writes.append import Append
 from tests.plugin.caches.list_cache import ListCache
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, FastPath, History, Oracle, run_history
-from pytest_roseinfer.cases.operations.append import Append
-from pytest_roseinfer.cases.operations.append_many import AppendMany
-from pytest_roseinfer.cases.operations.append_padded import AppendPadded
-from pytest_roseinfer.cases.operations.fork import Fork
-from pytest_roseinfer.cases.operations.free import Free
-from pytest_roseinfer.cases.operations.prefill import Prefill
+from pytest_roseinfer.cases.operations.sequences.fork import Fork
+from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.set_options import SetOptions
+from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
+from pytest_roseinfer.cases.operations.writes.append_padded import AppendPadded
+from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.invariants.counts import conditions_met
 from tests.plugin.caches.paged_cache import PagedCache
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, History
-from pytest_roseinfer.cases.operations.append import Append
 from pytest_roseinfer.cases.operations.operation import OPERATIONS
+from pytest_roseinfer.cases.operations.writes.append import Append
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import Project

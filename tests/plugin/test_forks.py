@@ -17,8 +17,8 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.cases.operations.fork import Fork
-from pytest_roseinfer.cases.operations.prefill import Prefill
+from pytest_roseinfer.cases.operations.sequences.fork import Fork
+from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.running import coverage
 from tests.plugin.caches.paged_cache import PagedCache
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from pytest_roseinfer import BadCall, CacheSpec, FastPath, Ledger, Oracle
-from pytest_roseinfer.cases.operations.append import Append
-from pytest_roseinfer.cases.operations.append_padded import AppendPadded
+from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.cases.operations.writes.append_padded import AppendPadded
 from pytest_roseinfer.cases.payload import Payload
 from pytest_roseinfer.findings.observation import (
     Attended,

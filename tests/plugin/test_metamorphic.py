@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, History
-from pytest_roseinfer.cases.operations.append import Append
-from pytest_roseinfer.cases.operations.fork import Fork
+from pytest_roseinfer.cases.operations.sequences.fork import Fork
+from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.running.metamorphic import check_copied, check_permuted, check_split
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 

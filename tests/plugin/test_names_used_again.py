@@ -19,10 +19,10 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.cases.operations.append import Append
-from pytest_roseinfer.cases.operations.fork import Fork
-from pytest_roseinfer.cases.operations.free import Free
-from pytest_roseinfer.cases.operations.prefill import Prefill
+from pytest_roseinfer.cases.operations.sequences.fork import Fork
+from pytest_roseinfer.cases.operations.sequences.free import Free
+from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.strategies import histories
 from pytest_roseinfer.oracle import padding_token, token_label, token_of, token_words
 from pytest_roseinfer.running.metamorphic import check_copied, check_permuted, check_split

@@ -11,15 +11,15 @@ import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, run_history
 from pytest_roseinfer.adapters.used_again import USED_AGAIN
-from pytest_roseinfer.cases.operations.append import Append
-from pytest_roseinfer.cases.operations.append_many import AppendMany
-from pytest_roseinfer.cases.operations.append_padded import AppendPadded
-from pytest_roseinfer.cases.operations.copy import Copy
-from pytest_roseinfer.cases.operations.fork import Fork
-from pytest_roseinfer.cases.operations.free import Free
-from pytest_roseinfer.cases.operations.prefill import Prefill
-from pytest_roseinfer.cases.operations.reserve import Reserve
+from pytest_roseinfer.cases.operations.sequences.fork import Fork
+from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.set_options import SetOptions
+from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
+from pytest_roseinfer.cases.operations.writes.append_padded import AppendPadded
+from pytest_roseinfer.cases.operations.writes.copy import Copy
+from pytest_roseinfer.cases.operations.writes.prefill import Prefill
+from pytest_roseinfer.cases.operations.writes.reserve import Reserve
 from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.plugin.caches.paged_cache import PagedCache

@@ -12,8 +12,8 @@ from hypothesis import settings as hypothesis_settings
 
 import pytest_roseinfer
 from pytest_roseinfer import CacheSpec, Divergence, History, run_history
-from pytest_roseinfer.cases.operations.append import Append
 from pytest_roseinfer.cases.operations.operation import OPERATIONS, Move, Operation, register
+from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.strategies import histories
 from pytest_roseinfer.findings.finding import Finding
 from pytest_roseinfer.invariants.invariant import INVARIANTS, invariant
@@ -44,7 +44,7 @@ def registered() -> Iterator[None]:
     [("cases/operations", "operation", OPERATIONS), ("invariants", "invariant", INVARIANTS)],
 )
 def test_every_file_registers_one(folder: str, contract: str, registered: list[object]) -> None:
-    files = {file.stem for file in (PLUGIN / folder).glob("*.py")} - {"__init__", contract}
+    files = {file.stem for file in (PLUGIN / folder).rglob("*.py")} - {"__init__", contract}
     assert len(files) == len(registered)
 
 

@@ -16,12 +16,12 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.cases.operations.append import Append
-from pytest_roseinfer.cases.operations.append_many import AppendMany
-from pytest_roseinfer.cases.operations.append_padded import AppendPadded
-from pytest_roseinfer.cases.operations.fork import Fork
-from pytest_roseinfer.cases.operations.prefill import Prefill
-from pytest_roseinfer.cases.operations.reserve import Reserve
+from pytest_roseinfer.cases.operations.sequences.fork import Fork
+from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
+from pytest_roseinfer.cases.operations.writes.append_padded import AppendPadded
+from pytest_roseinfer.cases.operations.writes.prefill import Prefill
+from pytest_roseinfer.cases.operations.writes.reserve import Reserve
 from pytest_roseinfer.invariants.own_conditions import own_conditions_met
 from pytest_roseinfer.running import coverage
 from tests.mutants.hunt import hunt

@@ -11,9 +11,9 @@ from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, History, conformance, run_history, settings
-from pytest_roseinfer.cases.operations.append import Append
-from pytest_roseinfer.cases.operations.free import Free
-from pytest_roseinfer.cases.operations.prefill import Prefill
+from pytest_roseinfer.cases.operations.sequences.free import Free
+from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.strategies import histories
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.texts import WHOLE, Texts

@@ -15,9 +15,9 @@ from transformers import DynamicCache
 from pytest_roseinfer import Divergence, conformance, settings
 from pytest_roseinfer.adapters.cache import CacheSpec
 from pytest_roseinfer.cases.history import History
-from pytest_roseinfer.cases.operations.append import Append
-from pytest_roseinfer.cases.operations.fork import Fork
-from pytest_roseinfer.cases.operations.prefill import Prefill
+from pytest_roseinfer.cases.operations.sequences.fork import Fork
+from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.machine import run_history
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter

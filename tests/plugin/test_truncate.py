@@ -12,10 +12,10 @@ from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance, run_history
 from pytest_roseinfer import settings as options
-from pytest_roseinfer.cases.operations.append import Append
-from pytest_roseinfer.cases.operations.fork import Fork
-from pytest_roseinfer.cases.operations.truncate import Truncate
-from pytest_roseinfer.cases.operations.truncate_many import TruncateMany
+from pytest_roseinfer.cases.operations.sequences.fork import Fork
+from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
+from pytest_roseinfer.cases.operations.sequences.truncate_many import TruncateMany
+from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.strategies import histories
 from pytest_roseinfer.findings.observation import Snapshot
 from pytest_roseinfer.findings.picture import picture

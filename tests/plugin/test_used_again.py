@@ -15,9 +15,9 @@ from pytest_roseinfer import (
     settings,
 )
 from pytest_roseinfer.adapters.used_again import USED_AGAIN
-from pytest_roseinfer.cases.operations.append import Append
-from pytest_roseinfer.cases.operations.fork import Fork
-from pytest_roseinfer.cases.operations.free import Free
+from pytest_roseinfer.cases.operations.sequences.fork import Fork
+from pytest_roseinfer.cases.operations.sequences.free import Free
+from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.mutants.hunt import hunt

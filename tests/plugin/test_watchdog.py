@@ -21,7 +21,7 @@ from pytest_roseinfer import (
     settings,
 )
 from pytest_roseinfer.adapters.cache import BadCall
-from pytest_roseinfer.cases.operations.append import Append
+from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.machine import run_history
 from pytest_roseinfer.running.watchdog import ENDED, WATCHED, StepHung, watching

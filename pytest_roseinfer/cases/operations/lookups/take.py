@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_roseinfer.cases.operations import operation
-from pytest_roseinfer.cases.operations.prefill import Prefill
+from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 
 
 @operation.register

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_roseinfer.cases.operations import operation
-from pytest_roseinfer.cases.operations.copy import Copy
+from pytest_roseinfer.cases.operations.writes.copy import Copy
 
 
 @operation.register

@@ -1,0 +1,1 @@
+"""Operations on whole sequences, which write no token: a file for each."""
