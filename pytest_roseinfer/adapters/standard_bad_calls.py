@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -234,10 +235,12 @@ def decref_blocks_too_often(at: Situation) -> Iterator[_Call]:
 
 @_standard("gather_blocks", "table")
 def gather_blocks_past_the_end(at: Situation) -> Iterator[_Call]:
-    for own in at.tables(at.last)[:1]:
-        gather = partial(at.adapter.gather_blocks, at.last, own)
-        stored = at.oracle.length(list(at.oracle.sequences)[-1])
-        yield "gather_blocks of one token more than is stored", partial(gather, stored + 1)
+    # Behind the end of a sequence that was cut, its last block may hold tokens of another.
+    whole = (seq for seq in reversed(at.oracle.sequences) if not at.oracle.unseen[seq])
+    for seq in islice(filter(at.oracle.length, whole), 1):
+        gather = partial(at.adapter.gather_blocks, at.last, at.adapter.table(seq, at.last))
+        more = at.oracle.length(seq) + 1
+        yield "gather_blocks of one token more than is stored", partial(gather, more)
         yield "gather_blocks of -1 tokens", partial(gather, -1)
 
 
