@@ -129,13 +129,15 @@ def _relay(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Ask
 
     A new request takes over what belonged to one that ended, while its neighbours still go on.
     """
-    lasting = Sampling(new, ignore_eos=True)
     soon = min(new, draw(st.integers(2, 3)))
-    ends = [lasting, *[Sampling(soon, ignore_eos=True)] * draw(st.integers(1, 3)), lasting]
-    lengths = st.integers(1, max(1, longest // 4))
+    ends = [new, *[soon] * draw(st.integers(1, 3)), new]
+    lengths, heats = st.integers(1, max(1, longest // 4)), st.sampled_from((0.0, 0.0, 3.0))
     asked = [
-        Asked(common_text(draw(lengths), vocabulary, at), sampling)
-        for at, sampling in enumerate(ends)
+        Asked(
+            common_text(draw(lengths), vocabulary, at),
+            Sampling(tokens, temperature=draw(heats), seed=at, ignore_eos=True),
+        )
+        for at, tokens in enumerate(ends)
     ]
     arrives = soon
     for _ in range(draw(st.integers(1, min(2, _MOST_REQUESTS - len(ends))))):

@@ -20,15 +20,16 @@ from tests.gates.decode_steps import STEPS
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 FAMILIES = ("gpt2", "llama")
 _WORK = "while True: sum(range(10_000))"
 
 
-def results(runs: int, *, loaded: bool) -> list[str]:
+def results(runs: int, *, loaded: bool, families: Sequence[str] = FAMILIES) -> list[str]:
     """Return what each of ``runs`` processes counted, hashing and memory different in each."""
-    return [_count_in_a_process(hash_seed, loaded=loaded) for hash_seed in range(1, runs + 1)]
+    when = "loaded" if loaded else "rest"
+    return [_count_in_a_process(seed, when, *families) for seed in range(1, runs + 1)]
 
 
 @contextmanager
@@ -41,10 +42,10 @@ def _busy() -> Iterator[None]:
         process.wait()
 
 
-def _count_in_a_process(hash_seed: int, *, loaded: bool) -> str:
+def _count_in_a_process(hash_seed: int, *how: str) -> str:
     environment = os.environ | {"PYTHONHASHSEED": str(hash_seed), "TRITON_INTERPRET": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "tests.gates.stability", "count", "loaded" if loaded else "rest"],
+        [sys.executable, "-m", "tests.gates.stability", "count", *how],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -53,7 +54,7 @@ def _count_in_a_process(hash_seed: int, *, loaded: bool) -> str:
     ).stdout
 
 
-def count(*, loaded: bool = False) -> str:
+def count(families: Sequence[str], *, loaded: bool = False) -> str:
     """Return all that the steps do, as one text; ``loaded`` has every CPU work for two others."""
     policy = AppendPolicy(triton=False)
     own = OwnCode(["roseinfer"])
@@ -65,14 +66,15 @@ def count(*, loaded: bool = False) -> str:
                 step(family, "cpu", paged_attention=False, append_policy=policy), own, "cpu"
             ).groups
             for name, step in STEPS.items()
-            for family in FAMILIES
+            for family in families
         }
     return json.dumps(found, sort_keys=True) + "\n"
 
 
 def main(argument: str, *more: str) -> None:
     if argument == "count":
-        print(count(loaded=more == ("loaded",)), end="")
+        when, *families = more
+        print(count(families, loaded=when == "loaded"), end="")
         return
     at_rest = results(int(argument) // 2, loaded=False)
     busy = results(int(argument) - len(at_rest), loaded=True)

@@ -7,4 +7,4 @@ from tests.gates.stability import count, results
 
 def test_a_process_on_a_busy_machine_counts_as_this_one_does() -> None:
     """Which is pytest, with all that other tests left in it."""
-    assert results(1, loaded=True) == [count()]
+    assert results(1, loaded=True, families=["gpt2"]) == [count(["gpt2"])]
