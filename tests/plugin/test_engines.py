@@ -32,7 +32,7 @@ from tests.python_process import ROOT
 if TYPE_CHECKING:
     from tests.plugin.conftest import Project
 
-FEW = ("--roseinfer-examples=60", "--roseinfer-seed=1")
+FEW = ("--roseinfer-examples=60", "--roseinfer-seed=2")
 WRONG_TOKEN = r"request \d, token \d: \d+; alone it gets \d+"
 REASONS = {
     ANeighboursTokenLeaksIn: WRONG_TOKEN,
