@@ -10,6 +10,7 @@ from pytest_roseinfer import (
     CacheSpec,
     Divergence,
     History,
+    KVCacheAdapter,
     Oracle,
     conformance,
     run_history,
@@ -37,8 +38,6 @@ from tests.plugin.caches.paged_cache import PagedCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from pytest_roseinfer import KVCacheAdapter
 
 HISTORY = History(CacheSpec(), (Append((0, 1)), Append((0,))))
 
@@ -88,7 +87,13 @@ class TidyCache(StrictCache):
         )
 
 
-@pytest.mark.parametrize("cache", [StrictCache, TidyCache])
+class UnseenCache(StrictCache):
+    """It does not show what it stores."""
+
+    arena = KVCacheAdapter.arena
+
+
+@pytest.mark.parametrize("cache", [StrictCache, TidyCache, UnseenCache])
 def test_a_cache_that_refuses_passes(cache: type[KVCacheAdapter]) -> None:
     run_history(cache, HISTORY)
 
