@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_roseinfer.adapters.cache import BadCall
+from pytest_roseinfer.away import Stage
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 
 _NEVER, _NEVER_EITHER = (1 << 15) - 1, (1 << 15) - 2
 """Names that no history gives to a sequence."""
+
+_SWAPPED = (
+    (Stage.LEAVING, "is on its way out"),
+    (Stage.OUT, "is swapped out"),
+    (Stage.COMING, "is on its way back"),
+)
 
 _Call = tuple[str, Callable[[], object]]
 """A call in words, and a function that makes it."""
@@ -36,7 +43,12 @@ class Situation:
     oracle: Oracle
 
     def freed(self) -> list[int]:
-        return [seq for seq in self.oracle.lives if seq not in self.oracle.sequences]
+        return [seq for seq in self.oracle.lives if seq not in self.oracle.named]
+
+    @property
+    def live(self) -> list[int]:
+        away = self.oracle.away.stages
+        return [seq for seq in self.oracle.sequences if seq not in away]
 
     def tokens(self, rows: int) -> torch.Tensor:
         spec = self.spec
@@ -50,7 +62,7 @@ class Situation:
 
     def tables(self, layer: int) -> list[list[int]]:
         """The blocks of sequences that have some, the newest sequence first."""
-        tables = [list(self.adapter.table(seq, layer)) for seq in self.oracle.sequences]
+        tables = [list(self.adapter.table(seq, layer)) for seq in self.live]
         return [table for table in reversed(tables) if table]
 
 
@@ -110,7 +122,7 @@ def fork_freed(at: Situation) -> Iterator[_Call]:
 
 @_standard("fork")
 def fork_to_a_live_name(at: Situation) -> Iterator[_Call]:
-    live = list(at.oracle.sequences)
+    live = at.live
     if len(live) > 1:
         yield "fork to the name of another sequence", partial(at.adapter.fork, live[0], live[-1])
 
@@ -126,16 +138,39 @@ def gather_freed(at: Situation) -> Iterator[_Call]:
         yield "gather of a sequence that was freed", partial(at.adapter.gather, seq, at.last)
 
 
+@_standard("gather", "swap_out", "swap_in")
+def gather_swapped_out(at: Situation) -> Iterator[_Call]:
+    for stage, words in _SWAPPED[1:]:
+        for seq in at.oracle.away.at(stage)[-1:]:
+            yield f"gather of a sequence that {words}", partial(at.adapter.gather, seq, at.last)
+
+
+@_standard("gather", "preempt")
+def gather_preempted(at: Situation) -> Iterator[_Call]:
+    for seq in at.oracle.away.at(Stage.PREEMPTED)[-1:]:
+        call = partial(at.adapter.gather, seq, at.last)
+        yield "gather of a sequence that is preempted", call
+
+
+@_standard("swap_out", "swap_in")
+def append_to_swapped_out(at: Situation) -> Iterator[_Call]:
+    new = at.tokens(1)
+    for stage, words in _SWAPPED:
+        for seq in at.oracle.away.at(stage)[-1:]:
+            call = partial(at.adapter.append, [seq], new, new)
+            yield f"append to a sequence that {words}", call
+
+
 @_standard("prefill")
 def prefill_twice(at: Situation) -> Iterator[_Call]:
-    for seq in list(at.oracle.sequences)[-1:]:
+    for seq in at.live[-1:]:
         call = partial(at.adapter.prefill, seq, at.tokens(1), at.tokens(1))
         yield "prefill of a sequence that has tokens", call
 
 
 @_standard()
 def append_twice(at: Situation) -> Iterator[_Call]:
-    for seq in list(at.oracle.sequences)[-1:]:
+    for seq in at.live[-1:]:
         call = partial(at.adapter.append, [seq, seq], at.tokens(2), at.tokens(2))
         yield "append to one sequence twice", call
 
@@ -236,7 +271,7 @@ def decref_blocks_too_often(at: Situation) -> Iterator[_Call]:
 def gather_blocks_past_the_end(at: Situation) -> Iterator[_Call]:
     for own in at.tables(at.last)[:1]:
         gather = partial(at.adapter.gather_blocks, at.last, own)
-        stored = at.oracle.length(list(at.oracle.sequences)[-1])
+        stored = at.oracle.length(at.live[-1])
         yield "gather_blocks of one token more than is stored", partial(gather, stored + 1)
         yield "gather_blocks of -1 tokens", partial(gather, -1)
 
@@ -246,7 +281,7 @@ def append_to_blocks_twice(at: Situation) -> Iterator[_Call]:
     """A fork whose blocks did not get a second holder: the partial one would be written twice."""
     new = at.tokens(2)
     for own in at.tables(at.last)[:1]:
-        partly = at.oracle.length(list(at.oracle.sequences)[-1]) % at.spec.block_size
+        partly = at.oracle.length(at.live[-1]) % at.spec.block_size
         if partly and at.adapter.ledger(at.last).refcounts[own[-1]] == 1:
             lists = [own, list(own)]
             call = partial(at.adapter.append_to_blocks, at.last, lists, new, new)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from pytest_roseinfer import invariants
-from pytest_roseinfer.adapters.cache import Ledger
 from pytest_roseinfer.adapters.standard_bad_calls import Situation, standard_bad_calls
 from pytest_roseinfer.adapters.used_again import USED_AGAIN
 from pytest_roseinfer.cases.operations.operation import Driven
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import NoReturn
 
-    from pytest_roseinfer.adapters.cache import BadCall, KVCacheAdapter
+    from pytest_roseinfer.adapters.cache import BadCall, KVCacheAdapter, Ledger
     from pytest_roseinfer.cases.history import History
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.findings.observation import Pair
@@ -167,7 +166,7 @@ class Machine:
         admitted, written = operation.admitted(oracle), operation.written(oracle)
         fits, stored, met = admitted is operation, None, Counter[str]()
         # It may find blocks that hold the same already.
-        may_fit = self.shares_prefixes and bool(rows) and not admitted
+        may_fit = self.shares_prefixes and operation.may_find_blocks() and not admitted
         if admitted:
             stored = written if fits else admitted.written(oracle)
             if self.declared.row_conditions:
@@ -315,7 +314,7 @@ class Machine:
         routes = ("peek", "gather") if "gather" in self.can else ("peek",)
         return {
             (route, seq, layer): _asked(_read, getattr(self.adapter, route), seq, layer)
-            for seq in self.oracle.sequences
+            for seq in self.oracle.readable
             for layer in range(self.spec.num_layers)
             for route in routes
         }
@@ -399,7 +398,12 @@ def _read(route: Callable[[int, int], Pair], seq: int, layer: int) -> Pair:
 
 def _copied(ledger: Callable[[int], Ledger], layer: int) -> Ledger:
     shown = ledger(layer)
-    return Ledger(dict(shown.refcounts), list(shown.free), shown.total, set(shown.cached))
+    return replace(
+        shown,
+        refcounts=dict(shown.refcounts),
+        free=list(shown.free),
+        cached=set(shown.cached),
+    )
 
 
 def run_history(adapter: type[KVCacheAdapter], history: History) -> Counter[str]:
