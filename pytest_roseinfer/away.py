@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 
 
 class Stage(Enum):
     """How a sequence is away."""
 
-    PREEMPTED = auto()
+    PREEMPTED = "preempted"
     """It has given up its blocks, and its tokens are to be written again."""
-    LEAVING = auto()
+    LEAVING = "on its way out"
     """It is being copied out."""
-    OUT = auto()
+    OUT = "swapped out"
     """It was copied out, and has given up its blocks."""
-    COMING = auto()
+    COMING = "on its way back"
     """It has blocks again, and is being copied to them."""
 
 

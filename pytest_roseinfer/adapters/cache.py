@@ -269,7 +269,7 @@ class KVCacheAdapter(Adapter):
 
     @optional
     def kept_in(self, seq: int) -> int | list[Any]:
-        """Return what a sequence has until it is freed, and another may get after it.
+        """Return what a sequence has until it is freed or away, and another may get after it.
 
         That is the number of its slot, or the list that the cache keeps its blocks in: the list
         itself and no copy. No two sequences may have the same.

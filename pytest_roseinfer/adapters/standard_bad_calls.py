@@ -24,12 +24,6 @@ if TYPE_CHECKING:
 _NEVER, _NEVER_EITHER = (1 << 15) - 1, (1 << 15) - 2
 """Names that no history gives to a sequence."""
 
-_SWAPPED = (
-    (Stage.LEAVING, "is on its way out"),
-    (Stage.OUT, "is swapped out"),
-    (Stage.COMING, "is on its way back"),
-)
-
 _Call = tuple[str, Callable[[], object]]
 """A call in words, and a function that makes it."""
 
@@ -140,25 +134,28 @@ def gather_freed(at: Situation) -> Iterator[_Call]:
 
 @_standard("gather", "swap_out", "swap_in")
 def gather_swapped_out(at: Situation) -> Iterator[_Call]:
-    for stage, words in _SWAPPED[1:]:
-        for seq in at.oracle.away.at(stage)[-1:]:
-            yield f"gather of a sequence that {words}", partial(at.adapter.gather, seq, at.last)
+    for stage in (Stage.OUT, Stage.COMING):
+        yield from _gather_away(at, stage)
 
 
 @_standard("gather", "preempt")
 def gather_preempted(at: Situation) -> Iterator[_Call]:
-    for seq in at.oracle.away.at(Stage.PREEMPTED)[-1:]:
+    yield from _gather_away(at, Stage.PREEMPTED)
+
+
+def _gather_away(at: Situation, stage: Stage) -> Iterator[_Call]:
+    for seq in at.oracle.away.at(stage)[-1:]:
         call = partial(at.adapter.gather, seq, at.last)
-        yield "gather of a sequence that is preempted", call
+        yield f"gather of a sequence that is {stage.value}", call
 
 
 @_standard("swap_out", "swap_in")
 def append_to_swapped_out(at: Situation) -> Iterator[_Call]:
     new = at.tokens(1)
-    for stage, words in _SWAPPED:
+    for stage in (Stage.LEAVING, Stage.OUT, Stage.COMING):
         for seq in at.oracle.away.at(stage)[-1:]:
             call = partial(at.adapter.append, [seq], new, new)
-            yield f"append to a sequence that {words}", call
+            yield f"append to a sequence that is {stage.value}", call
 
 
 @_standard("prefill")

@@ -332,7 +332,7 @@ class Machine:
             ledgers = [_asked(_copied, adapter.ledger, layer) for layer in layers]
         kept = {}
         if "kept_in" in self.can:
-            kept = {seq: _asked(adapter.kept_in, seq) for seq in self.oracle.sequences}
+            kept = {seq: _asked(adapter.kept_in, seq) for seq in self.oracle.readable}
         return Snapshot(tables=tables, kept=kept, ledgers=ledgers)
 
     # ---------------------------------------------------------------------------- judging

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
@@ -31,6 +31,9 @@ from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
+from pytest_roseinfer.findings.observation import Snapshot
+from pytest_roseinfer.findings.picture import picture
+from pytest_roseinfer.running.metamorphic import check_every_option
 from tests.plugin.caches.broken_swap_caches import (
     BROKEN,
     BringsBackToTheOldBlocks,
@@ -42,6 +45,8 @@ from tests.plugin.caches.swap_cache import EagerSwapCache, SwapCache, SwapTextCa
 from tests.plugin.drawn import drawn
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from pytest_roseinfer.cases.operations.operation import Operation
 
 SPEC = CacheSpec(num_layers=2, block_size=2, num_blocks=4)
@@ -133,6 +138,29 @@ def test_what_a_sequence_says_is_the_same_when_it_is_resumed() -> None:
     steps = (Prefill(0, 3), Preempt(0), Prefill(1, 4), Resume(0, 3), Append((0, 1)))
     for texts in (((0, 0),), ((0, 0), (0, 2))):
         run_history(SwapTextCache, History(replace(SPEC, num_blocks=6), steps, texts=texts))
+
+
+class TrimsByOption(SwapCache):
+    option_choices: ClassVar[Mapping[str, Sequence[bool]]] = {"trims": (True, False)}
+    untrimmable_errors = (ValueError,)
+
+    @classmethod
+    def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:  # noqa: ARG003
+        return bool(spec.options["trims"])
+
+
+def test_a_sequence_that_only_some_caches_cut_is_not_resumed_as_the_others_have_it() -> None:
+    steps = (Prefill(0, 5), Truncate(0, 3), Preempt(0), Resume(0, 3), Append((0, 1)))
+    check_every_option(TrimsByOption, History(replace(SPEC, options={"trims": True}), steps))
+
+
+def test_a_picture_says_what_is_away() -> None:
+    oracle = forked_oracle()
+    for step in (*OUT, SwapIn(0), Preempt(1)):
+        step.apply(oracle)
+    shown = picture(None, 1, oracle, Snapshot())
+    assert "sequence 0: [0.0 0.1] [0.2]\n  sequence 0 is on its way back" in shown
+    assert "sequence 1 is preempted" in shown
 
 
 def forked_oracle(*, swap_out_holds: bool = True) -> Oracle:
