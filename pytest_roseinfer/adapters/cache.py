@@ -84,8 +84,9 @@ class KVCacheAdapter(Adapter):
     begins at the last position of its block; "out_of_room_mid_batch", a refused write whose first
     row alone would have found room (which needs a ``ledger``); "name_used_again", a sequence
     that begins under the name of one that was freed; "slot_used_again" and "list_used_again", one
-    that begins in what ``kept_in`` showed of another; and "handle_used_again", a ``reserve`` that
-    returns what one before it had returned, which was filled since."""
+    that begins in what ``kept_in`` showed of another; "handle_used_again", a ``reserve`` that
+    returns what one before it had returned, which was filled since; and "block_used_while_away",
+    a block that another gets before the sequence is back that had given it up."""
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Switches to vary: each history draws a value for every name, for ``spec.options``."""
     row_conditions: ClassVar[Mapping[str, str]] = {}

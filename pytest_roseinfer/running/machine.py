@@ -142,7 +142,7 @@ class Machine:
         if self.shares_prefixes:
             self.oracle.adopt_sharing(self.now.tables_of(0))
         if self.used_again:
-            met = self.used_again.met(self.driven, self.now)
+            met = self.used_again.met(self.driven, self.now, self.oracle.away.stages)
             counted.update({name: met[name] for name in self.shown_again if met[name]})
         self._poison_what_was_freed(before)
         done = len(self.done)

@@ -33,6 +33,7 @@ from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.findings.observation import Snapshot
 from pytest_roseinfer.findings.picture import picture
+from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.metamorphic import check_every_option
 from tests.plugin.caches.broken_swap_caches import (
     BROKEN,
@@ -58,6 +59,7 @@ def test_a_cache_that_swaps_right_passes(cache: type[KVCacheAdapter]) -> None:
     settings.set_current(settings.Settings(examples=20, steps=16, seed=1))
     tests = conformance(cache)()
     tests.test_histories()
+    assert not coverage.current().of(cache).problems(require_paths=True)
     tests.test_permuting_a_batch_permutes_the_result()
     tests.test_one_batch_equals_its_split_in_two()
     if cache is not SwapTextCache:
@@ -161,6 +163,13 @@ def test_a_picture_says_what_is_away() -> None:
     shown = picture(None, 1, oracle, Snapshot())
     assert "sequence 0: [0.0 0.1] [0.2]\n  sequence 0 is on its way back" in shown
     assert "sequence 1 is preempted" in shown
+
+
+@pytest.mark.parametrize("last", [Append((1,)), SwapIn(0)])
+def test_blocks_used_while_away_are_counted(last: Operation) -> None:
+    """One block comes to sequence 1 while 0 is away, unless 0 is back first."""
+    counted = run_history(SwapCache, History(SPEC, (Prefill(0, 2), *OUT, last, Append((1,)))))
+    assert counted["block_used_while_away"] == isinstance(last, Append)
 
 
 def forked_oracle(*, swap_out_holds: bool = True) -> Oracle:

@@ -30,6 +30,7 @@ class Transfer:
 class SwapCache(CutCache):
     """It copies as late as it may. Its swap space is as large as the cache."""
 
+    conditions = ("block_used_while_away",)
     head_counts = (1, 2)
     head_dims = (4,)
     block_sizes = (2, 4, 1, 3)
