@@ -56,7 +56,7 @@ SPEC = CacheSpec(num_layers=2, block_size=2, num_blocks=4)
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("cache", [SwapCache, EagerSwapCache, SwapTextCache])
 def test_a_cache_that_swaps_right_passes(cache: type[KVCacheAdapter]) -> None:
-    settings.set_current(settings.Settings(examples=20, steps=16, seed=1))
+    settings.set_current(settings.Settings(examples=15, steps=16, seed=1))
     tests = conformance(cache)()
     tests.test_histories()
     assert not coverage.current().of(cache).problems(require_paths=True)
@@ -66,11 +66,10 @@ def test_a_cache_that_swaps_right_passes(cache: type[KVCacheAdapter]) -> None:
         tests.test_fork_then_append_equals_copy_then_append()
 
 
-@pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda cache: cache.__name__)
-def test_one_that_swaps_wrong_is_found(broken: type[KVCacheAdapter], number: int) -> None:
+def test_one_that_swaps_wrong_is_found(broken: type[KVCacheAdapter]) -> None:
     with pytest.raises(Divergence):
-        drawn(broken, 300, number, partial(run_history, broken))
+        drawn(broken, 300, 2, partial(run_history, broken))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_others_take_the_blocks_write_and_cancel_between_any_two_steps() -> None
                 met["back"] += 1
             step.apply(oracle)
 
-    drawn(SwapCache, 200, 1, note)
+    drawn(SwapCache, 120, 1, note)
     assert min(met.values()) >= 1, met
     assert len(met) == 4 * 3 + 2 + 2 + 1, met
 
