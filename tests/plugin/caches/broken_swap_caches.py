@@ -22,6 +22,19 @@ class ReusesBlocksBeforeTheCopy(SwapCache):
         del self.tables[leaving.seq], self.lengths[leaving.seq]
 
 
+class LetsForksWriteBeforeTheCopy(SwapCache):
+    """S7: while a sequence is copied out, its forks are alone on the blocks they share with it."""
+
+    def swap_out(self, seq: int) -> object:
+        self.shared = [block for block in self.tables[seq] if self.holders[block] > 1]
+        self.drop(self.shared)
+        return super().swap_out(seq)
+
+    def give_back(self, leaving: Transfer) -> None:
+        self.holders.update(self.shared)
+        super().give_back(leaving)
+
+
 class CopiesWhatIsFree(EagerSwapCache):
     """S7: the copy is made when the blocks may be another's."""
 
@@ -201,6 +214,7 @@ class ForgetsForks(SwapCache):
 
 BROKEN = (
     ReusesBlocksBeforeTheCopy,
+    LetsForksWriteBeforeTheCopy,
     CopiesWhatIsFree,
     BringsBackInAnotherOrder,
     BringsBackToTheOldBlocks,
