@@ -114,10 +114,14 @@ class Machine:
 
     def steps(self) -> Iterator[Counter[str]]:
         """Do one step after the other; yield what was counted in each."""
+        for operation in self._possible_operations():
+            yield self._step(operation)
+        self._make_bad_calls()
+
+    def _possible_operations(self) -> Iterator[Operation]:
         for operation in self.history.operations:
             if operation.possible(self.oracle) or not self.shares_prefixes:
-                yield self._step(operation)
-        self._make_bad_calls()
+                yield operation
 
     def _step(self, operation: Operation) -> Counter[str]:
         WATCHED.began = monotonic()
@@ -255,7 +259,7 @@ class Machine:
 
     def run_steps(self) -> None:
         """Do every step, and make no bad call."""
-        for operation in self.history.operations:
+        for operation in self._possible_operations():
             self._step(operation)
 
     def _bad_calls(self) -> Iterable[BadCall]:
