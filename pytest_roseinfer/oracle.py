@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pytest_roseinfer.away import Away, Stage
 from pytest_roseinfer.texts import Texts
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ class Declares(Protocol):
     def truncate_copies(self) -> bool: ...
     @property
     def atomic_batches(self) -> bool: ...
+    @property
+    def swap_out_holds(self) -> bool: ...
     def trimmable(self, spec: Any, stored: int, length: int, /) -> bool: ...
 
 
@@ -131,6 +134,8 @@ class Oracle:
     """Whether a sequence of so many tokens may be cut to so many."""
     atomic_batches: bool = True
     """As ``KVCacheAdapter.atomic_batches``."""
+    swap_out_holds: bool = True
+    """As ``KVCacheAdapter.swap_out_holds``."""
     sequences: dict[int, list[Page]] = field(default_factory=dict)
     lives: Counter[int] = field(default_factory=Counter)
     """How often a sequence of each name was freed or cut."""
@@ -140,6 +145,7 @@ class Oracle:
     """Tokens that count as stored, since there is room for them, but are not written yet."""
     unseen: Counter[int] = field(default_factory=Counter)
     """How many tokens of its last page a sequence was cut off from, which others may see."""
+    away: Away = field(default_factory=Away)
 
     @classmethod
     def of(cls, adapter: Declares, spec: Shape, branches: tuple[Branch, ...] = ()) -> Oracle:
@@ -152,6 +158,7 @@ class Oracle:
             adapter.truncate_copies,
             partial(adapter.trimmable, spec),
             adapter.atomic_batches,
+            adapter.swap_out_holds,
         )
 
     def __post_init__(self) -> None:
@@ -178,7 +185,23 @@ class Oracle:
 
     def unwritten(self, seq: int) -> int:
         """Count the last tokens of a sequence that are not written yet."""
+        if self.coming(seq):
+            return self.length(seq)
         return sum(count for due in self.reserved for name, count in due.rows if name == seq)
+
+    @property
+    def named(self) -> set[int]:
+        """The names that sequences have."""
+        return {*self.sequences, *self.away.stages}
+
+    @property
+    def readable(self) -> list[int]:
+        """The sequences that can be read."""
+        return [seq for seq in self.sequences if not self.coming(seq)]
+
+    def coming(self, seq: int) -> bool:
+        """Return True for a sequence that has blocks, and is being copied back to them."""
+        return self.away.stages.get(seq) is Stage.COMING
 
     def pages_free(self) -> int:
         used = {id(page) for pages in self.sequences.values() for page in pages}
@@ -355,6 +378,12 @@ class Oracle:
         self.lives[seq] += 1
         if self.texts:
             self.texts.forget(seq)
+        self.away.end(seq)
+        if seq in self.sequences:
+            self.give_up(seq)
+
+    def give_up(self, seq: int) -> None:
+        """Take its pages from a sequence."""
         del self.unseen[seq]
         for page in self.sequences.pop(seq):
             page.holders -= 1

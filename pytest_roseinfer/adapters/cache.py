@@ -48,6 +48,8 @@ class Ledger:
     """The number of blocks that sequences may use."""
     cached: Collection[int] = ()
     """Those of ``free`` whose content is kept, since a text may find it again."""
+    swapped: int | None = None
+    """How many blocks of swap space are taken; None where that is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,8 @@ class KVCacheAdapter(Adapter):
     Sequences are named by integers of the harness's choosing; a name never seen before, or
     freed since, is an empty sequence. Tensors are ``[layers, tokens, heads, head_dim]``.
 
-    An optional method is tested when it is overridden; ``reserve`` goes with ``fill``.
+    An optional method is tested when it is overridden; ``reserve`` goes with ``fill``, ``preempt``
+    with ``resume``, and the four of swapping with each other.
     """
 
     full_errors: ClassVar[tuple[type[BaseException], ...]] = (CacheFull,)
@@ -81,8 +84,9 @@ class KVCacheAdapter(Adapter):
     begins at the last position of its block; "out_of_room_mid_batch", a refused write whose first
     row alone would have found room (which needs a ``ledger``); "name_used_again", a sequence
     that begins under the name of one that was freed; "slot_used_again" and "list_used_again", one
-    that begins in what ``kept_in`` showed of another; and "handle_used_again", a ``reserve`` that
-    returns what one before it had returned, which was filled since."""
+    that begins in what ``kept_in`` showed of another; "handle_used_again", a ``reserve`` that
+    returns what one before it had returned, which was filled since; and "block_used_while_away",
+    a block that another gets before the sequence is back that had given it up."""
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Switches to vary: each history draws a value for every name, for ``spec.options``."""
     row_conditions: ClassVar[Mapping[str, str]] = {}
@@ -112,6 +116,9 @@ class KVCacheAdapter(Adapter):
     by row, as vLLM's scheduler does: the rows ahead of the first that finds no room are stored, and
     neither that one nor any behind it. It raises one of ``full_errors`` all the same. ``reserve``
     stays all or nothing, since its answer stands for all rows."""
+    swap_out_holds: ClassVar[bool] = True
+    """The blocks of a sequence are its own until ``swapped_out``. False where they are free as soon
+    as ``swap_out`` returns, since they were copied by then."""
     scratch_blocks: frozenset[int] = frozenset()
     """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
@@ -186,6 +193,40 @@ class KVCacheAdapter(Adapter):
     def truncate_many(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:
         """Truncate ``seqs[i]`` to ``lengths[i]``, one after the other; all of them or none."""
 
+    @optional
+    def preempt(self, seq: int) -> None:
+        """Give up the blocks of a sequence, which ``resume`` or ``free`` is called with next."""
+
+    @optional
+    def resume(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write all tokens of a sequence again that was preempted, as it had them."""
+
+    @optional
+    def swap_out(self, seq: int) -> object:
+        """Begin to copy a sequence out of the cache; what it returns goes to ``swapped_out``.
+
+        Until then the sequence reads back as before, and nothing is done to it but ``free``. Swap
+        space for ``spec.num_blocks`` blocks of each layer is enough.
+        """
+
+    @optional
+    def swapped_out(self, leaving: Any) -> None:
+        """Make sure that the copy is done; from here on the sequence holds no block.
+
+        Blocks that others hold are copied too. They stay with the others, with a holder less.
+        """
+
+    @optional
+    def swap_in(self, seq: int) -> object:
+        """Take blocks for a sequence and begin to copy it back; returns what ``swapped_in`` gets.
+
+        They are in its ``table`` from here on, none of them shared. It is not read until then.
+        """
+
+    @optional
+    def swapped_in(self, coming: Any) -> None:
+        """Make sure that the copy is done; the sequence reads back as before it was swapped out."""
+
     @classmethod
     def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:  # noqa: ARG003
         """Return False if a cache built so cannot cut ``stored`` tokens to ``length``.
@@ -196,7 +237,11 @@ class KVCacheAdapter(Adapter):
 
     @optional
     def free(self, seq: int) -> None:
-        """Forget a sequence; its name is used again for new ones."""
+        """Forget a sequence; its name is used again for new ones.
+
+        It may be preempted, swapped out, or half way out or back. That is over then, too: what was
+        returned for it is handed to nobody, and all that it held is free.
+        """
 
     @optional
     def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,7 +270,7 @@ class KVCacheAdapter(Adapter):
 
     @optional
     def kept_in(self, seq: int) -> int | list[Any]:
-        """Return what a sequence has until it is freed, and another may get after it.
+        """Return what a sequence has until it is freed or away, and another may get after it.
 
         That is the number of its slot, or the list that the cache keeps its blocks in: the list
         itself and no copy. No two sequences may have the same.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_roseinfer.adapters.cache import BadCall
+from pytest_roseinfer.away import Stage
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
@@ -37,7 +38,12 @@ class Situation:
     oracle: Oracle
 
     def freed(self) -> list[int]:
-        return [seq for seq in self.oracle.lives if seq not in self.oracle.sequences]
+        return [seq for seq in self.oracle.lives if seq not in self.oracle.named]
+
+    @property
+    def live(self) -> list[int]:
+        away = self.oracle.away.stages
+        return [seq for seq in self.oracle.sequences if seq not in away]
 
     def tokens(self, rows: int) -> torch.Tensor:
         spec = self.spec
@@ -51,7 +57,7 @@ class Situation:
 
     def tables(self, layer: int) -> list[list[int]]:
         """The blocks of sequences that have some, the newest sequence first."""
-        tables = [list(self.adapter.table(seq, layer)) for seq in self.oracle.sequences]
+        tables = [list(self.adapter.table(seq, layer)) for seq in self.live]
         return [table for table in reversed(tables) if table]
 
 
@@ -111,7 +117,7 @@ def fork_freed(at: Situation) -> Iterator[_Call]:
 
 @_standard("fork")
 def fork_to_a_live_name(at: Situation) -> Iterator[_Call]:
-    live = list(at.oracle.sequences)
+    live = at.live
     if len(live) > 1:
         yield "fork to the name of another sequence", partial(at.adapter.fork, live[0], live[-1])
 
@@ -127,16 +133,42 @@ def gather_freed(at: Situation) -> Iterator[_Call]:
         yield "gather of a sequence that was freed", partial(at.adapter.gather, seq, at.last)
 
 
+@_standard("gather", "swap_out", "swap_in")
+def gather_swapped_out(at: Situation) -> Iterator[_Call]:
+    for stage in (Stage.OUT, Stage.COMING):
+        yield from _gather_away(at, stage)
+
+
+@_standard("gather", "preempt")
+def gather_preempted(at: Situation) -> Iterator[_Call]:
+    yield from _gather_away(at, Stage.PREEMPTED)
+
+
+def _gather_away(at: Situation, stage: Stage) -> Iterator[_Call]:
+    for seq in at.oracle.away.at(stage)[-1:]:
+        call = partial(at.adapter.gather, seq, at.last)
+        yield f"gather of a sequence that is {stage.value}", call
+
+
+@_standard("swap_out", "swap_in")
+def append_to_swapped_out(at: Situation) -> Iterator[_Call]:
+    new = at.tokens(1)
+    for stage in (Stage.LEAVING, Stage.OUT, Stage.COMING):
+        for seq in at.oracle.away.at(stage)[-1:]:
+            call = partial(at.adapter.append, [seq], new, new)
+            yield f"append to a sequence that is {stage.value}", call
+
+
 @_standard("prefill")
 def prefill_twice(at: Situation) -> Iterator[_Call]:
-    for seq in list(at.oracle.sequences)[-1:]:
+    for seq in at.live[-1:]:
         call = partial(at.adapter.prefill, seq, at.tokens(1), at.tokens(1))
         yield "prefill of a sequence that has tokens", call
 
 
 @_standard()
 def append_twice(at: Situation) -> Iterator[_Call]:
-    for seq in list(at.oracle.sequences)[-1:]:
+    for seq in at.live[-1:]:
         call = partial(at.adapter.append, [seq, seq], at.tokens(2), at.tokens(2))
         yield "append to one sequence twice", call
 
@@ -236,7 +268,7 @@ def decref_blocks_too_often(at: Situation) -> Iterator[_Call]:
 @_standard("gather_blocks", "table")
 def gather_blocks_past_the_end(at: Situation) -> Iterator[_Call]:
     # Behind the end of a sequence that was cut, its last block may hold tokens of another.
-    whole = (seq for seq in reversed(at.oracle.sequences) if not at.oracle.unseen[seq])
+    whole = (seq for seq in reversed(at.live) if not at.oracle.unseen[seq])
     for seq in islice(filter(at.oracle.length, whole), 1):
         gather = partial(at.adapter.gather_blocks, at.last, at.adapter.table(seq, at.last))
         more = at.oracle.length(seq) + 1
@@ -249,7 +281,7 @@ def append_to_blocks_twice(at: Situation) -> Iterator[_Call]:
     """A fork whose blocks did not get a second holder: the partial one would be written twice."""
     new = at.tokens(2)
     for own in at.tables(at.last)[:1]:
-        partly = at.oracle.length(list(at.oracle.sequences)[-1]) % at.spec.block_size
+        partly = at.oracle.length(at.live[-1]) % at.spec.block_size
         if partly and at.adapter.ledger(at.last).refcounts[own[-1]] == 1:
             lists = [own, list(own)]
             call = partial(at.adapter.append_to_blocks, at.last, lists, new, new)

@@ -13,6 +13,7 @@ USED_AGAIN: Mapping[str, str] = {
     "handle_used_again": "reserve",
     "slot_used_again": "kept_in",
     "list_used_again": "kept_in",
+    "block_used_while_away": "table",
 }
 """The harness counts each of them, where an adapter names it and defines this method."""
 

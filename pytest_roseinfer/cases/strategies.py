@@ -8,6 +8,7 @@ are coded (see ``payload``).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.fill import Fill
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.payload import LAYOUTS, VIEWS, lay_out
+from pytest_roseinfer.cases.way_back import way_back
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.texts import WHOLE
 
@@ -222,7 +224,12 @@ class _Writer:
     @property
     def live(self) -> list[int]:
         unwritten = {seq for due in self.oracle.reserved for seq, _ in due.rows}
+        unwritten |= {*self.oracle.away.stages}
         return [seq for seq in self.oracle.sequences if seq not in unwritten]
+
+    @property
+    def filled(self) -> list[int]:
+        return [seq for seq in self.live if self.oracle.length(seq)]
 
     def pick(self, choices: Sequence[_T]) -> _T:
         return self.draw(st.sampled_from(choices))
@@ -291,6 +298,14 @@ class _Writer:
                 (seq,) = self.fresh(1)
                 self.take(LookUp(seq, tokens))
 
+    def end_absences(self) -> None:
+        """Bring back all that is away, or none, or some on the way; free some on its way or not."""
+        for step in islice(way_back(self), self.pick((0, None, 1, 2))):
+            self.take(step)
+        may_free = self.oracle.away.stages and Free.needs <= self.adapter.abilities
+        if may_free and self.between(0, 1):
+            self.take(Free.of_away(self))
+
     def start(self, length: int) -> None:
         """Begin a sequence, of its full length if the cache takes prompts."""
         (seq,) = self.fresh(1)
@@ -318,7 +333,7 @@ class _Writer:
         named = [*step.changed(), *self.oracle.looked_up]
         self.names = max([self.names, *(seq + 1 for seq in named)])
         used = dict.fromkeys([*self.vacant, *named])
-        taken = {*self.oracle.sequences, *self.oracle.looked_up}
+        taken = {*self.oracle.named, *self.oracle.looked_up}
         self.vacant = [name for name in used if name not in taken]
         self.steps.append(step)
 
@@ -369,4 +384,6 @@ def histories(
         writer.take(Fill())
     for seq in [*oracle.looked_up]:
         writer.take(Take(seq))
+    if oracle.away.stages:
+        writer.end_absences()
     return History(spec, tuple(writer.steps), finite=draw(st.booleans()), texts=texts)

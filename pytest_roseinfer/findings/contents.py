@@ -23,6 +23,9 @@ def contents_of(
     for seq, blocks in tables.items():
         due = oracle.length(seq) - oracle.unwritten(seq)
         for at, (block, page) in enumerate(zip(blocks, oracle.sequences[seq], strict=False)):
-            written = page.tokens[: max(0, due - at * oracle.block_size)]
-            found[block] = max(found.get(block, ()), tuple(written), key=len)
+            written = tuple(page.tokens[: max(0, due - at * oracle.block_size)])
+            held = before.get(block, ())
+            if oracle.coming(seq) and held == tuple(page.tokens):
+                written = held  # it was found, and need not be copied back
+            found[block] = max(found.get(block, ()), written, key=len)
     return found

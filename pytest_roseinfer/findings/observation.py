@@ -77,7 +77,7 @@ class Snapshot:
         """Everything that the cache's books say, in a form that can be compared."""
         books: list[object] = [(key, _shown(table)) for key, table in (self.tables or {}).items()]
         ledgers = map(_shown, self.ledgers)
-        return books + [(ledger.refcounts, sorted(ledger.free)) for ledger in ledgers]
+        return books + [(each.refcounts, sorted(each.free), each.swapped) for each in ledgers]
 
 
 def _shown(value: _T | Exception) -> _T:

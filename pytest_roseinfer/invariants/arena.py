@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.away import Stage
 from pytest_roseinfer.findings.finding import find_change
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
 
@@ -43,6 +44,15 @@ def _places(shown: Snapshot, layer: int) -> defaultdict[int, set[tuple[int, int]
     return places
 
 
+def _copied_back(seen: Observation, layer: int) -> set[int]:
+    """Find the blocks of sequences that are coming back, which are written at any time."""
+    coming = [*seen.oracle.away.at(Stage.COMING)]
+    if seen.operation:
+        coming += seen.operation.brings_back()
+    tables = seen.after.tables_of(layer)
+    return {block for seq in coming for block in tables[seq]}
+
+
 def _expected(seen: Observation) -> Pair | None:
     """Return the arena before the step, with what the step may have changed as it was found."""
     before, found, written = seen.before.arena, seen.after.arena, seen.outcome.written
@@ -54,7 +64,7 @@ def _expected(seen: Observation) -> Pair | None:
     for layer in range(seen.spec.num_layers):
         slots = seen.slots(layer)
         opened = {block for block, at in slots if at == 0}
-        free_to_change = _handed_out(seen, layer) - opened
+        free_to_change = _handed_out(seen, layer) - opened | _copied_back(seen, layer)
         if seen.operation and seen.operation.padding():
             free_to_change |= seen.declared.scratch_blocks
         for block in free_to_change:

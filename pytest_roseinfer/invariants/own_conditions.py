@@ -41,5 +41,5 @@ def own_conditions_met(oracle: Oracle, step: Operation) -> Counter[str]:
             if at := oracle.on_last(seq):
                 met["last_position"] += at == oracle.block_size - 1
         for seq in admitted.changed():
-            met["name_used_again"] += seq not in oracle.sequences and oracle.lives[seq] > 0
+            met["name_used_again"] += seq not in oracle.named and oracle.lives[seq] > 0
     return +met

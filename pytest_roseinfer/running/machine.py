@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from pytest_roseinfer import invariants
-from pytest_roseinfer.adapters.cache import Ledger
 from pytest_roseinfer.adapters.standard_bad_calls import Situation, standard_bad_calls
 from pytest_roseinfer.adapters.used_again import USED_AGAIN
 from pytest_roseinfer.cases.operations.operation import Driven
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import NoReturn
 
-    from pytest_roseinfer.adapters.cache import BadCall, KVCacheAdapter
+    from pytest_roseinfer.adapters.cache import BadCall, KVCacheAdapter, Ledger
     from pytest_roseinfer.cases.history import History
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.findings.observation import Pair
@@ -115,10 +114,14 @@ class Machine:
 
     def steps(self) -> Iterator[Counter[str]]:
         """Do one step after the other; yield what was counted in each."""
+        for operation in self._possible_operations():
+            yield self._step(operation)
+        self._make_bad_calls()
+
+    def _possible_operations(self) -> Iterator[Operation]:
         for operation in self.history.operations:
             if operation.possible(self.oracle) or not self.shares_prefixes:
-                yield self._step(operation)
-        self._make_bad_calls()
+                yield operation
 
     def _step(self, operation: Operation) -> Counter[str]:
         WATCHED.began = monotonic()
@@ -143,7 +146,7 @@ class Machine:
         if self.shares_prefixes:
             self.oracle.adopt_sharing(self.now.tables_of(0))
         if self.used_again:
-            met = self.used_again.met(self.driven, self.now)
+            met = self.used_again.met(self.driven, self.now, self.oracle.away.stages)
             counted.update({name: met[name] for name in self.shown_again if met[name]})
         self._poison_what_was_freed(before)
         done = len(self.done)
@@ -167,7 +170,7 @@ class Machine:
         admitted, written = operation.admitted(oracle), operation.written(oracle)
         fits, stored, met = admitted is operation, None, Counter[str]()
         # It may find blocks that hold the same already.
-        may_fit = self.shares_prefixes and bool(rows) and not admitted
+        may_fit = self.shares_prefixes and operation.may_find_blocks() and not admitted
         if admitted:
             stored = written if fits else admitted.written(oracle)
             if self.declared.row_conditions:
@@ -256,7 +259,7 @@ class Machine:
 
     def run_steps(self) -> None:
         """Do every step, and make no bad call."""
-        for operation in self.history.operations:
+        for operation in self._possible_operations():
             self._step(operation)
 
     def _bad_calls(self) -> Iterable[BadCall]:
@@ -315,7 +318,7 @@ class Machine:
         routes = ("peek", "gather") if "gather" in self.can else ("peek",)
         return {
             (route, seq, layer): _asked(_read, getattr(self.adapter, route), seq, layer)
-            for seq in self.oracle.sequences
+            for seq in self.oracle.readable
             for layer in range(self.spec.num_layers)
             for route in routes
         }
@@ -333,7 +336,7 @@ class Machine:
             ledgers = [_asked(_copied, adapter.ledger, layer) for layer in layers]
         kept = {}
         if "kept_in" in self.can:
-            kept = {seq: _asked(adapter.kept_in, seq) for seq in self.oracle.sequences}
+            kept = {seq: _asked(adapter.kept_in, seq) for seq in self.oracle.readable}
         return Snapshot(tables=tables, kept=kept, ledgers=ledgers)
 
     # ---------------------------------------------------------------------------- judging
@@ -399,7 +402,12 @@ def _read(route: Callable[[int, int], Pair], seq: int, layer: int) -> Pair:
 
 def _copied(ledger: Callable[[int], Ledger], layer: int) -> Ledger:
     shown = ledger(layer)
-    return Ledger(dict(shown.refcounts), list(shown.free), shown.total, set(shown.cached))
+    return replace(
+        shown,
+        refcounts=dict(shown.refcounts),
+        free=list(shown.free),
+        cached=set(shown.cached),
+    )
 
 
 def run_history(adapter: type[KVCacheAdapter], history: History) -> Counter[str]:

@@ -6,8 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.running.used_while_away import UsedWhileAway
+
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Collection, Hashable, Iterable
 
     from pytest_roseinfer.cases.operations.operation import Driven
     from pytest_roseinfer.findings.observation import Snapshot
@@ -36,17 +38,19 @@ def _identity(thing: object) -> Hashable:
 
 @dataclass(slots=True)
 class UsedAgain:
-    """The handles, slots and lists of one cache."""
+    """The handles, slots, lists and blocks of one cache."""
 
     handles: _GivenOut = field(default_factory=_GivenOut)
     slots: _GivenOut = field(default_factory=_GivenOut)
     lists: _GivenOut = field(default_factory=_GivenOut)
+    blocks: UsedWhileAway = field(default_factory=UsedWhileAway)
 
-    def met(self, driven: Driven, shown: Snapshot) -> Counter[str]:
+    def met(self, driven: Driven, shown: Snapshot, away: Collection[int]) -> Counter[str]:
         """Count the conditions that the latest step met."""
         kept = shown.kept.values()
         return Counter(
             handle_used_again=self.handles.again(handle for handle, _ in driven.reserved),
             slot_used_again=self.slots.again(each for each in kept if isinstance(each, int)),
             list_used_again=self.lists.again(each for each in kept if isinstance(each, list)),
+            block_used_while_away=self.blocks.met(away, shown.tables_of(0)),
         )

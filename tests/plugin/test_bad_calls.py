@@ -10,6 +10,7 @@ from pytest_roseinfer import (
     CacheSpec,
     Divergence,
     History,
+    KVCacheAdapter,
     Oracle,
     conformance,
     run_history,
@@ -20,6 +21,7 @@ from pytest_roseinfer.adapters.standard_bad_calls import (
     Situation,
     standard_bad_calls,
 )
+from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.payload import Payload
 from pytest_roseinfer.running import coverage
@@ -34,11 +36,10 @@ from tests.plugin.caches.careless_caches import (
     TakesAnyTokens,
 )
 from tests.plugin.caches.paged_cache import PagedCache
+from tests.plugin.caches.text_cache import TextCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from pytest_roseinfer import KVCacheAdapter
 
 HISTORY = History(CacheSpec(), (Append((0, 1)), Append((0,))))
 
@@ -88,7 +89,30 @@ class TidyCache(StrictCache):
         )
 
 
-@pytest.mark.parametrize("cache", [StrictCache, TidyCache])
+class UnseenCache(StrictCache):
+    """It does not show what it stores."""
+
+    arena = KVCacheAdapter.arena
+
+
+class LeakyTextCache(TextCache):
+    standard_bad_calls = ("free_unknown", "free_twice")
+    bad_call_errors = (KeyError,)
+
+    def free(self, seq: int) -> None:
+        if seq not in self.tables:
+            self.unused.pop()
+        super().free(seq)
+
+
+def test_what_made_no_sense_is_left_out_again_for_the_next_bad_call() -> None:
+    """A cache that shares by prefix may have no sequence 7, where the drawing had one."""
+    steps = (Append((0, 1)), Free(7), Free(0))
+    with pytest.raises(Divergence, match="free of a sequence that never was changed the books"):
+        run_history(LeakyTextCache, History(CacheSpec(), steps, texts=((0, 0),)))
+
+
+@pytest.mark.parametrize("cache", [StrictCache, TidyCache, UnseenCache])
 def test_a_cache_that_refuses_passes(cache: type[KVCacheAdapter]) -> None:
     run_history(cache, HISTORY)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pytest_roseinfer import BadCall, CacheSpec, FastPath, Ledger, Oracle
+from pytest_roseinfer.away import Stage
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.append_padded import AppendPadded
 from pytest_roseinfer.cases.payload import Payload
@@ -35,6 +36,7 @@ from pytest_roseinfer.invariants.own_conditions import own_conditions
 from pytest_roseinfer.invariants.ownership import ownership
 from pytest_roseinfer.invariants.read_back import read_back
 from pytest_roseinfer.invariants.refused import refused
+from pytest_roseinfer.invariants.swap_space import swap_space
 from pytest_roseinfer.oracle import Page, Written, padding_token, token_of
 
 if TYPE_CHECKING:
@@ -146,6 +148,21 @@ def looking_up(found: Any, count: int = 3, **declared: Any) -> Observation:
     )
 
 
+def swapped(taken: int | None) -> Observation:
+    """Sequence 5 is swapped out with three tokens, and so many blocks of swap space are taken."""
+    seen = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, swapped=taken)])
+    seen.oracle.away.leave(5, Stage.OUT, [1, 2, 3])
+    seen.oracle.away.leave(6, Stage.PREEMPTED, [4])
+    return seen
+
+
+def copied_back(stage: Stage) -> Observation:
+    """The block of sequence 1 got what sequence 0 says, while sequence 1 was away like this."""
+    seen = after(arena=stored(*OLD, (2, 0, NEW), (1, 1, NEW)))
+    seen.oracle.away.leave(1, stage, seen.oracle.tokens(1))
+    return seen
+
+
 def sharing(page: list[int]) -> Observation:
     """Sequences 0 and 1 share block 0, where sequence 1 has these tokens."""
     seen = after(tables=SHARED, ledgers=[Ledger({0: 2, 2: 1}, [1, 3], 4)])
@@ -196,7 +213,13 @@ RIGHT: dict[Callable[[Observation], Any], list[Observation]] = {
         refusing(ledgers=[Ledger({0: 1, 1: 1}, [3, 2], 4)]),
         refusing_in_part(),
     ],
-    arena: [observed(), padded(scratch=frozenset({3})), cached(value=NEW)],
+    arena: [
+        observed(),
+        padded(scratch=frozenset({3})),
+        cached(value=NEW),
+        copied_back(Stage.COMING),
+    ],
+    swap_space: [swapped(2), swapped(0), swapped(None), observed()],
     counts: [observed(), attending(counts=observed().after.counts + Counter(fast=1))],
     own_conditions: [observed()],
     lookups: [
@@ -282,6 +305,8 @@ WRONG: list[tuple[Callable[[Observation], Any], Observation, str]] = [
         counting(fast=5, last_position=1),
         "path_counts() counts 'last_position', which the harness counts itself",
     ),
+    (arena, copied_back(Stage.LEAVING), "block 1, position 1"),
+    (swap_space, swapped(3), "3 blocks of swap space are taken, and what is swapped out fills 2"),
     (kept_apart, after(kept={0: 3, 1: 3}), "sequences 0 and 1 are kept in slot 3"),
     (kept_apart, after(kept={0: SAME, 1: SAME}), "sequences 0 and 1 are kept in the same list"),
     (kept_apart, after(kept={0: 1, 1: KeyError(1)}), "kept_in(1) raised KeyError: 1"),

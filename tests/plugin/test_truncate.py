@@ -7,8 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed
-from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance, run_history
 from pytest_roseinfer import settings as options
@@ -16,7 +14,6 @@ from pytest_roseinfer.cases.operations.sequences.fork import Fork
 from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
 from pytest_roseinfer.cases.operations.sequences.truncate_many import TruncateMany
 from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.strategies import histories
 from pytest_roseinfer.findings.observation import Snapshot
 from pytest_roseinfer.findings.picture import picture
 from pytest_roseinfer.oracle import token_of
@@ -32,9 +29,10 @@ from tests.plugin.caches.cut_caches import (
     TrimsAnyState,
     TrimsBeforeItRefuses,
 )
+from tests.plugin.drawn import drawn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from pytest_roseinfer import KVCacheAdapter
 
@@ -49,26 +47,6 @@ def short_run() -> Iterator[None]:
     yield
     options.set_current(asked)
     coverage.set_current(seen)
-
-
-def drawn(
-    adapter: type[KVCacheAdapter], examples: int, number: int, do: Callable[[History], object]
-) -> None:
-    """Hand drawn histories to a check until it fails; what fails is not made smaller."""
-
-    @seed(number)
-    @hypothesis_settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(histories(adapter))
-    def attempt(history: History) -> None:
-        do(history)
-
-    attempt()
 
 
 @pytest.mark.parametrize("number", range(2))

@@ -38,6 +38,8 @@ class Driven:
     """For each open reservation: what the cache returned, and the switches at that time."""
     looked_up: dict[int, object] = field(default_factory=dict)
     """For each sequence that is to begin with what is found: what the lookup returned."""
+    moving: dict[int, object] = field(default_factory=dict)
+    """For each sequence that is being copied out or back: what the cache returned."""
     said: list[list[int]] = field(default_factory=list)
     """What the rows of the present step say, where sequences have texts."""
     key: Any = None
@@ -53,7 +55,11 @@ class Writer(Protocol):
 
     @property
     def live(self) -> list[int]:
-        """The sequences whose tokens are all written; the others wait until theirs are."""
+        """The sequences whose tokens are all written, and that are not away."""
+
+    @property
+    def filled(self) -> list[int]:
+        """Those of the live sequences that were not cut to nothing."""
 
     def pick(self, choices: Sequence[_T]) -> _T: ...
 
@@ -136,6 +142,8 @@ class Operation:
 
         A cache that shares by prefix may have had no room where the drawing had.
         """
+        if any(seq in oracle.away.stages for seq in self.changed()):
+            return False
         return all(seq in oracle.sequences for seq in self.uses())
 
     def uses(self) -> list[int]:
@@ -145,6 +153,14 @@ class Operation:
     def allowed(self, oracle: Oracle) -> bool:  # noqa: ARG002
         """Return False if a cache must refuse it, however much room there is."""
         return True
+
+    def may_find_blocks(self) -> bool:
+        """Return True if a cache that shares by prefix may find some of what it stores."""
+        return bool(self.rows())
+
+    def brings_back(self) -> list[int]:
+        """List the sequences whose blocks it may fill with what was copied out."""
+        return []
 
     def first(self, rows: int) -> Operation | None:  # noqa: ARG002
         """Return the same with its first rows alone; None where it is all or nothing."""

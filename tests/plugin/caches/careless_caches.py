@@ -27,7 +27,11 @@ class CarefulCache(KVCacheAdapter):
 
     fork_shares = "full blocks"
     scratch_blocks = frozenset({0})
-    standard_bad_calls = tuple(STANDARD_BAD_CALLS)
+    standard_bad_calls = tuple(
+        name
+        for name, each in STANDARD_BAD_CALLS.items()
+        if each.needs.isdisjoint({"preempt", "swap_out"})  # ``SwapCache`` refuses the others
+    )
     bad_call_errors = (Refused,)
 
     def make(self, spec: CacheSpec) -> None:

@@ -47,16 +47,22 @@ class TextCache(KVCacheAdapter):
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write what is not found; blocks that are found need no room if somebody holds them."""
-        size, (said,) = self.spec.block_size, self.coming
+        (said,) = self.coming
+        found = self.hold_found(said)
+        begin = len(found) * self.spec.block_size
+        self.tables[seq], self.said[seq] = found, list(said[:begin])
+        self.write(seq, said[begin:], key[:, begin:], value[:, begin:])
+
+    def hold_found(self, said: Sequence[int]) -> list[int]:
+        """Hold what is found of a text, if there is room for the rest of it."""
         found = self.found(said)
-        needed = -(-len(said) // size) - len(found) + sum(not self.holders[b] for b in found)
+        needed = -(-len(said) // self.spec.block_size) - len(found)
+        needed += sum(not self.holders[block] for block in found)
         if needed > len(self.unused):
             raise CacheFull(f"{needed} blocks needed, {len(self.unused)} free")
         for block in found:
             self.hold(block)
-        begin = len(found) * size
-        self.tables[seq], self.said[seq] = found, list(said[:begin])
-        self.write(seq, said[begin:], key[:, begin:], value[:, begin:])
+        return found
 
     def found(self, said: Sequence[int]) -> list[int]:
         size = self.spec.block_size

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pytest_roseinfer.cases.flood import floods
 from pytest_roseinfer.cases.operations import operation
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 
 
 @operation.register
@@ -38,12 +38,6 @@ class Take(operation.Operation):
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
-        def flood() -> Prefill:
-            """Need every block that is left, so that what was found is evicted."""
-            (seq,) = writer.fresh(1)
-            return Prefill(seq, writer.oracle.pages_free() * writer.oracle.block_size)
-
         if writer.oracle.looked_up:
             yield operation.Move(10, 3, lambda: cls(writer.pick([*writer.oracle.looked_up])))
-            if writer.oracle.pages_free() and "prefill" in writer.adapter.abilities:
-                yield operation.Move(11, 3, flood)
+            yield from floods(writer)

@@ -39,14 +39,9 @@ class Fork(operation.Operation):
 
     @classmethod
     def of_any(cls, writer: operation.Writer) -> Fork:
-        return cls(writer.pick(_filled(writer)), *writer.fresh(1))
+        return cls(writer.pick(writer.filled), *writer.fresh(1))
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
-        if _filled(writer) and len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
+        if writer.filled and len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
             yield operation.Move(7, 4, lambda: cls.of_any(writer))
-
-
-def _filled(writer: operation.Writer) -> list[int]:
-    """List the sequences that were not cut to nothing."""
-    return [seq for seq in writer.live if writer.oracle.length(seq)]

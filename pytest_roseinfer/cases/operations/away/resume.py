@@ -1,0 +1,50 @@
+"""Write all tokens of a preempted sequence again."""
+
+from __future__ import annotations
+
+from pytest_roseinfer.away import Stage
+from pytest_roseinfer.cases.flood import floods
+from pytest_roseinfer.cases.operations import operation
+
+
+@operation.register
+class Resume(operation.Write):
+    seq: int
+    count: int
+    """How many tokens that is."""
+    layout: str = "plain"
+
+    needs = frozenset({"preempt", "resume"})
+
+    def rows(self) -> operation.Rows:
+        return [(self.seq, self.count)]
+
+    def words(self) -> str:
+        return f"resume sequence {self.seq}, with its {self.count} tokens{self.laid_out()}"
+
+    def possible(self, oracle: operation.Oracle) -> bool:
+        preempted = oracle.away.stages.get(self.seq) is Stage.PREEMPTED
+        return preempted and len(oracle.away.tokens[self.seq]) == self.count
+
+    def tokens(self, oracle: operation.Oracle) -> operation.Tokens:
+        return oracle.away.tokens[self.seq]
+
+    def change(self, oracle: operation.Oracle) -> None:
+        oracle.append(self.rows(), self.tokens(oracle))
+        oracle.away.end(self.seq)
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.adapter.resume(self.seq, cache.key, cache.value)
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        oracle = writer.oracle
+        rows = [(seq, len(oracle.away.tokens[seq])) for seq in oracle.away.at(Stage.PREEMPTED)]
+        fitting = [row for row in rows if oracle.fits([row])]
+
+        def drawn() -> Resume:
+            return cls(*writer.pick(fitting or rows), writer.layout())
+
+        if rows:
+            yield operation.Move(12, 6 if fitting else 3, drawn)
+            yield from floods(writer)

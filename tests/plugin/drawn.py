@@ -1,0 +1,34 @@
+"""Drawn histories without a search: what fails on one is not made smaller."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from pytest_roseinfer.cases.strategies import histories
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_roseinfer import History, KVCacheAdapter
+
+
+def drawn(
+    adapter: type[KVCacheAdapter], examples: int, number: int, do: Callable[[History], object]
+) -> None:
+    """Hand drawn histories to a check until it fails."""
+
+    @seed(number)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(histories(adapter))
+    def attempt(history: History) -> None:
+        do(history)
+
+    attempt()
