@@ -34,12 +34,26 @@ def _handed_out(seen: Observation, layer: int) -> set[int]:
     return {block for block, places in after.items() if places.isdisjoint(before[block])}
 
 
+def _out_of_windows(seen: Observation, layer: int) -> set[int]:
+    """Find the blocks of a layer with windows in which anything may be.
+
+    Layers of other groups may have theirs in the same memory. What was written and left the window
+    in the same step lay in a block that nobody holds now.
+    """
+    _, *others = seen.oracle.pool_of(layer)
+    found = {*seen.after.owners(*others)}
+    if seen.after.arena and any(block is None for block, _ in seen.slots(layer)):
+        found |= {*range(seen.after.arena[0].shape[1])} - {*seen.after.owners(layer)}
+    return found
+
+
 def _places(shown: Snapshot, layer: int) -> defaultdict[int, set[tuple[int, int]]]:
     """Find the sequences that hold each block, and where in their tables it is."""
     places: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
     for seq, table in shown.tables_of(layer).items():
         for at, block in enumerate(table):
-            places[block].add((seq, at))
+            if block is not None:
+                places[block].add((seq, at))
     return places
 
 
@@ -54,17 +68,18 @@ def _expected(seen: Observation) -> Pair | None:
     for layer in range(seen.spec.num_layers):
         slots = seen.slots(layer)
         opened = {block for block, at in slots if at == 0}
-        free_to_change = _handed_out(seen, layer) - opened
+        free_to_change = _handed_out(seen, layer) - opened | _out_of_windows(seen, layer)
         if seen.operation and seen.operation.padding():
             free_to_change |= seen.declared.scratch_blocks
         for block in free_to_change:
             for image, cache in zip(expected, found, strict=True):
                 image[layer, block] = cache[layer, block]  # a copy: read-back has checked it
         if slots and written:
-            blocks, positions = map(list, zip(*slots, strict=True))
+            rows = [row for row, (block, _) in enumerate(slots) if block is not None]
+            blocks, positions = [slots[row][0] for row in rows], [slots[row][1] for row in rows]
             new = seen.payload.layer(written.tokens, layer)
             for image, tokens in zip(expected, new, strict=True):
-                image[layer][blocks, :, positions] = tokens
+                image[layer][blocks, :, positions] = tokens[rows]
     return expected
 
 

@@ -65,7 +65,7 @@ class Machine:
     ) -> None:
         self.history = history
         self.spec = spec = history.spec
-        self.can = adapter_type.abilities
+        self.can = adapter_type.abilities | {"windows"} if spec.windows else adapter_type.abilities
         if lacking := {need for step in history.operations for need in step.needs} - self.can:
             raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
         self.attends = attends and "attend" in self.can
@@ -159,8 +159,7 @@ class Machine:
         said = operation.said(oracle)
         name, room = "step", ""
         if rows:
-            needed, free = oracle.pages_needed(rows), oracle.pages_free()
-            name, room = "write", f" ({needed} blocks needed, {free} free)"
+            name, room = "write", f" ({oracle.room(rows)})"
         errors, why = self.adapter.full_errors, f"does not fit{room}"
         if not operation.allowed(oracle):
             errors, why = self.adapter.untrimmable_errors, "it must refuse"
@@ -209,7 +208,8 @@ class Machine:
             return
         for layer in range(self.spec.num_layers):
             kept = {*self.now.ledger(layer).cached} if "ledger" in self.can else set[int]()
-            for block in before.owners(layer).keys() - self.now.owners(layer).keys() - kept:
+            pool = self.oracle.pool_of(layer)
+            for block in before.owners(*pool).keys() - self.now.owners(*pool).keys() - kept:
                 for cache in (*self.adapter.arena(), *self.now.arena):
                     cache[layer, block].fill_(_POISON)
 
