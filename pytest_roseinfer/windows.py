@@ -55,6 +55,8 @@ class Windows:
     """A write gives back what it moved out of a window; else the sequence's next one does."""
     given_back: dict[Window, Counter[int]] = field(init=False)
     """By group and sequence: how many of its first pages."""
+    left: int = field(init=False, default=0)
+    """How many pages were given back since that was last taken."""
 
     def __post_init__(self) -> None:
         self.given_back = {window: Counter() for window in self.of_layer}
@@ -71,8 +73,13 @@ class Windows:
         """Give back the pages of these sequences that are not live by now."""
         for window, given in self.given_back.items():
             for seq in seqs:
-                live = first_live(window, stored.length(seq))
-                given[seq] = max(given[seq], live // stored.block_size)
+                gone = first_live(window, stored.length(seq)) // stored.block_size
+                self.left += max(0, gone - given[seq])
+                given[seq] = max(given[seq], gone)
+
+    def take_left(self) -> int:
+        left, self.left = self.left, 0
+        return left
 
     def slide_written(self, stored: Stored, seqs: Collection[int]) -> None:
         """Give back at once, where a cache does so; room that was reserved is kept till then."""

@@ -35,16 +35,13 @@ def _handed_out(seen: Observation, layer: int) -> set[int]:
 
 
 def _out_of_windows(seen: Observation, layer: int) -> set[int]:
-    """Find the blocks of a layer with windows in which anything may be.
+    """Find the blocks that nobody holds, if what was written left the window in the same step.
 
-    Layers of other groups may have theirs in the same memory. What was written and left the window
-    in the same step lay in a block that nobody holds now.
+    It lay in one of them, or was not written at all.
     """
-    _, *others = seen.oracle.pool_of(layer)
-    found = {*seen.after.owners(*others)}
     if seen.after.arena and any(block is None for block, _ in seen.slots(layer)):
-        found |= {*range(seen.after.arena[0].shape[1])} - {*seen.after.owners(layer)}
-    return found
+        return {*range(seen.after.arena[0].shape[1])} - {*seen.after.owners(layer)}
+    return set()
 
 
 def _places(shown: Snapshot, layer: int) -> defaultdict[int, set[tuple[int, int]]]:

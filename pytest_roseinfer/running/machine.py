@@ -138,6 +138,8 @@ class Machine:
         counted.update(self._judge(OPERATION, before, outcome, self.now, operation=operation))
         if self.collisions and self.collisions.seen:
             counted["hash_collision"] += self.collisions.take()
+        if self.oracle.windows and self.oracle.windows.left:
+            counted["left_a_window"] += self.oracle.windows.take_left()
         if "matched" in self.can:
             self.contents = self._contents(self.now)
         if self.shares_prefixes:
@@ -208,8 +210,7 @@ class Machine:
             return
         for layer in range(self.spec.num_layers):
             kept = {*self.now.ledger(layer).cached} if "ledger" in self.can else set[int]()
-            pool = self.oracle.pool_of(layer)
-            for block in before.owners(*pool).keys() - self.now.owners(*pool).keys() - kept:
+            for block in before.owners(layer).keys() - self.now.owners(layer).keys() - kept:
                 for cache in (*self.adapter.arena(), *self.now.arena):
                     cache[layer, block].fill_(_POISON)
 

@@ -25,6 +25,7 @@ from pytest_roseinfer.cases.operations.writes.reserve import Reserve
 from pytest_roseinfer.findings.finding import Location
 from pytest_roseinfer.findings.observation import Snapshot
 from pytest_roseinfer.findings.picture import picture
+from pytest_roseinfer.running import coverage
 from pytest_roseinfer.windows import Windows, first_live
 from tests.plugin.caches.broken_window_caches import (
     BROKEN,
@@ -60,6 +61,8 @@ def test_a_cache_that_gets_windows_right_passes(adapter: type[KVCacheAdapter]) -
     tests.test_permuting_a_batch_permutes_the_result()
     tests.test_one_batch_equals_its_split_in_two()
     tests.test_fork_then_append_equals_copy_then_append()
+    (row,) = coverage.current().of(adapter).rows()
+    assert (row.name, row.verdict) == ("left_a_window", "met")
 
 
 # ------------------------------------------------------------------------------ what is live
