@@ -29,7 +29,7 @@ class CacheSpec:
     head_dim: int = 4
     block_size: int = 4
     num_blocks: int = 8
-    """Blocks that sequences may use, in each layer."""
+    """Blocks that sequences may use, in each layer; in all, where layers share a pool."""
     dtype: str = "float32"
     device: str = "cpu"
     options: Mapping[str, Any] = field(default_factory=dict)

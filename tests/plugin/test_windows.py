@@ -81,9 +81,10 @@ def test_as_many_blocks_are_skipped_as_in_vllm() -> None:
     assert [first_live(window, 3) for window in (None, 1, 2, 3, 4, 5)] == [0, 3, 2, 1, 0, 0]
 
 
-def windowed(*windows: int | None, capacity: int = 8, **declared: bool) -> Oracle:
+def windowed(*windows: int | None, capacity: int = 8, **declared: Any) -> Oracle:
     """Blocks of two tokens."""
-    return Oracle(2, capacity, windows=Windows(windows, **declared))
+    of_windows = {name: declared.pop(name) for name in ("shared_pool", "at_once") & declared.keys()}
+    return Oracle(2, capacity, windows=Windows(windows, **of_windows), **declared)
 
 
 def given_back(oracle: Oracle, seq: int = 0) -> list[int]:
@@ -167,6 +168,26 @@ def test_a_page_that_one_sequence_gave_back_is_written_in_place_by_the_other() -
     write(oracle, 1, 1)
     after = oracle.windows.room(oracle)
     assert {window: before[window] - after[window] for window in before} == {2: 0, None: 1}
+
+
+@pytest.mark.parametrize("capacity", [3, 4])
+def test_a_cut_copies_a_block_in_those_groups_where_another_holds_it(capacity: int) -> None:
+    oracle = windowed(2, None, capacity=capacity, truncate_copies=True)
+    write(oracle, 0, 4)
+    oracle.fork(0, 1)
+    write(oracle, 0, 2)
+    assert oracle.windows
+    assert oracle.windows.room(oracle) == {2: capacity - 2, None: capacity - 3}
+    assert oracle.truncate_fits([(1, 3)]) is (capacity == 4)
+    oracle.truncate(1, 3)
+    assert oracle.windows.room(oracle) == {2: capacity - 2, None: capacity - 4}
+
+
+def test_a_fork_that_shares_nothing_copies_what_is_still_held() -> None:
+    for windows, fits in (((3,), True), ((3, None), False)):
+        oracle = windowed(*windows, capacity=4, fork_shares="nothing")
+        write(oracle, 0, 5)
+        assert oracle.fork_fits(0) is fits
 
 
 # ------------------------------------------------------------------------- whole histories
