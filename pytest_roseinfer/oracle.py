@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pytest_roseinfer.away import Away, Stage
 from pytest_roseinfer.texts import Texts
+from pytest_roseinfer.windows import Windows, first_live
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -100,6 +101,10 @@ class Declares(Protocol):
     def atomic_batches(self) -> bool: ...
     @property
     def swap_out_holds(self) -> bool: ...
+    @property
+    def window_pools(self) -> str: ...
+    @property
+    def window_gives_back(self) -> str: ...
     def trimmable(self, spec: Any, stored: int, length: int, /) -> bool: ...
 
 
@@ -110,6 +115,8 @@ class Shape(Protocol):
     def block_size(self) -> int: ...
     @property
     def num_blocks(self) -> int: ...
+    @property
+    def windows(self) -> Sequence[int | None]: ...
 
 
 def always(stored: int, length: int) -> bool:  # noqa: ARG001
@@ -136,6 +143,8 @@ class Oracle:
     """As ``KVCacheAdapter.atomic_batches``."""
     swap_out_holds: bool = True
     """As ``KVCacheAdapter.swap_out_holds``."""
+    windows: Windows | None = None
+    """The windows of the layers, if any has one."""
     sequences: dict[int, list[Page]] = field(default_factory=dict)
     lives: Counter[int] = field(default_factory=Counter)
     """How often a sequence of each name was freed or cut."""
@@ -150,6 +159,13 @@ class Oracle:
     @classmethod
     def of(cls, adapter: Declares, spec: Shape, branches: tuple[Branch, ...] = ()) -> Oracle:
         """Begin an oracle for an empty cache of this shape, as the adapter declares it."""
+        windows = None
+        if spec.windows:
+            shared, at_once = (
+                adapter.window_pools == "shared",
+                adapter.window_gives_back == "at once",
+            )
+            windows = Windows(spec.windows, shared, at_once)
         return cls(
             spec.block_size,
             spec.num_blocks,
@@ -159,6 +175,7 @@ class Oracle:
             partial(adapter.trimmable, spec),
             adapter.atomic_batches,
             adapter.swap_out_holds,
+            windows,
         )
 
     def __post_init__(self) -> None:
@@ -203,7 +220,25 @@ class Oracle:
         """Return True for a sequence that has blocks, and is being copied back to them."""
         return self.away.stages.get(seq) is Stage.COMING
 
+    def first_live(self, seq: int, layer: int) -> int:
+        """Return the position of the first token that may still be attended to in a layer."""
+        return first_live(self.windows.of_layer[layer], self.length(seq)) if self.windows else 0
+
+    def live(self, seq: int, layer: int) -> list[int]:
+        """List the tokens of a sequence that may still be attended to in a layer."""
+        return self.tokens(seq)[self.first_live(seq, layer) :]
+
+    def given_back(self, seq: int, layer: int) -> int:
+        """Count the first pages of a sequence that left the window of a layer and are gone."""
+        return self.windows.given_back[self.windows.of_layer[layer]][seq] if self.windows else 0
+
+    def pool_of(self, layer: int) -> list[int]:
+        """List layers, one of each table that names blocks from the pool of this layer."""
+        return self.windows.pool_of(layer) if self.windows else [layer]
+
     def pages_free(self) -> int:
+        if self.windows:
+            return min(self.windows.room(self).values())
         used = {id(page) for pages in self.sequences.values() for page in pages}
         return self.capacity - len(used)
 
@@ -234,7 +269,15 @@ class Oracle:
             needed += -(-max(0, count - room) // self.block_size)
         return needed
 
+    def room(self, rows: Sequence[tuple[int, int]]) -> str:
+        """Say in words how much room there is for rows, and how much they need."""
+        if self.windows:
+            return self.windows.room_words(self)
+        return f"{self.pages_needed(rows)} blocks needed, {self.pages_free()} free"
+
     def fits(self, rows: Sequence[tuple[int, int]]) -> bool:
+        if self.windows:
+            return self.windows.fits(self, rows)
         return self.pages_needed(rows) <= self.pages_free()
 
     def new_tokens(self, rows: Sequence[tuple[int, int]]) -> list[int]:
@@ -273,11 +316,19 @@ class Oracle:
         return [text_token(self.texts.owner(text, at), at) for at in range(count)]
 
     def append(self, rows: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
+        if self.windows:
+            self.windows.slide(self, [seq for seq, _ in rows])
         coming = iter(tokens)
         for seq, count in rows:
             pages = self.sequences.setdefault(seq, [])
             for _ in range(count):
                 self._append_token(seq, pages, next(coming))
+        self.slide_written(rows)
+
+    def slide_written(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Give back what left the windows of rows that were written, if a cache does so at once."""
+        if self.windows:
+            self.windows.slide_written(self, [seq for seq, _ in rows])
 
     def _append_token(self, seq: int, pages: list[Page], token: int) -> None:
         if not pages or self.on_last(seq) == self.block_size:
@@ -301,21 +352,23 @@ class Oracle:
         self.begin_as(parent, child)
         own: list[Page] = []
         for at, page in enumerate(self.sequences[parent]):
-            shared = self._shares(parent, at)
+            shared = self.shares(parent, at)
             page.holders += shared
             own.append(page if shared else Page(list(self.tokens_on(parent, at))))
             if shared and at == len(self.sequences[parent]) - 1:
                 self.unseen[child] = self.unseen[parent]
         self.sequences[child] = own
+        if self.windows:
+            self.windows.fork(parent, child)
 
     def begin_as(self, parent: int, child: int) -> None:
         """Have ``child`` say what ``parent`` says by now, and go on with a text of its own."""
         if self.texts:
             self.texts.fork(self._text_of(parent), child, self.length(parent))
 
-    def adopt_sharing(self, tables: Mapping[int, Sequence[int]]) -> None:
+    def adopt_sharing(self, tables: Mapping[int, Sequence[int | None]]) -> None:
         """Share pages as a cache shares blocks, once that was found right."""
-        pages: dict[int, Page] = {}
+        pages: dict[int | None, Page] = {}
         for seq, blocks in tables.items():
             own = self.sequences[seq]
             for at, block in enumerate(blocks):
@@ -323,11 +376,14 @@ class Oracle:
                 own[at].holders += 1
 
     def fork_fits(self, parent: int) -> bool:
+        if self.windows:
+            return self.windows.fork_fits(self, parent)
         pages = range(len(self.sequences[parent]))
-        copied = sum(not self._shares(parent, at) for at in pages)
+        copied = sum(not self.shares(parent, at) for at in pages)
         return copied <= self.pages_free()
 
-    def _shares(self, parent: int, at: int) -> bool:
+    def shares(self, parent: int, at: int) -> bool:
+        """Return True if a fork of ``parent`` shares this page."""
         full = len(self.tokens_on(parent, at)) == self.block_size
         return self.fork_shares == "blocks" or (self.fork_shares == "full blocks" and full)
 
@@ -339,6 +395,8 @@ class Oracle:
 
         Pages that a row gives up are there for its own copy, and for those of rows behind it.
         """
+        if self.windows:
+            return self.windows.truncate_fits(self, rows)
         free = self.pages_free()
         leaving: Counter[int] = Counter()
         for seq, length in rows:
@@ -370,6 +428,8 @@ class Oracle:
         for page in pages[kept:]:
             page.holders -= 1
         del pages[kept:]
+        if self.windows:
+            self.windows.cut(seq, kept)
         self.unseen[seq] += self.length(seq) - length
         if self.unseen[seq] and (self.truncate_copies or pages[-1].holders == 1):
             self._own_last(seq)
@@ -384,6 +444,8 @@ class Oracle:
 
     def give_up(self, seq: int) -> None:
         """Take its pages from a sequence."""
+        if self.windows:
+            self.windows.forget(seq)
         del self.unseen[seq]
         for page in self.sequences.pop(seq):
             page.holders -= 1

@@ -29,11 +29,13 @@ class CacheSpec:
     head_dim: int = 4
     block_size: int = 4
     num_blocks: int = 8
-    """Blocks that sequences may use, in each layer."""
+    """Blocks that sequences may use, in each layer; in all, where layers share a pool."""
     dtype: str = "float32"
     device: str = "cpu"
     options: Mapping[str, Any] = field(default_factory=dict)
     """Switches of the cache under test, drawn from the adapter's ``option_choices``."""
+    windows: Sequence[int | None] = ()
+    """The window of every layer, None where it attends to all; empty where no layer has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,20 @@ class KVCacheAdapter(Adapter):
     heads and short blocks as far as there are any."""
     block_sizes: ClassVar[Sequence[int]] = (4, 1, 2, 3, 5, 8, 16, 128)
     """Numbers of tokens in a block that the cache can be built with."""
+    window_groups: ClassVar[int] = 0
+    """Up to so many different windows are drawn for ``spec.windows``, no window counting as one:
+    the groups of layers that the cache can be built with. In a layer of window W a token attends to
+    itself and the W - 1 before it. So of what is stored the last W - 1 tokens are live: ``peek``
+    and ``gather`` return these alone, ``attend`` attends to them, and ``table`` has None for a
+    block that was given back, all of whose tokens come before them."""
+    window_pools: ClassVar[str] = "own"
+    """Each layer has blocks of its ``"own"``, ``spec.num_blocks`` of them; or all groups take them
+    from one pool, ``"shared"``: a block is then one group's at a time, layers of a group have the
+    same table, and a ledger shows the whole pool, whichever layer is asked for."""
+    window_gives_back: ClassVar[str] = "at once"
+    """A block that left the window is given back ``"at once"``, by the write that moved it out and
+    when that is stored, or by the sequence's ``"next write"``. That makes room for the write's own
+    row and for later ones; a write that is refused gives nothing back."""
 
     standard_bad_calls: ClassVar[Sequence[str]] = ()
     """Names from the catalogue of bad calls: those that the cache must refuse."""
@@ -261,8 +277,11 @@ class KVCacheAdapter(Adapter):
         """Change the switches of a live cache."""
 
     @optional
-    def table(self, seq: int, layer: int) -> list[int]:
-        """Return the blocks of a sequence, as indices into ``arena``'s block dimension."""
+    def table(self, seq: int, layer: int) -> Sequence[int | None]:
+        """Return the blocks of a sequence, as indices into ``arena``'s block dimension.
+
+        None stands for a block that was given back since it left the layer's window.
+        """
 
     @optional
     def ledger(self, layer: int) -> Ledger:

@@ -57,7 +57,8 @@ class Situation:
 
     def tables(self, layer: int) -> list[list[int]]:
         """The blocks of sequences that have some, the newest sequence first."""
-        tables = [list(self.adapter.table(seq, layer)) for seq in self.live]
+        shown = [self.adapter.table(seq, layer) for seq in self.live]
+        tables = [[block for block in table if block is not None] for table in shown]
         return [table for table in reversed(tables) if table]
 
 

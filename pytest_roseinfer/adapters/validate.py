@@ -8,6 +8,7 @@ from pytest_roseinfer.adapters.fast_path import FastPath
 from pytest_roseinfer.adapters.shapes import refuse_shapes
 from pytest_roseinfer.adapters.standard_bad_calls import STANDARD_BAD_CALLS
 from pytest_roseinfer.adapters.used_again import refuse_what_is_not_shown
+from pytest_roseinfer.adapters.windows import refuse_windows
 from pytest_roseinfer.oracle import FORK_SHARES, SHARING
 
 _LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {
@@ -33,6 +34,7 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
     if issubclass(adapter, KVCacheAdapter):
         refuse_shapes(adapter)
         refuse_what_is_not_shown(adapter)
+        refuse_windows(adapter)
         if not isinstance(adapter.atomic_batches, bool):
             raise TypeError(
                 f"{name}.atomic_batches is {adapter.atomic_batches!r}: write False if an append "

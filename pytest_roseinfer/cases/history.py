@@ -36,7 +36,8 @@ class History:
         return self.spec.device
 
     def words(self) -> str:
-        shape = ", ".join(f"{name}={value}" for name, value in asdict(self.spec).items())
+        fields = {name: value for name, value in asdict(self.spec).items() if value != ()}
+        shape = ", ".join(f"{name}={value}" for name, value in fields.items())
         steps = [f"  {at}. {step.words()}" for at, step in enumerate(self.operations, 1)]
         texts = [
             f"text {text} begins as text {parent}"
@@ -59,8 +60,9 @@ class History:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> History:
+        windows = tuple(data["spec"].get("windows", ()))
         return cls(
-            CacheSpec(**data["spec"]),
+            CacheSpec(**{**data["spec"], "windows": windows}),
             tuple(map(Operation.from_json, data["operations"])),
             data["finite"],
             tuple((parent, length) for parent, length in data.get("texts", ())),

@@ -7,7 +7,7 @@ are coded (see ``payload``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
 from pytest_roseinfer.cases.history import History
+from pytest_roseinfer.cases.layer_windows import layer_windows
 from pytest_roseinfer.cases.operations.lookups.look_up import LookUp
 from pytest_roseinfer.cases.operations.lookups.take import Take
 from pytest_roseinfer.cases.operations.operation import OPERATIONS
@@ -136,14 +137,18 @@ def switches(
 
 
 def boundary_lengths(
-    block_size: int, *, stored: int = 0, free: int | None = None
+    block_size: int, *, stored: int = 0, free: int | None = None, windows: Sequence[int] = ()
 ) -> st.SearchStrategy[int]:
     """Draw a number of tokens to append so that the end falls at, before or after a boundary.
 
-    With the number of ``free`` blocks, the end of the last of them is one more boundary.
+    With the number of ``free`` blocks, the end of the last of them is one more boundary; with
+    ``windows``, so is where one more block and where two more have left one.
     """
     room = -stored % block_size
     ends = {0, room, room + block_size, room + (free or 0) * block_size}
+    for window in windows:
+        left = max(0, stored - window + 1) // block_size
+        ends |= {(left + more) * block_size + window - 1 - stored for more in (1, 2)}
     near = {1, 2} | {end + more for end in ends for more in (-1, 0, 1)}
     most = max(_MOST_TOKENS, block_size + 1)
     return st.sampled_from(sorted(count for count in near if 0 < count <= most))
@@ -255,8 +260,9 @@ class _Writer:
 
     def count(self, seq: int) -> int:
         oracle, stored = self.oracle, self.oracle.length(seq)
-        lengths = boundary_lengths(oracle.block_size, stored=stored, free=oracle.pages_free())
-        return self.draw(lengths)
+        windows = [each for each in oracle.windows.given_back if each] if oracle.windows else ()
+        free, size = oracle.pages_free(), oracle.block_size
+        return self.draw(boundary_lengths(size, stored=stored, free=free, windows=windows))
 
     def length(self, seq: int) -> int:
         return self.draw(boundary_cuts(self.oracle.block_size, self.oracle.length(seq)))
@@ -364,6 +370,12 @@ def histories(
             pools=_POOLS_OF_TEXTS if told else _POOLS,
         )
     )
+    if groups := adapter.window_groups:
+        layers = max(spec.num_layers, min(2, groups))
+        windows = draw(layer_windows(layers, block_size=spec.block_size, groups=groups))
+        sharing = len({*windows}) if adapter.window_pools == "shared" else 1
+        blocks = sharing * spec.num_blocks
+        spec = replace(spec, num_layers=layers, num_blocks=blocks, windows=windows)
     texts = draw(text_branches(block_size=spec.block_size)) if told else ()
     oracle = Oracle.of(adapter, spec, texts)
     writer = _Writer(draw, adapter, oracle)

@@ -14,7 +14,7 @@ Contents = Mapping[int, Sequence[int]]
 
 def contents_of(
     oracle: Oracle,
-    tables: Mapping[int, Sequence[int]],
+    tables: Mapping[int, Sequence[int | None]],
     cached: Collection[int],
     before: Contents,
 ) -> Contents:
@@ -23,6 +23,8 @@ def contents_of(
     for seq, blocks in tables.items():
         due = oracle.length(seq) - oracle.unwritten(seq)
         for at, (block, page) in enumerate(zip(blocks, oracle.sequences[seq], strict=False)):
+            if block is None:
+                continue
             written = tuple(page.tokens[: max(0, due - at * oracle.block_size)])
             held = before.get(block, ())
             if oracle.coming(seq) and held == tuple(page.tokens):

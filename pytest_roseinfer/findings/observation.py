@@ -49,7 +49,7 @@ class Snapshot:
 
     reads: Mapping[tuple[str, int, int], Pair | Exception] = field(default_factory=dict)
     """By route, sequence and layer."""
-    tables: Mapping[tuple[int, int], list[int] | Exception] | None = None
+    tables: Mapping[tuple[int, int], list[int | None] | Exception] | None = None
     """Blocks, by sequence and layer; None where they are not offered."""
     kept: Mapping[int, int | list[Any] | Exception] = field(default_factory=dict)
     """The slot or list of each sequence."""
@@ -61,7 +61,7 @@ class Snapshot:
     counts: Counter[str] = field(default_factory=Counter)
     """How often each path ran and each condition was met so far."""
 
-    def tables_of(self, layer: int) -> dict[int, list[int]]:
+    def tables_of(self, layer: int) -> dict[int, list[int | None]]:
         """The blocks of every sequence in one layer."""
         tables = self.tables or {}
         return {seq: _shown(table) for (seq, at), table in tables.items() if at == layer}
@@ -69,9 +69,10 @@ class Snapshot:
     def ledger(self, layer: int) -> Ledger:
         return _shown(self.ledgers[layer])
 
-    def owners(self, layer: int) -> Counter[int]:
-        """Count the tables that name each block of a layer."""
-        return Counter(block for table in self.tables_of(layer).values() for block in table)
+    def owners(self, *layers: int) -> Counter[int]:
+        """Count the tables of these layers that name each block."""
+        tables = (table for layer in layers for table in self.tables_of(layer).values())
+        return Counter(block for table in tables for block in table if block is not None)
 
     def books(self) -> list[object]:
         """Everything that the cache's books say, in a form that can be compared."""
@@ -140,9 +141,12 @@ class Observation:
         before, after = self.before.counts, self.after.counts
         return {name: after[name] - before[name] for name in after if after[name] != before[name]}
 
-    def slots(self, layer: int) -> list[tuple[int, int]]:
-        """The block and position where each token just written must lie, in written order."""
-        slots: list[tuple[int, int]] = []
+    def slots(self, layer: int) -> list[tuple[int | None, int]]:
+        """The block and position where each token just written must lie, in written order.
+
+        The block is None if the write gave it back, since it had left the window.
+        """
+        slots: list[tuple[int | None, int]] = []
         if written := self.outcome.written:
             size, tables = self.spec.block_size, self.after.tables_of(layer)
             for seq, count in written.rows:

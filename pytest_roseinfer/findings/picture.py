@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _FIRST, _LAST = 4, 3
 """Tokens of a long page that are shown in any case."""
-Tables = dict[int, "list[int] | str"]
+Tables = dict[int, "list[int | None] | str"]
 """The table of each sequence, or why it cannot be read."""
 
 
@@ -61,7 +61,8 @@ def _involved(oracle: Oracle, location: Location, tables: Tables) -> list[int]:
     def held(seq: int) -> set[tuple[str, int]]:
         pages = {("page", id(page)) for page in everyone[seq]}
         table = tables.get(seq, ())
-        return pages if isinstance(table, str) else pages | {("block", each) for each in table}
+        blocks = () if isinstance(table, str) else table
+        return pages | {("block", each) for each in blocks if each is not None}
 
     wrong = {each for seq in location.holders for each in held(seq)}
     token = location.contents.token if location.contents else None
@@ -86,8 +87,9 @@ def _legend(location: Location) -> str:
 def _draw_tables(
     location: Location | None, layer: int, tables: Tables, refcounts: Mapping[int, int]
 ) -> list[str]:
-    def drawn(block: int, wrong: bool) -> str:
-        return _marked(f"{block}x{refcounts.get(block, '?')}", wrong)
+    def drawn(block: int | None, wrong: bool) -> str:
+        shown = "none" if block is None else f"{block}x{refcounts.get(block, '?')}"
+        return _marked(shown, wrong)
 
     lines = [f"tables of layer {layer} (block, x its refcount):"]
     for seq, table in tables.items():
@@ -114,6 +116,8 @@ def _name(location: Location | None, seq: int) -> str:
 
 def _page(location: Location | None, seq: int, at: int, oracle: Oracle) -> str:
     is_wrong = location is not None and location.holders.get(seq) == at
+    if location and at < oracle.given_back(seq, location.layer):
+        return _marked("[given back]", is_wrong)
     slot = location.slot if location and is_wrong else None
     seen = enumerate(oracle.tokens_on(seq, at))
     tokens = [_marked(token_label(token), position == slot) for position, token in seen]

@@ -35,12 +35,23 @@ def _handed_out(seen: Observation, layer: int) -> set[int]:
     return {block for block, places in after.items() if places.isdisjoint(before[block])}
 
 
+def _out_of_windows(seen: Observation, layer: int) -> set[int]:
+    """Find the blocks that nobody holds, if what was written left the window in the same step.
+
+    It lay in one of them, or was not written at all.
+    """
+    if seen.after.arena and any(block is None for block, _ in seen.slots(layer)):
+        return {*range(seen.after.arena[0].shape[1])} - {*seen.after.owners(layer)}
+    return set()
+
+
 def _places(shown: Snapshot, layer: int) -> defaultdict[int, set[tuple[int, int]]]:
     """Find the sequences that hold each block, and where in their tables it is."""
     places: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
     for seq, table in shown.tables_of(layer).items():
         for at, block in enumerate(table):
-            places[block].add((seq, at))
+            if block is not None:
+                places[block].add((seq, at))
     return places
 
 
@@ -64,17 +75,22 @@ def _expected(seen: Observation) -> Pair | None:
     for layer in range(seen.spec.num_layers):
         slots = seen.slots(layer)
         opened = {block for block, at in slots if at == 0}
-        free_to_change = _handed_out(seen, layer) - opened | _copied_back(seen, layer)
+        free_to_change = (
+            _handed_out(seen, layer) - opened
+            | _copied_back(seen, layer)
+            | _out_of_windows(seen, layer)
+        )
         if seen.operation and seen.operation.padding():
             free_to_change |= seen.declared.scratch_blocks
         for block in free_to_change:
             for image, cache in zip(expected, found, strict=True):
                 image[layer, block] = cache[layer, block]  # a copy: read-back has checked it
         if slots and written:
-            blocks, positions = map(list, zip(*slots, strict=True))
+            rows = [row for row, (block, _) in enumerate(slots) if block is not None]
+            blocks, positions = [slots[row][0] for row in rows], [slots[row][1] for row in rows]
             new = seen.payload.layer(written.tokens, layer)
             for image, tokens in zip(expected, new, strict=True):
-                image[layer][blocks, :, positions] = tokens
+                image[layer][blocks, :, positions] = tokens[rows]
     return expected
 
 

@@ -52,6 +52,8 @@ def questions(
     seqs = rng.sample(live, rng.randint(1, most))
     layers = _MOST_HEADS // (len(seqs) * spec.num_heads)
     for layer in rng.sample(range(spec.num_layers), min(layers, spec.num_layers)):
+        if any(oracle.first_live(seq, layer) == lengths[seq] for seq in seqs):
+            continue  # of a window of 1 nothing is left to attend to
         heads = spec.num_heads * rng.choice(_QUERY_HEADS)
         generator = torch.Generator().manual_seed(rng.getrandbits(32))
         # No element is above 2 in size, so that scores stay moderate.
@@ -86,7 +88,7 @@ def _wrong_answer(seen: Observation, asked: Attended) -> Finding | None:
 def _wrong_row(
     seen: Observation, seq: int, layer: int, query: torch.Tensor, found: torch.Tensor
 ) -> Finding | None:
-    keys, values = seen.payload.layer(seen.oracle.tokens(seq), layer)
+    keys, values = seen.payload.layer(seen.oracle.live(seq, layer), layer)
     expected = attention_by_formula(query, keys, values)
     heads_each = query.shape[0] // seen.spec.num_heads
     largest = values.double().abs().amax((0, 2)).repeat_interleave(heads_each)[:, None]
@@ -139,14 +141,17 @@ def _mistakes(
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield keys and values that an attention may take for those of a sequence."""
     oracle, payload = seen.oracle, seen.payload
-    tokens = oracle.tokens(seq)
+    tokens = oracle.live(seq, layer)
     keys, values = payload.layer(tokens, layer)
+    if len(tokens) < oracle.length(seq):
+        more = oracle.tokens(seq)[-len(tokens) - 1 :]
+        yield "with one token from before the window", *payload.layer(more, layer)
     if len(tokens) > 1:
         yield "without the last token", keys[:-1], values[:-1]
         yield "without the first token", keys[1:], values[1:]
     yield "with the KV heads in reverse order", keys.flip(1), values.flip(1)
-    for other in (each for each in oracle.sequences if each != seq):
-        other_keys, other_values = payload.layer(oracle.tokens(other), layer)
+    for other in (each for each in oracle.sequences if each != seq and oracle.live(each, layer)):
+        other_keys, other_values = payload.layer(oracle.live(other, layer), layer)
         yield f"over sequence {other}", other_keys, other_values
         if len(other_keys) == len(tokens):
             yield f"with the keys of sequence {other}", other_keys, values

@@ -26,7 +26,7 @@ class Invariant:
     rank: int
     """The lowest rank is judged first: what it finds explains most."""
     needs: frozenset[str]
-    """What an adapter must offer for it."""
+    """What an adapter must offer for it; "windows" where layers have some."""
     after: frozenset[str]
 
 

@@ -21,7 +21,8 @@ def ownership(seen: Observation) -> Finding | None:
 
 def _wrong_books(seen: Observation, layer: int) -> Finding | None:
     """Say where refcounts or free list disagree with the tables."""
-    ledger, owners = seen.after.ledger(layer), seen.after.owners(layer)
+    owners = seen.after.owners(*seen.oracle.pool_of(layer))
+    ledger = seen.after.ledger(layer)
     held = {block: count for block, count in ledger.refcounts.items() if count}
     if held != dict(owners):
         first = min(block for block, _ in held.items() ^ owners.items())
@@ -54,13 +55,11 @@ def _wrong_sharing(seen: Observation, layer: int) -> Finding | None:
     page_of: dict[int, Page] = {}
     for seq, pages in seen.oracle.sequences.items():
         table = tables[seq]
-        if len(table) != len(pages):
-            return Finding(
-                f"layer {layer}: sequence {seq} has {len(table)} blocks for "
-                f"{seen.oracle.length(seq)} tokens; {len(pages)} are right",
-                Location(layer, {seq: None}),
-            )
+        if found := wrong_length(seen, seq, layer):
+            return found
         for at, (block, page) in enumerate(zip(table, pages, strict=True)):
+            if block is None or at < seen.oracle.given_back(seq, layer):
+                continue
             if block_of.setdefault(id(page), block) != block:
                 return Finding(
                     f"layer {layer}: sequence {seq} has block {block} of its own where it "
@@ -75,3 +74,15 @@ def _wrong_sharing(seen: Observation, layer: int) -> Finding | None:
                     location_of_block(seen, layer, block),
                 )
     return None
+
+
+def wrong_length(seen: Observation, seq: int, layer: int) -> Finding | None:
+    """Say where a table has more or fewer blocks than the tokens of its sequence need."""
+    table, pages = seen.after.tables_of(layer)[seq], seen.oracle.sequences[seq]
+    if len(table) == len(pages):
+        return None
+    return Finding(
+        f"layer {layer}: sequence {seq} has {len(table)} blocks for "
+        f"{seen.oracle.length(seq)} tokens; {len(pages)} are right",
+        Location(layer, {seq: None}),
+    )

@@ -25,11 +25,13 @@ def read_back(seen: Observation) -> Finding | None:
         if seq not in expected:
             tokens = seen.oracle.tokens(seq)
             expected[seq] = seen.payload.all_layers(tokens[: len(tokens) - unwritten])
-        for kind, want, got in zip("KV", expected[seq], found, strict=True):
+        start = seen.oracle.first_live(seq, layer)
+        for kind, stored, got in zip("KV", expected[seq], found, strict=True):
+            want = stored[layer, start:]
             # Room that was reserved holds anything until it is filled.
-            own = got[: want.shape[1]] if unwritten else got
-            if not same_bits(want[layer], own.contiguous()):
-                return _difference(seen, route, seq, layer, kind, want[layer], own)
+            own = got[: len(want)] if unwritten else got
+            if not same_bits(want, own.contiguous()):
+                return _difference(seen, route, seq, layer, kind, want, own)
     return None
 
 
@@ -51,9 +53,10 @@ def _difference(
     if want.dtype != got.dtype:
         return Finding(f"{where}: expected {want.dtype}, found {got.dtype}", whole)
     wrong = (as_bits(want) != as_bits(got.contiguous())).any(-1)
-    at, head = wrong.nonzero()[0].tolist()
+    row, head = wrong.nonzero()[0].tolist()
+    at = row + seen.oracle.first_live(seq, layer)
     known = [*seen.oracle.tokens(seq), *seen.seen]
-    contents = seen.payload.contents(want[at, head], got[at, head], layer, head, kind, known)
+    contents = seen.payload.contents(want[row, head], got[row, head], layer, head, kind, known)
     page, slot = divmod(at, seen.spec.block_size)
     return Finding(
         f"{where}: position {at}, head {head} ({int(wrong.sum())} of {wrong.numel()} wrong): "

@@ -145,7 +145,11 @@ class Coverage:
             offered, device = adapter.abilities, settings.current().device
             self._targets[name] = TargetCoverage(
                 {name: path.equals for name, path in adapter.paths.items() if path.runs_on(device)},
-                [*adapter.conditions, *["hash_collision"] * ("use_hash" in offered)],
+                [
+                    *adapter.conditions,
+                    *["hash_collision"] * ("use_hash" in offered),
+                    *["left_a_window"] * bool(getattr(adapter, "window_groups", 0)),
+                ],
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],
                 [each for each in adapter.optional if each not in offered],
             )

@@ -64,7 +64,7 @@ class Machine:
     ) -> None:
         self.history = history
         self.spec = spec = history.spec
-        self.can = adapter_type.abilities
+        self.can = adapter_type.abilities | {"windows"} if spec.windows else adapter_type.abilities
         if lacking := {need for step in history.operations for need in step.needs} - self.can:
             raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
         self.attends = attends and "attend" in self.can
@@ -141,6 +141,8 @@ class Machine:
         counted.update(self._judge(OPERATION, before, outcome, self.now, operation=operation))
         if self.collisions and self.collisions.seen:
             counted["hash_collision"] += self.collisions.take()
+        if self.oracle.windows and self.oracle.windows.left:
+            counted["left_a_window"] += self.oracle.windows.take_left()
         if "matched" in self.can:
             self.contents = self._contents(self.now)
         if self.shares_prefixes:
@@ -162,8 +164,7 @@ class Machine:
         said = operation.said(oracle)
         name, room = "step", ""
         if rows:
-            needed, free = oracle.pages_needed(rows), oracle.pages_free()
-            name, room = "write", f" ({needed} blocks needed, {free} free)"
+            name, room = "write", f" ({oracle.room(rows)})"
         errors, why = self.adapter.full_errors, f"does not fit{room}"
         if not operation.allowed(oracle):
             errors, why = self.adapter.untrimmable_errors, "it must refuse"

@@ -101,6 +101,8 @@ def _roomy(adapter: type[KVCacheAdapter], history: History) -> History:
     for step in steps:
         blocks += endless.pages_needed(step.unshared(endless).rows())
         step.apply(endless)
+    # Groups of layers with different windows may share one pool.
+    blocks *= max(1, len({*spec.windows}))
     return _with(replace(history, spec=replace(spec, num_blocks=blocks)), steps)
 
 

@@ -233,7 +233,7 @@ class PagedAttentionCacheAdapter(KVCacheAdapter):
 
     # ----------------------------------------------------------------------------- books
 
-    def table(self, seq: int, layer: int) -> list[int]:
+    def table(self, seq: int, layer: int) -> Sequence[int | None]:
         return self._blocks(seq, layer)
 
     def ledger(self, layer: int) -> Ledger:  # noqa: ARG002  one table serves all layers

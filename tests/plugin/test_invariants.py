@@ -37,7 +37,9 @@ from pytest_roseinfer.invariants.ownership import ownership
 from pytest_roseinfer.invariants.read_back import read_back
 from pytest_roseinfer.invariants.refused import refused
 from pytest_roseinfer.invariants.swap_space import swap_space
+from pytest_roseinfer.invariants.windows import windows
 from pytest_roseinfer.oracle import Page, Written, padding_token, token_of
+from pytest_roseinfer.windows import Windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -199,12 +201,21 @@ def calling(
     return replace(seen, operation=None, before=observed().after, bad_call=bad, raised=raised)
 
 
+def windowed(tables: dict[tuple[int, int], list[int | None]], *of_layer: int | None) -> Observation:
+    """Sequence 0 has three tokens, of which the last is live in a window of 2."""
+    spec = replace(SPEC, num_layers=len(of_layer), windows=of_layer)
+    oracle = Oracle(SPEC.block_size, 8, windows=Windows(of_layer, shared_pool=True))
+    oracle.append([(0, 3)], range(3))
+    return Observation(spec=spec, after=Snapshot(tables=tables), oracle=oracle, payload=PAYLOAD)
+
+
 SHARED = {(0, 0): [0, 2], (1, 0): [0]}
 LATER = stored((3, 1, token_of(1, 0)), *OLD, (2, 0, NEW))
 CHANGED = {"ledgers": [Ledger({0: 1, 1: 1, 2: 2}, [3], 4)]}
 
 SAME = [0]
 RIGHT: dict[Callable[[Observation], Any], list[Observation]] = {
+    windows: [windowed({(0, 0): [None, 1], (0, 1): [2, 3]}, 2, None)],
     read_back: [observed()],
     ownership: [observed(), sharing([token_of(0, 0), token_of(0, 1)])],
     refused: [
@@ -234,6 +245,19 @@ RIGHT: dict[Callable[[Observation], Any], list[Observation]] = {
     bad_calls: [calling(KeyError("x"), KeyError), calling(None)],
 }
 WRONG: list[tuple[Callable[[Observation], Any], Observation, str]] = [
+    (windows, windowed({(0, 0): [0, 1]}, 2), "block 0 of its table is 0, and must be None"),
+    (windows, windowed({(0, 0): [None, None]}, 2), "is to be held: tokens from 2 on are live"),
+    (windows, windowed({(0, 0): [None]}, 2), "has 1 blocks for 3 tokens; 2 are right"),
+    (
+        windows,
+        windowed({(0, 0): [None, 1], (0, 1): [2, 1]}, 2, None),
+        "blocks [1] of layer 0 are held in another group",
+    ),
+    (
+        windows,
+        windowed({(0, 0): [None, 1], (0, 1): [None, 2]}, 2, 2),
+        "layers 0 and 1 have one window and different tables",
+    ),
     (read_back, reading(KeyError(1)), "gather(1, 0) raised KeyError: 1"),
     (read_back, reading(PAYLOAD.layer([token_of(1, 0), NEW], 0)), "found [2, 2, 4]"),
     (

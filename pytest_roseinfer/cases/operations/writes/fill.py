@@ -19,7 +19,8 @@ class Fill(operation.Operation):
         return oracle.reserved[0]
 
     def change(self, oracle: operation.Oracle) -> None:
-        oracle.reserved.pop(0)
+        due = oracle.reserved.pop(0)
+        oracle.slide_written(due.rows)
 
     def drive(self, cache: operation.Driven) -> None:
         handle, cache.planned_with = cache.reserved.pop(0)

@@ -25,8 +25,8 @@ class Reserve(operation.Operation):
 
     def change(self, oracle: operation.Oracle) -> None:
         tokens = oracle.new_tokens(self.rows())
-        oracle.append(self.rows(), tokens)
         oracle.reserved.append(operation.Written(self.rows(), tokens, self.layout))
+        oracle.append(self.rows(), tokens)
 
     def drive(self, cache: operation.Driven) -> None:
         handle = cache.adapter.reserve(self.seqs, self.counts)

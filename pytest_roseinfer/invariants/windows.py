@@ -1,0 +1,45 @@
+"""A block is given back when it left the window of its group, no sooner and no later."""
+
+from __future__ import annotations
+
+from pytest_roseinfer.findings.finding import Location, location_of_block
+from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
+from pytest_roseinfer.invariants.ownership import wrong_length
+
+
+@invariant(rank=0, needs=("table", "windows"))
+def windows(seen: Observation) -> Finding | None:
+    for layer, window in enumerate(seen.spec.windows):
+        if found := _in_two_groups(seen, layer):
+            return found
+        for seq in seen.oracle.sequences:
+            if found := wrong_length(seen, seq, layer) or _wrong_end(seen, seq, layer, window):
+                return found
+    return None
+
+
+def _wrong_end(seen: Observation, seq: int, layer: int, window: int | None) -> Finding | None:
+    """Say where a table has None for a block that is needed, or a block that is not."""
+    gone, live = seen.oracle.given_back(seq, layer), seen.oracle.first_live(seq, layer)
+    for at, block in enumerate(seen.after.tables_of(layer)[seq]):
+        if (block is None) == (at < gone):
+            continue
+        where = f"layer {layer} of window {window}, sequence {seq}: block {at} of its table"
+        what = f"{where} is {block}, and must be None: its tokens have all left the window"
+        if block is None:
+            what = f"{where} is None, though it is to be held: tokens from {live} on are live"
+        return Finding(what, Location(layer, {seq: at}, block))
+    return None
+
+
+def _in_two_groups(seen: Observation, layer: int) -> Finding | None:
+    """Say where layers that share a pool disagree about whose a block is."""
+    (_, *others), shown, books = seen.oracle.pool_of(layer), seen.after, seen.oracle.windows
+    if both := shown.owners(layer).keys() & shown.owners(*others).keys():
+        what = f"blocks {sorted(both)} of layer {layer} are held in another group of layers too"
+        return Finding(what, location_of_block(seen, layer, min(both)))
+    if books and books.shared_pool:
+        first = seen.spec.windows.index(seen.spec.windows[layer])
+        if shown.tables_of(layer) != shown.tables_of(first):
+            return Finding(f"layers {first} and {layer} have one window and different tables")
+    return None

@@ -1,0 +1,264 @@
+"""A paged cache whose layers have windows, with the choices that such caches make."""
+
+from __future__ import annotations
+
+from collections import Counter
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_roseinfer import CacheFull, CacheSpec, KVCacheAdapter, Ledger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    Slots = list[tuple[int, int]]
+    """A block and a position for each token."""
+
+
+class CannotTrim(Exception):
+    """A block that would be needed was given back."""
+
+
+@dataclass
+class Pool:
+    unused: list[int]
+    holders: Counter[int] = field(default_factory=Counter)
+
+    def take(self) -> int:
+        if not self.unused:
+            raise CacheFull
+        block = self.unused.pop()
+        self.holders[block] = 1
+        return block
+
+    def drop(self, blocks: Iterable[int | None]) -> None:
+        for block in blocks:
+            if block is None:
+                continue
+            self.holders[block] -= 1
+            if not self.holders[block]:
+                self.unused.append(block)
+
+
+@dataclass
+class Group:
+    """The layers of one window, which have the same tables."""
+
+    window: int | None
+    pool: Pool
+    tables: dict[int, list[int | None]] = field(default_factory=dict)
+
+
+class WindowCache(KVCacheAdapter):
+    """Each group has a pool, and a write gives back at once what it moved out. It is right."""
+
+    dtypes = ("float32",)
+    head_counts = (1, 2)
+    head_dims = (4, 1)
+    block_sizes = (4, 1, 2, 3)
+    window_groups = 3
+    untrimmable_errors = (CannotTrim,)
+
+    def make(self, spec: CacheSpec) -> None:
+        self.spec = spec
+        shape = (spec.num_layers, spec.num_blocks, spec.num_heads, spec.block_size, spec.head_dim)
+        self.keys = torch.zeros(shape, device=spec.device)
+        self.values = torch.zeros_like(self.keys)
+        self.kinds = list(dict.fromkeys(spec.windows))
+        self.groups = [Group(window, self.new_pool()) for window in self.kinds]
+        if self.window_pools == "shared":
+            for group in self.groups:
+                group.pool = self.groups[0].pool
+        self.lengths: Counter[int] = Counter()
+
+    def new_pool(self) -> Pool:
+        return Pool(list(range(self.spec.num_blocks)))
+
+    def group_of(self, layer: int) -> Group:
+        return self.groups[self.kinds.index(self.spec.windows[layer])]
+
+    # ------------------------------------------------------------------ what is live
+
+    @classmethod
+    def first_live(cls, window: int | None, length: int) -> int:
+        return max(0, length - window + 1) if window else 0
+
+    def live_of(self, group: Group, length: int) -> int:
+        """Return the first live position, as it decides what is given back."""
+        return self.first_live(group.window, length)
+
+    def slide(self, seq: int) -> None:
+        for group in self.groups:
+            self.slide_in(group, seq)
+
+    def slide_in(self, group: Group, seq: int) -> None:
+        table = group.tables.get(seq, [])
+        left = self.live_of(group, self.lengths[seq]) // self.spec.block_size
+        self.give_back(group, table, left)
+
+    def give_back(self, group: Group, table: list[int | None], left: int) -> None:
+        group.pool.drop(table[:left])
+        table[:left] = [None] * len(table[:left])
+
+    # ---------------------------------------------------------------------- writing
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        self.append_many(seqs, [1] * len(seqs), key, value)
+
+    def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.append_many([seq], [key.shape[1]], key, value)
+
+    def append_many(
+        self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        self.fill(self.reserve(seqs, counts), key, value)
+
+    def reserve(
+        self, seqs: Sequence[int], counts: Sequence[int]
+    ) -> tuple[Sequence[int], list[Slots]]:
+        """Return the sequences, and for each group where their tokens go."""
+        books = deepcopy((self.groups, self.lengths))
+        slots: list[Slots] = [[] for _ in self.groups]
+        copies: list[list[tuple[int, int]]] = [[] for _ in self.groups]
+        try:
+            for seq, count in zip(seqs, counts, strict=True):
+                if self.window_gives_back == "next write":
+                    self.slide(seq)
+                for group, own, copied in zip(self.groups, slots, copies, strict=True):
+                    own += [self.slot(group, seq, more, copied) for more in range(count)]
+                self.lengths[seq] += count
+        except CacheFull:
+            self.groups, self.lengths = books
+            raise
+        for layer in range(self.spec.num_layers):
+            for source, target in copies[self.groups.index(self.group_of(layer))]:
+                for cache in (self.keys, self.values):
+                    cache[layer, target] = cache[layer, source]
+        return seqs, slots
+
+    def slot(
+        self, group: Group, seq: int, more: int, copied: list[tuple[int, int]]
+    ) -> tuple[int, int]:
+        """Find a place for the token that is so many behind the last one."""
+        table = group.tables.setdefault(seq, [])
+        position = (self.lengths[seq] + more) % self.spec.block_size
+        if position == 0:
+            table.append(group.pool.take())
+        last = table[-1]
+        assert last is not None
+        if group.pool.holders[last] > 1:
+            own = group.pool.take()
+            copied.append((last, own))
+            group.pool.drop([last])
+            table[-1] = last = own
+        return last, position
+
+    def fill(
+        self,
+        reservation: tuple[Sequence[int], list[Slots]],
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        seqs, slots = reservation
+        for layer in range(self.spec.num_layers):
+            own = slots[self.groups.index(self.group_of(layer))]
+            for cache, new in ((self.keys, key), (self.values, value)):
+                for row, (block, position) in enumerate(own):
+                    cache[layer, block, :, position] = new[layer, row]
+        if self.window_gives_back == "at once":
+            for seq in seqs:
+                self.slide(seq)
+
+    # -------------------------------------------------------------- whole sequences
+
+    def fork(self, parent: int, child: int) -> None:
+        self.lengths[child] = self.lengths[parent]
+        for group in self.groups:
+            table = group.tables[child] = list(group.tables[parent])
+            group.pool.holders.update(block for block in table if block is not None)
+
+    def free(self, seq: int) -> None:
+        del self.lengths[seq]
+        for group in self.groups:
+            group.pool.drop(group.tables.pop(seq))
+
+    @classmethod
+    def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:
+        """Cut where no block is needed that was given back, or may have been."""
+        size = spec.block_size
+        for window in spec.windows:
+            needed, gone = (cls.first_live(window, n) // size for n in (length, stored))
+            if needed < min(gone, -(-length // size)):
+                return False
+        return True
+
+    def truncate(self, seq: int, length: int) -> None:
+        if not self.trimmable(self.spec, self.lengths[seq], length):
+            raise CannotTrim
+        self.lengths[seq] = length
+        kept = -(-length // self.spec.block_size)
+        for group in self.groups:
+            group.pool.drop(group.tables[seq][kept:])
+            del group.tables[seq][kept:]
+
+    # ---------------------------------------------------------------------- reading
+
+    def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = self.first_live(self.spec.windows[layer], self.lengths[seq])
+        return self.tokens_from(start, seq, layer)
+
+    def tokens_from(self, start: int, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self.spec.block_size
+        table = self.group_of(layer).tables[seq]
+        places = range(start, self.lengths[seq])
+        blocks = [table[at // size] for at in places]
+        slots = [at % size for at in places]
+        return self.keys[layer][blocks, :, slots], self.values[layer][blocks, :, slots]
+
+    def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
+        found = torch.empty_like(query)
+        for row, (seq, asked) in enumerate(zip(seqs, query, strict=True)):
+            keys, values = self.attended(seq, layer)
+            times = len(asked) // keys.shape[1]
+            keys, values = keys.repeat_interleave(times, 1), values.repeat_interleave(times, 1)
+            scores = torch.einsum("hd,thd->ht", asked, keys) * self.spec.head_dim**-0.5
+            found[row] = torch.einsum("ht,thd->hd", torch.softmax(scores, -1), values)
+        return found
+
+    def attended(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.peek(seq, layer)
+
+    def table(self, seq: int, layer: int) -> Sequence[int | None]:
+        return self.group_of(layer).tables[seq]
+
+    def ledger(self, layer: int) -> Ledger:
+        pool = self.group_of(layer).pool
+        return Ledger(dict(pool.holders), pool.unused, self.spec.num_blocks)
+
+    def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.keys, self.values
+
+
+class SharedPoolCache(WindowCache):
+    """All groups take their blocks from one pool and give them back as vLLM's do. It is right."""
+
+    window_pools = "shared"
+    window_gives_back = "next write"
+
+
+class LazyCache(WindowCache):
+    """Each group has a pool, and gives back by the next write. It is right."""
+
+    window_gives_back = "next write"
+
+
+class EagerSharedCache(WindowCache):
+    """One pool for all groups, and blocks are given back at once. It is right."""
+
+    window_pools = "shared"
+
+
+RIGHT = (WindowCache, SharedPoolCache, LazyCache, EagerSharedCache)
