@@ -41,7 +41,9 @@ class Situation:
     def tokens(self, rows: int) -> torch.Tensor:
         spec = self.spec
         shape = (spec.num_layers, rows, spec.num_heads, spec.head_dim)
-        return torch.ones(shape, dtype=getattr(torch, spec.dtype), device=spec.device)
+        rounded = self.adapter.tolerance.get(spec.dtype)
+        dtype = getattr(torch, rounded.tensors if rounded else spec.dtype)
+        return torch.ones(shape, dtype=dtype, device=spec.device)
 
     @property
     def last(self) -> int:

@@ -9,6 +9,10 @@ from pytest_roseinfer.findings.finding import find_change
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
     from pytest_roseinfer.findings.observation import Pair, Snapshot
 
 
@@ -25,7 +29,7 @@ def arena(seen: Observation) -> Finding | None:
     )
 
 
-def _handed_out(seen: Observation, layer: int) -> set[int]:
+def handed_out(seen: Observation, layer: int) -> set[int]:
     """Find the blocks that came in this step to all who hold them now.
 
     A block that a sequence gave up may be handed out again at once, for a copy.
@@ -54,7 +58,9 @@ def _expected(seen: Observation) -> Pair | None:
     for layer in range(seen.spec.num_layers):
         slots = seen.slots(layer)
         opened = {block for block, at in slots if at == 0}
-        free_to_change = _handed_out(seen, layer) - opened
+        free_to_change = handed_out(seen, layer) - opened
+        if seen.payload.rounds_blocks:
+            free_to_change |= {block for block, _ in slots}
         if seen.operation and seen.operation.padding():
             free_to_change |= seen.declared.scratch_blocks
         for block in free_to_change:
@@ -62,7 +68,9 @@ def _expected(seen: Observation) -> Pair | None:
                 image[layer, block] = cache[layer, block]  # a copy: read-back has checked it
         if slots and written:
             blocks, positions = map(list, zip(*slots, strict=True))
-            new = seen.payload.layer(written.tokens, layer)
+            new: Sequence[torch.Tensor] = seen.payload.layer(written.tokens, layer)
+            if seen.payload.tolerance:  # the codes are the cache's own: read-back has checked them
+                new = [cache[layer][blocks, :, positions] for cache in found]
             for image, tokens in zip(expected, new, strict=True):
                 image[layer][blocks, :, positions] = tokens
     return expected

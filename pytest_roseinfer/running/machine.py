@@ -20,7 +20,7 @@ from pytest_roseinfer.adapters.cache import Ledger
 from pytest_roseinfer.adapters.standard_bad_calls import Situation, standard_bad_calls
 from pytest_roseinfer.adapters.used_again import USED_AGAIN
 from pytest_roseinfer.cases.operations.operation import Driven
-from pytest_roseinfer.cases.payload import Payload, lay_out
+from pytest_roseinfer.cases.payload import Payload, lay_out, poison
 from pytest_roseinfer.cases.weak_hash import Collisions
 from pytest_roseinfer.discover import import_all
 from pytest_roseinfer.findings.contents import Contents, contents_of
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _POISON = float("nan")
+_STORED = ("arena", "scales")
 
 import_all(invariants)
 
@@ -70,7 +71,7 @@ class Machine:
             raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
         self.attends = attends and "attend" in self.can
         self.oracle = Oracle.of(adapter_type, spec, history.texts)
-        self.payload = Payload(spec, history.finite)
+        self.payload = Payload(spec, history.finite, adapter_type.tolerance.get(spec.dtype))
         self.done: list[Operation] = []
         self.adapter = adapter_type()
         try:
@@ -103,9 +104,8 @@ class Machine:
             self.adapter.use_hash(self.collisions.hashed)
         self.seen: set[int] = set()
         """Every token that was ever to be written."""
-        if "arena" in self.can:
-            for cache in self.adapter.arena():
-                cache.fill_(_POISON)
+        for cache in self._live():
+            poison(cache)
         self.now = self.look()
         """The cache after the latest step."""
 
@@ -205,13 +205,14 @@ class Machine:
 
     def _poison_what_was_freed(self, before: Snapshot) -> None:
         """Overwrite what nobody will read of the blocks given back, in the cache and its copy."""
-        if before.arena is None or self.now.arena is None or "table" not in self.can:
+        shown = (*self._live(), *(self.now.arena or ()), *(self.now.scales or ()))
+        if not shown or "table" not in self.can:
             return
         for layer in range(self.spec.num_layers):
             kept = {*self.now.ledger(layer).cached} if "ledger" in self.can else set[int]()
             for block in before.owners(layer).keys() - self.now.owners(layer).keys() - kept:
-                for cache in (*self.adapter.arena(), *self.now.arena):
-                    cache[layer, block].fill_(_POISON)
+                for cache in shown:
+                    poison(cache[layer, block])
 
     def _ask_for_attention(self) -> Mapping[str, int]:
         answers: list[Attended] = []
@@ -286,13 +287,23 @@ class Machine:
         """Take a snapshot of the cache; without ``copies``, of its live arena."""
         read = self._reads() if reads else {}
         books = self._books()
-        arena = self.adapter.arena() if "arena" in self.can else None
-        if arena and copies:
-            arena = (arena[0].clone(), arena[1].clone())
+        arena, scales = (self._stored(name, copies) for name in _STORED)
         counts = self.adapter.path_counts() if "path_counts" in self.can else {}
         counted = Counter({str(name): times for name, times in counts.items()})
         matched = self._matched() if reads and "matched" in self.can else {}
-        return replace(books, reads=read, matched=matched, arena=arena, counts=counted)
+        return replace(
+            books, reads=read, matched=matched, arena=arena, scales=scales, counts=counted
+        )
+
+    def _stored(self, name: str, copies: bool) -> Pair | None:
+        if name not in self.can:
+            return None
+        keys, values = getattr(self.adapter, name)()
+        return (keys.clone(), values.clone()) if copies else (keys, values)
+
+    def _live(self) -> list[torch.Tensor]:
+        """List what the cache keeps its tokens in, as far as it shows that."""
+        return [each for name in _STORED for each in self._stored(name, copies=False) or ()]
 
     def _matched(self) -> dict[tuple[int, int], int | Exception]:
         """Look up every text, a little longer than any sequence and up to a block's edge."""

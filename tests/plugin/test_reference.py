@@ -22,6 +22,7 @@ from pytest_roseinfer import (
     Ledger,
     RequestMix,
     Sampling,
+    Tolerance,
     WiderSampling,
 )
 from pytest_roseinfer.adapters import cache as adapter_module
@@ -152,7 +153,7 @@ def test_standard_bad_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [CacheSpec, FastPath, Ledger, BadCall, RequestMix, Asked, Sampling]
+    "kind", [CacheSpec, FastPath, Ledger, BadCall, RequestMix, Asked, Sampling, Tolerance]
 )
 def test_fields(kind: Any) -> None:
     assert names(kind.__name__) == [each.name for each in fields(kind)]
