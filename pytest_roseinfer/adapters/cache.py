@@ -250,6 +250,14 @@ class KVCacheAdapter(Adapter):
         """
 
     @optional
+    def shards(self) -> Sequence[KVCacheAdapter]:
+        """Return the caches of all ranks, each of which keeps some of the heads.
+
+        What is offered of tables and books is rank 0's; that of the others must be the same. Poison
+        goes to their arenas, so that ``arena`` may be a copy. A ``ShardedAdapter`` has all this.
+        """
+
+    @optional
     def path_counts(self) -> Mapping[str, int]:
         """Return how often each path ran and each condition was met since ``make``."""
 

@@ -286,24 +286,29 @@ class Machine:
     def look(self, *, reads: bool = False, copies: bool = True) -> Snapshot:
         """Take a snapshot of the cache; without ``copies``, of its live arena."""
         read = self._reads() if reads else {}
-        books = self._books()
-        arena, scales = (self._stored(name, copies) for name in _STORED)
+        books = self._books(self.adapter)
+        shards = [self._books(each) for each in self._ranks()] if "shards" in self.can else ()
+        arena, scales = (_stored(self.adapter, name, copies) for name in _STORED)
         counts = self.adapter.path_counts() if "path_counts" in self.can else {}
         counted = Counter({str(name): times for name, times in counts.items()})
         matched = self._matched() if reads and "matched" in self.can else {}
         return replace(
-            books, reads=read, matched=matched, arena=arena, scales=scales, counts=counted
+            books,
+            reads=read,
+            shards=shards,
+            matched=matched,
+            arena=arena,
+            scales=scales,
+            counts=counted,
         )
-
-    def _stored(self, name: str, copies: bool) -> Pair | None:
-        if name not in self.can:
-            return None
-        keys, values = getattr(self.adapter, name)()
-        return (keys.clone(), values.clone()) if copies else (keys, values)
 
     def _live(self) -> list[torch.Tensor]:
         """List what the cache keeps its tokens in, as far as it shows that."""
-        return [each for name in _STORED for each in self._stored(name, copies=False) or ()]
+        shown = [_stored(rank, name) for rank in self._ranks() for name in _STORED]
+        return [each for pair in shown for each in pair or ()]
+
+    def _ranks(self) -> Sequence[KVCacheAdapter]:
+        return self.adapter.shards() if "shards" in self.can else [self.adapter]
 
     def _matched(self) -> dict[tuple[int, int], int | Exception]:
         """Look up every text, a little longer than any sequence and up to a block's edge."""
@@ -331,19 +336,19 @@ class Machine:
             for route in routes
         }
 
-    def _books(self) -> Snapshot:
-        adapter, layers = self.adapter, range(self.spec.num_layers)
+    def _books(self, adapter: KVCacheAdapter) -> Snapshot:
+        can, layers = adapter.abilities, range(self.spec.num_layers)
         tables, ledgers = None, []
-        if "table" in self.can:
+        if "table" in can:
             tables = {
                 (seq, layer): _asked(lambda *at: list(adapter.table(*at)), seq, layer)
                 for layer in layers
                 for seq in self.oracle.sequences
             }
-        if "ledger" in self.can:
+        if "ledger" in can:
             ledgers = [_asked(_copied, adapter.ledger, layer) for layer in layers]
         kept = {}
-        if "kept_in" in self.can:
+        if "kept_in" in can:
             kept = {seq: _asked(adapter.kept_in, seq) for seq in self.oracle.sequences}
         return Snapshot(tables=tables, kept=kept, ledgers=ledgers)
 
@@ -379,7 +384,9 @@ class Machine:
         )
 
     def fail(self, finding: Finding, also: Sequence[str] = ()) -> NoReturn:
-        divergence = Divergence(finding, self._history_so_far(), self.oracle, self._books())
+        divergence = Divergence(
+            finding, self._history_so_far(), self.oracle, self._books(self.adapter)
+        )
         if also:
             divergence.added.append("\n".join(["Bad calls like this one:", *also]))
         raise divergence from finding.cause
@@ -406,6 +413,13 @@ def _read(route: Callable[[int, int], Pair], seq: int, layer: int) -> Pair:
     keys, values = route(seq, layer)
     like = torch.contiguous_format
     return keys.clone(memory_format=like), values.clone(memory_format=like)
+
+
+def _stored(adapter: KVCacheAdapter, name: str, copies: bool = False) -> Pair | None:
+    if name not in adapter.abilities:
+        return None
+    keys, values = getattr(adapter, name)()
+    return (keys.clone(), values.clone()) if copies else (keys, values)
 
 
 def _copied(ledger: Callable[[int], Ledger], layer: int) -> Ledger:

@@ -35,6 +35,7 @@ from pytest_roseinfer.invariants.own_conditions import own_conditions
 from pytest_roseinfer.invariants.ownership import ownership
 from pytest_roseinfer.invariants.read_back import read_back
 from pytest_roseinfer.invariants.refused import refused
+from pytest_roseinfer.invariants.shards import shards
 from pytest_roseinfer.invariants.untouched import untouched
 from pytest_roseinfer.oracle import Page, Written, padding_token, token_of
 
@@ -181,6 +182,12 @@ def quantised(over: str = "token", *, token: int = 2, by: float = 0, **scaled: i
     )
 
 
+def on_ranks(**shown: Any) -> Observation:
+    """Two ranks keep the cache; the second shows something else in its books."""
+    books = observed().after
+    return after(shards=[books, replace(books, **shown)])
+
+
 WROTE_TWO = Outcome(True, {}, Written([(0, 2)], [token_of(0, 1), NEW]), Counter(rollover=1))
 QUERY = torch.linspace(-1, 1, 16).view(1, 4, 4)
 
@@ -227,6 +234,7 @@ RIGHT: dict[Callable[[Observation], Any], list[Observation]] = {
         looking_up(2, 4, match_granularity="block", match_leaves=1),
         looking_up(0, 2, match_leaves=1),
     ],
+    shards: [on_ranks(), on_ranks(ledgers=[Ledger({2: 1, 1: 1, 0: 1}, (3,), 4)])],
     untouched: [
         observed(),
         quantised(by=0.1),
@@ -250,6 +258,27 @@ WRONG: list[tuple[Callable[[Observation], Any], Observation, str]] = [
         read_back,
         quantised(by=0.1),
         "V: position 2, head 1 (1 of 6 wrong): expected sequence 0, token 2",
+    ),
+    (
+        shards,
+        on_ranks(tables={(0, 0): [0, 3], (1, 0): [1]}),
+        "rank 1, layer 0: block 1 of sequence 0 is block 3, and block 2 on rank 0",
+    ),
+    (
+        shards,
+        on_ranks(tables={(0, 0): [0], (1, 0): [1]}),
+        "rank 1, layer 0: sequence 0 has 1 blocks, and 2 on rank 0",
+    ),
+    (
+        shards,
+        on_ranks(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [], 3)]),
+        "rank 1, layer 0: there are 3 blocks, and 4 on rank 0",
+    ),
+    (shards, on_ranks(**CHANGED), "rank 1, layer 0: block 2 has 2 holders, and 1 on rank 0"),
+    (
+        shards,
+        on_ranks(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [], 4)]),
+        "rank 1, layer 0: block 3 is not free, and free on rank 0",
     ),
     (
         untouched,

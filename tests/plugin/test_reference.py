@@ -22,6 +22,7 @@ from pytest_roseinfer import (
     Ledger,
     RequestMix,
     Sampling,
+    ShardedAdapter,
     Tolerance,
     WiderSampling,
 )
@@ -157,6 +158,11 @@ def test_standard_bad_calls() -> None:
 )
 def test_fields(kind: Any) -> None:
     assert names(kind.__name__) == [each.name for each in fields(kind)]
+
+
+def test_what_a_sharded_adapter_says() -> None:
+    assert names("ShardedAdapter") == [*inspect.get_annotations(ShardedAdapter), "rank(at)"]
+    assert list(inspect.signature(ShardedAdapter.rank).parameters) == ["self", "at"]
 
 
 def test_fields_of_a_wider_sampling() -> None:
