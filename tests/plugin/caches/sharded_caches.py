@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 class PagedRanks(ShardedAdapter):
     of = PagedCache
+    head_dims = (4, 1)
+    block_sizes = (4, 1, 2)
 
 
 class TextRanks(ShardedAdapter):
@@ -30,6 +32,7 @@ class TextRanks(ShardedAdapter):
 
 class Int8Ranks(ShardedAdapter):
     of = Int8Blocks
+    head_dims = (4, 1)
 
 
 class OneBlockLess(PagedCache):
@@ -58,6 +61,8 @@ class HasFewerBlocksUnseen(ShardedAdapter):
     """S17: the same where no rank shows its books."""
 
     of = WithoutBooks
+    head_dims = (4, 1)
+    block_sizes = (4, 1, 2)
 
     def rank(self, at: int) -> KVCacheAdapter:
         return OneBlockLessWithoutBooks() if at else WithoutBooks()
