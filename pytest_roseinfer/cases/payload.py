@@ -190,7 +190,7 @@ class Payload:
         expected, _ = self._decoded(want, layer, head, known)
         found, token = self._decoded(got, layer, head, known)
         if self.tolerance and token is None and (times := times_as_large(want, got)):
-            found = f"{times:.3g} times that"
+            found = f"{times:.4g} times that"
         return Contents(head, kind, expected, found, token)
 
     def _decoded(

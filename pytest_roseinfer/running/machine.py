@@ -20,7 +20,7 @@ from pytest_roseinfer.adapters.cache import Ledger
 from pytest_roseinfer.adapters.standard_bad_calls import Situation, standard_bad_calls
 from pytest_roseinfer.adapters.used_again import USED_AGAIN
 from pytest_roseinfer.cases.operations.operation import Driven
-from pytest_roseinfer.cases.payload import Payload, lay_out, poison
+from pytest_roseinfer.cases.payload import Payload, lay_out
 from pytest_roseinfer.cases.weak_hash import Collisions
 from pytest_roseinfer.discover import import_all
 from pytest_roseinfer.findings.contents import Contents, contents_of
@@ -39,6 +39,7 @@ from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANT
 from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.busy import busy_history
+from pytest_roseinfer.running.storage import STORED, Storage
 from pytest_roseinfer.running.used_again import UsedAgain
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _POISON = float("nan")
-_STORED = ("arena", "scales")
 
 import_all(invariants)
 
@@ -104,8 +104,7 @@ class Machine:
             self.adapter.use_hash(self.collisions.hashed)
         self.seen: set[int] = set()
         """Every token that was ever to be written."""
-        for cache in self._live():
-            poison(cache)
+        self.storage = Storage(self.adapter) if self.can.intersection(STORED) else None
         self.now = self.look()
         """The cache after the latest step."""
 
@@ -205,14 +204,12 @@ class Machine:
 
     def _poison_what_was_freed(self, before: Snapshot) -> None:
         """Overwrite what nobody will read of the blocks given back, in the cache and its copy."""
-        shown = (*self._live(), *(self.now.arena or ()), *(self.now.scales or ()))
-        if not shown or "table" not in self.can:
+        if self.storage is None or "table" not in self.can:
             return
         for layer in range(self.spec.num_layers):
             kept = {*self.now.ledger(layer).cached} if "ledger" in self.can else set[int]()
             for block in before.owners(layer).keys() - self.now.owners(layer).keys() - kept:
-                for cache in shown:
-                    poison(cache[layer, block])
+                self.storage.poison(layer, block, self.now)
 
     def _ask_for_attention(self) -> Mapping[str, int]:
         answers: list[Attended] = []
@@ -287,28 +284,20 @@ class Machine:
         """Take a snapshot of the cache; without ``copies``, of its live arena."""
         read = self._reads() if reads else {}
         books = self._books(self.adapter)
-        shards = [self._books(each) for each in self._ranks()] if "shards" in self.can else ()
-        arena, scales = (_stored(self.adapter, name, copies) for name in _STORED)
+        ranks = self.adapter.shards() if "shards" in self.can else ()
+        arena, scales = self.storage.shown(copied=copies) if self.storage else (None, None)
         counts = self.adapter.path_counts() if "path_counts" in self.can else {}
         counted = Counter({str(name): times for name, times in counts.items()})
         matched = self._matched() if reads and "matched" in self.can else {}
         return replace(
             books,
             reads=read,
-            shards=shards,
+            shards=[self._books(rank) for rank in ranks],
             matched=matched,
             arena=arena,
             scales=scales,
             counts=counted,
         )
-
-    def _live(self) -> list[torch.Tensor]:
-        """List what the cache keeps its tokens in, as far as it shows that."""
-        shown = [_stored(rank, name) for rank in self._ranks() for name in _STORED]
-        return [each for pair in shown for each in pair or ()]
-
-    def _ranks(self) -> Sequence[KVCacheAdapter]:
-        return self.adapter.shards() if "shards" in self.can else [self.adapter]
 
     def _matched(self) -> dict[tuple[int, int], int | Exception]:
         """Look up every text, a little longer than any sequence and up to a block's edge."""
@@ -413,13 +402,6 @@ def _read(route: Callable[[int, int], Pair], seq: int, layer: int) -> Pair:
     keys, values = route(seq, layer)
     like = torch.contiguous_format
     return keys.clone(memory_format=like), values.clone(memory_format=like)
-
-
-def _stored(adapter: KVCacheAdapter, name: str, copies: bool = False) -> Pair | None:
-    if name not in adapter.abilities:
-        return None
-    keys, values = getattr(adapter, name)()
-    return (keys.clone(), values.clone()) if copies else (keys, values)
 
 
 def _copied(ledger: Callable[[int], Ledger], layer: int) -> Ledger:

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from pytest_roseinfer import KVCacheAdapter, Tolerance
 
 from .cut_caches import CutCache
+from .text_cache import TextCache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     from pytest_roseinfer import CacheSpec
 
     Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def encoded(new: torch.Tensor) -> Pair:
+    """Encode ``[..., head_dim]`` in bytes, with a scale for each row."""
+    scale = new.abs().amax(-1) / 127
+    return (new / scale[..., None]).round(), scale
 
 
 class Float8(CutCache):
@@ -73,9 +80,7 @@ class Int8Tokens(CutCache):
     def write_one(
         self, codes: torch.Tensor, scales: torch.Tensor, block: int, at: int, new: torch.Tensor
     ) -> None:
-        scale = new.abs().amax(-1) / 127
-        scales[:, block, :, at] = scale
-        codes[:, block, :, at] = (new / scale[..., None]).round()
+        codes[:, block, :, at], scales[:, block, :, at] = encoded(new)
 
     def peek(self, seq: int, layer: int) -> Pair:
         keys = self.read(self.keys[layer], self.key_scales[layer], self.tables[seq])
@@ -199,20 +204,6 @@ class EncodesAgain(Int8Tokens):
         scales[:, block, :, :at] *= 1.001
 
 
-RIGHT = (Float8, Int8Tokens, Int8Blocks)
-BROKEN = (
-    KeepsAnOldScale,
-    KeepsAnOldScaleUnseen,
-    ReadsTheScaleOfAnotherBlock,
-    CopiesNoScales,
-    CopiesTheScalesOfKeys,
-    ReadsOneScaleForAll,
-    WritesOneScaleForAllLayers,
-    ResetsScalesLate,
-    EncodesAgain,
-)
-
-
 class Attends(Int8Tokens):
     """It attends over what it reads back."""
 
@@ -236,3 +227,62 @@ class AttendsWithOneScale(Attends):
     def attended(self, seq: int, layer: int) -> Pair:
         keys, values = self.peek(seq, layer)
         return keys * (keys[-1:].abs().max() / keys.abs().amax((1, 2), keepdim=True)), values
+
+
+class Int8Texts(TextCache):
+    """It keeps blocks for texts, with a scale for each head of a token. It is right."""
+
+    dtypes = ("int8",)
+    tolerance: ClassVar[Mapping[str, Tolerance]] = {"int8": Tolerance(1 / 250)}
+    head_dims = (4, 1)
+    block_sizes = (4, 1, 2)
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        self.key_scales = torch.zeros(self.keys.shape[:-1])
+        self.value_scales = torch.zeros(self.keys.shape[:-1])
+
+    def scales(self) -> Pair:
+        return self.key_scales, self.value_scales
+
+    def write(self, seq: int, said: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        """Each token gets its codes where it gets its scale: behind those that are there."""
+        for at, token in enumerate(said):
+            size, so_far = self.spec.block_size, len(self.said.get(seq, ()))
+            codes, scales = zip(*(encoded(new[:, at]) for new in (key, value)), strict=True)
+            super().write(seq, [token], codes[0][:, None], codes[1][:, None])
+            block = self.tables[seq][so_far // size]
+            for own, scale in zip(self.scales(), scales, strict=True):
+                own[:, block, :, so_far % size] = scale
+
+    def peek(self, seq: int, layer: int) -> Pair:
+        table, length = self.tables[seq], len(self.said[seq])
+        keys, values = (
+            (codes[layer, table] * scales[layer, table][..., None]).transpose(1, 2).flatten(0, 1)
+            for codes, scales in zip(self.arena(), self.scales(), strict=True)
+        )
+        return keys[:length], values[:length]
+
+
+class ResetsScalesOfCachedBlocks(Int8Texts):
+    """The scales of a block are reset when nobody holds it, though a text may find it again."""
+
+    def drop(self, block: int) -> None:
+        super().drop(block)
+        if not self.holders[block]:
+            self.key_scales[:, block] = 1
+
+
+RIGHT = (Float8, Int8Tokens, Int8Blocks, Int8Texts)
+BROKEN = (
+    KeepsAnOldScale,
+    KeepsAnOldScaleUnseen,
+    ReadsTheScaleOfAnotherBlock,
+    CopiesNoScales,
+    CopiesTheScalesOfKeys,
+    ReadsOneScaleForAll,
+    WritesOneScaleForAllLayers,
+    ResetsScalesLate,
+    EncodesAgain,
+    ResetsScalesOfCachedBlocks,
+)
