@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 
-@invariant(rank=4, after=(OPERATION, ATTENTION, BAD_CALL))
+@invariant(rank=4, needs=("tolerance",), after=(OPERATION, ATTENTION, BAD_CALL))
 def untouched(seen: Observation) -> Finding | None:
-    if seen.payload.tolerance is None:
-        return None
     return _changed_reads(seen) or _changed_scales(seen)
 
 

@@ -66,12 +66,13 @@ class Machine:
     ) -> None:
         self.history = history
         self.spec = spec = history.spec
-        self.can = adapter_type.abilities
+        tolerance = adapter_type.tolerance.get(spec.dtype)
+        self.can = adapter_type.abilities | ({"tolerance"} if tolerance else set())
         if lacking := {need for step in history.operations for need in step.needs} - self.can:
             raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
         self.attends = attends and "attend" in self.can
         self.oracle = Oracle.of(adapter_type, spec, history.texts)
-        self.payload = Payload(spec, history.finite, adapter_type.tolerance.get(spec.dtype))
+        self.payload = Payload(spec, history.finite, tolerance)
         self.done: list[Operation] = []
         self.adapter = adapter_type()
         try:

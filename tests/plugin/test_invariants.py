@@ -236,7 +236,6 @@ RIGHT: dict[Callable[[Observation], Any], list[Observation]] = {
     ],
     shards: [on_ranks(), on_ranks(ledgers=[Ledger({2: 1, 1: 1, 0: 1}, (3,), 4)])],
     untouched: [
-        observed(),
         quantised(by=0.1),
         quantised("block", block=2, position=1),
         replace(quantised("block", token=0, by=0.001), outcome=WROTE_TWO),

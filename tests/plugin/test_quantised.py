@@ -27,7 +27,9 @@ from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.payload import Payload
 from pytest_roseinfer.cases.strategies import histories
 from pytest_roseinfer.oracle import token_of
+from pytest_roseinfer.running.machine import Machine
 from tests.plugin.caches import quantised_caches
+from tests.plugin.caches.cut_caches import CutCache
 from tests.plugin.caches.quantised_caches import (
     Attends,
     AttendsWithOneScale,
@@ -118,6 +120,15 @@ def test_a_failure_says_how_much_too_large_it_is() -> None:
     two_layers = History(replace(SPEC, num_layers=2), tuple(appends(1)))
     with pytest.raises(Divergence, match=r"found [\d.]+ times that"):
         run_history(WritesOneScaleForAllLayers, two_layers)
+
+
+def test_what_is_untouched_is_checked_of_quantised_caches_alone() -> None:
+    checked = {}
+    for cache, dtype in ((Int8Tokens, "int8"), (CutCache, "float32")):
+        machine = Machine(cache, History(replace(SPEC, dtype=dtype), tuple(appends(2))))
+        machine.run()
+        checked[cache] = machine.checked["untouched"]
+    assert checked == {Int8Tokens: 2, CutCache: 0}
 
 
 def test_attention_is_held_to_what_is_read() -> None:
