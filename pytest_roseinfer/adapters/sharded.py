@@ -41,14 +41,27 @@ class ShardedAdapter(KVCacheAdapter):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if not hasattr(cls, "of"):
             raise TypeError(f"{cls.__name__}.of must name the adapter of one rank's cache")
-        for name in get_annotations(KVCacheAdapter).keys() - {*_LEFT_OUT, *vars(cls)}:
-            setattr(cls, name, getattr(cls.of, name))
-        cls.head_counts = tuple(count * cls.ranks for count in cls.of.head_counts)
-        # Several handles are handed out as one list, which is a new one each time.
-        cls.conditions = [name for name in cls.of.conditions if name != "handle_used_again"]
-        for name in cls.of.abilities & _OFFERED.keys() - vars(cls).keys():
-            setattr(cls, name, _OFFERED[name])
+        if vars(cls).keys() & {"of", "ranks"}:
+            for name, value in cls._taken_over().items():
+                if name not in vars(cls):
+                    setattr(cls, name, value)
+        if any(count % cls.ranks for count in cls.head_counts):
+            raise TypeError(
+                f"{cls.__name__}.head_counts must be multiples of its {cls.ranks} ranks"
+            )
         super().__init_subclass__(**kwargs)
+
+    @classmethod
+    def _taken_over(cls) -> Mapping[str, Any]:
+        """What the adapter of one rank says, as it is for all, and the methods it defines."""
+        said = get_annotations(KVCacheAdapter).keys() - _LEFT_TO_ONE_RANK
+        return {
+            **{name: getattr(cls.of, name) for name in said},
+            "head_counts": tuple(count * cls.ranks for count in cls.of.head_counts),
+            # Several handles are handed out as one list, which is a new one each time.
+            "conditions": [name for name in cls.of.conditions if name != "handle_used_again"],
+            **{name: _OFFERED[name] for name in cls.of.abilities & _OFFERED.keys()},
+        }
 
     def rank(self, at: int) -> KVCacheAdapter:  # noqa: ARG002
         """Return a rank's cache, which is not made yet. Replace this if it must know its rank."""
@@ -169,7 +182,7 @@ def _stored(name: str) -> Callable[..., Pair]:
     return stored
 
 
-_LEFT_OUT = ("head_counts", "conditions", "standard_bad_calls", "bad_call_errors")
+_LEFT_TO_ONE_RANK = {"standard_bad_calls", "bad_call_errors"}
 _KINDS: Mapping[Callable[[str], Callable[..., Any]], Sequence[str]] = {
     _writes: ("append_many", "append_padded", "prefill"),
     _same: (

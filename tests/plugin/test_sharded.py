@@ -51,7 +51,7 @@ def drawn(adapter: type[KVCacheAdapter], examples: int, number: int) -> None:
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("cache", sharded_caches.RIGHT)
 def test_ranks_that_do_the_same_pass(cache: type[KVCacheAdapter]) -> None:
-    settings.set_current(settings.Settings(examples=6, steps=10, seed=1))
+    settings.set_current(settings.Settings(examples=4, steps=10, seed=1))
     conformance(cache)().test_histories()
 
 
@@ -112,6 +112,14 @@ def test_all_must_be_refused_or_none() -> None:
     run_history(sharded_caches.PagedRanks, History(spec, (Append((0, 1)), Append((2,)))))
     with pytest.raises(Divergence, match="RanksDisagree: rank 1 raised CacheFull: no"):
         run_history(sharded_caches.RefusesAlone, History(spec, (Append((0, 1)),)))
+
+
+def test_what_a_class_says_itself_is_not_taken_over() -> None:
+    assert RoseinferRanks.head_counts == (2, 4)
+    assert sharded_caches.RefusesAlone.head_dims == sharded_caches.PagedRanks.head_dims == (4, 1)
+    said = {"of": PagedCache, "ranks": 3, "head_counts": (3, 4)}
+    with pytest.raises(TypeError, match=r"Ranks.head_counts must be multiples of its 3 ranks"):
+        type("Ranks", (ShardedAdapter,), said)
 
 
 def test_the_adapter_of_one_rank_must_be_named() -> None:

@@ -134,7 +134,7 @@ BROKEN = {
     HasFewerBlocks: "rank 1, layer 0: there are ",
     HasFewerBlocksUnseen: "rank 1 raised CacheFull",
     RefusesAlone: "1 of 2 ranks raised nothing",
-    FreesInAnotherOrder: "rank 1, layer 0: block 0 of sequence ",
+    FreesInAnotherOrder: "rank 1, layer 0: block ",
     EvictsInAnotherOrder: "rank 2, layer 0: block ",
     KeepsOneBuffer: "peek: sequence ",
     WritesTheHeadsOfAnother: "peek: sequence ",
