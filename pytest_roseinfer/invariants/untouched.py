@@ -90,7 +90,8 @@ def _allow(seen: Observation, layer: int, wrong: torch.Tensor) -> None:
         free_to_change |= seen.declared.scratch_blocks
     wrong[list(free_to_change)] = False
     for block, position in seen.slots(layer):
-        if wrong.ndim == 2 or seen.payload.rounds_blocks:
+        # Of a block that room was reserved in, all scales may be reset with the first token.
+        if position == 0 or wrong.ndim == 2 or seen.payload.rounds_blocks:
             wrong[block] = False
         else:
             wrong[block, :, position] = False
