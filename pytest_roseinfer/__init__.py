@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.mix import RequestMix as RequestMix
     from pytest_roseinfer.adapters.mix import Sampling as Sampling
     from pytest_roseinfer.adapters.mix import WiderSampling as WiderSampling
+    from pytest_roseinfer.adapters.sharded import ShardedAdapter as ShardedAdapter
+    from pytest_roseinfer.adapters.tolerance import Tolerance as Tolerance
     from pytest_roseinfer.cases.history import History as History
     from pytest_roseinfer.engines.run import MixDivergence as MixDivergence
     from pytest_roseinfer.engines.run import run_forks as run_forks
@@ -56,6 +58,8 @@ _NAMES = {
     "adapters.engine": ("EngineAdapter",),
     "adapters.fast_path": ("FastPath",),
     "adapters.mix": ("Asked", "RequestMix", "Sampling", "WiderSampling"),
+    "adapters.sharded": ("ShardedAdapter",),
+    "adapters.tolerance": ("Tolerance",),
     "cases.history": ("History",),
     "engines.run": ("MixDivergence", "run_forks", "run_mix"),
     "findings.divergence": ("Divergence",),

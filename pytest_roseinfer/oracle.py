@@ -37,6 +37,15 @@ def token_of(seq: int, position: int, life: int = 0) -> int:
     return (life * _NAMES + seq) * _POSITIONS + position
 
 
+def page_number(token: int, block_size: int) -> int:
+    """Number the page that a token was written to: tokens of one sequence and page have the same.
+
+    That is as long as the sequence is not cut.
+    """
+    wrote, position = divmod(token, _POSITIONS)
+    return wrote * _POSITIONS + position // block_size
+
+
 def padding_token(row: int) -> int:
     """Number the token that a padding row writes, which belongs in no sequence."""
     return token_of(_PADDING_SEQUENCE, row)
@@ -77,6 +86,12 @@ class Page:
 
     tokens: list[int]
     holders: int = 1
+    cut: list[int] = field(default_factory=list)
+    """Tokens that stood there before a sequence was cut, or on the page that this one copies."""
+
+    def copied(self, seen: Sequence[int]) -> Page:
+        """Return a copy for a sequence that sees so much of it."""
+        return Page(list(seen), cut=[*self.cut, *self.tokens[len(seen) :]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,8 +359,9 @@ class Oracle:
         del self.unseen[seq]
         if last.holders > 1:
             last.holders -= 1
-            pages[-1] = Page(list(seen))
+            pages[-1] = last.copied(seen)
         else:
+            last.cut += last.tokens[len(seen) :]
             last.tokens = seen
 
     def fork(self, parent: int, child: int) -> None:
@@ -354,7 +370,7 @@ class Oracle:
         for at, page in enumerate(self.sequences[parent]):
             shared = self.shares(parent, at)
             page.holders += shared
-            own.append(page if shared else Page(list(self.tokens_on(parent, at))))
+            own.append(page if shared else page.copied(self.tokens_on(parent, at)))
             if shared and at == len(self.sequences[parent]) - 1:
                 self.unseen[child] = self.unseen[parent]
         self.sequences[child] = own
@@ -372,7 +388,7 @@ class Oracle:
         for seq, blocks in tables.items():
             own = self.sequences[seq]
             for at, block in enumerate(blocks):
-                own[at] = pages.setdefault(block, Page(own[at].tokens, holders=0))
+                own[at] = pages.setdefault(block, Page(own[at].tokens, 0, own[at].cut))
                 own[at].holders += 1
 
     def fork_fits(self, parent: int) -> bool:

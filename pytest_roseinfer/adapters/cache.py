@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_roseinfer.adapters.fast_path import FastPath
+    from pytest_roseinfer.adapters.tolerance import Tolerance
 
 
 class CacheFull(Exception):
@@ -31,6 +32,7 @@ class CacheSpec:
     num_blocks: int = 8
     """Blocks that sequences may use, in each layer; in all, where layers share a pool."""
     dtype: str = "float32"
+    """The name of a torch dtype, or one from the adapter's ``tolerance``."""
     device: str = "cpu"
     options: Mapping[str, Any] = field(default_factory=dict)
     """Switches of the cache under test, drawn from the adapter's ``option_choices``."""
@@ -125,6 +127,9 @@ class KVCacheAdapter(Adapter):
     """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
     """Dtypes the cache can be built with."""
+    tolerance: ClassVar[Mapping[str, Tolerance]] = {}
+    """For each of ``dtypes`` that is quantised, under any name: how far what is read back may be
+    off. All else must come back bit for bit."""
     head_counts: ClassVar[Sequence[int]] = (1, 2, 3, 40)
     """Numbers of KV heads the cache can be built with, drawn for ``spec.num_heads``."""
     head_dims: ClassVar[Sequence[int]] = (4, 1, 5, 8, 64, 80, 96, 128, 256)
@@ -298,6 +303,23 @@ class KVCacheAdapter(Adapter):
     @optional
     def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``[layers, blocks, heads, block_size, head_dim]`` views of the live storage."""
+
+    @optional
+    def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return live views of a quantised cache's scales, those of keys and those of values.
+
+        They are ``[layers, blocks, heads, block_size]``, or ``[layers, blocks, heads]`` where all
+        tokens of a block have one scale; where all heads have one, ``heads`` is 1. Those of a block
+        that nobody holds become NaN: leave this out if they are reset when a block is freed.
+        """
+
+    @optional
+    def shards(self) -> Sequence[KVCacheAdapter]:
+        """Return the caches of all ranks, each of which keeps some of the heads.
+
+        What is offered of tables and books is rank 0's; that of the others must be the same. Poison
+        goes to their arenas, so that ``arena`` may be a copy. A ``ShardedAdapter`` has all this.
+        """
 
     @optional
     def path_counts(self) -> Mapping[str, int]:

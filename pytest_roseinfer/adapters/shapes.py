@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pytest_roseinfer.adapters.tolerance import MOST, OVER, Tolerance
+
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
 
@@ -34,8 +36,24 @@ def refuse_shapes(adapter: type[KVCacheAdapter]) -> None:
     for name, (is_right, example) in _RIGHT.items():
         said = getattr(adapter, name)
         listed = isinstance(said, Sequence) and not isinstance(said, str)
-        if not (listed and said and all(map(is_right, said))):
+        named = adapter.tolerance if name == "dtypes" else ()
+        if not (listed and said and all(value in named or is_right(value) for value in said)):
             raise TypeError(
                 f"{adapter.__name__}.{name} is {said!r}: list what the cache can be built with, "
                 f"the usual first: {example}"
+            )
+
+
+def refuse_tolerance(adapter: type[KVCacheAdapter]) -> None:
+    """Raise ``TypeError`` for a tolerance that makes no sense."""
+    for name, said in adapter.tolerance.items():
+        if not isinstance(said, Tolerance):
+            raise TypeError(
+                f"{adapter.__name__}.tolerance[{name!r}] is {said!r}: write Tolerance(1 / 250)"
+            )
+        if not (0 < said.of_greatest < MOST and said.over in OVER and _is_dtype(said.tensors)):
+            raise TypeError(
+                f"{adapter.__name__}.tolerance[{name!r}] is {said}: of_greatest lies between 0 and "
+                f"{MOST}, over is {' or '.join(map(repr, OVER))}, and tensors is the name of a "
+                "torch dtype"
             )

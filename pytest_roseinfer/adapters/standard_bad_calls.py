@@ -48,7 +48,9 @@ class Situation:
     def tokens(self, rows: int) -> torch.Tensor:
         spec = self.spec
         shape = (spec.num_layers, rows, spec.num_heads, spec.head_dim)
-        return torch.ones(shape, dtype=getattr(torch, spec.dtype), device=spec.device)
+        rounded = self.adapter.tolerance.get(spec.dtype)
+        dtype = getattr(torch, rounded.tensors if rounded else spec.dtype)
+        return torch.ones(shape, dtype=dtype, device=spec.device)
 
     @property
     def last(self) -> int:
@@ -271,7 +273,8 @@ def gather_blocks_past_the_end(at: Situation) -> Iterator[_Call]:
     # Behind the end of a sequence that was cut, its last block may hold tokens of another.
     whole = (seq for seq in reversed(at.live) if not at.oracle.unseen[seq])
     for seq in islice(filter(at.oracle.length, whole), 1):
-        gather = partial(at.adapter.gather_blocks, at.last, at.adapter.table(seq, at.last))
+        table = [block for block in at.adapter.table(seq, at.last) if block is not None]
+        gather = partial(at.adapter.gather_blocks, at.last, table)
         more = at.oracle.length(seq) + 1
         yield "gather_blocks of one token more than is stored", partial(gather, more)
         yield "gather_blocks of -1 tokens", partial(gather, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
-from pytest_roseinfer.adapters.shapes import refuse_shapes
+from pytest_roseinfer.adapters.shapes import refuse_shapes, refuse_tolerance
 from pytest_roseinfer.adapters.standard_bad_calls import STANDARD_BAD_CALLS
 from pytest_roseinfer.adapters.used_again import refuse_what_is_not_shown
 from pytest_roseinfer.adapters.windows import refuse_windows
@@ -32,6 +32,7 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
         if method in adapter.abilities and not adapter.defines(other):
             raise TypeError(f"{name} defines {method} and must then define {other} too")
     if issubclass(adapter, KVCacheAdapter):
+        refuse_tolerance(adapter)
         refuse_shapes(adapter)
         refuse_what_is_not_shown(adapter)
         refuse_windows(adapter)

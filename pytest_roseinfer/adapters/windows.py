@@ -26,8 +26,11 @@ def refuse_windows(adapter: type[KVCacheAdapter]) -> None:
             raise TypeError(f"{name}.{attribute} is {said!r}, and must be {known}")
     if not groups:
         return
-    if "texts" in adapter.abilities:
-        raise TypeError(f"{name} defines texts, which cannot be judged with windows yet")
+    for method in ("texts", "preempt", "swap_out"):
+        if method in adapter.abilities:
+            raise TypeError(f"{name} defines {method}, which cannot be judged with windows yet")
+    if adapter.tolerance:
+        raise TypeError(f"{name} has a tolerance, which cannot be judged with windows yet")
     if adapter.row_conditions:
         raise TypeError(f"{name} has row_conditions, whose counts differ from window to window")
     needs_prefill = adapter.window_gives_back == "next write" and "fork" in adapter.abilities

@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_roseinfer.oracle import token_words
+from pytest_roseinfer.cases.coarse import coarse, times_as_large
+from pytest_roseinfer.oracle import page_number, token_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pytest_roseinfer.adapters.cache import CacheSpec
+    from pytest_roseinfer.adapters.tolerance import Tolerance
 
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x2545F4914F6CDD1D
 _MIX = 0x1B873593CC9E2D51
+_NO_ELEMENT = 65535
+"""In the place of an element, for numbers that all elements of a token share."""
 
 VIEWS = ("plain", "fused", "transposed", "strided")
 """Names for ``lay_out`` that change strides alone."""
@@ -50,6 +54,15 @@ def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """View memory as integers, so that NaNs compare and -0.0 differs from 0.0."""
     return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Overwrite what nobody will read: with NaN, or with codes at the end of their range."""
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    else:
+        codes = torch.iinfo(tensor.dtype)
+        tensor.fill_(codes.min or codes.max)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -94,6 +107,8 @@ class Payload:
     spec: CacheSpec
     finite: bool = True
     """Numbers of moderate size. Off: any bit pattern, NaN payloads and infinities too."""
+    tolerance: Tolerance | None = None
+    """How far what is read back may be off. With it, numbers are of moderate size in any case."""
     _known: torch.Tensor | None = field(default=None, init=False, repr=False)
     """Tokens coded so far, ``[2, layers, tokens, heads, head_dim]``."""
     _place: dict[int, int] = field(default_factory=dict, init=False, repr=False)
@@ -101,8 +116,17 @@ class Payload:
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.spec.dtype)
+        name = self.tolerance.tensors if self.tolerance else self.spec.dtype
+        dtype: torch.dtype = getattr(torch, name)
         return dtype
+
+    @property
+    def rounds_blocks(self) -> bool:
+        """A token may change as others come into its block, which has one scale."""
+        return self.tolerance is not None and self.tolerance.over == "block"
+
+    def __post_init__(self) -> None:
+        self.finite = self.finite or self.tolerance is not None
 
     def layer(self, tokens: Sequence[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Code keys and values in one layer, ``[tokens, heads, head_dim]``."""
@@ -125,13 +149,21 @@ class Payload:
     def _coded(self, tokens: Sequence[int], layers: Iterable[int]) -> torch.Tensor:
         heads, device = (self.spec.num_heads, self.spec.head_dim), self.spec.device
         inner = torch.arange(math.prod(heads), device=device).view(heads)
-        token = torch.tensor(tokens, dtype=torch.int64, device=device).view(-1, 1, 1)
         layer = torch.tensor(list(layers), device=device).view(-1, 1, 1, 1)
         kind = torch.arange(2, device=device).view(-1, 1, 1, 1, 1)
-        code = ((token * 64 + layer) * 2 + kind) * 65536 + inner
-        code = (code + 1) * _ODD
-        code = (code ^ ((code >> 29) & 0x7FFFFFFFF)) * _MIX
-        bits = (code >> 24).to(_INTEGER_OF_SIZE[self.dtype.itemsize])
+
+        def scrambled(numbers: Sequence[int], inner: torch.Tensor | int) -> torch.Tensor:
+            number = torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, 1, 1)
+            code = ((number * 64 + layer) * 2 + kind) * 65536 + inner
+            code = (code + 1) * _ODD
+            return ((code ^ ((code >> 29) & 0x7FFFFFFFF)) * _MIX) >> 24
+
+        if self.tolerance:
+            pages = [page_number(token, self.spec.block_size) for token in tokens]
+            by_token, by_page = scrambled(tokens, _NO_ELEMENT), scrambled(pages, _NO_ELEMENT)
+            found = coarse(scrambled(tokens, inner), by_token, by_page, self.tolerance.over)
+            return found.to(self.dtype)
+        bits = scrambled(tokens, inner).to(_INTEGER_OF_SIZE[self.dtype.itemsize])
         if self.finite:
             low, high = _exponent_bits(self.dtype)
             bits = (bits & ~high) | low
@@ -157,21 +189,35 @@ class Payload:
         """Put two rows ``[head_dim]`` in words, as far as ``known`` tokens explain them."""
         expected, _ = self._decoded(want, layer, head, known)
         found, token = self._decoded(got, layer, head, known)
+        if self.tolerance and token is None and (times := times_as_large(want, got)):
+            found = f"{times:.4g} times that"
         return Contents(head, kind, expected, found, token)
 
     def _decoded(
         self, row: torch.Tensor, layer: int, head: int, tokens: Sequence[int]
     ) -> tuple[str, int | None]:
         """Say where a row of bits belongs; the layer and head it was found in come first."""
+        if row.dtype != self.dtype:
+            return f"the codes {row.tolist()[:4]}...", None
         layers = [layer, *(other for other in range(self.spec.num_layers) if other != layer)]
-        for token in tokens:
-            coded = as_bits(self._coded([token], layers))
-            if hit := (coded == as_bits(row)).all(-1).nonzero().tolist():
-                kind, layer_at, _, head_at = min(hit, key=lambda at: (at[1], at[3] != head))
-                where = f"layer {layers[layer_at]}, head {head_at}, {'KV'[kind]}"
-                return f"{token_words(token)}, {where}", token
+        for alike in (_equal, self._near) if self.tolerance else (_equal,):
+            for token in tokens:
+                coded = self._coded([token], layers)
+                if hit := alike(coded, row).all(-1).nonzero().tolist():
+                    kind, layer_at, _, head_at = min(hit, key=lambda at: (at[1], at[3] != head))
+                    where = f"layer {layers[layer_at]}, head {head_at}, {'KV'[kind]}"
+                    return f"{token_words(token)}, {where}", token
         if not as_bits(row).any():
             return "zeros", None
         if same_bits(row, torch.full_like(row, float("nan"))):
             return "poison", None
         return f"bits no token has ({row.tolist()[:4]}...)", None
+
+    def _near(self, coded: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        assert self.tolerance
+        limit = coded.abs().amax((-1, -2), keepdim=True) * self.tolerance.of_greatest
+        return (row - coded).abs() <= limit
+
+
+def _equal(coded: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    return as_bits(coded) == as_bits(row)

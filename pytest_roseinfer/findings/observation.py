@@ -55,9 +55,12 @@ class Snapshot:
     """The slot or list of each sequence."""
     ledgers: Sequence[Ledger | Exception] = ()
     """By layer."""
+    shards: Sequence[Snapshot] = ()
+    """The tables and ledgers of each rank."""
     matched: Mapping[tuple[int, int], int | Exception] = field(default_factory=dict)
     """How many tokens of a text the cache finds, by text and by how many it was asked for."""
     arena: Pair | None = None
+    scales: Pair | None = None
     counts: Counter[str] = field(default_factory=Counter)
     """How often each path ran and each condition was met so far."""
 

@@ -10,6 +10,10 @@ from pytest_roseinfer.findings.finding import find_change
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
     from pytest_roseinfer.findings.observation import Pair, Snapshot
 
 
@@ -26,7 +30,7 @@ def arena(seen: Observation) -> Finding | None:
     )
 
 
-def _handed_out(seen: Observation, layer: int) -> set[int]:
+def handed_out(seen: Observation, layer: int) -> set[int]:
     """Find the blocks that came in this step to all who hold them now.
 
     A block that a sequence gave up may be handed out again at once, for a copy.
@@ -61,7 +65,7 @@ def _copied_back(seen: Observation, layer: int) -> set[int]:
     if seen.operation:
         coming += seen.operation.brings_back()
     tables = seen.after.tables_of(layer)
-    return {block for seq in coming for block in tables[seq]}
+    return {block for seq in coming for block in tables[seq] if block is not None}
 
 
 def _expected(seen: Observation) -> Pair | None:
@@ -76,10 +80,12 @@ def _expected(seen: Observation) -> Pair | None:
         slots = seen.slots(layer)
         opened = {block for block, at in slots if at == 0}
         free_to_change = (
-            _handed_out(seen, layer) - opened
+            handed_out(seen, layer) - opened
             | _copied_back(seen, layer)
             | _out_of_windows(seen, layer)
         )
+        if seen.payload.rounds_blocks:
+            free_to_change |= {block for block, _ in slots if block is not None}
         if seen.operation and seen.operation.padding():
             free_to_change |= seen.declared.scratch_blocks
         for block in free_to_change:
@@ -88,7 +94,9 @@ def _expected(seen: Observation) -> Pair | None:
         if slots and written:
             rows = [row for row, (block, _) in enumerate(slots) if block is not None]
             blocks, positions = [slots[row][0] for row in rows], [slots[row][1] for row in rows]
-            new = seen.payload.layer(written.tokens, layer)
+            new: Sequence[torch.Tensor] = seen.payload.layer(written.tokens, layer)
+            if seen.payload.tolerance:  # the codes are the cache's own: read-back has checked them
+                new = [cache[layer][blocks, :, positions] for cache in found]
             for image, tokens in zip(expected, new, strict=True):
                 image[layer][blocks, :, positions] = tokens[rows]
     return expected

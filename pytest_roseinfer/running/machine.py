@@ -38,6 +38,7 @@ from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANT
 from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.busy import busy_history
+from pytest_roseinfer.running.storage import STORED, Storage
 from pytest_roseinfer.running.used_again import UsedAgain
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 
@@ -64,12 +65,14 @@ class Machine:
     ) -> None:
         self.history = history
         self.spec = spec = history.spec
-        self.can = adapter_type.abilities | {"windows"} if spec.windows else adapter_type.abilities
+        tolerance = adapter_type.tolerance.get(spec.dtype)
+        more = {name for name, has in (("tolerance", tolerance), ("windows", spec.windows)) if has}
+        self.can = adapter_type.abilities | more
         if lacking := {need for step in history.operations for need in step.needs} - self.can:
             raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
         self.attends = attends and "attend" in self.can
         self.oracle = Oracle.of(adapter_type, spec, history.texts)
-        self.payload = Payload(spec, history.finite)
+        self.payload = Payload(spec, history.finite, tolerance)
         self.done: list[Operation] = []
         self.adapter = adapter_type()
         try:
@@ -102,9 +105,7 @@ class Machine:
             self.adapter.use_hash(self.collisions.hashed)
         self.seen: set[int] = set()
         """Every token that was ever to be written."""
-        if "arena" in self.can:
-            for cache in self.adapter.arena():
-                cache.fill_(_POISON)
+        self.storage = Storage(self.adapter) if self.can.intersection(STORED) else None
         self.now = self.look()
         """The cache after the latest step."""
 
@@ -209,13 +210,12 @@ class Machine:
 
     def _poison_what_was_freed(self, before: Snapshot) -> None:
         """Overwrite what nobody will read of the blocks given back, in the cache and its copy."""
-        if before.arena is None or self.now.arena is None or "table" not in self.can:
+        if self.storage is None or "table" not in self.can:
             return
         for layer in range(self.spec.num_layers):
             kept = {*self.now.ledger(layer).cached} if "ledger" in self.can else set[int]()
             for block in before.owners(layer).keys() - self.now.owners(layer).keys() - kept:
-                for cache in (*self.adapter.arena(), *self.now.arena):
-                    cache[layer, block].fill_(_POISON)
+                self.storage.poison(layer, block, self.now)
 
     def _ask_for_attention(self) -> Mapping[str, int]:
         answers: list[Attended] = []
@@ -289,14 +289,21 @@ class Machine:
     def look(self, *, reads: bool = False, copies: bool = True) -> Snapshot:
         """Take a snapshot of the cache; without ``copies``, of its live arena."""
         read = self._reads() if reads else {}
-        books = self._books()
-        arena = self.adapter.arena() if "arena" in self.can else None
-        if arena and copies:
-            arena = (arena[0].clone(), arena[1].clone())
+        books = self._books(self.adapter)
+        ranks = self.adapter.shards() if "shards" in self.can else ()
+        arena, scales = self.storage.shown(copied=copies) if self.storage else (None, None)
         counts = self.adapter.path_counts() if "path_counts" in self.can else {}
         counted = Counter({str(name): times for name, times in counts.items()})
         matched = self._matched() if reads and "matched" in self.can else {}
-        return replace(books, reads=read, matched=matched, arena=arena, counts=counted)
+        return replace(
+            books,
+            reads=read,
+            shards=[self._books(rank) for rank in ranks],
+            matched=matched,
+            arena=arena,
+            scales=scales,
+            counts=counted,
+        )
 
     def _matched(self) -> dict[tuple[int, int], int | Exception]:
         """Look up every text, a little longer than any sequence and up to a block's edge."""
@@ -324,19 +331,19 @@ class Machine:
             for route in routes
         }
 
-    def _books(self) -> Snapshot:
-        adapter, layers = self.adapter, range(self.spec.num_layers)
+    def _books(self, adapter: KVCacheAdapter) -> Snapshot:
+        can, layers = adapter.abilities, range(self.spec.num_layers)
         tables, ledgers = None, []
-        if "table" in self.can:
+        if "table" in can:
             tables = {
                 (seq, layer): _asked(lambda *at: list(adapter.table(*at)), seq, layer)
                 for layer in layers
                 for seq in self.oracle.sequences
             }
-        if "ledger" in self.can:
+        if "ledger" in can:
             ledgers = [_asked(_copied, adapter.ledger, layer) for layer in layers]
         kept = {}
-        if "kept_in" in self.can:
+        if "kept_in" in can:
             kept = {seq: _asked(adapter.kept_in, seq) for seq in self.oracle.readable}
         return Snapshot(tables=tables, kept=kept, ledgers=ledgers)
 
@@ -372,7 +379,9 @@ class Machine:
         )
 
     def fail(self, finding: Finding, also: Sequence[str] = ()) -> NoReturn:
-        divergence = Divergence(finding, self._history_so_far(), self.oracle, self._books())
+        divergence = Divergence(
+            finding, self._history_so_far(), self.oracle, self._books(self.adapter)
+        )
         if also:
             divergence.added.append("\n".join(["Bad calls like this one:", *also]))
         raise divergence from finding.cause

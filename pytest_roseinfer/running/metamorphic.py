@@ -129,6 +129,8 @@ def _check_alike(
 
 
 def _compare(one: Machine, other: Machine, difference: str) -> None:
+    if one.payload.tolerance:
+        return  # each is as near to what was written as it must be, and they need be no nearer
     for seq in one.oracle.readable:
         for layer in range(one.spec.num_layers):
             pairs = zip(one.adapter.peek(seq, layer), other.adapter.peek(seq, layer), strict=True)
@@ -140,7 +142,7 @@ def _compare(one: Machine, other: Machine, difference: str) -> None:
 def _compare_arenas(one: Machine, other: Machine, difference: str) -> None:
     scratch = list(one.adapter.scratch_blocks)
     expected, found = one.look().arena, other.look(copies=False)
-    if expected is None or found.arena is None:
+    if expected is None or found.arena is None or one.payload.tolerance:
         return
     for was, now in zip(expected, found.arena, strict=True):
         was[:, scratch] = now[:, scratch]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pytest_roseinfer import BadCall, CacheSpec, FastPath, Ledger, Oracle
+from pytest_roseinfer import BadCall, CacheSpec, FastPath, Ledger, Oracle, Tolerance
 from pytest_roseinfer.away import Stage
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.append_padded import AppendPadded
@@ -36,7 +36,9 @@ from pytest_roseinfer.invariants.own_conditions import own_conditions
 from pytest_roseinfer.invariants.ownership import ownership
 from pytest_roseinfer.invariants.read_back import read_back
 from pytest_roseinfer.invariants.refused import refused
+from pytest_roseinfer.invariants.shards import shards
 from pytest_roseinfer.invariants.swap_space import swap_space
+from pytest_roseinfer.invariants.untouched import untouched
 from pytest_roseinfer.invariants.windows import windows
 from pytest_roseinfer.oracle import Page, Written, padding_token, token_of
 from pytest_roseinfer.windows import Windows
@@ -180,6 +182,32 @@ def cached(*, value: int) -> Observation:
     return replace(seen, before=before, declared=replace(DECLARED, sharing="equal prefixes"))
 
 
+def quantised(over: str = "token", *, token: int = 2, by: float = 0, **scaled: int) -> Observation:
+    """A quantised cache reads back one token of sequence 0 as it was not before, and a scale too.
+
+    Such a token is off by a part of its greatest value.
+    """
+    seen = replace(observed(), payload=Payload(SPEC, tolerance=Tolerance(1 / 250, over)))
+    was = seen.payload.layer(seen.oracle.tokens(0), 0)
+    now = was[0].clone(), was[1].clone()
+    now[1][token, 1] += by * now[1][token].abs().max()
+    old, new = torch.ones(1, 4, 2, 2), torch.ones(1, 4, 2, 2)
+    new[0, scaled.get("block", 2), 1, scaled.get("position", 0)] = 2
+    reads = {("peek", 0, 0): (was[0][:2], was[1][:2])}
+    return replace(
+        seen,
+        before=replace(seen.before, reads=reads, scales=(old, old)),
+        after=replace(seen.after, reads={("peek", 0, 0): now}, scales=(old, new)),
+    )
+
+
+def on_ranks(**shown: Any) -> Observation:
+    """Two ranks keep the cache; the second shows something else in its books."""
+    books = observed().after
+    return after(shards=[books, replace(books, **shown)])
+
+
+WROTE_TWO = Outcome(True, {}, Written([(0, 2)], [token_of(0, 1), NEW]), Counter(rollover=1))
 QUERY = torch.linspace(-1, 1, 16).view(1, 4, 4)
 
 
@@ -216,7 +244,7 @@ CHANGED = {"ledgers": [Ledger({0: 1, 1: 1, 2: 2}, [3], 4)]}
 SAME = [0]
 RIGHT: dict[Callable[[Observation], Any], list[Observation]] = {
     windows: [windowed({(0, 0): [None, 1], (0, 1): [2, 3]}, 2, None)],
-    read_back: [observed()],
+    read_back: [observed(), quantised(by=0.003), quantised("block", token=0, by=0.003)],
     ownership: [observed(), sharing([token_of(0, 0), token_of(0, 1)])],
     refused: [
         observed(),
@@ -239,6 +267,12 @@ RIGHT: dict[Callable[[Observation], Any], list[Observation]] = {
         looking_up(3, match_granularity="token"),
         looking_up(2, 4, match_granularity="block", match_leaves=1),
         looking_up(0, 2, match_leaves=1),
+    ],
+    shards: [on_ranks(), on_ranks(ledgers=[Ledger({2: 1, 1: 1, 0: 1}, (3,), 4)])],
+    untouched: [
+        quantised(by=0.1),
+        quantised("block", block=2, position=1),
+        replace(quantised("block", token=0, by=0.001), outcome=WROTE_TWO),
     ],
     kept_apart: [observed(), after(kept={0: 1, 1: 0}), after(kept={0: [0, 2], 1: [0, 2]})],
     attention: [attending()],
@@ -265,6 +299,47 @@ WRONG: list[tuple[Callable[[Observation], Any], Observation, str]] = [
         reading(PAYLOAD.layer([NEW], 0)),
         "gather: sequence 1, layer 0, K: position 0, head 0 (2 of 2 wrong): expected sequence 1, "
         "token 0, layer 0, head 0, K, found sequence 0, token 2, layer 0, head 0, K",
+    ),
+    (
+        read_back,
+        quantised(by=0.1),
+        "V: position 2, head 1 (1 of 6 wrong): expected sequence 0, token 2",
+    ),
+    (
+        shards,
+        on_ranks(tables={(0, 0): [0, 3], (1, 0): [1]}),
+        "rank 1, layer 0: block 1 of sequence 0 is block 3, and block 2 on rank 0",
+    ),
+    (
+        shards,
+        on_ranks(tables={(0, 0): [0], (1, 0): [1]}),
+        "rank 1, layer 0: sequence 0 has 1 blocks, and 2 on rank 0",
+    ),
+    (
+        shards,
+        on_ranks(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [], 3)]),
+        "rank 1, layer 0: there are 3 blocks, and 4 on rank 0",
+    ),
+    (shards, on_ranks(**CHANGED), "rank 1, layer 0: block 2 has 2 holders, and 1 on rank 0"),
+    (
+        shards,
+        on_ranks(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [], 4)]),
+        "rank 1, layer 0: block 3 is not free, and free on rank 0",
+    ),
+    (
+        untouched,
+        quantised(token=1, by=0.001),
+        "peek: sequence 0, layer 0, V: position 1, head 1 reads back",
+    ),
+    (
+        untouched,
+        replace(quantised(token=0, by=0.001), outcome=WROTE_TWO),
+        "peek: sequence 0, layer 0, V: position 0, head 1 reads back",
+    ),
+    (
+        untouched,
+        quantised(block=1, position=1),
+        "layer 0, V, block 1, head 1: the scale is 2, and was 1 before the step",
     ),
     (ownership, after(**CHANGED), "layer 0: refcounts {0: 1, 1: 1, 2: 2} but the tables hold"),
     (ownership, after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3, 3], 4)]), "names a block twice"),
@@ -318,9 +393,7 @@ WRONG: list[tuple[Callable[[Observation], Any], Observation, str]] = [
         counts,
         replace(
             observed(),
-            outcome=Outcome(
-                True, {}, Written([(0, 2)], [token_of(0, 1), NEW]), Counter(rollover=1)
-            ),
+            outcome=WROTE_TWO,
         ),
         "these rows needed positions [0, 1]",
     ),

@@ -22,6 +22,8 @@ from pytest_roseinfer import (
     Ledger,
     RequestMix,
     Sampling,
+    ShardedAdapter,
+    Tolerance,
     WiderSampling,
 )
 from pytest_roseinfer.adapters import cache as adapter_module
@@ -152,10 +154,15 @@ def test_standard_bad_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [CacheSpec, FastPath, Ledger, BadCall, RequestMix, Asked, Sampling]
+    "kind", [CacheSpec, FastPath, Ledger, BadCall, RequestMix, Asked, Sampling, Tolerance]
 )
 def test_fields(kind: Any) -> None:
     assert names(kind.__name__) == [each.name for each in fields(kind)]
+
+
+def test_what_a_sharded_adapter_says() -> None:
+    assert names("ShardedAdapter") == [*inspect.get_annotations(ShardedAdapter), "rank(at)"]
+    assert list(inspect.signature(ShardedAdapter.rank).parameters) == ["self", "at"]
 
 
 def test_fields_of_a_wider_sampling() -> None:

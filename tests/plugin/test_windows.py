@@ -34,7 +34,7 @@ from tests.plugin.caches.broken_window_caches import (
 )
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.caches.window_cache import RIGHT, LazyCache, WindowCache
-from tests.plugin.test_truncate import drawn
+from tests.plugin.drawn import drawn
 from tests.plugin.test_truncate import short_run as short_run
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class CutCache(KVCacheAdapter):
     """A block stays shared until a sequence that is not alone on it writes to it. It is right."""
 
-    dtypes = ("float32",)
+    dtypes: ClassVar[Sequence[str]] = ("float32",)
 
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec
@@ -36,11 +36,19 @@ class CutCache(KVCacheAdapter):
         except CacheFull:
             self.unused, self.holders, self.tables, self.lengths = books
             raise
-        for cache, new in ((self.keys, key), (self.values, value)):
-            for source, target in copies:
-                cache[:, target] = cache[:, source]
-            for row, (block, position) in enumerate(slots):
-                cache[:, block, :, position] = new[:, row]
+        for source, target in copies:
+            self.copy(source, target)
+        for row, (block, position) in enumerate(slots):
+            self.write(block, position, key[:, row], value[:, row])
+
+    def copy(self, source: int, target: int) -> None:
+        for cache in self.arena():
+            cache[:, target] = cache[:, source]
+
+    def write(self, block: int, position: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store one token, ``[layers, heads, head_dim]``."""
+        for cache, new in zip(self.arena(), (key, value), strict=True):
+            cache[:, block, :, position] = new
 
     def slot(self, seq: int, copies: list[tuple[int, int]]) -> tuple[int, int]:
         table = self.tables[seq] = list(self.tables.get(seq, ()))

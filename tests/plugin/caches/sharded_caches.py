@@ -1,0 +1,142 @@
+"""Caches on two ranks: right ones, and ones whose ranks do not do the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer import CacheFull, KVCacheAdapter, ShardedAdapter
+
+from .paged_cache import PagedCache
+from .quantised_caches import Int8Blocks
+from .text_cache import TextCache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from pytest_roseinfer import CacheSpec
+
+
+class PagedRanks(ShardedAdapter):
+    of = PagedCache
+    head_dims = (4, 1)
+    block_sizes = (4, 1, 2)
+
+
+class TextRanks(ShardedAdapter):
+    of = TextCache
+    ranks = 3
+
+
+class Int8Ranks(ShardedAdapter):
+    of = Int8Blocks
+    head_dims = (4, 1)
+
+
+class OneBlockLess(PagedCache):
+    def make(self, spec: CacheSpec) -> None:
+        super().make(replace(spec, num_blocks=spec.num_blocks - 1))
+
+
+class HasFewerBlocks(PagedRanks):
+    """S17: each rank counts for itself how many blocks there is memory for."""
+
+    def rank(self, at: int) -> KVCacheAdapter:
+        return OneBlockLess() if at else PagedCache()
+
+
+class WithoutBooks(PagedCache):
+    ledger = KVCacheAdapter.ledger
+    table = KVCacheAdapter.table  # type: ignore[assignment]
+
+
+class OneBlockLessWithoutBooks(OneBlockLess):
+    ledger = KVCacheAdapter.ledger
+    table = KVCacheAdapter.table  # type: ignore[assignment]
+
+
+class HasFewerBlocksUnseen(ShardedAdapter):
+    """S17: the same where no rank shows its books."""
+
+    of = WithoutBooks
+    head_dims = (4, 1)
+    block_sizes = (4, 1, 2)
+
+    def rank(self, at: int) -> KVCacheAdapter:
+        return OneBlockLessWithoutBooks() if at else WithoutBooks()
+
+
+class KeepsOneBlockBack(PagedCache):
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        opening = [seq for seq in seqs if self.lengths[seq] % self.spec.block_size == 0]
+        if opening and len(opening) >= len(self.unused):
+            raise CacheFull("no room")
+        super().append(seqs, key, value)
+
+
+class RefusesAlone(PagedRanks):
+    """Rank 1 refuses what fits."""
+
+    def rank(self, at: int) -> KVCacheAdapter:
+        return KeepsOneBlockBack() if at else PagedCache()
+
+
+class FreesToTheFront(PagedCache):
+    def free(self, seq: int) -> None:
+        self.unused[:0] = self.tables.pop(seq)
+        del self.lengths[seq]
+
+
+class FreesInAnotherOrder(PagedRanks):
+    """Blocks that one rank uses again last are used again first by the other."""
+
+    def rank(self, at: int) -> KVCacheAdapter:
+        return FreesToTheFront() if at else PagedCache()
+
+
+class EvictsTheNewest(TextCache):
+    def open(self) -> int:
+        self.unused.reverse()
+        block = super().open()
+        self.unused.reverse()
+        return block
+
+
+class EvictsInAnotherOrder(TextRanks):
+    """Rank 2 gives up another text than the others do."""
+
+    def rank(self, at: int) -> KVCacheAdapter:
+        return EvictsTheNewest() if at == 2 else TextCache()
+
+
+class KeepsOneBuffer(PagedRanks):
+    """All ranks of a process write to the storage of the first."""
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        first, second = self.caches
+        assert isinstance(first, PagedCache)
+        assert isinstance(second, PagedCache)
+        second.keys = first.keys
+
+
+class WritesTheHeadsOfAnother(PagedRanks):
+    """The values that a rank gets are those of the other rank's heads."""
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        super().append(seqs, key, value.roll(value.shape[2] // self.ranks, 2))
+
+
+RIGHT = (PagedRanks, TextRanks, Int8Ranks)
+BROKEN = {
+    HasFewerBlocks: "rank 1, layer 0: there are ",
+    HasFewerBlocksUnseen: "rank 1 raised CacheFull",
+    RefusesAlone: "1 of 2 ranks raised nothing",
+    FreesInAnotherOrder: "rank 1, layer 0: block ",
+    EvictsInAnotherOrder: "rank 2, layer 0: block ",
+    KeepsOneBuffer: "peek: sequence ",
+    WritesTheHeadsOfAnother: "peek: sequence ",
+}
+"""Each with what is said of it."""
