@@ -101,6 +101,11 @@ class KVCacheAdapter(Adapter):
     """Of a text it never finds so many of the last tokens: 1 where one must be left to compute."""
     match_finds: ClassVar[str] = "all"
     """It finds ``"all"`` that is stored of a text, or ``"some"`` of it."""
+    evicts: ClassVar[str] = "any"
+    """Where a block is needed, any of those that a ledger has as ``cached`` is given up, or the
+    ``"least recent"``: the one whose last holder let go of it longest ago, and of those that one
+    sequence let go of at once, that nearest to its end. Looking one up does not renew it; a
+    sequence that begins with it does, as soon as it lets go."""
     truncate_copies: ClassVar[bool] = False
     """Where ``truncate`` cuts a block that others hold, the part that is kept is copied at once;
     else the block stays shared until it is written to. A sequence that alone holds a block keeps

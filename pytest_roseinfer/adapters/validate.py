@@ -14,6 +14,7 @@ _LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {
     "match_granularity": ("block", "token"),
     "match_leaves": (0, 1),
     "match_finds": ("all", "some"),
+    "evicts": ("any", "least recent"),
 }
 
 _NEEDS = {"logprobs": "logits", "pieces": "decoded"}
@@ -69,11 +70,12 @@ def _refuse_sharing(adapter: type[Adapter]) -> None:
             raise TypeError(
                 f"{name}.{attribute} is {said!r}, and must be {' or '.join(map(repr, choices))}"
             )
-    if sharing == "equal prefixes" and lacking:
-        raise TypeError(
-            f"{name}.sharing is {sharing!r}, which cannot be judged without "
-            f"{' and '.join(sorted(lacking))}: define {'it' if len(lacking) == 1 else 'them'}"
-        )
+    for attribute, needing in (("sharing", "equal prefixes"), ("evicts", "least recent")):
+        if lacking and getattr(adapter, attribute, None) == needing:
+            raise TypeError(
+                f"{name}.{attribute} is {needing!r}, which cannot be judged without "
+                f"{' and '.join(sorted(lacking))}: define {'it' if len(lacking) == 1 else 'them'}"
+            )
 
 
 def _refuse_unknown_bad_calls(adapter: type[Adapter]) -> None:

@@ -33,6 +33,7 @@ from pytest_roseinfer.findings.observation import (
     Outcome,
     Snapshot,
 )
+from pytest_roseinfer.findings.released import Released, released_of
 from pytest_roseinfer.invariants.attention import EVERY, questions
 from pytest_roseinfer.invariants.counts import conditions_met
 from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANTS, OPERATION
@@ -88,6 +89,7 @@ class Machine:
             self.adapter.match_leaves,
             # Of two blocks whose hashes are equal a cache may keep one.
             "some" if "use_hash" in self.can else self.adapter.match_finds,
+            self.adapter.evicts,
             self.adapter.scratch_blocks,
         )
         self.shares_prefixes = self.adapter.sharing == "equal prefixes"
@@ -98,6 +100,8 @@ class Machine:
         """How often each invariant was checked."""
         self.contents: Contents = {}
         """What blocks held after the latest step."""
+        self.released: Mapping[int, Released] = {}
+        """What was kept for later texts then."""
         self.collisions = Collisions() if "use_hash" in self.can else None
         if self.collisions:
             self.adapter.use_hash(self.collisions.hashed)
@@ -138,7 +142,10 @@ class Machine:
         counted.update(self._judge(OPERATION, before, outcome, self.now, operation=operation))
         if self.collisions and self.collisions.seen:
             counted["hash_collision"] += self.collisions.take()
-        if "matched" in self.can:
+        if self.declared.evicts != "any":
+            kept = before.tables_of(0), self.now.ledger(0).cached
+            self.released = released_of(self.released, *kept, self.contents, len(self.done))
+        if "matched" in self.can or self.declared.evicts != "any":
             self.contents = self._contents(self.now)
         if self.shares_prefixes:
             self.oracle.adopt_sharing(self.now.tables_of(0))
@@ -364,6 +371,7 @@ class Machine:
             seen=self.seen,
             declared=self.declared,
             contents=self._contents(after) if after.matched else {},
+            released=self.released,
             **what,
         )
 

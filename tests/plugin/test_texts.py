@@ -94,6 +94,10 @@ class SharesWithoutTexts(PagedCache):
     sharing = "equal prefixes"
 
 
+class EvictsWithoutTexts(PagedCache):
+    evicts = "least recent"
+
+
 class SharesAnyhow(PagedCache):
     sharing = "anyhow"
 
@@ -102,6 +106,7 @@ class SharesAnyhow(PagedCache):
     ("adapter", "message"),
     [
         (SharesWithoutTexts, "cannot be judged without texts: define it"),
+        (EvictsWithoutTexts, "'least recent', which cannot be judged without texts: define it"),
         (SharesAnyhow, "choose one of 'exact', 'equal prefixes', 'none'"),
     ],
 )
