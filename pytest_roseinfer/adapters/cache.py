@@ -297,5 +297,15 @@ class KVCacheAdapter(Adapter):
         """Begin ``seq`` with what was found, as far as it is still there; count its tokens."""
 
     @optional
+    def namespaces(self, names: Sequence[int]) -> None:
+        """Hear in which namespace each row of ``texts`` lies that comes next, or the text that is
+        looked up next, by ``matched`` or ``look_up``.
+
+        That is an adapter of the model's weights, say, or a salt. Equal texts in two namespaces
+        store different things, and one is not found where the other is looked up. A fork lies in
+        the namespace of its parent.
+        """
+
+    @optional
     def use_hash(self, hashed: Callable[[object], int]) -> None:
         """Hash with this function, called after ``make``: different things often hash alike."""

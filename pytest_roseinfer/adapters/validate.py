@@ -17,8 +17,8 @@ _LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {
     "evicts": ("any", "least recent"),
 }
 
-_NEEDS = {"logprobs": "logits", "pieces": "decoded"}
-"""For optional methods, another that says what is right."""
+_NEEDS = {"logprobs": "logits", "pieces": "decoded", "namespaces": "texts"}
+"""For optional methods, another that they are nothing without."""
 
 
 def refuse_mistakes(adapter: type[Adapter]) -> None:

@@ -25,7 +25,7 @@ from pytest_roseinfer.cases.operations.writes.fill import Fill
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.payload import LAYOUTS, VIEWS, lay_out
 from pytest_roseinfer.oracle import Oracle
-from pytest_roseinfer.texts import WHOLE
+from pytest_roseinfer.texts import WHOLE, in_two_namespaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -194,7 +194,7 @@ def text_branches(draw: st.DrawFn, *, block_size: int, most: int = 4) -> tuple[B
     """Draw texts that begin alike, up to a block's edge or around it, or are equal."""
     edges = {block_size, 2 * block_size}
     lengths = sorted({WHOLE, 0, 1, *(edge + more for edge in edges for more in (-1, 0, 1))})
-    branches = [(0, 0)]
+    branches: list[Branch] = [(0, 0)]
     for text in range(1, draw(st.integers(1, most))):
         length: int = draw(st.sampled_from([WHOLE, WHOLE, *lengths]))
         branches.append((draw(st.integers(0, text - 1)), length))
@@ -350,6 +350,8 @@ def histories(
         )
     )
     texts = draw(text_branches(block_size=spec.block_size)) if told else ()
+    if "namespaces" in adapter.abilities:
+        texts = in_two_namespaces(texts)
     oracle = Oracle.of(adapter, spec, texts)
     writer = _Writer(draw, adapter, oracle)
     if told:

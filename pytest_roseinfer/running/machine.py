@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.cases.history import History
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.findings.observation import Pair
+    from pytest_roseinfer.texts import Said
 
 _T = TypeVar("_T")
 _POISON = float("nan")
@@ -186,8 +187,9 @@ class Machine:
             driven.key, driven.value = self.payload.inputs(tokens, written.layout)
         driven.planned_with = driven.options
         try:
+            self._tell_namespaces(said)
             if rows and said and "texts" in self.can:
-                self.adapter.texts(said)
+                self.adapter.texts([each.tokens for each in said])
             driven.said = said
             answer = operation.drive(driven)
         except errors as error:
@@ -209,6 +211,10 @@ class Machine:
             driven.key.fill_(_POISON)
             driven.value.fill_(_POISON)
         return Outcome(fits, driven.planned_with, stored, met)
+
+    def _tell_namespaces(self, said: Sequence[Said]) -> None:
+        if said and "namespaces" in self.can:
+            self.adapter.namespaces([each.namespace for each in said])
 
     def _poison_what_was_freed(self, before: Snapshot) -> None:
         """Overwrite what nobody will read of the blocks given back, in the cache and its copy."""
@@ -309,10 +315,14 @@ class Machine:
         longest = max(map(self.oracle.length, self.oracle.sequences), default=0)
         counts = {longest + 1, -(-longest // size) * size or size}
         return {
-            (text, count): _asked(self.adapter.matched, texts.tokens(text, 0, count))
+            (text, count): _asked(self._find, texts.said(text, 0, count))
             for text in range(len(self.history.texts))
             for count in counts
         }
+
+    def _find(self, text: Said) -> int:
+        self._tell_namespaces([text])
+        return self.adapter.matched(text.tokens)
 
     def _contents(self, after: Snapshot) -> Contents:
         cached = after.ledger(0).cached
