@@ -277,9 +277,11 @@ class _Writer:
         if not lengths:
             return
         for length in self.draw(st.permutations(lengths)):
-            self.start(length)
+            if not self.over:
+                self.start(length)
         for _ in range(self.between(1, 2)):
-            self.take(Fork.of_any(self))
+            if not self.over:
+                self.take(Fork.of_any(self))
 
     def leave(self) -> None:
         """Open with a text that was stored and given up, and perhaps looked up, or with none."""
@@ -361,12 +363,10 @@ def histories(
     for _ in range(most_steps):
         # None comes first, so that shrinking ends a history early.
         moves = writer.moves() * 2
-        move = draw(st.sampled_from([None, *moves] if writer.steps else moves))
+        move = None if writer.over else draw(st.sampled_from([None, *moves][not writer.steps :]))
         if move is None:
             break
         writer.take(move())
-        if writer.over:
-            break
     while oracle.reserved:
         writer.take(Fill())
     for seq in [*oracle.looked_up]:
