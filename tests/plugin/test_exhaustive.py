@@ -31,17 +31,12 @@ if TYPE_CHECKING:
 
 MANAGER = "pytest_roseinfer.targets.roseinfer_kv:GroupedManager"
 KERNELS_OFF = {"triton": False}
-EVICTED = (Prefill(0, 6), Free(0), LookUp(2, 4))
 LATER: dict[type[KVCacheAdapter], tuple[Operation, ...]] = {
-    broken_text_caches.TakesWhatWasThere: EVICTED,
+    broken_text_caches.TakesWhatWasThere: (Prefill(0, 6), Free(0), LookUp(2, 4)),
+    broken_text_caches.HitsDoNotRenew: (Prefill(0, 6), Free(0), Prefill(1, 6)),
 }
 """What is found at the fifth step, and not before: the steps from where to walk on."""
-OUT_OF_BOUNDS = {broken_text_caches.HitsDoNotRenew}
-BROKEN = (
-    *(each for each in broken_text_caches.BROKEN if each not in OUT_OF_BOUNDS),
-    *branching_text_caches.BROKEN,
-    *namespaced_caches.BROKEN,
-)
+BROKEN = (*broken_text_caches.BROKEN, *branching_text_caches.BROKEN, *namespaced_caches.BROKEN)
 
 
 def walk_all(adapter: type[KVCacheAdapter], most: int, steps: tuple[Operation, ...] = ()) -> Walked:
