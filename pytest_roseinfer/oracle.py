@@ -21,7 +21,7 @@ from pytest_roseinfer.windows import Windows, first_live
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pytest_roseinfer.texts import Branch
+    from pytest_roseinfer.texts import Branch, Said
 
 SHARING = ("exact", "equal prefixes", "none")
 FORK_SHARES = ("blocks", "full blocks", "nothing")
@@ -51,15 +51,15 @@ def padding_token(row: int) -> int:
     return token_of(_PADDING_SEQUENCE, row)
 
 
-def text_token(text: int, position: int) -> int:
+def text_token(text: int, position: int, namespace: int = 0) -> int:
     """Number the token at a position of a text."""
-    return token_of(_TEXTS + text, position)
+    return token_of(_TEXTS + text, position, namespace)
 
 
 def token_label(token: int) -> str:
     seq, position, life = _parts(token)
     if seq >= _TEXTS:
-        return f"t{seq - _TEXTS}.{position}"
+        return f"t{seq - _TEXTS}{f'(namespace {life})' * bool(life)}.{position}"
     return f"{seq}(life {life + 1}).{position}" if life else f"{seq}.{position}"
 
 
@@ -68,7 +68,8 @@ def token_words(token: int) -> str:
     if seq == _PADDING_SEQUENCE:
         return f"padding row {position}"
     if seq >= _TEXTS:
-        return f"text {seq - _TEXTS}, token {position}"
+        within = f" in namespace {life}" if life else ""
+        return f"text {seq - _TEXTS}{within}, token {position}"
     again = f" (life {life + 1})" if life else ""
     return f"sequence {seq}{again}, token {position}"
 
@@ -306,29 +307,33 @@ class Oracle:
     def _token(self, seq: int, position: int) -> int:
         if not self.texts:
             return token_of(seq, position, self.lives[seq])
-        return text_token(self.texts.owner(self._text_of(seq), position), position)
+        return self._text_token(self._text_of(seq), position)
+
+    def _text_token(self, text: int, position: int) -> int:
+        assert self.texts
+        owner, namespace = self.texts.owner(text, position), self.texts.namespace(text)
+        return text_token(owner, position, namespace)
 
     def _text_of(self, seq: int) -> int:
         assert self.texts
         return self.texts.of(seq, self.lives[seq])
 
-    def said(self, rows: Sequence[tuple[int, int]]) -> list[list[int]]:
+    def said(self, rows: Sequence[tuple[int, int]]) -> list[Said]:
         """List, for each row, what the tokens say that appending it writes."""
         if not self.texts:
             return []
         return [
-            self.texts.tokens(self._text_of(seq), self.length(seq), self.length(seq) + count)
+            self.texts.said(self._text_of(seq), self.length(seq), self.length(seq) + count)
             for seq, count in rows
         ]
 
-    def said_by(self, seq: int) -> list[int]:
-        """List what a sequence says so far."""
-        return self.texts.tokens(self._text_of(seq), 0, self.length(seq)) if self.texts else []
+    def said_by(self, seq: int) -> list[Said]:
+        """List what a sequence says so far, as the only row of a write."""
+        return [self.texts.said(self._text_of(seq), 0, self.length(seq))] if self.texts else []
 
     def text_tokens(self, text: int, count: int) -> list[int]:
         """List the first tokens of a text."""
-        assert self.texts
-        return [text_token(self.texts.owner(text, at), at) for at in range(count)]
+        return [self._text_token(text, at) for at in range(count)]
 
     def append(self, rows: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
         if self.windows:

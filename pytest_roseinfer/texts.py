@@ -7,11 +7,31 @@ so whether two beginnings are equal is known without comparing them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-Branch = tuple[int, int]
-"""A text begins as another one, for so many tokens. The first is a branch of itself."""
+Branch = tuple[int, int] | tuple[int, int, int]
+"""A text begins as another one, for so many tokens. The first is a branch of itself.
+
+The third number is its namespace, 0 where it is left out. What is equal in two namespaces is said
+alike, and is not the same.
+"""
 WHOLE = 1 << 16
 """More tokens than any sequence has: a text that begins as another for so long is equal to it."""
+
+
+class Said(NamedTuple):
+    """What a row of a write says, or a text that is looked up."""
+
+    tokens: list[int]
+    namespace: int
+
+
+def in_two_namespaces(branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
+    """Put a copy of each text, in another namespace, behind it."""
+    both: list[Branch] = []
+    for text, (parent, length, *_) in enumerate(branches):
+        both += [(2 * parent, length), (2 * text, WHOLE, 1)]
+    return tuple(both)
 
 
 @dataclass(slots=True)
@@ -19,12 +39,14 @@ class Texts:
     """The texts of one history, and the branches that forks add to them."""
 
     drawn: tuple[Branch, ...]
-    _branches: list[Branch] = field(init=False)
+    _branches: list[tuple[int, int]] = field(init=False)
+    _namespaces: list[int] = field(init=False)
     _forked: dict[int, int] = field(default_factory=dict, init=False)
     """The texts of sequences that began as forks."""
 
     def __post_init__(self) -> None:
-        self._branches = list(self.drawn)
+        self._branches = [(parent, length) for parent, length, *_ in self.drawn]
+        self._namespaces = [namespace for _, _, namespace, *_ in ((*b, 0) for b in self.drawn)]
 
     def of(self, seq: int, life: int) -> int:
         """Return the text of a sequence; ``life`` others had its name before it."""
@@ -34,6 +56,7 @@ class Texts:
         """Give ``child``, a sequence, the first tokens of ``parent``, a text, and others after."""
         self._forked[child] = len(self._branches)
         self._branches.append((parent, length))
+        self._namespaces.append(self.namespace(parent))
 
     def forget(self, seq: int) -> None:
         self._forked.pop(seq, None)
@@ -41,7 +64,7 @@ class Texts:
     def owner(self, text: int, position: int) -> int:
         """Return the text that this one still begins as at a position.
 
-        Two texts are equal up to a position if their owners there are.
+        Two texts say the same up to a position if their owners there are equal.
         """
         parent, length = self._branches[text]
         while parent != text and position < length:
@@ -49,6 +72,10 @@ class Texts:
             parent, length = self._branches[text]
         return text
 
-    def tokens(self, text: int, begin: int, end: int) -> list[int]:
-        """List what a text says; one position's token may well stand at another, too."""
-        return [self.owner(text, at) + 1 for at in range(begin, end)]
+    def namespace(self, text: int) -> int:
+        return self._namespaces[text]
+
+    def said(self, text: int, begin: int, end: int) -> Said:
+        """Return what a text says; one position's token may well stand at another, too."""
+        tokens = [self.owner(text, at) + 1 for at in range(begin, end)]
+        return Said(tokens, self.namespace(text))

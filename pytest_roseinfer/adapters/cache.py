@@ -109,6 +109,11 @@ class KVCacheAdapter(Adapter):
     """Of a text it never finds so many of the last tokens: 1 where one must be left to compute."""
     match_finds: ClassVar[str] = "all"
     """It finds ``"all"`` that is stored of a text, or ``"some"`` of it."""
+    evicts: ClassVar[str] = "any"
+    """Where a block is needed, any of those that a ledger has as ``cached`` is given up, or the
+    ``"least recent"``: the one whose last holder let go of it longest ago, and of those that one
+    sequence let go of at once, that nearest to its end. Looking one up does not renew it; a
+    sequence that begins with it does, as soon as it lets go."""
     truncate_copies: ClassVar[bool] = False
     """Where ``truncate`` cuts a block that others hold, the part that is kept is copied at once;
     else the block stays shared until it is written to. A sequence that alone holds a block keeps
@@ -376,6 +381,16 @@ class KVCacheAdapter(Adapter):
     @optional
     def begin_with(self, found: Any, seq: int) -> int:
         """Begin ``seq`` with what was found, as far as it is still there; count its tokens."""
+
+    @optional
+    def namespaces(self, names: Sequence[int]) -> None:
+        """Hear in which namespace each row of ``texts`` lies that comes next, or the text that is
+        looked up next, by ``matched`` or ``look_up``.
+
+        That is an adapter of the model's weights, say, or a salt. Equal texts in two namespaces
+        store different things, and one is not found where the other is looked up. A fork lies in
+        the namespace of its parent.
+        """
 
     @optional
     def use_hash(self, hashed: Callable[[object], int]) -> None:

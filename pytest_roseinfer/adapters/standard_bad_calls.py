@@ -63,6 +63,10 @@ class Situation:
         tables = [[block for block in table if block is not None] for table in shown]
         return [table for table in reversed(tables) if table]
 
+    def newest_length(self) -> int:
+        """The number of tokens of the newest sequence that has blocks."""
+        return next(filter(None, map(self.oracle.length, reversed(self.live))))
+
 
 @dataclass(frozen=True, slots=True)
 class StandardBadCall:
@@ -285,7 +289,7 @@ def append_to_blocks_twice(at: Situation) -> Iterator[_Call]:
     """A fork whose blocks did not get a second holder: the partial one would be written twice."""
     new = at.tokens(2)
     for own in at.tables(at.last)[:1]:
-        partly = at.oracle.length(at.live[-1]) % at.spec.block_size
+        partly = at.newest_length() % at.spec.block_size
         if partly and at.adapter.ledger(at.last).refcounts[own[-1]] == 1:
             lists = [own, list(own)]
             call = partial(at.adapter.append_to_blocks, at.last, lists, new, new)

@@ -15,10 +15,11 @@ _LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {
     "match_granularity": ("block", "token"),
     "match_leaves": (0, 1),
     "match_finds": ("all", "some"),
+    "evicts": ("any", "least recent"),
 }
 
-_NEEDS = {"logprobs": "logits", "pieces": "decoded"}
-"""For optional methods, another that says what is right."""
+_NEEDS = {"logprobs": "logits", "pieces": "decoded", "namespaces": "texts"}
+"""For optional methods, another that they are nothing without."""
 
 
 def refuse_mistakes(adapter: type[Adapter]) -> None:
@@ -72,11 +73,12 @@ def _refuse_sharing(adapter: type[Adapter]) -> None:
             raise TypeError(
                 f"{name}.{attribute} is {said!r}, and must be {' or '.join(map(repr, choices))}"
             )
-    if sharing == "equal prefixes" and lacking:
-        raise TypeError(
-            f"{name}.sharing is {sharing!r}, which cannot be judged without "
-            f"{' and '.join(sorted(lacking))}: define {'it' if len(lacking) == 1 else 'them'}"
-        )
+    for attribute, needing in (("sharing", "equal prefixes"), ("evicts", "least recent")):
+        if lacking and getattr(adapter, attribute, None) == needing:
+            raise TypeError(
+                f"{name}.{attribute} is {needing!r}, which cannot be judged without "
+                f"{' and '.join(sorted(lacking))}: define {'it' if len(lacking) == 1 else 'them'}"
+            )
 
 
 def _refuse_unknown_bad_calls(adapter: type[Adapter]) -> None:

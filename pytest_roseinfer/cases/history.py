@@ -42,7 +42,8 @@ class History:
         texts = [
             f"text {text} begins as text {parent}"
             + (f" for {length} tokens" if length < WHOLE else " and is equal to it")
-            for text, (parent, length) in enumerate(self.texts)
+            + "".join(f", but lies in namespace {namespace}" for namespace in namespaces)
+            for text, (parent, length, *namespaces) in enumerate(self.texts)
             if parent != text
         ]
         if self.texts:
@@ -65,5 +66,5 @@ class History:
             CacheSpec(**{**data["spec"], "windows": windows}),
             tuple(map(Operation.from_json, data["operations"])),
             data["finite"],
-            tuple((parent, length) for parent, length in data.get("texts", ())),
+            tuple(map(tuple, data.get("texts", ()))),
         )

@@ -28,7 +28,7 @@ from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.payload import LAYOUTS, VIEWS, lay_out
 from pytest_roseinfer.cases.way_back import way_back
 from pytest_roseinfer.oracle import Oracle
-from pytest_roseinfer.texts import WHOLE
+from pytest_roseinfer.texts import WHOLE, in_two_namespaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -201,7 +201,7 @@ def text_branches(draw: st.DrawFn, *, block_size: int, most: int = 4) -> tuple[B
     """Draw texts that begin alike, up to a block's edge or around it, or are equal."""
     edges = {block_size, 2 * block_size}
     lengths = sorted({WHOLE, 0, 1, *(edge + more for edge in edges for more in (-1, 0, 1))})
-    branches = [(0, 0)]
+    branches: list[Branch] = [(0, 0)]
     for text in range(1, draw(st.integers(1, most))):
         length: int = draw(st.sampled_from([WHOLE, WHOLE, *lengths]))
         branches.append((draw(st.integers(0, text - 1)), length))
@@ -290,9 +290,11 @@ class _Writer:
         if not lengths:
             return
         for length in self.draw(st.permutations(lengths)):
-            self.start(length)
+            if not self.over:
+                self.start(length)
         for _ in range(self.between(1, 2)):
-            self.take(Fork.of_any(self))
+            if not self.over:
+                self.take(Fork.of_any(self))
 
     def leave(self) -> None:
         """Open with a text that was stored and given up, and perhaps looked up, or with none."""
@@ -377,6 +379,8 @@ def histories(
         blocks = sharing * spec.num_blocks
         spec = replace(spec, num_layers=layers, num_blocks=blocks, windows=windows)
     texts = draw(text_branches(block_size=spec.block_size)) if told else ()
+    if "namespaces" in adapter.abilities:
+        texts = in_two_namespaces(texts)
     oracle = Oracle.of(adapter, spec, texts)
     writer = _Writer(draw, adapter, oracle)
     if told:
@@ -386,12 +390,10 @@ def histories(
     for _ in range(most_steps):
         # None comes first, so that shrinking ends a history early.
         moves = writer.moves() * 2
-        move = draw(st.sampled_from([None, *moves] if writer.steps else moves))
+        move = None if writer.over else draw(st.sampled_from([None, *moves][not writer.steps :]))
         if move is None:
             break
         writer.take(move())
-        if writer.over:
-            break
     while oracle.reserved:
         writer.take(Fill())
     for seq in [*oracle.looked_up]:

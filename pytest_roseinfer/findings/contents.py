@@ -21,7 +21,8 @@ def contents_of(
     """Return what blocks hold after a step; a cached one holds what it held ``before``."""
     found = {block: before[block] for block in cached if block in before}
     for seq, blocks in tables.items():
-        due = oracle.length(seq) - oracle.unwritten(seq)
+        # Of a block that others held too, what a sequence does not see stays until it writes there.
+        due = oracle.length(seq) + oracle.unseen[seq] - oracle.unwritten(seq)
         for at, (block, page) in enumerate(zip(blocks, oracle.sequences[seq], strict=False)):
             if block is None:
                 continue

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.cases.payload import Payload
     from pytest_roseinfer.findings.contents import Contents
+    from pytest_roseinfer.findings.released import Released
     from pytest_roseinfer.oracle import Oracle, Written
 
 Pair = tuple["torch.Tensor", "torch.Tensor"]
@@ -35,6 +36,7 @@ class Declared:
     match_granularity: str = "block"
     match_leaves: int = 0
     match_finds: str = "all"
+    evicts: str = "any"
     scratch_blocks: frozenset[int] = frozenset()
 
     @property
@@ -132,6 +134,8 @@ class Observation:
     """Every token that was ever to be written."""
     contents: Contents = field(default_factory=dict)
     """What blocks hold after the step, known where lookups are asked for."""
+    released: Mapping[int, Released] = field(default_factory=dict)
+    """The blocks that were kept for later texts before the step, where their order is declared."""
     declared: Declared = field(default_factory=Declared)
     attended: Sequence[Attended] = ()
     bad_call: BadCall | None = None

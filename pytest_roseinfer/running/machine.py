@@ -32,6 +32,7 @@ from pytest_roseinfer.findings.observation import (
     Outcome,
     Snapshot,
 )
+from pytest_roseinfer.findings.released import Released, released_of
 from pytest_roseinfer.invariants.attention import EVERY, questions
 from pytest_roseinfer.invariants.counts import conditions_met
 from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANTS, OPERATION
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.cases.history import History
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.findings.observation import Pair
+    from pytest_roseinfer.texts import Said
 
 _T = TypeVar("_T")
 _POISON = float("nan")
@@ -90,6 +92,7 @@ class Machine:
             self.adapter.match_leaves,
             # Of two blocks whose hashes are equal a cache may keep one.
             "some" if "use_hash" in self.can else self.adapter.match_finds,
+            self.adapter.evicts,
             self.adapter.scratch_blocks,
         )
         self.shares_prefixes = self.adapter.sharing == "equal prefixes"
@@ -100,6 +103,8 @@ class Machine:
         """How often each invariant was checked."""
         self.contents: Contents = {}
         """What blocks held after the latest step."""
+        self.released: Mapping[int, Released] = {}
+        """What was kept for later texts then."""
         self.collisions = Collisions() if "use_hash" in self.can else None
         if self.collisions:
             self.adapter.use_hash(self.collisions.hashed)
@@ -144,7 +149,10 @@ class Machine:
             counted["hash_collision"] += self.collisions.take()
         if self.oracle.windows and self.oracle.windows.left:
             counted["left_a_window"] += self.oracle.windows.take_left()
-        if "matched" in self.can:
+        if self.declared.evicts != "any":
+            kept = before.tables_of(0), self.now.ledger(0).cached
+            self.released = released_of(self.released, *kept, self.contents, len(self.done))
+        if "matched" in self.can or self.declared.evicts != "any":
             self.contents = self._contents(self.now)
         if self.shares_prefixes:
             self.oracle.adopt_sharing(self.now.tables_of(0))
@@ -184,8 +192,9 @@ class Machine:
             driven.key, driven.value = self.payload.inputs(tokens, written.layout)
         driven.planned_with = driven.options
         try:
+            self._tell_namespaces(said)
             if rows and said and "texts" in self.can:
-                self.adapter.texts(said)
+                self.adapter.texts([each.tokens for each in said])
             driven.said = said
             answer = operation.drive(driven)
         except errors as error:
@@ -207,6 +216,10 @@ class Machine:
             driven.key.fill_(_POISON)
             driven.value.fill_(_POISON)
         return Outcome(fits, driven.planned_with, stored, met)
+
+    def _tell_namespaces(self, said: Sequence[Said]) -> None:
+        if said and "namespaces" in self.can:
+            self.adapter.namespaces([each.namespace for each in said])
 
     def _poison_what_was_freed(self, before: Snapshot) -> None:
         """Overwrite what nobody will read of the blocks given back, in the cache and its copy."""
@@ -313,10 +326,14 @@ class Machine:
         longest = max(map(self.oracle.length, self.oracle.sequences), default=0)
         counts = {longest + 1, -(-longest // size) * size or size}
         return {
-            (text, count): _asked(self.adapter.matched, texts.tokens(text, 0, count))
+            (text, count): _asked(self._find, texts.said(text, 0, count))
             for text in range(len(self.history.texts))
             for count in counts
         }
+
+    def _find(self, text: Said) -> int:
+        self._tell_namespaces([text])
+        return self.adapter.matched(text.tokens)
 
     def _contents(self, after: Snapshot) -> Contents:
         cached = after.ledger(0).cached
@@ -375,6 +392,7 @@ class Machine:
             seen=self.seen,
             declared=self.declared,
             contents=self._contents(after) if after.matched else {},
+            released=self.released,
             **what,
         )
 

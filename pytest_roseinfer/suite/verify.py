@@ -20,6 +20,12 @@ _PROFILE = "dev"
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpu", action="store_true", help="leave a GPU alone")
     parser.add_argument("--seed", type=int, help="make the search repeatable")
+    parser.add_argument(
+        "--exhaustive",
+        nargs="*",
+        metavar="TARGET",
+        help="run every short history of these caches, package.module:Class, or of roseinfer's own",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,7 +33,10 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from pytest_roseinfer.report.strength import Strength
+    from pytest_roseinfer.suite import exhaustive
 
+    if args.exhaustive is not None:
+        return exhaustive.run(args.exhaustive)
     gpu = torch.cuda.is_available() and not args.cpu
     arguments = ["--pyargs", "pytest_roseinfer.suite", "-p", "no:cacheprovider", "-v"]
     # The configuration of the folder it is called from is meant for other tests.

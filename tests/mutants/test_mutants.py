@@ -28,6 +28,7 @@ from tests.mutants.mutant import COMPACTED, MANAGERS, Mutant, StaleMutant
 from tests.mutants.results import sum_up
 from tests.mutants.runner import WorkerFailed, run
 from tests.mutants.tally import Tally
+from tests.mutants.walked import in_the_cache, walk_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -176,6 +177,12 @@ def test_an_example_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
 
     assert in_child(hang).ended_by == "SIGALRM"
     assert (tally.examples, tally.operations) == (1, 7)
+
+
+def test_short_histories_find_a_bug_and_nothing_where_there_is_none() -> None:
+    (bug,) = (each for each in in_the_cache() if each.name == "truncated-a-block-long")
+    assert walk_on(bug, 2) == "2"
+    assert walk_on(None, 2) == ""
 
 
 # ------------------------------------------------------------------------- child processes

@@ -25,10 +25,12 @@ from pytest_roseinfer.findings.observation import (
     Outcome,
     Snapshot,
 )
+from pytest_roseinfer.findings.released import Released
 from pytest_roseinfer.invariants.arena import arena
 from pytest_roseinfer.invariants.attention import attention, attention_by_formula
 from pytest_roseinfer.invariants.bad_calls import bad_calls
 from pytest_roseinfer.invariants.counts import counts
+from pytest_roseinfer.invariants.evictions import evictions
 from pytest_roseinfer.invariants.invariant import INVARIANTS
 from pytest_roseinfer.invariants.kept_apart import kept_apart
 from pytest_roseinfer.invariants.lookups import lookups
@@ -67,6 +69,7 @@ def stored(*tokens: tuple[int, int, int]) -> Pair:
     return keys, values
 
 
+OTHERS, TOGETHER = (token_of(3, 0), token_of(3, 1)), frozenset({3})
 OLD = [(0, 0, token_of(0, 0)), (0, 1, token_of(0, 1)), (1, 0, token_of(1, 0))]
 
 
@@ -165,6 +168,13 @@ def copied_back(stage: Stage) -> Observation:
     seen = after(arena=stored(*OLD, (2, 0, NEW), (1, 1, NEW)))
     seen.oracle.away.leave(1, stage, seen.oracle.tokens(1))
     return seen
+
+
+def evicting(of_2: Released, of_3: Released, **declared: Any) -> Observation:
+    """Blocks 2 and 3 were cached, and the first of them was taken."""
+    seen = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, {3})])
+    declared = {"sharing": "equal prefixes", "evicts": "least recent", **declared}
+    return replace(seen, released={2: of_2, 3: of_3}, declared=replace(DECLARED, **declared))
 
 
 def sharing(page: list[int]) -> Observation:
@@ -274,6 +284,14 @@ RIGHT: dict[Callable[[Observation], Any], list[Observation]] = {
         quantised("block", block=2, position=1),
         replace(quantised("block", token=0, by=0.001), outcome=WROTE_TWO),
     ],
+    evictions: [
+        observed(),
+        evicting(Released(1, 0, tokens=OTHERS), Released(2, 0)),
+        evicting(Released(1, 1, TOGETHER, OTHERS), Released(1, 0, TOGETHER)),
+        evicting(Released(1, 0, frozenset({3}), OTHERS), Released(1, 1, frozenset({4}))),
+        evicting(Released(2, 0, tokens=(NEW,)), Released(1, 0)),
+        evicting(Released(2, 0, tokens=OTHERS), Released(1, 0), evicts="any"),
+    ],
     kept_apart: [observed(), after(kept={0: 1, 1: 0}), after(kept={0: [0, 2], 1: [0, 2]})],
     attention: [attending()],
     bad_calls: [calling(KeyError("x"), KeyError), calling(None)],
@@ -365,6 +383,16 @@ WRONG: list[tuple[Callable[[Observation], Any], Observation, str]] = [
         lookups,
         looking_up(2, match_granularity="token"),
         "found 2, though 3 of them are stored",
+    ),
+    (
+        evictions,
+        evicting(Released(2, 0, tokens=OTHERS), Released(1, 0)),
+        "block 2 was evicted and block 3 was not, which was released earlier, in step 1 and not",
+    ),
+    (
+        evictions,
+        evicting(Released(1, 0, TOGETHER, OTHERS), Released(1, 1, TOGETHER)),
+        "was released with it and lies nearer to the tail: 1 is behind 0",
     ),
     (refused, refusing(tables=observed().after.tables), "found no room changed the books"),
     (arena, after(arena=stored(*OLD)), "block 2, position 0, head 0: expected sequence 0, token 2"),

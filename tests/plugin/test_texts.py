@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 def test_texts_are_equal_as_long_as_they_are_drawn_so() -> None:
     texts = Texts(((0, 0), (0, 3), (1, WHOLE)))
-    assert texts.tokens(0, 0, 5) == [1, 1, 1, 1, 1]
-    assert texts.tokens(1, 0, 5) == [1, 1, 1, 2, 2]
-    assert texts.tokens(2, 0, 5) == [1, 1, 1, 2, 2]
+    assert texts.said(0, 0, 5).tokens == [1, 1, 1, 1, 1]
+    assert texts.said(1, 0, 5).tokens == [1, 1, 1, 2, 2]
+    assert texts.said(2, 0, 5).tokens == [1, 1, 1, 2, 2]
     texts.fork(2, child=9, length=4)
-    assert texts.tokens(texts.of(9, life=0), 0, 6) == [1, 1, 1, 2, 4, 4]
+    assert texts.said(texts.of(9, life=0), 0, 6).tokens == [1, 1, 1, 2, 4, 4]
     texts.forget(9)
     assert texts.of(9, life=1) == 1
 
@@ -94,6 +94,10 @@ class SharesWithoutTexts(PagedCache):
     sharing = "equal prefixes"
 
 
+class EvictsWithoutTexts(PagedCache):
+    evicts = "least recent"
+
+
 class SharesAnyhow(PagedCache):
     sharing = "anyhow"
 
@@ -102,6 +106,7 @@ class SharesAnyhow(PagedCache):
     ("adapter", "message"),
     [
         (SharesWithoutTexts, "cannot be judged without texts: define it"),
+        (EvictsWithoutTexts, "'least recent', which cannot be judged without texts: define it"),
         (SharesAnyhow, "choose one of 'exact', 'equal prefixes', 'none'"),
     ],
 )

@@ -15,6 +15,7 @@ from pytest_roseinfer.oracle import Written as Written
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
+    from pytest_roseinfer.texts import Said as Said
 
 Rows = list[tuple[int, int]]
 """Sequences, and how many tokens each gets."""
@@ -40,7 +41,7 @@ class Driven:
     """For each sequence that is to begin with what is found: what the lookup returned."""
     moving: dict[int, object] = field(default_factory=dict)
     """For each sequence that is being copied out or back: what the cache returned."""
-    said: list[list[int]] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
     """What the rows of the present step say, where sequences have texts."""
     key: Any = None
     value: Any = None
@@ -130,7 +131,7 @@ class Operation:
         """Return the tokens that it is about to store."""
         return None
 
-    def said(self, oracle: Oracle) -> list[list[int]]:
+    def said(self, oracle: Oracle) -> list[Said]:
         """List what the tokens of its rows say, where sequences have texts."""
         return oracle.said(self.rows())
 

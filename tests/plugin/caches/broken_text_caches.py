@@ -9,6 +9,8 @@ from tests.plugin.caches.text_cache import HashedTextCache, TextCache
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from pytest_roseinfer import CacheSpec
+
 
 class KnowsTheBlockAlone(TextCache):
     """Its key leaves out what came before the block."""
@@ -120,7 +122,52 @@ class CountsOneMore(TextCache):
         return len(found)
 
 
+class EvictsTheMostRecent(TextCache):
+    """It takes the block that was released last."""
+
+    def open(self) -> int:
+        self.unused.insert(0, self.unused.pop())
+        return super().open()
+
+
+class EvictsTheHeadFirst(TextCache):
+    """It releases the blocks of a sequence from its head on, so that they go in this order."""
+
+    def free(self, seq: int) -> None:
+        for block in self.tables.pop(seq):
+            self.drop(block)
+        del self.said[seq]
+
+
+class HitsDoNotRenew(TextCache):
+    """A block that was found again goes where it stood among those that wait."""
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        self.kept: list[int] = []
+
+    def drop(self, block: int) -> None:
+        super().drop(block)
+        if not self.holders[block] and block in self.key_of:
+            if block in self.kept:
+                later = self.kept[self.kept.index(block) :]
+                self.unused.remove(block)
+                ahead = [each for each in self.unused if each not in later]
+                self.unused.insert(len(ahead), block)
+            else:
+                self.kept.append(block)
+
+    def open(self) -> int:
+        block = super().open()
+        if block in self.kept:
+            self.kept.remove(block)
+        return block
+
+
 BROKEN = (
+    EvictsTheMostRecent,
+    EvictsTheHeadFirst,
+    HitsDoNotRenew,
     TakesWhatWasThere,
     CountsOneMore,
     RevivesWithoutItsKey,

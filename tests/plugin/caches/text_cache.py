@@ -20,6 +20,7 @@ class TextCache(KVCacheAdapter):
     """
 
     sharing: ClassVar[str] = "equal prefixes"
+    evicts: ClassVar[str] = "least recent"
 
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec

@@ -22,11 +22,11 @@ class LookUp(operation.Operation):
     def change(self, oracle: operation.Oracle) -> None:
         oracle.looked_up[self.seq] = self.count
 
-    def said(self, oracle: operation.Oracle) -> list[list[int]]:
+    def said(self, oracle: operation.Oracle) -> list[operation.Said]:
         return oracle.said([(self.seq, self.count)])
 
     def drive(self, cache: operation.Driven) -> None:
-        cache.looked_up[self.seq] = cache.adapter.look_up(cache.said[0])
+        cache.looked_up[self.seq] = cache.adapter.look_up(cache.said[0].tokens)
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:

@@ -26,8 +26,8 @@ class Copy(operation.Write):
     def tokens(self, oracle: operation.Oracle) -> operation.Tokens:
         return oracle.tokens(self.parent)
 
-    def said(self, oracle: operation.Oracle) -> list[list[int]]:
-        return [oracle.said_by(self.parent)]
+    def said(self, oracle: operation.Oracle) -> list[operation.Said]:
+        return oracle.said_by(self.parent)
 
     def change(self, oracle: operation.Oracle) -> None:
         oracle.append(self.rows(), self.tokens(oracle))

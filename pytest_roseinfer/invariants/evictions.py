@@ -1,0 +1,46 @@
+"""Blocks that are kept for later texts are given to others in the order that a cache declares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.findings.finding import location_of_block
+from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.findings.released import Released
+
+
+@invariant(rank=3, needs=("texts", "table", "ledger"))
+def evictions(seen: Observation) -> Finding | None:
+    if seen.declared.evicts == "any":
+        return None
+    kept = seen.after.ledger(0).cached
+    staying = {block: each for block, each in seen.released.items() if block in kept}
+    for block, gone in seen.released.items():
+        if block in kept or _found_again(seen, block, gone):
+            continue
+        for other, stays in staying.items():
+            if stays.goes_before(gone):
+                return Finding(
+                    f"block {block} was evicted and block {other} was not, which "
+                    + _why(stays, gone),
+                    location_of_block(seen, 0, block),
+                )
+    return None
+
+
+def _found_again(seen: Observation, block: int, was: Released) -> bool:
+    """Return True if a sequence that holds a block by now says what the block held all along."""
+    for seq, table in seen.after.tables_of(0).items():
+        if block in table:
+            pages = seen.oracle.sequences[seq]
+            at = table.index(block)
+            return at < len(pages) and tuple(pages[at].tokens[: len(was.tokens)]) == was.tokens
+    return False
+
+
+def _why(stays: Released, gone: Released) -> str:
+    if stays.step != gone.step:
+        return f"was released earlier, in step {stays.step} and not in step {gone.step}"
+    return f"was released with it and lies nearer to the tail: {stays.at} is behind {gone.at}"

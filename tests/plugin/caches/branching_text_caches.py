@@ -1,0 +1,146 @@
+"""Caches of texts that fork and are cut, so that texts branch: right ones, and wrong ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pytest_roseinfer import CacheFull
+from tests.plugin.caches.text_cache import TextCache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from pytest_roseinfer import CacheSpec
+
+
+class BranchingTextCache(TextCache):
+    """A fork shares all blocks; whoever writes into a shared one, or cuts it, gets a copy."""
+
+    truncate_copies: ClassVar[bool] = True
+
+    def fork(self, parent: int, child: int) -> None:
+        self.tables[child] = list(self.tables[parent])
+        for block in self.tables[child]:
+            self.hold(block)
+        self.said[child] = list(self.said[parent])
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        size = self.spec.block_size
+        needed, leaving = 0, Counter[int]()
+        for seq in seqs:
+            table = self.tables.get(seq, [])
+            if len(self.said.get(seq, ())) % size == 0:
+                needed += 1
+            elif self.holders[table[-1]] - leaving[table[-1]] > 1:
+                leaving[table[-1]] += 1
+                needed += 1
+        if needed > len(self.unused):
+            raise CacheFull(f"{needed} blocks needed, {len(self.unused)} free")
+        for row, (seq, said) in enumerate(zip(seqs, self.coming, strict=True)):
+            self.write(seq, said, key[:, row : row + 1], value[:, row : row + 1])
+
+    def write(self, seq: int, said: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        if len(self.said.get(seq, ())) % self.spec.block_size:
+            self.own_last(seq)
+        super().write(seq, said, key, value)
+
+    def own_last(self, seq: int) -> None:
+        """Leave a sequence alone in its last block, which nobody can find any more."""
+        table = self.tables[seq]
+        last = table[-1]
+        if self.holders[last] == 1:
+            self.forget(last)
+            return
+        table[-1] = self.open()
+        for cache in (self.keys, self.values):
+            cache[:, table[-1]] = cache[:, last]
+        self.drop(last)
+
+    def forget(self, block: int) -> None:
+        self.block_of.pop(self.key_of.pop(block, None), None)
+
+    def truncate(self, seq: int, length: int) -> None:
+        size, table = self.spec.block_size, self.tables[seq]
+        if length == len(self.said[seq]):
+            return
+        kept = -(-length // size)
+        cut = table[kept - 1] if length % size else None
+        given_back = sum(self.holders[block] == 1 for block in table[kept:])
+        if self.copies_at_the_cut(cut) and not len(self.unused) + given_back:
+            raise CacheFull("no block for a copy")
+        for block in reversed(table[kept:]):
+            self.drop(block)
+        del table[kept:], self.said[seq][length:]
+        if cut is not None:
+            self.after_the_cut(seq, cut)
+
+    def copies_at_the_cut(self, cut: int | None) -> bool:
+        return cut is not None and self.holders[cut] > 1
+
+    def after_the_cut(self, seq: int, cut: int) -> None:  # noqa: ARG002
+        self.own_last(seq)
+
+
+class CutsWithoutCopies(BranchingTextCache):
+    """A shared block that is cut stays shared, and stays known, until it is written to."""
+
+    truncate_copies: ClassVar[bool] = False
+
+    def copies_at_the_cut(self, cut: int | None) -> bool:  # noqa: ARG002
+        return False
+
+    def after_the_cut(self, seq: int, cut: int) -> None:  # noqa: ARG002
+        if self.holders[cut] == 1:
+            self.forget(cut)
+
+
+RIGHT = (BranchingTextCache, CutsWithoutCopies)
+
+
+class RegistersTheParentsText(BranchingTextCache):
+    """A fork notes what it says where its parent does, so that its block gets the other's key.
+
+    What stands there already, because the other one wrote first, is left as it is.
+    """
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        self.notes: dict[int, list[int]] = {}
+
+    def fork(self, parent: int, child: int) -> None:
+        super().fork(parent, child)
+        self.notes[child] = self.notes[parent]
+
+    def write(self, seq: int, said: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        self.noted = self.notes.setdefault(seq, [])
+        all_said = [*self.said.get(seq, ()), *said]
+        self.noted += all_said[len(self.noted) :]
+        super().write(seq, said, key, value)
+
+    def register(self, table: list[int], said: Sequence[int]) -> None:
+        super().register(table, self.noted[: len(said)])
+
+    def begin_with(self, found: Any, seq: int) -> int:
+        tokens = super().begin_with(found, seq)
+        self.notes[seq] = list(self.said[seq])
+        return tokens
+
+    def truncate(self, seq: int, length: int) -> None:
+        super().truncate(seq, length)
+        self.notes[seq] = list(self.said[seq])
+
+    def free(self, seq: int) -> None:
+        super().free(seq)
+        self.notes.pop(seq, None)
+
+
+class KeepsTheKeyOfWhatWasCut(BranchingTextCache):
+    """A block that is cut is still found with what it held, whatever is written there next."""
+
+    def forget(self, block: int) -> None: ...
+
+
+BROKEN = (RegistersTheParentsText, KeepsTheKeyOfWhatWasCut)
