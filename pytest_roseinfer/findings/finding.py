@@ -55,7 +55,9 @@ def find_change(
     seen: Observation, expected: Pair | None, found: Pair | None
 ) -> tuple[Location, Contents] | None:
     """Find the first slot in which two arenas differ, if both are shown and do."""
-    for kind, was, now in zip("KV", expected or (), found or (), strict=True):
+    if expected is None or found is None:
+        return None
+    for kind, was, now in zip("KV", expected, found, strict=True):
         if same_bits(was, now):
             continue
         wrong = (as_bits(was) != as_bits(now)).any(-1)

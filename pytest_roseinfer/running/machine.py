@@ -19,6 +19,7 @@ from pytest_roseinfer import invariants
 from pytest_roseinfer.adapters.cache import Ledger
 from pytest_roseinfer.adapters.standard_bad_calls import Situation, standard_bad_calls
 from pytest_roseinfer.adapters.used_again import USED_AGAIN
+from pytest_roseinfer.cases.operations.device.read import Read
 from pytest_roseinfer.cases.operations.operation import Driven
 from pytest_roseinfer.cases.payload import Payload, lay_out
 from pytest_roseinfer.cases.weak_hash import Collisions
@@ -39,6 +40,7 @@ from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANT
 from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.busy import busy_history
+from pytest_roseinfer.running.queued_device import QueuedDevice
 from pytest_roseinfer.running.used_again import UsedAgain
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.findings.observation import Pair
 
+Reads = dict[tuple[str, int, int], "Pair | Exception"]
 _T = TypeVar("_T")
 _POISON = float("nan")
 
@@ -101,6 +104,9 @@ class Machine:
         self.collisions = Collisions() if "use_hash" in self.can else None
         if self.collisions:
             self.adapter.use_hash(self.collisions.hashed)
+        self.device = self.driven.device
+        if "use_queue" in self.can:
+            self.device = self.driven.device = QueuedDevice(self.adapter)
         self.seen: set[int] = set()
         """Every token that was ever to be written."""
         if "arena" in self.can:
@@ -118,6 +124,8 @@ class Machine:
         for operation in self.history.operations:
             if operation.possible(self.oracle) or not self.shares_prefixes:
                 yield self._step(operation)
+        if not self.device.idle:
+            yield self._step(Read())
         self._make_bad_calls()
 
     def _step(self, operation: Operation) -> Counter[str]:
@@ -132,9 +140,12 @@ class Machine:
         if self.own_conditions:
             met = own_conditions_met(self.oracle, operation)
             counted.update({name: met[name] for name in self.own_conditions if met[name]})
+        if not self.device.idle:
+            counted["calls_in_flight"] += 1
         self.done.append(operation)
         outcome = self._do(operation)
-        before, self.now = self.now, self.look(reads=True)
+        early = self._read_and_finish() if operation.looks else {}
+        before, self.now = self.now, self.look(reads=True, early=early)
         counted.update(self._judge(OPERATION, before, outcome, self.now, operation=operation))
         if self.collisions and self.collisions.seen:
             counted["hash_collision"] += self.collisions.take()
@@ -147,7 +158,8 @@ class Machine:
             counted.update({name: met[name] for name in self.shown_again if met[name]})
         self._poison_what_was_freed(before)
         done = len(self.done)
-        if self.attends and (done % EVERY == 0 or done == self.history.size):
+        due = done % EVERY == 0 or done >= self.history.size
+        if self.attends and due and self.device.idle:
             counted.update(self._ask_for_attention())
         return counted
 
@@ -177,12 +189,14 @@ class Machine:
             self.seen.update(written.tokens)
             tokens = operation.inputs(written.tokens)
             driven.key, driven.value = self.payload.inputs(tokens, written.layout)
+            self.device.hand_over(driven.key, driven.value)
         driven.planned_with = driven.options
         try:
-            if rows and said and "texts" in self.can:
-                self.adapter.texts(said)
-            driven.said = said
-            answer = operation.drive(driven)
+            with self.device.working():
+                if rows and said and "texts" in self.can:
+                    self.adapter.texts(said)
+                driven.said = said
+                answer = operation.drive(driven)
         except errors as error:
             if fits:
                 self.fail(Finding(f"refused a {name} that fits{room}: {error}", cause=error))
@@ -199,8 +213,8 @@ class Machine:
                 self.fail(Finding(wrong))
         if written:
             # A cache that keeps what it was handed reads poison from here on.
-            driven.key.fill_(_POISON)
-            driven.value.fill_(_POISON)
+            self.device.overwrite(driven.key, _POISON)
+            self.device.overwrite(driven.value, _POISON)
         return Outcome(fits, driven.planned_with, stored, met)
 
     def _poison_what_was_freed(self, before: Snapshot) -> None:
@@ -217,12 +231,15 @@ class Machine:
         answers: list[Attended] = []
         for seqs, query, layout, layer in questions(self.payload, self.oracle, len(self.done)):
             laid_out = lay_out(query[None], layout)[0]
-            found = _asked(self.adapter.attend, list(seqs), laid_out, layer)
+            self.device.hand_over(laid_out)
+            with self.device.working():
+                found = _asked(self.adapter.attend, list(seqs), laid_out, layer)
             answers.append(Attended(seqs, layer, query, found))
             if isinstance(found, Exception):
                 break
         if not answers:
             return {}
+        self._finish()
         before, after = self.now, self.look(copies=False)
         outcome = Outcome(True, self.driven.options)
         # Asking changes nothing that is stored, so the copy of it serves the next step too.
@@ -258,6 +275,7 @@ class Machine:
         """Do every step, and make no bad call."""
         for operation in self.history.operations:
             self._step(operation)
+        self._finish()
 
     def _bad_calls(self) -> Iterable[BadCall]:
         standard = standard_bad_calls(Situation(self.adapter, self.spec, self.oracle))
@@ -267,13 +285,15 @@ class Machine:
         raised: BaseException | None = None
         WATCHED.began = monotonic()
         try:
-            bad.call()
+            with self.device.working():
+                bad.call()
         except StepHung as hung:
             self._fail_hung(bad.words, hung)
         except BaseException as error:
             if not isinstance(error, (Exception, *bad.errors)):
                 raise
             raised = error
+        self._finish()
         outcome, after = Outcome(True, self.driven.options), self.look(copies=False)
         seen = self.observation(
             after, before=self.now, outcome=outcome, bad_call=bad, raised=raised
@@ -282,11 +302,17 @@ class Machine:
 
     # ---------------------------------------------------------------------------- looking
 
-    def look(self, *, reads: bool = False, copies: bool = True) -> Snapshot:
-        """Take a snapshot of the cache; without ``copies``, of its live arena."""
-        read = self._reads() if reads else {}
+    def look(
+        self, *, reads: bool = False, copies: bool = True, early: Reads | None = None
+    ) -> Snapshot:
+        """Take a snapshot of the cache; without ``copies``, of its live arena.
+
+        While the device has something to do, what is stored is left out. ``early`` was read then.
+        """
+        there = self.device.idle
+        read = {**(early or {}), **(self._reads(("peek", "gather")) if reads and there else {})}
         books = self._books()
-        arena = self.adapter.arena() if "arena" in self.can else None
+        arena = self.adapter.arena() if "arena" in self.can and there else None
         if arena and copies:
             arena = (arena[0].clone(), arena[1].clone())
         counts = self.adapter.path_counts() if "path_counts" in self.can else {}
@@ -311,14 +337,29 @@ class Machine:
         cached = after.ledger(0).cached
         return contents_of(self.oracle, after.tables_of(0), cached, self.contents)
 
-    def _reads(self) -> dict[tuple[str, int, int], Pair | Exception]:
-        routes = ("peek", "gather") if "gather" in self.can else ("peek",)
+    def _reads(self, routes: Iterable[str], when: str = "") -> Reads:
         return {
-            (route, seq, layer): _asked(_read, getattr(self.adapter, route), seq, layer)
+            (route + when, seq, layer): _asked(_read, getattr(self.adapter, route), seq, layer)
             for seq in self.oracle.sequences
             for layer in range(self.spec.num_layers)
             for route in routes
+            if route == "peek" or route in self.can
         }
+
+    def _read_and_finish(self) -> Reads:
+        """Have the device finish; return what the cache read before that and had to wait for."""
+        routes = ["gather"] if self.adapter.gather_waits else []
+        with self.device.working():
+            read = self._reads(routes, " with calls in flight")
+        self._finish()
+        return read
+
+    def _finish(self) -> None:
+        try:
+            self.device.finish()
+        except Exception as error:
+            what = f"a call that the device made late raised {type(error).__name__}: {error}"
+            self.fail(Finding(what, cause=error))
 
     def _books(self) -> Snapshot:
         adapter, layers = self.adapter, range(self.spec.num_layers)
