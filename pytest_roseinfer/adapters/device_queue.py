@@ -118,6 +118,11 @@ class DeviceQueue(Stream):
         """Take the memory of these tensors for pinned, so that copies from it may read it late."""
         self._pinned.update(map(_memory, tensors))
 
+    @property
+    def has_memory(self) -> bool:
+        """True once a tensor was named that is the device's."""
+        return bool(self._on_device)
+
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         return _memory(tensor)[0] in self._on_device
 

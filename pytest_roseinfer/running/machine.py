@@ -362,6 +362,10 @@ class Machine:
             self.fail(Finding(what, cause=error))
 
     def _books(self) -> Snapshot:
+        with self.device.working():
+            return self._ask_for_books()
+
+    def _ask_for_books(self) -> Snapshot:
         adapter, layers = self.adapter, range(self.spec.num_layers)
         tables, ledgers = None, []
         if "table" in self.can:

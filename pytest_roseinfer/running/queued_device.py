@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.adapters.device_queue import DeviceQueue
 from pytest_roseinfer.cases.operations.operation import Device
+from pytest_roseinfer.running.queued_torch import QueuedTorch
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
@@ -30,8 +34,12 @@ class QueuedDevice(Device):
     def finish(self) -> None:
         self._queue.finish()
 
+    def working(self) -> AbstractContextManager[object]:
+        return QueuedTorch(self._queue) if self._queue.has_memory else nullcontext()
+
     def hand_over(self, *tensors: torch.Tensor) -> None:
-        self._queue.on_device(*tensors)
+        if self._queue.has_memory:
+            self._queue.on_device(*tensors)
 
     def overwrite(self, tensor: torch.Tensor, value: float) -> None:
         self._queue.submit(lambda: tensor.fill_(value))
