@@ -113,9 +113,9 @@ class KVCacheAdapter(Adapter):
     by row, as vLLM's scheduler does: the rows ahead of the first that finds no room are stored, and
     neither that one nor any behind it. It raises one of ``full_errors`` all the same. ``reserve``
     stays all or nothing, since its answer stands for all rows."""
-    gather_waits: ClassVar[bool] = False
-    """Where the cache has a queue: ``gather`` waits by itself for what it returns, so it may be
-    called while the device has not done what it was asked for."""
+    gather_in_flight: ClassVar[bool] = False
+    """Where the cache has a queue: ``gather`` may be called while the device has not done what it
+    was asked for. It waits for what it returns, or returns tensors of the device's."""
     scratch_blocks: frozenset[int] = frozenset()
     """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
@@ -306,7 +306,7 @@ class KVCacheAdapter(Adapter):
         Either submit calls to it, or name the tensors whose operations it is to hold back. It does
         them later: when it is waited for, or when the history says so. A block's number, a length,
         a count are known at once, so ``table``, ``ledger`` and the like are asked at any time;
-        ``peek`` and ``gather`` are called when the device has done all, but see ``gather_waits``.
-        Tensors that are handed over are the device's, and are overwritten on its first stream,
-        behind what was submitted there.
+        ``peek`` and ``gather`` are called when the device has done all, but for
+        ``gather_in_flight``. Tensors that are handed over are the device's, and are overwritten on
+        its first stream, behind what was submitted there.
         """

@@ -53,6 +53,11 @@ class Situation:
         tables = [list(self.adapter.table(seq, layer)) for seq in self.oracle.sequences]
         return [table for table in reversed(tables) if table]
 
+    def lengths(self) -> list[int]:
+        """How many tokens sequences have that have some, in the order of ``tables``."""
+        lengths = map(self.oracle.length, reversed(self.oracle.sequences))
+        return [length for length in lengths if length]
+
 
 @dataclass(frozen=True, slots=True)
 class StandardBadCall:
@@ -236,7 +241,7 @@ def decref_blocks_too_often(at: Situation) -> Iterator[_Call]:
 def gather_blocks_past_the_end(at: Situation) -> Iterator[_Call]:
     for own in at.tables(at.last)[:1]:
         gather = partial(at.adapter.gather_blocks, at.last, own)
-        stored = at.oracle.length(list(at.oracle.sequences)[-1])
+        stored = at.lengths()[0]
         yield "gather_blocks of one token more than is stored", partial(gather, stored + 1)
         yield "gather_blocks of -1 tokens", partial(gather, -1)
 
@@ -246,7 +251,7 @@ def append_to_blocks_twice(at: Situation) -> Iterator[_Call]:
     """A fork whose blocks did not get a second holder: the partial one would be written twice."""
     new = at.tokens(2)
     for own in at.tables(at.last)[:1]:
-        partly = at.oracle.length(list(at.oracle.sequences)[-1]) % at.spec.block_size
+        partly = at.lengths()[0] % at.spec.block_size
         if partly and at.adapter.ledger(at.last).refcounts[own[-1]] == 1:
             lists = [own, list(own)]
             call = partial(at.adapter.append_to_blocks, at.last, lists, new, new)

@@ -348,7 +348,7 @@ class Machine:
 
     def _read_and_finish(self) -> Reads:
         """Have the device finish; return what the cache read before that and had to wait for."""
-        routes = ["gather"] if self.adapter.gather_waits else []
+        routes = ["gather"] if self.adapter.gather_in_flight else []
         with self.device.working():
             read = self._reads(routes, " with calls in flight")
         self._finish()

@@ -30,7 +30,7 @@ class QueuedCache(PagedCache):
 
     paths: ClassVar[dict[str, FastPath]] = {"prompt": FastPath(equals="token")}
     conditions = ("new_block", "name_used_again")
-    gather_waits = True
+    gather_in_flight = True
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)

@@ -19,7 +19,7 @@ _MOST_ROWS = 64
 class TorchOnAQueue(PagedCache):
     """It stages where tokens go in pinned memory, and gathers to pinned memory."""
 
-    gather_waits = True
+    gather_in_flight = True
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
