@@ -131,6 +131,11 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = _Call(operation, args, kwargs or {})
         if self._queue.busy or not any(map(self._queue.is_on_device, call.tensors())):
             return call()
+        # Made of others, as inference mode leaves it, it returns a view or not, as it turns out.
+        with self:
+            result = operation.decompose(*call.args, **call.kwargs)
+        if result is not NotImplemented:
+            return result
         returns = operation._schema.returns
         if operation is _COPY:
             return self._copy(call)

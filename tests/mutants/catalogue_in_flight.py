@@ -5,7 +5,9 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 _STORAGE = "roseinfer.kv.storage"
+_READBACK = "roseinfer.decode.readback"
 QUEUED = "tests.mutants.queued_manager:QueuedManager"
+QUEUED_ENGINE = "tests.mutants.queued_engine:QueuedEngine"
 _WAIT = (
     "            self._half_left[entered].synchronize()  # at once, where it was never recorded\n"
 )
@@ -27,5 +29,25 @@ MUTANTS = (
         "            self._half_left[entered].synchronize()\n"
         "            self._transfers.record(self._half_left[entered])\n",
         targets=(QUEUED,),
+    ),
+    Mutant(
+        "tokens-read-before-they-land",
+        "The host does not wait for the tokens of a step that is in flight.",
+        _READBACK,
+        "        if done is not None:\n            done.synchronize()\n",
+        "",
+        targets=(QUEUED_ENGINE,),
+    ),
+    Mutant(
+        "tokens-land-when-the-step-is-done",
+        "Tokens count as landed when the step is done, though the copy to the host is behind it.",
+        _READBACK,
+        "        host[:count].copy_(vector, non_blocking=True)\n"
+        "        if done is not None:\n"
+        "            self._transfers.record(done)\n",
+        "        if done is not None:\n"
+        "            self._transfers.record(done)\n"
+        "        host[:count].copy_(vector, non_blocking=True)\n",
+        targets=(QUEUED_ENGINE,),
     ),
 )

@@ -49,6 +49,22 @@ def test_writes_and_results_come_later(queue: DeviceQueue) -> None:
     assert total == 52
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_made_of_several_operations_comes_later(
+    queue: DeviceQueue, *, inference: bool
+) -> None:
+    """Some make a view where they can, and else a copy."""
+    table = on_device(queue, 1, 2, 3, 4).view(2, 2)
+    with torch.inference_mode(inference), QueuedTorch(queue):
+        table.add_(10)
+        turned, same = table.t().reshape(4), table.reshape(4)
+        summed = torch.einsum("ij->i", table)
+    queue.finish()
+    assert held(turned) == [11, 13, 12, 14]
+    assert held(same) == [11, 12, 13, 14]
+    assert held(summed) == [23, 27]
+
+
 @pytest.mark.parametrize("read", ["tolist", "item", "cpu", "numpy", "__bool__", "nonzero"])
 def test_the_host_waits_for_what_it_reads(queue: DeviceQueue, read: str) -> None:
     cache = on_device(queue, 1)
