@@ -6,11 +6,12 @@ On a CPU everything happens at once, so nothing that a real device does too late
 from __future__ import annotations
 
 from collections import deque
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -101,6 +102,8 @@ class DeviceQueue(Stream):
     def __init__(self) -> None:
         super().__init__()
         self.streams: list[Stream] = [self]
+        self.current: Stream = self
+        """The stream that torch's operations go to."""
         self._on_device: dict[int, object] = {}
         self._pinned: dict[int, object] = {}
 
@@ -109,6 +112,15 @@ class DeviceQueue(Stream):
         stream = Stream()
         self.streams.append(stream)
         return stream
+
+    @contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        """Have torch's operations go to another stream, as in ``torch.cuda.stream``."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
 
     def on_device(self, *tensors: torch.Tensor) -> None:
         """Take the memory of these tensors for the device's."""

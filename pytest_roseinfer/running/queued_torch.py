@@ -67,8 +67,8 @@ class _HostReads(TorchFunctionMode):
     ) -> Any:
         if function in _READ_BY_THE_HOST and self._queue.is_on_device(args[0]):
             read: list[Any] = []
-            self._queue.submit(lambda: read.append(args[0].clone()))
-            self._queue.synchronize()
+            self._queue.current.submit(lambda: read.append(args[0].clone()))
+            self._queue.current.synchronize()
             args = read
         return function(*args, **(kwargs or {}))
 
@@ -151,7 +151,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         to_device, from_device = map(self._queue.is_on_device, (target, source))
         if not (to_device and from_device):
             if not call.non_blocking:
-                self._queue.synchronize()
+                self._queue.current.synchronize()
                 return call()
             if to_device and not self._queue.is_pinned(source):
                 call = _Call(call.operation, (target, source.clone()), {})
@@ -187,7 +187,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _wait_for(self, call: _Call) -> Any:
         """Run it at once, behind all that was asked for so far."""
-        self._queue.synchronize()
+        self._queue.current.synchronize()
         result = call()
         self._queue.on_device(*(each for each in tree_leaves(result) if isinstance(each, _Tensor)))
         return result
@@ -206,7 +206,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with torch.inference_mode():
                 call()
 
-        self._queue.submit(run)
+        self._queue.current.submit(run)
 
 
 def _on_meta(call: _Call) -> _Call:

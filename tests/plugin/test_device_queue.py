@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer import settings
+from pytest_roseinfer import CacheSpec, Divergence, History, run_history, settings
 from pytest_roseinfer.adapters.device_queue import DeviceQueue, Event
+from pytest_roseinfer.cases.operations.device.read import Read
+from pytest_roseinfer.cases.operations.device.run_queued import RunQueued
+from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.running import coverage
 from tests.mutants.hunt import hunt
 from tests.mutants.tally import Tally
-from tests.plugin.caches.broken_queued_caches import BROKEN
+from tests.plugin.caches.broken_queued_caches import (
+    BROKEN,
+    ReadsBeforeItIsThere,
+    ReusesTheBufferEarly,
+)
+from tests.plugin.caches.paged_cache import PagedCache
 from tests.plugin.caches.queued_cache import QueuedCache
 
 if TYPE_CHECKING:
@@ -68,6 +77,31 @@ def test_an_event_that_was_never_recorded_is_reached() -> None:
 def test_a_cache_that_waits_passes_and_is_seen_with_calls_in_flight() -> None:
     assert search(QueuedCache, 1, examples=40) is None
     assert coverage.current().of(QueuedCache).counts["calls_in_flight"] > 50
+
+
+class NeverSubmits(PagedCache):
+    def use_queue(self, queue: DeviceQueue) -> None: ...
+
+
+@pytest.mark.usefixtures("short_run")
+def test_a_queue_that_is_left_alone_fails_the_run() -> None:
+    found = search(NeverSubmits, 1, examples=3)
+    assert found
+    assert "'calls_in_flight' was never reached" in found
+
+
+def test_what_the_device_does_is_saved_and_said() -> None:
+    history = History(CacheSpec(), (Append((0,)), RunQueued(2, 1), Read()))
+    assert History.from_json(json.loads(json.dumps(history.to_json()))) == history
+    assert "the device makes the next 2 calls of stream 1" in history.words()
+
+
+@pytest.mark.parametrize("broken", [ReusesTheBufferEarly, ReadsBeforeItIsThere])
+def test_a_history_without_device_steps_is_read_at_its_end(broken: type[KVCacheAdapter]) -> None:
+    steps = tuple(Append((seq,)) for seq in range(5))
+    run_history(QueuedCache, History(CacheSpec(), steps))
+    with pytest.raises(Divergence):
+        run_history(broken, History(CacheSpec(), steps))
 
 
 @pytest.mark.usefixtures("short_run")

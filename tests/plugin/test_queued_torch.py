@@ -10,7 +10,7 @@ import torch
 from pytest_roseinfer import DeviceQueue
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.queued_torch import QueuedTorch
-from tests.plugin.caches.queued_torch_caches import BROKEN, TorchOnAQueue
+from tests.plugin.caches.queued_torch_caches import BROKEN, CopiesOutBeside, TorchOnAQueue
 from tests.plugin.test_device_queue import search
 
 if TYPE_CHECKING:
@@ -112,6 +112,18 @@ def test_what_the_device_writes_to_is_its_own(queue: DeviceQueue) -> None:
     assert (largest.item(), at.item()) == (2, 0)
 
 
+def test_operations_go_to_the_stream_that_is_used(queue: DeviceQueue) -> None:
+    cache, other = on_device(queue, 1), queue.new_stream()
+    with QueuedTorch(queue):
+        cache.add_(1)
+        with queue.using(other):
+            copied = cache.clone()
+            other.synchronize()
+    assert held(copied) == [1]
+    queue.finish()
+    assert held(cache) == [2]
+
+
 def test_other_tensors_are_computed_at_once(queue: DeviceQueue) -> None:
     with QueuedTorch(queue):
         assert (torch.ones(2) + 1).tolist() == [2, 2]
@@ -119,9 +131,10 @@ def test_other_tensors_are_computed_at_once(queue: DeviceQueue) -> None:
 
 
 @pytest.mark.usefixtures("short_run")
-def test_a_cache_that_waits_passes() -> None:
-    assert search(TorchOnAQueue, 1, examples=20) is None
-    assert coverage.current().of(TorchOnAQueue).counts["calls_in_flight"] > 20
+@pytest.mark.parametrize("cache", [TorchOnAQueue, CopiesOutBeside])
+def test_a_cache_that_waits_passes(cache: type[KVCacheAdapter]) -> None:
+    assert search(cache, 1, examples=12) is None
+    assert coverage.current().of(cache).counts["calls_in_flight"] > 10
 
 
 @pytest.mark.usefixtures("short_run")

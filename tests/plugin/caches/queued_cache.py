@@ -31,6 +31,9 @@ class QueuedCache(PagedCache):
     paths: ClassVar[dict[str, FastPath]] = {"prompt": FastPath(equals="token")}
     conditions = ("new_block", "name_used_again")
     gather_in_flight = True
+    head_counts = (1, 2)
+    head_dims = (4,)
+    block_sizes = (4, 2, 3)
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)

@@ -89,4 +89,29 @@ class TellsTooEarly(TorchOnAQueue):
         self.copied[at] = early
 
 
-BROKEN = (RefillsTheBufferEarly, ReturnsBeforeTheCopy, TellsTooEarly)
+class CopiesOutBeside(TorchOnAQueue):
+    """It gathers on a stream of its own. It is right."""
+
+    def use_queue(self, queue: DeviceQueue) -> None:
+        super().use_queue(queue)
+        self.copies = queue.new_stream()
+
+    def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.wait_for_writers()
+        with self.queue.using(self.copies):
+            return super().gather(seq, layer)
+
+    def wait_for_writers(self) -> None:
+        self.copies.wait_event(self.queue.record_event())
+
+    def wait_for(self, arrived: Event) -> None:  # noqa: ARG002
+        self.copies.synchronize()
+
+
+class CopiesOutUnderAWriter(CopiesOutBeside):
+    """It copies blocks out while tokens are on their way to them."""
+
+    def wait_for_writers(self) -> None: ...
+
+
+BROKEN = (RefillsTheBufferEarly, ReturnsBeforeTheCopy, TellsTooEarly, CopiesOutUnderAWriter)
