@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer import CacheSpec, Divergence, History, run_history, settings
+from pytest_roseinfer import CacheSpec, Divergence, History, conformance, run_history, settings
 from pytest_roseinfer.adapters.device_queue import DeviceQueue, Event
 from pytest_roseinfer.cases.operations.device.read import Read
 from pytest_roseinfer.cases.operations.device.run_queued import RunQueued
@@ -85,9 +85,10 @@ class NeverSubmits(PagedCache):
 
 @pytest.mark.usefixtures("short_run")
 def test_a_queue_that_is_left_alone_fails_the_run() -> None:
-    found = search(NeverSubmits, 1, examples=3)
-    assert found
-    assert "'calls_in_flight' was never reached" in found
+    settings.set_current(settings.Settings(examples=3, seed=1, require_paths=False))
+    conformance(NeverSubmits)().test_histories()
+    problems = coverage.current().of(NeverSubmits).problems(require_paths=True)
+    assert any("'calls_in_flight' was never reached" in line for line in problems)
 
 
 def test_what_the_device_does_is_saved_and_said() -> None:
