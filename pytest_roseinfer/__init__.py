@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import CacheSpec as CacheSpec
     from pytest_roseinfer.adapters.cache import KVCacheAdapter as KVCacheAdapter
     from pytest_roseinfer.adapters.cache import Ledger as Ledger
+    from pytest_roseinfer.adapters.device_queue import DeviceQueue as DeviceQueue
     from pytest_roseinfer.adapters.engine import EngineAdapter as EngineAdapter
     from pytest_roseinfer.adapters.fast_path import FastPath as FastPath
     from pytest_roseinfer.adapters.mix import Asked as Asked
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "adapters.cache": ("BadCall", "CacheFull", "CacheSpec", "KVCacheAdapter", "Ledger"),
+    "adapters.device_queue": ("DeviceQueue",),
     "adapters.engine": ("EngineAdapter",),
     "adapters.fast_path": ("FastPath",),
     "adapters.mix": ("Asked", "RequestMix", "Sampling", "WiderSampling"),

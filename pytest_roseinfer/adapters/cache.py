@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pytest_roseinfer.adapters.device_queue import DeviceQueue
     from pytest_roseinfer.adapters.fast_path import FastPath
     from pytest_roseinfer.adapters.tolerance import Tolerance
 
@@ -128,6 +129,9 @@ class KVCacheAdapter(Adapter):
     swap_out_holds: ClassVar[bool] = True
     """The blocks of a sequence are its own until ``swapped_out``. False where they are free as soon
     as ``swap_out`` returns, since they were copied by then."""
+    gather_in_flight: ClassVar[bool] = False
+    """Where the cache has a queue: ``gather`` may be called while the device has not done what it
+    was asked for. It waits for what it returns, or returns tensors of the device's."""
     scratch_blocks: frozenset[int] = frozenset()
     """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
     dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
@@ -395,3 +399,15 @@ class KVCacheAdapter(Adapter):
     @optional
     def use_hash(self, hashed: Callable[[object], int]) -> None:
         """Hash with this function, called after ``make``: different things often hash alike."""
+
+    @optional
+    def use_queue(self, queue: DeviceQueue) -> None:
+        """Have this simulated device do, called after ``make``, what a GPU would do.
+
+        Either submit calls to it, or name the tensors whose operations it is to hold back. It does
+        them later: when it is waited for, or when the history says so. A block's number, a length,
+        a count are known at once, so ``table``, ``ledger`` and the like are asked at any time;
+        ``peek`` and ``gather`` are called when the device has done all, but for
+        ``gather_in_flight``. Tensors that are handed over are the device's, and are overwritten on
+        its first stream, behind what was submitted there.
+        """

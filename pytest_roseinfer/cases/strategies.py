@@ -314,6 +314,16 @@ class _Writer:
         if may_free and self.between(0, 1):
             self.take(Free.of_away(self))
 
+    def hand_on(self) -> None:
+        """Open with a sequence that is freed while the device writes to it, or with none."""
+        written = self.pick((0, 1, 2))
+        if written and "free" in self.adapter.abilities:
+            (seq,) = self.fresh(1)
+            for _ in range(written):
+                self.take(Append((seq,), self.layout()))
+            self.take(Free(seq))
+            self.start(self.pick((1, self.oracle.block_size)))
+
     def start(self, length: int) -> None:
         """Begin a sequence, of its full length if the cache takes prompts."""
         (seq,) = self.fresh(1)
@@ -385,6 +395,8 @@ def histories(
     writer = _Writer(draw, adapter, oracle)
     if told:
         writer.leave()
+    if "use_queue" in adapter.abilities:
+        writer.hand_on()
     if "fork" in adapter.abilities:
         writer.begin()
     for _ in range(most_steps):

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.base import Adapter
 
+_REQUIRED_WITH = {"hash_collision": "use_hash", "calls_in_flight": "use_queue"}
+"""Conditions that are required of a cache that defines these methods, without being named."""
 REQUIRED_TIMES = 3
 """How often a path or condition must be reached: once may be luck."""
 _TURNS_AGAIN = 5
@@ -147,8 +149,8 @@ class Coverage:
                 {name: path.equals for name, path in adapter.paths.items() if path.runs_on(device)},
                 [
                     *adapter.conditions,
-                    *["hash_collision"] * ("use_hash" in offered),
                     *["left_a_window"] * bool(getattr(adapter, "window_groups", 0)),
+                    *(met for met, by in _REQUIRED_WITH.items() if by in offered),
                 ],
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],
                 [each for each in adapter.optional if each not in offered],

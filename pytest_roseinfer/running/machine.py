@@ -18,6 +18,7 @@ import torch
 from pytest_roseinfer import invariants
 from pytest_roseinfer.adapters.standard_bad_calls import Situation, standard_bad_calls
 from pytest_roseinfer.adapters.used_again import USED_AGAIN
+from pytest_roseinfer.cases.operations.device.read import Read
 from pytest_roseinfer.cases.operations.operation import Driven
 from pytest_roseinfer.cases.payload import Payload, lay_out
 from pytest_roseinfer.cases.weak_hash import Collisions
@@ -39,6 +40,7 @@ from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANT
 from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.busy import busy_history
+from pytest_roseinfer.running.queued_device import QueuedDevice
 from pytest_roseinfer.running.storage import STORED, Storage
 from pytest_roseinfer.running.used_again import UsedAgain
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.findings.observation import Pair
     from pytest_roseinfer.texts import Said
 
+Reads = dict[tuple[str, int, int], "Pair | Exception"]
 _T = TypeVar("_T")
 _POISON = float("nan")
 
@@ -108,6 +111,9 @@ class Machine:
         self.collisions = Collisions() if "use_hash" in self.can else None
         if self.collisions:
             self.adapter.use_hash(self.collisions.hashed)
+        self.device = self.driven.device
+        if "use_queue" in self.can:
+            self.device = self.driven.device = QueuedDevice(self.adapter)
         self.seen: set[int] = set()
         """Every token that was ever to be written."""
         self.storage = Storage(self.adapter) if self.can.intersection(STORED) else None
@@ -122,6 +128,8 @@ class Machine:
         """Do one step after the other; yield what was counted in each."""
         for operation in self._possible_operations():
             yield self._step(operation)
+        if not self.device.idle:
+            yield self._step(Read())
         self._make_bad_calls()
 
     def _possible_operations(self) -> Iterator[Operation]:
@@ -141,9 +149,12 @@ class Machine:
         if self.own_conditions:
             met = own_conditions_met(self.oracle, operation)
             counted.update({name: met[name] for name in self.own_conditions if met[name]})
+        if not self.device.idle:
+            counted["calls_in_flight"] += 1
         self.done.append(operation)
         outcome = self._do(operation)
-        before, self.now = self.now, self.look(reads=True)
+        early = self._read_and_finish() if operation.looks else {}
+        before, self.now = self.now, self.look(reads=True, early=early)
         counted.update(self._judge(OPERATION, before, outcome, self.now, operation=operation))
         if self.collisions and self.collisions.seen:
             counted["hash_collision"] += self.collisions.take()
@@ -161,7 +172,8 @@ class Machine:
             counted.update({name: met[name] for name in self.shown_again if met[name]})
         self._poison_what_was_freed(before)
         done = len(self.done)
-        if self.attends and (done % EVERY == 0 or done == self.history.size):
+        due = done % EVERY == 0 or done >= self.history.size
+        if self.attends and due and self.device.idle:
             counted.update(self._ask_for_attention())
         return counted
 
@@ -190,13 +202,15 @@ class Machine:
             self.seen.update(written.tokens)
             tokens = operation.inputs(written.tokens)
             driven.key, driven.value = self.payload.inputs(tokens, written.layout)
+            self.device.hand_over(driven.key, driven.value)
         driven.planned_with = driven.options
         try:
-            self._tell_namespaces(said)
-            if rows and said and "texts" in self.can:
-                self.adapter.texts([each.tokens for each in said])
-            driven.said = said
-            answer = operation.drive(driven)
+            with self.device.working():
+                self._tell_namespaces(said)
+                if rows and said and "texts" in self.can:
+                    self.adapter.texts([each.tokens for each in said])
+                driven.said = said
+                answer = operation.drive(driven)
         except errors as error:
             if fits:
                 self.fail(Finding(f"refused a {name} that fits{room}: {error}", cause=error))
@@ -213,8 +227,8 @@ class Machine:
                 self.fail(Finding(wrong))
         if written:
             # A cache that keeps what it was handed reads poison from here on.
-            driven.key.fill_(_POISON)
-            driven.value.fill_(_POISON)
+            self.device.overwrite(driven.key, _POISON)
+            self.device.overwrite(driven.value, _POISON)
         return Outcome(fits, driven.planned_with, stored, met)
 
     def _tell_namespaces(self, said: Sequence[Said]) -> None:
@@ -223,7 +237,9 @@ class Machine:
 
     def _poison_what_was_freed(self, before: Snapshot) -> None:
         """Overwrite what nobody will read of the blocks given back, in the cache and its copy."""
-        if self.storage is None or "table" not in self.can:
+        if self.storage is None or "table" not in self.can or not self.device.idle:
+            return
+        if before.arena is None and before.scales is None:  # the device was at work
             return
         for layer in range(self.spec.num_layers):
             kept = {*self.now.ledger(layer).cached} if "ledger" in self.can else set[int]()
@@ -234,12 +250,15 @@ class Machine:
         answers: list[Attended] = []
         for seqs, query, layout, layer in questions(self.payload, self.oracle, len(self.done)):
             laid_out = lay_out(query[None], layout)[0]
-            found = _asked(self.adapter.attend, list(seqs), laid_out, layer)
+            self.device.hand_over(laid_out)
+            with self.device.working():
+                found = _asked(self.adapter.attend, list(seqs), laid_out, layer)
             answers.append(Attended(seqs, layer, query, found))
             if isinstance(found, Exception):
                 break
         if not answers:
             return {}
+        self._finish()
         before, after = self.now, self.look(copies=False)
         outcome = Outcome(True, self.driven.options)
         # Asking changes nothing that is stored, so the copy of it serves the next step too.
@@ -275,6 +294,7 @@ class Machine:
         """Do every step, and make no bad call."""
         for operation in self._possible_operations():
             self._step(operation)
+        self._finish()
 
     def _bad_calls(self) -> Iterable[BadCall]:
         standard = standard_bad_calls(Situation(self.adapter, self.spec, self.oracle))
@@ -284,13 +304,15 @@ class Machine:
         raised: BaseException | None = None
         WATCHED.began = monotonic()
         try:
-            bad.call()
+            with self.device.working():
+                bad.call()
         except StepHung as hung:
             self._fail_hung(bad.words, hung)
         except BaseException as error:
             if not isinstance(error, (Exception, *bad.errors)):
                 raise
             raised = error
+        self._finish()
         outcome, after = Outcome(True, self.driven.options), self.look(copies=False)
         seen = self.observation(
             after, before=self.now, outcome=outcome, bad_call=bad, raised=raised
@@ -299,12 +321,20 @@ class Machine:
 
     # ---------------------------------------------------------------------------- looking
 
-    def look(self, *, reads: bool = False, copies: bool = True) -> Snapshot:
-        """Take a snapshot of the cache; without ``copies``, of its live arena."""
-        read = self._reads() if reads else {}
+    def look(
+        self, *, reads: bool = False, copies: bool = True, early: Reads | None = None
+    ) -> Snapshot:
+        """Take a snapshot of the cache; without ``copies``, of its live arena.
+
+        While the device has something to do, what is stored is left out. ``early`` was read then.
+        """
+        there = self.device.idle
+        read = {**(early or {}), **(self._reads(("peek", "gather")) if reads and there else {})}
         books = self._books(self.adapter)
         ranks = self.adapter.shards() if "shards" in self.can else ()
-        arena, scales = self.storage.shown(copied=copies) if self.storage else (None, None)
+        arena, scales = None, None
+        if self.storage and there:
+            arena, scales = self.storage.shown(copied=copies)
         counts = self.adapter.path_counts() if "path_counts" in self.can else {}
         counted = Counter({str(name): times for name, times in counts.items()})
         matched = self._matched() if reads and "matched" in self.can else {}
@@ -339,16 +369,35 @@ class Machine:
         cached = after.ledger(0).cached
         return contents_of(self.oracle, after.tables_of(0), cached, self.contents)
 
-    def _reads(self) -> dict[tuple[str, int, int], Pair | Exception]:
-        routes = ("peek", "gather") if "gather" in self.can else ("peek",)
+    def _reads(self, routes: Iterable[str], when: str = "") -> Reads:
         return {
-            (route, seq, layer): _asked(_read, getattr(self.adapter, route), seq, layer)
+            (route + when, seq, layer): _asked(_read, getattr(self.adapter, route), seq, layer)
             for seq in self.oracle.readable
             for layer in range(self.spec.num_layers)
             for route in routes
+            if route == "peek" or route in self.can
         }
 
+    def _read_and_finish(self) -> Reads:
+        """Have the device finish; return what the cache read before that and had to wait for."""
+        routes = ["gather"] if self.adapter.gather_in_flight else []
+        with self.device.working():
+            read = self._reads(routes, " with calls in flight")
+        self._finish()
+        return read
+
+    def _finish(self) -> None:
+        try:
+            self.device.finish()
+        except Exception as error:
+            what = f"a call that the device made late raised {type(error).__name__}: {error}"
+            self.fail(Finding(what, cause=error))
+
     def _books(self, adapter: KVCacheAdapter) -> Snapshot:
+        with self.device.working():
+            return self._ask_for_books(adapter)
+
+    def _ask_for_books(self, adapter: KVCacheAdapter) -> Snapshot:
         can, layers = adapter.abilities, range(self.spec.num_layers)
         tables, ledgers = None, []
         if "table" in can:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from roseinfer.kv.lasting import lasting
+from roseinfer.kv import transfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
 
-_Buffer = tuple[torch.Tensor, torch.cuda.Event | None]
+_Buffer = tuple["torch.Tensor", "torch.cuda.Event | None"]
 """Pinned memory, and the event behind the last copy to it; None where copying waits for it."""
 
 
@@ -41,7 +40,7 @@ class Readback:
     def __init__(self, most: int, dtype: torch.dtype, device: torch.device) -> None:
         self._most = most
         self._dtype = dtype
-        self._on_gpu = device.type == "cuda"
+        self._transfers = transfers.Transfers(device)
         self._buffers: list[_Buffer] = []
 
     def start(self, vector: torch.Tensor) -> Arrival:
@@ -51,11 +50,9 @@ class Readback:
         count = len(vector)
         host[:count].copy_(vector, non_blocking=True)
         if done is not None:
-            done.record(torch.cuda.current_stream(vector.device))
+            self._transfers.record(done)
         return Arrival(buffer, count, self._buffers.append)
 
     def _new_buffer(self) -> _Buffer:
-        with lasting():
-            host = torch.empty(self._most, dtype=self._dtype, pin_memory=self._on_gpu)
-        done = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
-        return host, done
+        host = self._transfers.host_buffer([self._most], self._dtype)
+        return host, self._transfers.event() if self._transfers.late else None

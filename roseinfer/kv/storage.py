@@ -12,6 +12,7 @@ import torch
 
 from roseinfer.errors import BadArgument, StalePlan, TritonUnavailable
 from roseinfer.kernels.runtime import why_unusable
+from roseinfer.kv import transfers
 from roseinfer.kv.lasting import lasting
 from roseinfer.kv.paths import GATHER, SCALAR_POSITION, Condition, Path, Work
 from roseinfer.kv.plan import StagedIndices
@@ -131,29 +132,29 @@ class IndexStaging:
     def __init__(self, device: torch.device, work_counts: Counter[str]) -> None:
         self.device = device
         self.work_counts = work_counts
-        self._on_gpu = device.type == "cuda"
+        self._slots = _SLOTS
+        self._transfers = transfers.Transfers(device)
         self._tickets = 0
         self._allocate(_FIRST_CAPACITY)
 
     def _allocate(self, capacity: int) -> None:
         # Plans already staged keep the old buffers alive through their columns.
         self._capacity = capacity
-        with lasting():
-            host = torch.empty((_SLOTS, capacity), dtype=torch.int64, pin_memory=self._on_gpu)
-            device = torch.empty_like(host, device=self.device) if self._on_gpu else host
+        host = self._transfers.host_buffer((self._slots, capacity), torch.int64)
+        device = self._transfers.device_buffer(host)
         self._hosts, self._devices = host.unbind(0), device.unbind(0)
         self._memory = memoryview(host.numpy().data).cast("B").cast("q")
         self._views: dict[tuple[int, int, int], _Views] = {}
-        self._half_left = [torch.cuda.Event() for _ in range(2)] if self._on_gpu else []  # type: ignore[no-untyped-call]
+        self._half_left = [self._transfers.event() for _ in range(2 * self._transfers.late)]
 
     def check(self, staged: StagedIndices) -> None:
         """Raise unless the columns are this ring's and still hold what was staged."""
         if staged.ring is not self:
             raise BadArgument("the plan was made by another cache")
-        if staged.ticket is not None and self._tickets - staged.ticket >= _SLOTS:
+        if staged.ticket is not None and self._tickets - staged.ticket >= self._slots:
             raise StalePlan(
                 f"this plan's indices were overwritten: {self._tickets - staged.ticket} plans "
-                f"were made after it and at most {_SLOTS - 1} may be; write a plan before "
+                f"were made after it and at most {self._slots - 1} may be; write a plan before "
                 "making many more"
             )
 
@@ -163,7 +164,7 @@ class IndexStaging:
         size = length * len(columns)
         self.work_counts[Work.STAGED_INDICES] += size
         if size > _MOST_IN_RING:
-            host = torch.tensor(columns, dtype=torch.int64, pin_memory=self._on_gpu)
+            host = torch.tensor(columns, dtype=torch.int64, pin_memory=self._transfers.late)
             return StagedIndices(host.to(self.device, non_blocking=True).unbind(0), self, None)
         slot = self._next_slot(size)
         views = self._views.get((slot, length, len(columns)))
@@ -171,7 +172,7 @@ class IndexStaging:
             views = self._make_views(slot, length, len(columns))
         for memory, column in zip(views.to_fill, columns, strict=True):
             memory[:] = array("q", column)
-        if self._on_gpu:
+        if self._transfers.late:
             views.target.copy_(views.source, non_blocking=True)
         return StagedIndices(views.columns, self, self._tickets)
 
@@ -195,10 +196,10 @@ class IndexStaging:
         if size + _SPARE > self._capacity:
             self._allocate(1 << (size + _SPARE - 1).bit_length())
         self._tickets += 1
-        slot = self._tickets % _SLOTS
-        if self._on_gpu and slot % (_SLOTS // 2) == 0:
-            entered = slot // (_SLOTS // 2)
-            self._half_left[1 - entered].record(torch.cuda.current_stream(self.device))
+        slot = self._tickets % self._slots
+        if self._transfers.late and slot % (self._slots // 2) == 0:
+            entered = slot // (self._slots // 2)
+            self._transfers.record(self._half_left[1 - entered])
             self._half_left[entered].synchronize()  # at once, where it was never recorded
         return slot
 

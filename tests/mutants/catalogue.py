@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tests.mutants import (
     catalogue_decode,
     catalogue_engine,
+    catalogue_in_flight,
     catalogue_kernels,
     catalogue_moving,
     catalogue_ownership,
@@ -23,6 +24,7 @@ CATALOGUE: tuple[Mutant, ...] = (
     *catalogue_truncation.MUTANTS,
     *catalogue_plan.MUTANTS,
     *catalogue_moving.MUTANTS,
+    *catalogue_in_flight.MUTANTS,
     *catalogue_kernels.MUTANTS,
     *catalogue_engine.MUTANTS,
     *catalogue_decode.MUTANTS,
@@ -61,9 +63,6 @@ NOT_PLANTED: dict[str, str] = {
     ),
     "A step that leaves its row of padding longer": (
         "a row is uploaded anew when a sequence takes it, and its blocks are all scratch"
-    ),
-    "An index buffer rewritten while its copy to the device is in flight": (
-        "without a GPU there is no copy; needs a GPU"
     ),
 }
 """Changes thought of and left out, with the reason."""

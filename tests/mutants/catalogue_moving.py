@@ -101,7 +101,7 @@ MUTANTS = (
         "stale-plan-written",
         "A plan whose indices were overwritten is written all the same, to other slots.",
         _STORAGE,
-        "        if staged.ticket is not None and self._tickets - staged.ticket >= _SLOTS:\n",
+        "        if staged.ticket is not None and self._tickets - staged.ticket >= self._slots:\n",
         "        if staged.ticket is not None and self._tickets < staged.ticket:\n",
     ),
     Mutant(

@@ -18,7 +18,14 @@ import pytest
 from pytest_roseinfer.report import strength
 from pytest_roseinfer.report.strength import Strength
 from pytest_roseinfer.settings import SHIPPED_TARGETS
-from tests.mutants import catalogue_sampling, catalogue_truncation, command, hunt, report
+from tests.mutants import (
+    catalogue_in_flight,
+    catalogue_sampling,
+    catalogue_truncation,
+    command,
+    hunt,
+    report,
+)
 from tests.mutants.catalogue import CATALOGUE
 from tests.mutants.forking import in_child
 from tests.mutants.install import plant, source_of
@@ -256,6 +263,7 @@ PLANTED_SINCE = {
     "slot-left-active",
     *(mutant.name for mutant in catalogue_sampling.MUTANTS),
     *(mutant.name for mutant in catalogue_truncation.MUTANTS),
+    *(mutant.name for mutant in catalogue_in_flight.MUTANTS),
 }
 """The page says that its totals were measured before these were planted."""
 

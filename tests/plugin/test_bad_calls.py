@@ -22,6 +22,7 @@ from pytest_roseinfer.adapters.standard_bad_calls import (
     standard_bad_calls,
 )
 from pytest_roseinfer.cases.operations.sequences.free import Free
+from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.payload import Payload
 from pytest_roseinfer.running import coverage
@@ -226,3 +227,11 @@ def test_names_that_make_no_sense_are_refused(named: tuple[str, ...], said: str)
 
     with pytest.raises(TypeError, match=said):
         conformance(Misnamed)
+
+
+@pytest.mark.parametrize("kind", [GroupedManager, PerLayerManager])
+def test_a_sequence_cut_to_nothing_has_no_end_to_read_past(kind: type[KVCacheAdapter]) -> None:
+    """The list that is misused is then another's, which may be longer."""
+    options = {name: values[-1] for name, values in kind.option_choices.items()}
+    steps = (Append((0, 1)), Append((0,)), Truncate(1, 0))
+    run_history(kind, History(CacheSpec(options={**options, "triton": False}), steps))

@@ -160,7 +160,7 @@ def test_a_trace_of_before_still_runs(project: Project) -> None:
     """It was saved when all operations stood in one file, and has each that there was."""
     file = Path(__file__).parent / "traces" / "every_operation.json"
     steps = json.loads(file.read_text())["example"]["operations"]
-    later = {"LookUp", "Take", "Truncate", "TruncateMany"}
+    later = {"LookUp", "Read", "RunQueued", "Take", "Truncate", "TruncateMany"}
     later |= {"Preempt", "Resume", "SwapOut", "SwappedOut", "SwapIn", "SwappedIn"}
     assert {step["do"] for step in steps} == OPERATIONS.keys() - later
     result = project.pytest("--roseinfer-replay", str(file))

@@ -7,6 +7,7 @@ it a frozen dataclass. Its annotated fields are what a trace holds of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, dataclass_transform
 
@@ -14,6 +15,10 @@ from pytest_roseinfer.oracle import Oracle as Oracle
 from pytest_roseinfer.oracle import Written as Written
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.texts import Said as Said
 
@@ -24,6 +29,31 @@ MOST_SEQUENCES = 6
 """The most sequences that a history has at a time."""
 _T = TypeVar("_T")
 _Kind = TypeVar("_Kind", bound="Operation")
+
+
+class Device:
+    """The device that a cache works on. This one does at once all that it is asked for."""
+
+    @property
+    def idle(self) -> bool:
+        return True
+
+    def run(self, count: int, stream: int) -> None:
+        """Make the next calls that a stream was asked for."""
+
+    def finish(self) -> None:
+        """Make all calls that the device was asked for."""
+
+    def working(self) -> AbstractContextManager[object]:
+        """Return a context in which torch may be asked for what the device does later."""
+        return nullcontext()
+
+    def hand_over(self, *tensors: torch.Tensor) -> None:
+        """Say that these are the device's: the cache is about to be handed them."""
+
+    def overwrite(self, tensor: torch.Tensor, value: float) -> None:
+        """Use a tensor for something else, behind all that the device was asked for."""
+        tensor.fill_(value)
 
 
 @dataclass(slots=True)
@@ -43,6 +73,7 @@ class Driven:
     """For each sequence that is being copied out or back: what the cache returned."""
     said: list[Said] = field(default_factory=list)
     """What the rows of the present step say, where sequences have texts."""
+    device: Device = field(default_factory=lambda: Device())
     key: Any = None
     value: Any = None
     """What the present step writes: ``[layers, tokens, heads, head_dim]`` tensors."""
@@ -109,6 +140,9 @@ class Operation:
     """Abilities that an adapter must offer for it to be drawn."""
     in_parts: ClassVar[bool] = False
     """A cache may be handed its tokens one by one, so that its rows are no batch."""
+
+    looks: ClassVar[bool] = False
+    """Everything is looked at behind it, for which the device must finish."""
 
     def words(self) -> str:
         raise NotImplementedError

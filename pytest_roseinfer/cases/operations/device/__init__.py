@@ -1,0 +1,1 @@
+"""Operations that say when a simulated device works: a file for each."""

@@ -1,0 +1,43 @@
+"""Copies between host and device for which the host does not wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer.kv.lasting import lasting
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Transfers:
+    """What such copies take: memory on either side, and events that say which of them are done.
+
+    Everything that must not be touched before a copy is done is guarded by an event from here, so
+    that tests can put a simulated device in its place.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.late = device.type == "cuda"
+        """Copies happen later than they are asked for. If not, there are no events."""
+
+    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Make a buffer on the host, pinned so that copies of it can be late."""
+        with lasting():
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.late)
+
+    def device_buffer(self, host: torch.Tensor) -> torch.Tensor:
+        """Make the device's side of a buffer, which is the same where nothing is late."""
+        with lasting():
+            return torch.empty_like(host, device=self.device) if self.late else host
+
+    def event(self) -> torch.cuda.Event:
+        """Make an event that counts as done until it is recorded."""
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def record(self, event: torch.cuda.Event) -> None:
+        """Move an event behind all that the device was asked for on the caller's stream."""
+        event.record(torch.cuda.current_stream(self.device))

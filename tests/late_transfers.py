@@ -1,0 +1,56 @@
+"""The engine's copies between host and device, on a simulated device that is late."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import torch
+
+from pytest_roseinfer.adapters.device_queue import Event
+from roseinfer.kv import storage, transfers
+from roseinfer.kv.lasting import lasting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pytest_roseinfer import DeviceQueue
+
+
+class LateTransfers(transfers.Transfers):
+    """What is pinned, on the device and recorded is so on a queue."""
+
+    def __init__(self, queue: DeviceQueue, device: torch.device) -> None:
+        super().__init__(device)
+        self.late = True
+        self._queue = queue
+
+    def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        with lasting():
+            made = torch.zeros(tuple(shape), dtype=dtype)
+        self._queue.pinned(made)
+        return made
+
+    def device_buffer(self, host: torch.Tensor) -> torch.Tensor:
+        with lasting():
+            made = torch.zeros_like(host)
+        self._queue.on_device(made)
+        return made
+
+    def event(self) -> torch.cuda.Event:
+        return Event()  # type: ignore[return-value]
+
+    def record(self, event: torch.cuda.Event) -> None:
+        event.record(self._queue)  # type: ignore[arg-type]
+
+
+@contextmanager
+def late_transfers(queue: DeviceQueue, ring: int) -> Iterator[None]:
+    """What is built in this context copies late, and stages indices in ``ring`` buffers."""
+    with (
+        patch.object(transfers, "Transfers", partial(LateTransfers, queue)),
+        patch.object(storage, "_SLOTS", ring),
+    ):
+        yield

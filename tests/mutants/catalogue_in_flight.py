@@ -1,0 +1,53 @@
+"""Bugs in what is done while the device is late, which show on a simulated one."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_STORAGE = "roseinfer.kv.storage"
+_READBACK = "roseinfer.decode.readback"
+QUEUED = "tests.mutants.queued_manager:QueuedManager"
+QUEUED_ENGINE = "tests.mutants.queued_engine:QueuedEngine"
+_WAIT = (
+    "            self._half_left[entered].synchronize()  # at once, where it was never recorded\n"
+)
+
+MUTANTS = (
+    Mutant(
+        "index-buffer-filled-early",
+        "An index buffer is filled again though the device may not have copied it.",
+        _STORAGE,
+        _WAIT,
+        "",
+        targets=(QUEUED,),
+    ),
+    Mutant(
+        "half-a-ring-marked-on-entry",
+        "Half of the index buffers count as copied that were when the first of them was filled.",
+        _STORAGE,
+        "            self._transfers.record(self._half_left[1 - entered])\n" + _WAIT,
+        "            self._half_left[entered].synchronize()\n"
+        "            self._transfers.record(self._half_left[entered])\n",
+        targets=(QUEUED,),
+    ),
+    Mutant(
+        "tokens-read-before-they-land",
+        "The host does not wait for the tokens of a step that is in flight.",
+        _READBACK,
+        "        if done is not None:\n            done.synchronize()\n",
+        "",
+        targets=(QUEUED_ENGINE,),
+    ),
+    Mutant(
+        "tokens-land-when-the-step-is-done",
+        "Tokens count as landed when the step is done, though the copy to the host is behind it.",
+        _READBACK,
+        "        host[:count].copy_(vector, non_blocking=True)\n"
+        "        if done is not None:\n"
+        "            self._transfers.record(done)\n",
+        "        if done is not None:\n"
+        "            self._transfers.record(done)\n"
+        "        host[:count].copy_(vector, non_blocking=True)\n",
+        targets=(QUEUED_ENGINE,),
+    ),
+)

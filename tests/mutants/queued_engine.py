@@ -1,0 +1,67 @@
+"""This distribution's engine on a simulated device, which is late."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pytest_roseinfer import DeviceQueue
+from pytest_roseinfer.running.queued_torch import QueuedTorch
+from pytest_roseinfer.targets.roseinfer_engine import RoseinferEngine
+from roseinfer import AttentionPath, EnginePath
+from tests.late_transfers import late_transfers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_roseinfer import FastPath, RequestMix
+
+_RING = 16
+"""Buffers for indices: so few are soon used again, and a step needs no more at a time."""
+_KERNELS = {
+    AttentionPath.DECODE_TRITON.value,
+    AttentionPath.APPEND_AND_ATTEND.value,
+    AttentionPath.CHUNK_TRITON.value,
+    EnginePath.FUSED.value,
+    EnginePath.LIKELIEST.value,
+}
+_CALLS = "calls_a_step"
+
+
+class QueuedEngine(RoseinferEngine):
+    """It runs by torch operations, since kernels are not held back."""
+
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        name: replace(path, device="cuda") if name in _KERNELS else path
+        for name, path in RoseinferEngine.paths.items()
+    }
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **RoseinferEngine.option_choices,
+        "resident_decode": (True, False),
+        "run_ahead": (3, 0, 1),
+        "per_layer_kv": (False,),
+        # What the device does from one step to the next, where nobody waits for it.
+        _CALLS: (0, 10, 300),
+    }
+
+    def make(self, mix: RequestMix) -> None:
+        options = dict(mix.options)
+        self._calls = options.pop(_CALLS)
+        self._queue = queue = DeviceQueue()
+        with late_transfers(queue, _RING):
+            super().make(replace(mix, options=options))
+        sessions, resident = self.engine.sessions, self.engine._runner._resident
+        network = sessions.model._model
+        queue.on_device(sessions.kv.keys, sessions.kv.values)
+        queue.on_device(*network.parameters(), *network.buffers())
+        if resident is not None:
+            queue.on_device(resident.slots._rows, resident.slots.tokens, resident._chosen)
+
+    def step(self) -> None:
+        with QueuedTorch(self._queue):
+            super().step()
+        self._queue.run(self._calls)
+
+    def cancel(self, request: Any) -> None:
+        with QueuedTorch(self._queue):
+            super().cancel(request)

@@ -1,0 +1,61 @@
+"""Our own engine copies to and from a device that is late, and waits where it must."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pytest_roseinfer import (
+    Asked,
+    MixDivergence,
+    RequestMix,
+    Sampling,
+    conformance,
+    run_mix,
+    settings,
+)
+from pytest_roseinfer.adapters.device_queue import Event
+from pytest_roseinfer.running import coverage
+from tests.late_transfers import LateTransfers
+from tests.mutants.hunt import hunt
+from tests.mutants.queued_engine import QueuedEngine
+from tests.mutants.queued_manager import QueuedManager
+from tests.mutants.tally import Tally
+
+MANY_STEPS_AHEAD = RequestMix(
+    tuple(Asked((1, 2, 3, each), Sampling(max_new_tokens=9), arrives=each) for each in range(3)),
+    options={name: values[0] for name, values in QueuedEngine.option_choices.items()},
+)
+FEW = settings.Settings(examples=8, steps=12, seed=1, require_paths=False)
+
+
+class NeverWaits(Event):
+    def synchronize(self) -> None: ...
+
+
+@pytest.mark.usefixtures("short_run")
+def test_the_manager_passes_with_copies_in_flight() -> None:
+    settings.set_current(FEW)
+    conformance(QueuedManager)().test_histories()
+    assert coverage.current().of(QueuedManager).counts["calls_in_flight"] > 10
+
+
+@pytest.mark.usefixtures("short_run")
+def test_a_manager_that_does_not_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LateTransfers, "event", lambda _: NeverWaits())
+    found = hunt([QueuedManager], FEW, Tally())
+    assert found
+    assert re.search("expected|raised", found.what)
+
+
+def test_the_engine_runs_ahead_with_copies_in_flight() -> None:
+    counts = run_mix(QueuedEngine, MANY_STEPS_AHEAD)
+    assert counts["engine_run_ahead"]
+    assert counts["engine_resident"]
+
+
+def test_an_engine_that_does_not_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LateTransfers, "event", lambda _: NeverWaits())
+    with pytest.raises(MixDivergence):
+        run_mix(QueuedEngine, MANY_STEPS_AHEAD)
