@@ -138,7 +138,7 @@ WRONG = {
         "imports roseinfer.kv, which is no public name",
     ),
     "an_invariant_imports_the_machine": (
-        "pytest_roseinfer/invariants/arena.py",
+        "pytest_roseinfer/invariants/stored/arena.py",
         "if TYPE_CHECKING:\n    from pytest_roseinfer.running.machine import Machine",
         "invariants imports running, which stands above it",
     ),

@@ -34,10 +34,10 @@ from pytest_roseinfer.findings.observation import (
     Snapshot,
 )
 from pytest_roseinfer.findings.released import Released, released_of
-from pytest_roseinfer.invariants.attention import EVERY, questions
 from pytest_roseinfer.invariants.counts import conditions_met
 from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANTS, OPERATION
 from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
+from pytest_roseinfer.invariants.stored.attention import EVERY, questions
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.busy import busy_history
 from pytest_roseinfer.running.queued_device import QueuedDevice

@@ -15,7 +15,7 @@ from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.operations.writes.reserve import Reserve
-from pytest_roseinfer.invariants.attention import attention_by_formula
+from pytest_roseinfer.invariants.stored.attention import attention_by_formula
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.plugin.caches import attending_caches as caches
 

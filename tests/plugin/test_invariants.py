@@ -26,22 +26,22 @@ from pytest_roseinfer.findings.observation import (
     Snapshot,
 )
 from pytest_roseinfer.findings.released import Released
-from pytest_roseinfer.invariants.arena import arena
-from pytest_roseinfer.invariants.attention import attention, attention_by_formula
 from pytest_roseinfer.invariants.bad_calls import bad_calls
+from pytest_roseinfer.invariants.books.evictions import evictions
+from pytest_roseinfer.invariants.books.kept_apart import kept_apart
+from pytest_roseinfer.invariants.books.ownership import ownership
+from pytest_roseinfer.invariants.books.shards import shards
+from pytest_roseinfer.invariants.books.swap_space import swap_space
+from pytest_roseinfer.invariants.books.windows import windows
 from pytest_roseinfer.invariants.counts import counts
-from pytest_roseinfer.invariants.evictions import evictions
 from pytest_roseinfer.invariants.invariant import INVARIANTS
-from pytest_roseinfer.invariants.kept_apart import kept_apart
 from pytest_roseinfer.invariants.lookups import lookups
 from pytest_roseinfer.invariants.own_conditions import own_conditions
-from pytest_roseinfer.invariants.ownership import ownership
-from pytest_roseinfer.invariants.read_back import read_back
 from pytest_roseinfer.invariants.refused import refused
-from pytest_roseinfer.invariants.shards import shards
-from pytest_roseinfer.invariants.swap_space import swap_space
-from pytest_roseinfer.invariants.untouched import untouched
-from pytest_roseinfer.invariants.windows import windows
+from pytest_roseinfer.invariants.stored.arena import arena
+from pytest_roseinfer.invariants.stored.attention import attention, attention_by_formula
+from pytest_roseinfer.invariants.stored.read_back import read_back
+from pytest_roseinfer.invariants.stored.untouched import untouched
 from pytest_roseinfer.oracle import Page, Written, padding_token, token_of
 from pytest_roseinfer.windows import Windows
 

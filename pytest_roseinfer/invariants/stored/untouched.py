@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from pytest_roseinfer.cases.payload import as_bits
 from pytest_roseinfer.findings.finding import Location, location_of_block
-from pytest_roseinfer.invariants.arena import handed_out
 from pytest_roseinfer.invariants.invariant import (
     ATTENTION,
     BAD_CALL,
@@ -19,6 +18,7 @@ from pytest_roseinfer.invariants.invariant import (
     Observation,
     invariant,
 )
+from pytest_roseinfer.invariants.stored.arena import handed_out
 
 if TYPE_CHECKING:
     import torch

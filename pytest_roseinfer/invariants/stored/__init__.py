@@ -1,0 +1,1 @@
+"""What a cache stores and computes from it: a file for each thing that must hold of it."""
