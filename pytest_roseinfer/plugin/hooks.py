@@ -129,9 +129,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     asked = settings.current()
     settings.set_current(markers.budget(item, asked))
-    watched = _watching(item) if markers.is_shipped(item) else nullcontext()
+    searching = _searching(item) if markers.is_shipped(item) else nullcontext()
     try:
-        with watched:
+        with searching:
             result = yield
     finally:
         settings.set_current(asked)
@@ -140,15 +140,16 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 @contextmanager
-def _watching(item: pytest.Item) -> Iterator[None]:
+def _searching(item: pytest.Item) -> Iterator[None]:
     """End steps of a shipped test that do not come back; last words go past pytest's capture."""
+    from pytest_roseinfer.running.interpreter import remembering
     from pytest_roseinfer.running.watchdog import watching
 
     capture = item.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else nullcontext():
         stderr = os.dup(2)
     try:
-        with watching(settings.current().step_seconds, stderr):
+        with watching(settings.current().step_seconds, stderr), remembering():
             yield
     finally:
         os.close(stderr)

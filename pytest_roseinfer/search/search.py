@@ -17,7 +17,7 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
-from pytest_roseinfer.search import interpreter, reproduce
+from pytest_roseinfer.search import reproduce
 from pytest_roseinfer.search.tried import kept
 
 if TYPE_CHECKING:
@@ -159,15 +159,13 @@ def _difference(failure: BaseException | None) -> Difference | None:
 def undisturbed(search: Callable[[], object]) -> None:
     """Call ``search`` with room for its frames, little garbage collection and one thread.
 
-    More threads would only slow down work on tensors as small as these. Triton's interpreter does
-    nothing twice.
+    More threads would only slow down work on tensors as small as these.
     """
     threads, thresholds = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)
     gc.set_threshold(_OBJECTS, *thresholds[1:])
     try:
-        with interpreter.remembering():
-            search()
+        search()
     finally:
         torch.set_num_threads(threads)
         gc.set_threshold(*thresholds)

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.interpreter import remembering
 from pytest_roseinfer.search import search
 from pytest_roseinfer.suite.conformance import conformance
 
@@ -49,7 +50,8 @@ def hunt(targets: Sequence[type[Adapter]], asked: Settings, tally: Tally) -> Fou
     """Search every target as asked; None when all of them pass."""
     settings.set_current(asked)
     coverage.set_current(coverage.Coverage())
-    with patch.object(search, "try_examples", counting(search.try_examples, tally)):
+    counted = counting(search.try_examples, tally)
+    with remembering(), patch.object(search, "try_examples", counted):
         for target in targets:
             tests = conformance(target)()
             for name in tests.shipped():

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from pytest_roseinfer.search.interpreter import remembering
+from pytest_roseinfer.running.interpreter import remembering
 from roseinfer.kernels.attend_decode import paged_attention_decode
 from roseinfer.kernels.runtime import is_interpreted
 

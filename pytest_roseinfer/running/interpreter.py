@@ -8,8 +8,9 @@ is left as it is.
 
 from __future__ import annotations
 
+import importlib
 import inspect
-import sys
+import os
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -18,14 +19,13 @@ from unittest import mock
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_INTERPRETER = "triton.runtime.interpreter"
 _REPLACED = ("_patch_builtin", "_patch_attr", "_get_np_dtype")
 
 
 @contextmanager
 def remembering() -> Iterator[None]:
-    """Have the interpreter remember, where it was imported by now; kernels may not be running."""
-    interpreter = sys.modules.get(_INTERPRETER)
+    """Have the interpreter remember, if kernels are interpreted; none may be running."""
+    interpreter = _interpreter()
     if interpreter is None or not all(hasattr(interpreter, name) for name in _REPLACED):
         yield
         return
@@ -34,6 +34,15 @@ def remembering() -> Iterator[None]:
         mock.patch.object(interpreter, "_get_np_dtype", _remembering_types(interpreter)),
     ):
         yield
+
+
+def _interpreter() -> Any:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return None
+    try:
+        return importlib.import_module("triton.runtime.interpreter")
+    except ImportError:  # nobody has kernels here
+        return None
 
 
 @cache
