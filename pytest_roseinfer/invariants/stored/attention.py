@@ -88,7 +88,7 @@ def _wrong_answer(seen: Observation, asked: Attended) -> Finding | None:
 def _wrong_row(
     seen: Observation, seq: int, layer: int, query: torch.Tensor, found: torch.Tensor
 ) -> Finding | None:
-    keys, values = _stored(seen, seq, layer)
+    keys, values = _stored(seen, seq, layer, seen.oracle.live(seq, layer))
     expected = attention_by_formula(query, keys, values)
     heads_each = query.shape[0] // seen.spec.num_heads
     largest = values.double().abs().amax((0, 2)).repeat_interleave(heads_each)[:, None]
@@ -107,12 +107,12 @@ def _wrong_row(
     )
 
 
-def _stored(seen: Observation, seq: int, layer: int) -> Pair:
-    """Return what is stored for a sequence: as it was written, or, if quantised, as it is read."""
+def _stored(seen: Observation, seq: int, layer: int, tokens: Sequence[int]) -> Pair:
+    """Return what a layer stores of a sequence: as it was written, or, if quantised, as is read."""
     read = seen.before.reads.get(("peek", seq, layer))
     if seen.payload.tolerance and isinstance(read, tuple):
         return read
-    return seen.payload.layer(seen.oracle.live(seq, layer), layer)
+    return seen.payload.layer(tokens, layer)
 
 
 def _tolerance(dtype: torch.dtype) -> float:
@@ -150,7 +150,7 @@ def _mistakes(
     """Yield keys and values that an attention may take for those of a sequence."""
     oracle = seen.oracle
     tokens = oracle.live(seq, layer)
-    keys, values = _stored(seen, seq, layer)
+    keys, values = _stored(seen, seq, layer, tokens)
     if len(tokens) < oracle.length(seq):
         more = oracle.tokens(seq)[-len(tokens) - 1 :]
         yield "with one token from before the window", *seen.payload.layer(more, layer)
@@ -159,11 +159,11 @@ def _mistakes(
         yield "without the first token", keys[1:], values[1:]
     yield "with the KV heads in reverse order", keys.flip(1), values.flip(1)
     for other in (each for each in oracle.sequences if each != seq and oracle.live(each, layer)):
-        other_keys, other_values = _stored(seen, other, layer)
+        other_keys, other_values = _stored(seen, other, layer, oracle.live(other, layer))
         yield f"over sequence {other}", other_keys, other_values
         if len(other_keys) == len(tokens):
             yield f"with the keys of sequence {other}", other_keys, values
             yield f"with the values of sequence {other}", keys, other_values
     for other in range(seen.spec.num_layers):
         if other != layer:
-            yield f"in layer {other}", *_stored(seen, seq, other)
+            yield f"in layer {other}", *_stored(seen, seq, other, tokens)

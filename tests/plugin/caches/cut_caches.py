@@ -42,12 +42,12 @@ class CutCache(KVCacheAdapter):
             self.write(block, position, key[:, row], value[:, row])
 
     def copy(self, source: int, target: int) -> None:
-        for cache in self.arena():
+        for cache in (self.keys, self.values):
             cache[:, target] = cache[:, source]
 
     def write(self, block: int, position: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store one token, ``[layers, heads, head_dim]``."""
-        for cache, new in zip(self.arena(), (key, value), strict=True):
+        for cache, new in zip((self.keys, self.values), (key, value), strict=True):
             cache[:, block, :, position] = new
 
     def slot(self, seq: int, copies: list[tuple[int, int]]) -> tuple[int, int]:
