@@ -25,6 +25,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# Hundreds of tests start a pytest. Where the environment forbids bytecode, each of them would
+# rewrite the assertions of all plugins anew, which takes longer than most of the tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
 @pytest.fixture(autouse=True)
 def _interpreter_remembers() -> Iterator[None]:
     """Spend a quarter less in Triton's interpreter, as searches do."""

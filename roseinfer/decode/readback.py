@@ -50,7 +50,7 @@ class Readback:
         count = len(vector)
         host[:count].copy_(vector, non_blocking=True)
         if done is not None:
-            self._transfers.record(done)
+            done.record(self._transfers.stream())
         return Arrival(buffer, count, self._buffers.append)
 
     def _new_buffer(self) -> _Buffer:

@@ -199,7 +199,7 @@ class IndexStaging:
         slot = self._tickets % self._slots
         if self._transfers.late and slot % (self._slots // 2) == 0:
             entered = slot // (self._slots // 2)
-            self._transfers.record(self._half_left[1 - entered])
+            self._half_left[1 - entered].record(self._transfers.stream())
             self._half_left[entered].synchronize()  # at once, where it was never recorded
         return slot
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from roseinfer.kv.lasting import lasting
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class Transfers:
@@ -23,6 +24,9 @@ class Transfers:
         self.device = device
         self.late = device.type == "cuda"
         """Copies happen later than they are asked for. If not, there are no events."""
+        # No method: a call more in every step is a call more in every token.
+        self.stream: Callable[[], torch.cuda.Stream] = partial(torch.cuda.current_stream, device)
+        """The caller's stream, behind whose work an event is recorded."""
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Make a buffer on the host, pinned so that copies of it can be late."""
@@ -37,7 +41,3 @@ class Transfers:
     def event(self) -> torch.cuda.Event:
         """Make an event that counts as done until it is recorded."""
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def record(self, event: torch.cuda.Event) -> None:
-        """Move an event behind all that the device was asked for on the caller's stream."""
-        event.record(torch.cuda.current_stream(self.device))

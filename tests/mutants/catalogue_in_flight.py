@@ -25,9 +25,9 @@ MUTANTS = (
         "half-a-ring-marked-on-entry",
         "Half of the index buffers count as copied that were when the first of them was filled.",
         _STORAGE,
-        "            self._transfers.record(self._half_left[1 - entered])\n" + _WAIT,
+        "            self._half_left[1 - entered].record(self._transfers.stream())\n" + _WAIT,
         "            self._half_left[entered].synchronize()\n"
-        "            self._transfers.record(self._half_left[entered])\n",
+        "            self._half_left[entered].record(self._transfers.stream())\n",
         targets=(QUEUED,),
     ),
     Mutant(
@@ -44,9 +44,9 @@ MUTANTS = (
         _READBACK,
         "        host[:count].copy_(vector, non_blocking=True)\n"
         "        if done is not None:\n"
-        "            self._transfers.record(done)\n",
+        "            done.record(self._transfers.stream())\n",
         "        if done is not None:\n"
-        "            self._transfers.record(done)\n"
+        "            done.record(self._transfers.stream())\n"
         "        host[:count].copy_(vector, non_blocking=True)\n",
         targets=(QUEUED_ENGINE,),
     ),
