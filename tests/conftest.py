@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,9 +28,33 @@ if not torch.cuda.is_available():
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# Hundreds of tests start a pytest. Where the environment forbids bytecode, each of them would
-# rewrite the assertions of all plugins anew, which takes longer than most of the tests.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# A file that a test writes twice in a second must be read twice.
+os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+_ANY_TEST = ("--pyargs", "pytest_roseinfer.suite", "-k", "histories", "--roseinfer-examples=1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have bytecode written of all that the processes of tests import, while tests are collected.
+
+    Hundreds of tests start a pytest, which rewrites the assertions of its plugins: without
+    bytecode, each time, and that takes longer than most of the tests.
+    """
+    if hasattr(config, "workerinput"):
+        return
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    folder = tempfile.TemporaryDirectory()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *_ANY_TEST],
+        cwd=folder.name,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+    )
+
+    def end() -> None:
+        process.wait()
+        folder.cleanup()
+
+    config.add_cleanup(end)
 
 
 @pytest.fixture(autouse=True)

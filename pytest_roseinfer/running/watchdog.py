@@ -70,6 +70,7 @@ def watching(seconds: float, stderr: int = 2) -> Iterator[None]:
     # One that C code installed cannot be put back.
     watchdog.before = before = signal.SIG_DFL if before is None else before
     WATCHED.seconds = seconds
+    WATCHED.began = None  # a step from before, when nobody watched, may be long over
     watchdog.thread.start()
     try:
         yield

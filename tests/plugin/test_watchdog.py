@@ -135,7 +135,9 @@ def test_many_steps_may_together_take_longer_than_one() -> None:
 
 
 def test_the_alarm_of_another_is_left_to_it() -> None:
+    """Also when the latest step began long ago, and nobody watched it."""
     heard: list[int] = []
+    WATCHED.began = monotonic() - 60
     before = signal.signal(signal.SIGALRM, lambda number, _: heard.append(number))
     try:
         with watching(SECONDS):
