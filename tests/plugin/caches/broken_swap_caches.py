@@ -133,7 +133,7 @@ class HoldsWhatIsShared(SwapCache):
 
 
 class GivesBackTwice(SwapCache):
-    """Of blocks that others hold it takes two holders."""
+    """It takes two holders off blocks that others hold."""
 
     def give_back(self, leaving: Transfer) -> None:
         self.drop(block for block in leaving.blocks if self.holders[block] > 1)

@@ -50,7 +50,7 @@ class RowWise(PagedCache):
 
 
 class StoresTheRefusedRow(RowWise):
-    """Of the row that finds no room it has stored what there was room for."""
+    """It has stored a part of the row that finds no room."""
 
     def needed(self, seq: int, count: int) -> int:
         return min(1, super().needed(seq, count))
