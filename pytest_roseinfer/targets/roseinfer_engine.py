@@ -63,9 +63,9 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.FUSED: [{"fused_model": True, "model": "gpt2"}],
     EnginePath.LIKELIEST: [_RESIDENT_KERNELS],
 }
-_FIRST = (EnginePath.RESIDENT, EnginePath.RUN_AHEAD)
 """Only ``COMPILED`` is missing. To compile takes seconds for every model of every mix, so no
 switch here asks for it, and ``tests/engine/test_compiling.py`` compares it with its twin."""
+_FIRST = (EnginePath.RESIDENT, EnginePath.RUN_AHEAD)
 
 
 class RoseinferEngine(EngineAdapter):

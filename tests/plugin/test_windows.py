@@ -12,7 +12,15 @@ from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance, run_history
+from pytest_roseinfer import (
+    CacheSpec,
+    Divergence,
+    History,
+    Oracle,
+    Tolerance,
+    conformance,
+    run_history,
+)
 from pytest_roseinfer import settings as options
 from pytest_roseinfer.adapters.validate import refuse_mistakes
 from pytest_roseinfer.cases.layer_windows import layer_windows
@@ -275,6 +283,20 @@ class HearsTexts(WindowCache):
     def texts(self, said: object) -> None: ...
 
 
+class Preempts(WindowCache):
+    def preempt(self, seq: int) -> None: ...
+
+    def resume(self, seq: int, key: object, value: object) -> None: ...
+
+
+class SwapsOut(WindowCache):
+    def swap_out(self, seq: int) -> None: ...
+
+
+class Rounds(WindowCache):
+    tolerance: ClassVar[Mapping[str, Tolerance]] = {"int8": Tolerance(1 / 200)}
+
+
 class CountsRows(WindowCache):
     row_conditions: ClassVar[Mapping[str, str]] = {"fresh": "fresh"}
 
@@ -290,6 +312,9 @@ class CopiesInParts(LazyCache):
         (UnknownPools, "window_pools is 'both', and must be 'own' or 'shared'"),
         (UnknownTime, "window_gives_back is 'never', and must be 'at once' or 'next write'"),
         (HearsTexts, "defines texts, which cannot be judged with windows yet"),
+        (Preempts, "defines preempt, which cannot be judged with windows yet"),
+        (SwapsOut, "defines swap_out, which cannot be judged with windows yet"),
+        (Rounds, "has a tolerance, which cannot be judged with windows yet"),
         (CountsRows, "has row_conditions"),
         (CopiesInParts, "must define prefill"),
     ],
