@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
-from pytest_roseinfer.adapters.finding import load_target
+from pytest_roseinfer.adapters.finding import TargetError, load_target
 from pytest_roseinfer.cases.every_step import SEQUENCES
 from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.findings.divergence import Divergence
@@ -54,6 +55,12 @@ def run(targets: Sequence[str], steps: int = STEPS) -> int:
         f"{SEQUENCES} sequences"
     )
     settings.choose_kernel_runtime()
+    try:
+        for name in named:
+            _cache(name)
+    except TargetError as error:
+        print(error, file=sys.stderr)
+        return 2
     spawn = get_context("spawn")  # a forked torch may hang
     status = 0
     for name, options in named.items():
@@ -107,5 +114,5 @@ def _walked(
 def _cache(name: str) -> type[KVCacheAdapter]:
     adapter = load_target(name)
     if not issubclass(adapter, KVCacheAdapter):
-        raise TypeError(f"{name} is no KVCacheAdapter")
+        raise TargetError(f"{name} is the adapter of an engine, and must be one of a cache")
     return adapter

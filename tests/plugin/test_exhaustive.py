@@ -16,6 +16,7 @@ from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.search.exhaustive import Walked, beginnings, walk
+from pytest_roseinfer.settings import SHIPPED_TARGETS
 from pytest_roseinfer.suite import exhaustive
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 from roseinfer.cli import main
@@ -164,3 +165,18 @@ def test_an_empty_sequence_is_not_taken_for_one_with_blocks() -> None:
     steps = (Append((0,)), Append((1,)), Truncate(1, 0))
     (beginning,) = beginnings(GroupedManager, KERNELS_OFF)
     run_history(GroupedManager, History(beginning.spec, steps))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nowhere:Nothing", "there is no module nowhere"),
+        ("json:JSONDecoder", "no subclass of KVCacheAdapter or EngineAdapter"),
+        (SHIPPED_TARGETS[-1], "the adapter of an engine, and must be one of a cache"),
+    ],
+)
+def test_a_name_that_leads_to_no_cache_is_no_history_gone_wrong(
+    name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "--exhaustive", name]) == 2
+    assert said in capsys.readouterr().err
