@@ -73,6 +73,22 @@ def crowded(paths: Iterable[str]) -> dict[str, int]:
     return {folder: number for folder, number in held.items() if number > MOST_FILES}
 
 
+TWINS = {"append", "engine", "paths", "sampling", "strategies"}
+"""The names that two files have by design: docs/architecture.md says which two sides they are."""
+
+
+def named_alike(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names that several modules have, those of twins apart, and these modules."""
+    named: dict[str, list[str]] = {}
+    for path in paths:
+        named.setdefault(PurePath(path).stem, []).append(path)
+    return {
+        name: found
+        for name, found in named.items()
+        if not name.startswith("__") and len(found) > (2 if name in TWINS else 1)
+    }
+
+
 def missing_rooms(paths: Iterable[str]) -> set[str]:
     """Return what has a layer although its package has no such room or file."""
     parts = [PurePath(path).with_suffix("").parts for path in paths]

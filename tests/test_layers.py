@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 import roseinfer
-from tests.layers import MOST_FILES, TORCH_FREE, circles, crowded, missing_rooms, violations
+from tests.layers import (
+    MOST_FILES,
+    TORCH_FREE,
+    circles,
+    crowded,
+    missing_rooms,
+    named_alike,
+    violations,
+)
 from tests.python_process import ROOT, run_python
 
 if TYPE_CHECKING:
@@ -36,6 +44,18 @@ def test_a_crowded_folder_is_found() -> None:
     room += ["roseinfer/kv/__init__.py", "roseinfer/kv/inner/__init__.py"]
     assert crowded(room) == {}
     assert crowded([*room, "roseinfer/kv/more.py"]) == {"roseinfer/kv": MOST_FILES + 1}
+
+
+def test_no_name_stands_twice_but_those_of_twins() -> None:
+    assert named_alike(sources("roseinfer", "pytest_roseinfer")) == {}
+
+
+def test_a_name_that_stands_twice_is_found() -> None:
+    twins = ["roseinfer/sampling.py", "pytest_roseinfer/engines/sampling.py"]
+    alike = ["roseinfer/kv/pool.py", "roseinfer/engine/pool.py"]
+    assert named_alike([*twins, *alike]) == {"pool": alike}
+    third = "roseinfer/engine/sampling.py"
+    assert named_alike([*twins, third]) == {"sampling": [*twins, third]}
 
 
 def test_every_layer_is_there() -> None:

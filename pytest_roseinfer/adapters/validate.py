@@ -5,10 +5,10 @@ from __future__ import annotations
 from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.adapters.reuse_conditions import refuse_what_is_not_shown
 from pytest_roseinfer.adapters.shapes import refuse_shapes, refuse_tolerance
 from pytest_roseinfer.adapters.standard_bad_calls import STANDARD_BAD_CALLS
-from pytest_roseinfer.adapters.used_again import refuse_what_is_not_shown
-from pytest_roseinfer.adapters.windows import refuse_windows
+from pytest_roseinfer.adapters.window_settings import refuse_windows
 from pytest_roseinfer.oracle import FORK_SHARES, SHARING
 
 _LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {

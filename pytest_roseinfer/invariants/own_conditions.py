@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.adapters.used_again import USED_AGAIN
+from pytest_roseinfer.adapters.reuse_conditions import USED_AGAIN
 from pytest_roseinfer.findings.finding import Finding
 from pytest_roseinfer.invariants.invariant import ATTENTION, OPERATION, Observation, invariant
 

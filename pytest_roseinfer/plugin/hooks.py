@@ -72,7 +72,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     file = config.getoption("--roseinfer-replay")
     if not file:
         return None
-    from pytest_roseinfer.adapters.finding import TargetError
+    from pytest_roseinfer.adapters.load_target import TargetError
     from pytest_roseinfer.search.replay import TraceError, replay
 
     options.find_modules_here(config)

@@ -173,7 +173,7 @@ def check_targets(config: pytest.Config, asked: Settings) -> None:
     suite = any("pytest_roseinfer" in argument for argument in config.args)
     if not (asked.named_targets or (asked.chosen_targets and suite)):
         return
-    from pytest_roseinfer.adapters.finding import TargetError, load_target
+    from pytest_roseinfer.adapters.load_target import TargetError, load_target
 
     find_modules_here(config)
     choose_kernel_runtime()

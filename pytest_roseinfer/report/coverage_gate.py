@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapters.finding import load_target
+from pytest_roseinfer.adapters.load_target import load_target
 from pytest_roseinfer.environment import describe_device, describe_target
 from pytest_roseinfer.gates.gate import Gate, show_problems
 from pytest_roseinfer.report.html import page

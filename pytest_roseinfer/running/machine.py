@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from pytest_roseinfer import invariants
+from pytest_roseinfer.adapters.reuse_conditions import USED_AGAIN
 from pytest_roseinfer.adapters.standard_bad_calls import Situation, standard_bad_calls
-from pytest_roseinfer.adapters.used_again import USED_AGAIN
 from pytest_roseinfer.cases.operations.device.read import Read
 from pytest_roseinfer.cases.operations.operation import Driven
 from pytest_roseinfer.cases.payload import Payload, lay_out
@@ -41,7 +41,7 @@ from pytest_roseinfer.invariants.stored.attention import EVERY, questions
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.busy import busy_history
 from pytest_roseinfer.running.queued_device import QueuedDevice
-from pytest_roseinfer.running.storage import STORED, Storage
+from pytest_roseinfer.running.shown_storage import STORED, Storage
 from pytest_roseinfer.running.used_again import UsedAgain
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 

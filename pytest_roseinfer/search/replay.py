@@ -22,7 +22,7 @@ def replay(file: str) -> int:
 
     import torch
 
-    from pytest_roseinfer.adapters.finding import load_target
+    from pytest_roseinfer.adapters.load_target import load_target
     from pytest_roseinfer.findings.divergence import Difference
     from pytest_roseinfer.running.watchdog import WATCHED
     from pytest_roseinfer.search.reproduce import CHECKS, example_of

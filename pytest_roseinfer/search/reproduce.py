@@ -50,7 +50,7 @@ os.environ.update({environment})
 sys.path[:0] = {folders}
 
 from {kind.__module__} import {kind.__name__}
-from pytest_roseinfer.adapters.finding import load_target
+from pytest_roseinfer.adapters.load_target import load_target
 from {module} import {check}
 
 EXAMPLE = {example}

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
-from pytest_roseinfer.adapters.finding import TargetError, load_target
+from pytest_roseinfer.adapters.load_target import TargetError, load_target
 from pytest_roseinfer.cases.every_step import SEQUENCES
 from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.findings.divergence import Divergence
-from pytest_roseinfer.search.exhaustive import BLOCK_SIZE, BLOCKS, Walked, beginnings, walk
+from pytest_roseinfer.search.walk import BLOCK_SIZE, BLOCKS, Walked, beginnings, walk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapters.finding import load_target
+from pytest_roseinfer.adapters.load_target import load_target
 from pytest_roseinfer.suite.conformance import conformance
 
 settings.choose_kernel_runtime()

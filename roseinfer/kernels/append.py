@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from roseinfer.errors import BadArgument
-from roseinfer.kernels.checks import check_cache_pair, check_index
+from roseinfer.kernels.operands import check_cache_pair, check_index
 from roseinfer.kernels.runtime import KernelLauncher, is_interpreted
 
 if TYPE_CHECKING:

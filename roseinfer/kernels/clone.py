@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from roseinfer.errors import BadArgument
-from roseinfer.kernels.checks import check_cache_pair, check_index
+from roseinfer.kernels.operands import check_cache_pair, check_index
 from roseinfer.kernels.runtime import KernelLauncher
 
 _CHUNK = 4096

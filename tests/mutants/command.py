@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from pytest_roseinfer.adapters.finding import TargetError, load_target
+from pytest_roseinfer.adapters.load_target import TargetError, load_target
 from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, choose_kernel_runtime
 from tests.mutants import report
 from tests.mutants.catalogue import CATALOGUE, find

@@ -39,9 +39,9 @@ def walk_on(mutant: Mutant | None, most: int) -> str:
 def _steps_to_find(mutant: Mutant | None, copy: Path, most: int) -> str:
     import_from(copy)
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
-    from pytest_roseinfer.adapters.finding import load_target
+    from pytest_roseinfer.adapters.load_target import load_target
     from pytest_roseinfer.findings.divergence import Divergence
-    from pytest_roseinfer.search.exhaustive import Walked, beginnings, walk
+    from pytest_roseinfer.search.walk import Walked, beginnings, walk
 
     targets = [name for name in MANAGERS if mutant is None or name in mutant.targets]
     for steps in range(min(SHORTEST, most), most + 1):
@@ -66,6 +66,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import pytest_roseinfer.search.exhaustive  # noqa: F401  (once, for all children)
+    import pytest_roseinfer.search.walk  # noqa: F401  (once, for all children)
 
     main()

@@ -61,7 +61,7 @@ def _do(job: Job, folder: Path, answers: TextIO, runner: int) -> None:
 def _try_all(job: Job, folder: Path, answers: TextIO, runner: int) -> str:
     sys.dont_write_bytecode = True
     import_from(folder)
-    from pytest_roseinfer.adapters.finding import load_target
+    from pytest_roseinfer.adapters.load_target import load_target
 
     targets = [load_target(name) for name in job.targets]
     bench = _Bench(job, targets, runner)

@@ -28,11 +28,11 @@ from pytest_roseinfer.findings.observation import (
 from pytest_roseinfer.findings.released import Released
 from pytest_roseinfer.invariants.bad_calls import bad_calls
 from pytest_roseinfer.invariants.books.evictions import evictions
+from pytest_roseinfer.invariants.books.given_back import windows
 from pytest_roseinfer.invariants.books.kept_apart import kept_apart
 from pytest_roseinfer.invariants.books.ownership import ownership
 from pytest_roseinfer.invariants.books.shards import shards
 from pytest_roseinfer.invariants.books.swap_space import swap_space
-from pytest_roseinfer.invariants.books.windows import windows
 from pytest_roseinfer.invariants.counts import counts
 from pytest_roseinfer.invariants.invariant import INVARIANTS
 from pytest_roseinfer.invariants.lookups import lookups

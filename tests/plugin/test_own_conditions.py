@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, run_history
-from pytest_roseinfer.adapters.used_again import USED_AGAIN
+from pytest_roseinfer.adapters.reuse_conditions import USED_AGAIN
 from pytest_roseinfer.cases.operations.sequences.fork import Fork
 from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.set_options import SetOptions

@@ -14,7 +14,7 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.adapters.used_again import USED_AGAIN
+from pytest_roseinfer.adapters.reuse_conditions import USED_AGAIN
 from pytest_roseinfer.cases.operations.sequences.fork import Fork
 from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.writes.append import Append

@@ -1,4 +1,4 @@
-"""Checks of the arguments of kernels that are called on their own."""
+"""The checks of what kernels are given that are called on their own."""
 
 from __future__ import annotations
 
