@@ -168,11 +168,15 @@ def _ended_early(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> li
 
 
 def _continued(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Asked]:
-    """A prompt gets one token, and a longer prompt begins with all that was stored of it."""
+    """A prompt gets one token, and a longer prompt begins with all that was stored of it.
+
+    Some are cancelled before that: what is stored then is a part of the prompt.
+    """
     stored = draw(st.integers(1, longest - 2))
     more = draw(st.integers(1, 2))
+    cancelled = draw(st.sampled_from((None, 1, 2)))
     return [
-        Asked(common_text(stored, vocabulary), Sampling()),
+        Asked(common_text(stored, vocabulary), Sampling(), cancelled_after=cancelled),
         Asked(common_text(stored + more, vocabulary), draw(samplings(most=new))),
     ]
 

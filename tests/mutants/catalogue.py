@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.mutants import (
+    catalogue_caches,
     catalogue_decode,
     catalogue_engine,
     catalogue_in_flight,
@@ -29,6 +30,7 @@ CATALOGUE: tuple[Mutant, ...] = (
     *catalogue_engine.MUTANTS,
     *catalogue_decode.MUTANTS,
     *catalogue_sampling.MUTANTS,
+    *catalogue_caches.MUTANTS,
 )
 
 
@@ -60,6 +62,12 @@ NOT_PLANTED: dict[str, str] = {
     "A graph that replays a step of another size, or rows it was captured with": (
         "without a GPU nothing is captured; what a capture does to live rows is planted, and "
         "simulated by running the step on emptied rows"
+    ),
+    "A step that never ends": (
+        "it takes a minute of every search; tests/plugin/test_watchdog.py has caches that hang"
+    ),
+    "A static cache in another dtype than the model (row 22)": (
+        "the cache is made in the model's dtype, and there is no other place to say one"
     ),
     "A step that leaves its row of padding longer": (
         "a row is uploaded anew when a sequence takes it, and its blocks are all scratch"

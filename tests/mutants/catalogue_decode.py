@@ -15,7 +15,7 @@ _HEAD = "roseinfer.models.padded_head"
 
 
 def _mutant(
-    name: str, wrong: str, module: str, find: str, replace: str, rows: tuple[int, ...] = ()
+    name: str, wrong: str, module: str, find: str, replace: str, rows: tuple[str, ...] = ()
 ) -> Mutant:
     return Mutant(name, wrong, module, find, replace, rows, targets=(ENGINE,))
 
@@ -34,7 +34,7 @@ MUTANTS = (
         _SLOTS,
         "                flat += [slot, *_Fields(), *[SCRATCH] * self._width]\n",
         "                flat += [slot, *_Fields(), *[SCRATCH + 1] * self._width]\n",
-        (6,),
+        ("6", "S15"),
     ),
     _mutant(
         "slot-freed-twice",
@@ -42,7 +42,7 @@ MUTANTS = (
         _SLOTS,
         "        heappush(self._free, slot)\n",
         "        heappush(self._free, slot)\n        heappush(self._free, slot)\n",
-        (12,),
+        ("12",),
     ),
     _mutant(
         "slot-left-active",
@@ -54,7 +54,7 @@ MUTANTS = (
         "        if self._resident is not None and left is not None:\n"
         "            self._resident.slots._changed.pop(left.slot, None)\n"
         "        request.in_flight = 0\n",
-        (12,),
+        ("12",),
     ),
     _mutant(
         "parameters-in-each-others-columns",
@@ -90,6 +90,7 @@ MUTANTS = (
         _RESIDENT,
         "greedy=not self._num_sampled)",
         "greedy=residents[0].greedy)",
+        ("S18",),
     ),
     _mutant(
         "drawn-from-the-position-before",
@@ -125,7 +126,7 @@ MUTANTS = (
         _RUNNER,
         "            if request.finish_reason is None:\n",
         "            if request.session is not None:\n",
-        (12,),
+        ("12",),
     ),
     _mutant(
         "buffer-used-while-it-fills",
@@ -148,7 +149,7 @@ MUTANTS = (
         _SLOTS,
         "        self._rows.zero_()\n",
         "",
-        rows=(30,),
+        rows=("30",),
         targets=(),
         directed="capture_beside_the_living",
     ),
@@ -158,7 +159,7 @@ MUTANTS = (
         _SLOTS,
         "            self.tokens.copy_(tokens)\n",
         "",
-        rows=(30,),
+        rows=("30",),
         targets=(),
         directed="capture_beside_the_living",
     ),

@@ -17,7 +17,7 @@ _REFERENCE = "roseinfer.attention.reference"
 
 
 def _mutant(
-    name: str, wrong: str, module: str, find: str, replace: str, rows: tuple[int, ...] = ()
+    name: str, wrong: str, module: str, find: str, replace: str, rows: tuple[str, ...] = ()
 ) -> Mutant:
     return Mutant(name, wrong, module, find, replace, rows, targets=(ENGINE,))
 
@@ -32,7 +32,7 @@ MUTANTS = (
         "            alike = (e for e in self._entries.values() if e.end == parent.end + size)\n"
         "            entry = next((e for e in alike if e.tokens == block), None)\n"
         "            if entry is None:\n",
-        (24,),
+        ("24", "S3"),
     ),
     _mutant(
         "evicted-and-still-found",
@@ -40,7 +40,7 @@ MUTANTS = (
         _PREFIXES,
         "            del self._entries[each.key]\n",
         "",
-        (2,),
+        ("2",),
     ),
     _mutant(
         "evicted-under-its-user",
@@ -48,7 +48,7 @@ MUTANTS = (
         _PREFIXES,
         "        entry.users += 1\n        self.unused.pop(entry, None)\n",
         "        entry.users += 0\n",
-        (13,),
+        ("13",),
     ),
     _mutant(
         "matched-without-a-reference",
@@ -56,7 +56,7 @@ MUTANTS = (
         _PREFIXES,
         "        self.kv.incref_blocks(entry.block_ids)\n        entry.users += 1\n",
         "        entry.users += 1\n",
-        (13,),
+        ("13", "S1"),
     ),
     _mutant(
         "partial-block-taken-for-a-full-one",
@@ -64,7 +64,7 @@ MUTANTS = (
         _PREFIXES,
         "Entry(parent, tokens, hashed, parent.end + len(tokens), block_ids)",
         "Entry(parent, tokens, hashed, parent.end + self.kv.block_size, block_ids)",
-        (7,),
+        ("7",),
     ),
     _mutant(
         "prefix-as-long-as-its-blocks",
@@ -72,7 +72,7 @@ MUTANTS = (
         _PREFIXES,
         "        num_tokens = entries[-1].end if entries else 0\n",
         "        num_tokens = min(len(entries) * self.kv.block_size, most)\n",
-        (11,),
+        ("11", "S4"),
     ),
     _mutant(
         "offered-before-it-is-stored",
@@ -81,7 +81,17 @@ MUTANTS = (
         "and held.tip.end + size <= stored:",
         "and held.tip.end + size <= "
         "min(len(session.token_ids), len(session.block_lists[0]) * size):",
-        (20,),
+        ("20", "S2"),
+    ),
+    _mutant(
+        "cancelled-and-kept-whole",
+        "A prompt that is cancelled between two chunks leaves what it has room for to be found.",
+        _SUPPLY,
+        "        session.cut(self._kv, len(session.token_ids))\n",
+        "        if 0 < session.stored < request.prompt_length:\n"
+        "            session.stored = min(session.room, request.prompt_length)\n"
+        "        session.cut(self._kv, len(session.token_ids))\n",
+        ("S5",),
     ),
     _mutant(
         "anothers-block-let-go",
@@ -91,7 +101,7 @@ MUTANTS = (
         "            if entry not in held.inserted:\n"
         "                held.inserted.append(entry)\n"
         "            held.tip = entry\n",
-        (19,),
+        ("19", "S19"),
     ),
     _mutant(
         "registered-block-of-its-position-in-the-list",
@@ -99,7 +109,7 @@ MUTANTS = (
         _PREFIXES,
         "        index = parent.end // self.kv.block_size\n        block_ids =",
         "        index = 0\n        block_ids =",
-        (19,),
+        ("19",),
     ),
     _mutant(
         "hits-counted-as-free",
@@ -107,7 +117,7 @@ MUTANTS = (
         _SCHEDULER,
         "        held = before - self.supply.available\n",
         "        held = 0\n",
-        (3,),
+        ("3",),
     ),
     _mutant(
         "copy-of-a-matched-tail-not-counted",
@@ -116,7 +126,7 @@ MUTANTS = (
         "        request.found = session.stored = session.room = found\n",
         "        request.found = session.stored = found\n"
         "        session.room = len(session.block_lists[0]) * self._kv.block_size\n",
-        (25,),
+        ("25",),
     ),
     _mutant(
         "progress-kept-without-its-blocks",
@@ -124,7 +134,7 @@ MUTANTS = (
         _SEQUENCE,
         "        self.stored = self.room = 0\n",
         "        self.room = 0\n",
-        (23,),
+        ("23",),
     ),
     _mutant(
         "preempted-with-its-blocks",
@@ -132,7 +142,7 @@ MUTANTS = (
         _SCHEDULER,
         "        self._supply.give_back(request)\n        request.preempted += 1\n",
         "        request.preempted += 1\n",
-        (23,),
+        ("23",),
     ),
     _mutant(
         "preempted-and-forgotten",
@@ -147,7 +157,7 @@ MUTANTS = (
         _SCHEDULER,
         "            self._supply.give_back(request)\n            del self.running[request.id]\n",
         "            del self.running[request.id]\n",
-        (12, 20),
+        ("12", "20"),
     ),
     _mutant(
         "ended-twice",
@@ -157,7 +167,7 @@ MUTANTS = (
         "            request.held = None\n"
         "            self._kv.free_blocks(0, session.block_lists[0])\n"
         "        session.rewind(self._kv)\n",
-        (12,),
+        ("12",),
     ),
     _mutant(
         "refused-with-its-prefix",
@@ -165,7 +175,7 @@ MUTANTS = (
         _SCHEDULER,
         "            self.supply.give_back(request)\n            return False\n",
         "            return False\n",
-        (13,),
+        ("13",),
     ),
     _mutant(
         "waits-for-a-copy-that-is-not-made",
@@ -173,7 +183,7 @@ MUTANTS = (
         _SCHEDULER,
         "self.waiting[0].waits_for = 0  # it was counted with a prefix to copy\n",
         "pass\n",
-        (3,),
+        ("3",),
     ),
     _mutant(
         "decode-without-looking-for-blocks",
@@ -181,7 +191,7 @@ MUTANTS = (
         _SCHEDULER,
         "                    if session.stored >= session.room:\n",
         "                    if session.stored > session.room:\n",
-        (26,),
+        ("26",),
     ),
     _mutant(
         "unused-prefixes-stay",
@@ -189,7 +199,7 @@ MUTANTS = (
         _SUPPLY,
         "            self._prefixes.evict(missing)\n",
         "            self._prefixes.evict(missing - 1)\n",
-        (3,),
+        ("3",),
     ),
     _mutant(
         "parameters-of-an-earlier-batch",
@@ -197,6 +207,7 @@ MUTANTS = (
         _RUNNER,
         "        if self._sampling is None or self._sampling[0] != requests:\n",
         "        if self._sampling is None or len(self._sampling[0]) != len(requests):\n",
+        ("S18",),
     ),
     _mutant(
         "seed-of-the-row",
@@ -204,6 +215,7 @@ MUTANTS = (
         _RUNNER,
         "                [request.seed for request in requests],\n",
         "                [request.seed + row for row, request in enumerate(requests)],\n",
+        ("S18",),
     ),
     _mutant(
         "penalty-for-new-tokens-only",
@@ -218,7 +230,7 @@ MUTANTS = (
         _RUNNER,
         "            positions += range(session.stored, end)\n",
         "            positions += range(count if count > 1 else end)[-count:]\n",
-        (15,),
+        ("15",),
     ),
     _mutant(
         "logits-of-the-first-token",
@@ -226,7 +238,7 @@ MUTANTS = (
         _RUNNER,
         "            last_rows.append(len(tokens) - 1)\n",
         "            last_rows.append(len(tokens) - count)\n",
-        (15,),
+        ("15",),
     ),
     _mutant(
         "chunk-sees-what-comes-after",
@@ -234,7 +246,7 @@ MUTANTS = (
         _CHUNK,
         "tokens[None, :] <= (position + token)[:, None]",
         "(tokens < end)[None, :] & (token >= 0)[:, None]",
-        (15,),
+        ("15",),
     ),
     _mutant(
         "chunk-masked-from-its-own-start",
@@ -242,7 +254,7 @@ MUTANTS = (
         _CHUNK,
         "tokens[None, :] <= (position + token)[:, None]",
         "tokens[None, :] <= token[:, None]",
-        (15,),
+        ("15",),
     ),
     _mutant(
         "chunks-attend-with-the-wrong-rows",
@@ -264,7 +276,7 @@ MUTANTS = (
         _DECODE,
         "v = tl.load(v_cache + places[:, None] + dims[None, :], inside, other=0.0)\n",
         "v = tl.load(v_cache + places[:, None] + dims[None, :], d_inside[None, :], other=0.0)\n",
-        (5,),
+        ("5",),
     ),
     _mutant(
         "query-heads-dealt-out",

@@ -14,7 +14,7 @@ MUTANTS = (
         _APPEND,
         "    blocks = blocks.to(tl.int64)[:, None, None]\n",
         "    blocks = blocks.to(tl.int32)[:, None, None]\n",
-        rows=(4,),
+        rows=("4", "S16"),
         targets=(),
         directed="far_appends",
     ),
@@ -24,7 +24,7 @@ MUTANTS = (
         _CLONE,
         "    new = tl.load(target + copy).to(tl.int64)\n",
         "    new = tl.load(target + copy).to(tl.int32)\n",
-        rows=(4,),
+        rows=("4", "S16"),
         targets=(),
         directed="far_clones",
     ),
@@ -35,7 +35,7 @@ MUTANTS = (
         "        tokens, blocks, tl.load(positions + tokens, exist, other=0), exist,\n",
         "        tokens, blocks,\n"
         "        tl.load(positions.to(tl.pointer_type(tl.int32)) + tokens, exist, other=0), exist,\n",  # noqa: E501
-        rows=(18,),
+        rows=("18",),
     ),
     Mutant(
         "cache-strides-ignored",
@@ -43,7 +43,7 @@ MUTANTS = (
         _APPEND,
         "        (*k_cache.stride(), *v_cache.stride(),",
         "        (*k_cache.contiguous().stride(), *v_cache.contiguous().stride(),",
-        rows=(16,),
+        rows=("16",),
         targets=(KERNELS,),
     ),
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS = (
         _APPEND,
         "        (*k_cache.stride(), *v_cache.stride(),",
         "        (*k_cache.stride(), *k_cache.stride(),",
-        rows=(16, 34),
+        rows=("16", "34"),
         targets=(KERNELS,),
     ),
     Mutant(
@@ -61,7 +61,7 @@ MUTANTS = (
         _APPEND,
         "*key.stride(), *value.stride(),",
         "*key.stride(), *key.stride(),",
-        rows=(34,),
+        rows=("34",),
     ),
     Mutant(
         "last-stride-ignored",
@@ -69,7 +69,7 @@ MUTANTS = (
         _APPEND,
         "    k = tl.load(key + (rows * k_r + heads * k_h + dims * k_d), inside)\n",
         "    k = tl.load(key + (rows * k_r + heads * k_h + dims), inside)\n",
-        rows=(16,),
+        rows=("16",),
     ),
     Mutant(
         "head-mask-missing",
@@ -77,7 +77,7 @@ MUTANTS = (
         _APPEND,
         "    inside = (heads < H) & (dims < D) & exist[:, None, None]\n",
         "    inside = (dims < D) & exist[:, None, None]\n",
-        rows=(17,),
+        rows=("17",),
     ),
     Mutant(
         "head-size-mask-missing",
@@ -85,7 +85,7 @@ MUTANTS = (
         _APPEND,
         "    inside = (heads < H) & (dims < D) & exist[:, None, None]\n",
         "    inside = (heads < H) & exist[:, None, None]\n",
-        rows=(9,),
+        rows=("9",),
     ),
     Mutant(
         "token-mask-missing",
@@ -93,7 +93,7 @@ MUTANTS = (
         _APPEND,
         "    inside = (heads < H) & (dims < D) & exist[:, None, None]\n",
         "    inside = (heads < H) & (dims < D) & (exist | True)[:, None, None]\n",
-        rows=(6,),
+        rows=("6",),
     ),
     Mutant(
         "head-cut-at-the-tile",
@@ -101,7 +101,7 @@ MUTANTS = (
         _APPEND,
         "    tile_d = 1 << (head_dim - 1).bit_length()\n",
         "    tile_d = min(128, 1 << (head_dim - 1).bit_length())\n",
-        rows=(9,),
+        rows=("9",),
     ),
     Mutant(
         "head-size-rounded-down",
@@ -109,7 +109,7 @@ MUTANTS = (
         _APPEND,
         "    tile_d = 1 << (head_dim - 1).bit_length()\n",
         "    tile_d = 1 << (head_dim.bit_length() - 1)\n",
-        rows=(9,),
+        rows=("9",),
     ),
     Mutant(
         "grid-rounded-down",
@@ -117,7 +117,7 @@ MUTANTS = (
         _APPEND,
         "-(-num_heads // tile_h), 1),",
         "num_heads // tile_h, 1),",
-        rows=(17,),
+        rows=("17",),
     ),
     Mutant(
         "one-tile-of-heads",
@@ -125,7 +125,7 @@ MUTANTS = (
         _APPEND,
         "-(-num_heads // tile_h), 1),",
         "1, 1),",
-        rows=(17,),
+        rows=("17",),
     ),
     Mutant(
         "one-tile-of-tokens",
@@ -140,7 +140,7 @@ MUTANTS = (
         _APPEND,
         "        tl.load(rows + tokens, exist, other=0), blocks,\n",
         "        tokens, blocks,\n",
-        rows=(31,),
+        rows=("31",),
         targets=(PER_LAYER, KERNELS),
     ),
     Mutant(
@@ -149,7 +149,7 @@ MUTANTS = (
         _APPEND,
         "heads * vc_h + dims * vc_d), v, inside)",
         "heads * vc_h + dims * vc_d), k, inside)",
-        rows=(34,),
+        rows=("34",),
     ),
     Mutant(
         "first-chunk-cloned",
@@ -157,7 +157,7 @@ MUTANTS = (
         _CLONE,
         "layers, -(-elements // chunk)),",
         "layers, 1),",
-        rows=(8,),
+        rows=("8",),
     ),
     Mutant(
         "first-layer-cloned",
@@ -165,7 +165,7 @@ MUTANTS = (
         _CLONE,
         "        (source.shape[0], layers, -(",
         "        (source.shape[0], 1, -(",
-        rows=(8,),
+        rows=("8",),
     ),
     Mutant(
         "clone-mask-missing",
@@ -173,7 +173,7 @@ MUTANTS = (
         _CLONE,
         "t * kt_t + d * kt_d, k, inside)",
         "t * kt_t + d * kt_d, k)",
-        rows=(9, 17),
+        rows=("9", "17"),
     ),
     Mutant(
         "clone-of-another-layout",
@@ -181,7 +181,7 @@ MUTANTS = (
         _CLONE,
         "    k = tl.load(k_from + layer * kf_l + old * kf_b + h * kf_h + t * kf_t + d * kf_d, inside)\n",  # noqa: E501
         "    k = tl.load(k_from + layer * kf_l + old * kf_b + (t * H + h) * kf_t + d * kf_d, inside)\n",  # noqa: E501
-        rows=(8,),
+        rows=("8",),
     ),
     Mutant(
         "clone-values-at-key-strides",
@@ -189,7 +189,7 @@ MUTANTS = (
         _CLONE,
         "*k_from.stride(), *v_from.stride(), *k_to.stride(), *v_to.stride(),",
         "*k_from.stride(), *k_from.stride(), *k_to.stride(), *k_to.stride(),",
-        rows=(16, 34),
+        rows=("16", "34"),
         targets=(KERNELS,),
     ),
     Mutant(
@@ -198,7 +198,7 @@ MUTANTS = (
         _CLONE,
         "    if not torch.isin(source, target).any():\n",
         "    if source.numel():\n",
-        rows=(10,),
+        rows=("10",),
         targets=(COMPACTED,),
     ),
 )

@@ -16,7 +16,7 @@ MUTANTS = (
         "    identity = policy.identity and (\n"
         "        plan.rows is None or (plan.rows[0], plan.rows[-1]) == (0, plan.num_inputs - 1)\n"
         "    )\n",
-        rows=(31,),
+        rows=("31",),
         targets=(PER_LAYER,),
     ),
     Mutant(
@@ -25,7 +25,7 @@ MUTANTS = (
         _STORAGE,
         "    scalar = identity and plan.constant_position and policy.scalar_position\n",
         "    scalar = identity and policy.scalar_position\n",
-        rows=(32,),
+        rows=("32",),
     ),
     Mutant(
         "staged-columns-swapped",
@@ -40,7 +40,7 @@ MUTANTS = (
         _STORAGE,
         "key.index_select(0, rows), value.index_select(0, rows)",
         "key.index_select(0, rows), value[: len(rows)]",
-        rows=(31, 34),
+        rows=("31", "34"),
         targets=(PER_LAYER,),
     ),
     Mutant(
@@ -49,7 +49,7 @@ MUTANTS = (
         _STORAGE,
         "        key, value = storage.as_stored(key), storage.as_stored(value)\n",
         "        key = storage.as_stored(key)\n",
-        rows=(28,),
+        rows=("28",),
     ),
     Mutant(
         "keys-and-values-swapped",
@@ -57,7 +57,7 @@ MUTANTS = (
         _STORAGE,
         "storage.write_vector(layer, columns[0], columns[1], key, value)",
         "storage.write_vector(layer, columns[0], columns[1], value, key)",
-        rows=(34,),
+        rows=("34",),
     ),
     Mutant(
         "only-the-first-layer-copied",
@@ -65,7 +65,7 @@ MUTANTS = (
         _STORAGE,
         "range(plan.layer, plan.layer + self._layers_per_group)",
         "range(plan.layer, plan.layer + 1)",
-        rows=(8,),
+        rows=("8",),
         targets=(GROUPED,),
     ),
     Mutant(
@@ -118,7 +118,7 @@ MUTANTS = (
         "        self._key_slots[layer].index_put_((block_idx, pos), key)\n",
         "        slots = self._key_slots[layer]\n"
         "        slots.index_put_((block_idx, pos), slots[block_idx, pos] * 0 + key)\n",
-        rows=(5,),
+        rows=("5",),
     ),
     Mutant(
         "values-copied-from-keys",
@@ -126,7 +126,7 @@ MUTANTS = (
         _STORAGE,
         "copy_(self.value_layers[layer][source])",
         "copy_(self.key_layers[layer][source])",
-        rows=(34,),
+        rows=("34",),
     ),
     Mutant(
         "values-not-copied",
@@ -134,7 +134,7 @@ MUTANTS = (
         _STORAGE,
         "            for cache in (self.key_layers[layer], self.value_layers[layer]):\n",
         "            for cache in (self.key_layers[layer],):\n",
-        rows=(34,),
+        rows=("34",),
     ),
     Mutant(
         "values-of-another-layer-copied",
@@ -142,7 +142,7 @@ MUTANTS = (
         _STORAGE,
         "storage.values[first:end]",
         "storage.values[: len(layers)]",
-        rows=(8,),
+        rows=("8",),
         targets=(PER_LAYER,),
     ),
     Mutant(
@@ -151,7 +151,7 @@ MUTANTS = (
         _STORAGE,
         ".flatten(1, 2)[:, :length]",
         ".flatten(1, 2)",
-        rows=(5, 29),
+        rows=("5", "29"),
     ),
     Mutant(
         "stale-tail-on-request",
@@ -159,7 +159,7 @@ MUTANTS = (
         _MANAGER,
         '        if not 0 <= length <= stored:\n            raise BadArgument(f"total_len',
         '        if length < 0:\n            raise BadArgument(f"total_len',
-        rows=(29,),
+        rows=("29",),
     ),
     Mutant(
         "values-shape-unchecked",
@@ -167,6 +167,6 @@ MUTANTS = (
         _MANAGER,
         "        if key.shape != shape or value.shape != shape:\n",
         "        if key.shape != shape:\n",
-        rows=(28,),
+        rows=("28",),
     ),
 )

@@ -29,7 +29,7 @@ MUTANTS = (
         _POOL,
         "        if not self.refcounts[index]:\n            info = self.infos[index]",
         "        if self.refcounts[index] <= 1:\n            info = self.infos[index]",
-        rows=(1,),
+        rows=("1",),
     ),
     Mutant(
         "never-freed",
@@ -44,7 +44,7 @@ MUTANTS = (
         _POOL,
         "            self._recycled.append(index)\n",
         "            self._recycled += [index, index]\n",
-        rows=(12,),
+        rows=("12",),
     ),
     Mutant(
         "third-holder-not-counted",
@@ -52,7 +52,7 @@ MUTANTS = (
         _POOL,
         "        self.refcounts[index] += 1\n",
         "        self.refcounts[index] = 2\n",
-        rows=(1,),
+        rows=("1",),
     ),
     Mutant(
         "capacity-off-by-one",
@@ -60,7 +60,7 @@ MUTANTS = (
         _POOL,
         "        if needed > self.num_free:\n",
         "        if needed > self.num_free + 1:\n",
-        rows=(26,),
+        rows=("26",),
     ),
     Mutant(
         "last-block-never-used",
@@ -75,7 +75,7 @@ MUTANTS = (
         _POOL,
         "in Counter(block_ids).items():",
         "in Counter(set(block_ids)).items():",
-        rows=(12,),
+        rows=("12",),
     ),
     Mutant(
         "layer-before-accepted",
@@ -83,7 +83,7 @@ MUTANTS = (
         _POOL,
         "        if not 0 <= index < self.size:\n",
         "        if index >= self.size:\n",
-        rows=(27,),
+        rows=("27",),
     ),
     Mutant(
         "free-checks-as-it-goes",
@@ -91,7 +91,7 @@ MUTANTS = (
         _MANAGER,
         "        pool.check_release(block_ids)\n        for block_id in block_ids:\n",
         "        for block_id in block_ids:\n            pool.check_release([block_id])\n",
-        rows=(12, 27),
+        rows=("12", "27"),
     ),
     Mutant(
         "free-checks-nothing",
@@ -99,7 +99,7 @@ MUTANTS = (
         _MANAGER,
         "        pool.check_release(block_ids)\n",
         "",
-        rows=(12, 27),
+        rows=("12", "27"),
     ),
     Mutant(
         "repeated-block-shared-once",
@@ -107,7 +107,7 @@ MUTANTS = (
         _MANAGER,
         "        for pool, index in held:\n",
         "        for pool, index in dict.fromkeys(held):\n",
-        rows=(1,),
+        rows=("1",),
     ),
     Mutant(
         "shares-before-checking",
@@ -115,7 +115,7 @@ MUTANTS = (
         _MANAGER,
         "            held.append((pool, pool.held(block_id).block_index))\n",
         "            pool.share(pool.held(block_id).block_index)\n",
-        rows=(26,),
+        rows=("26",),
     ),
     Mutant(
         "reference-dropped-before-the-copy",
@@ -127,7 +127,7 @@ MUTANTS = (
         "            pool.drop(last.block_index)\n"
         "            info = pool.take(start=last.start, length=last.length)\n"
         "            storage.copy_block(layer_idx, last.block_index, info.block_index)\n",
-        rows=(25,),
+        rows=("25",),
         targets=(PER_LAYER,),
     ),
 )

@@ -18,7 +18,7 @@ MUTANTS = (
         "            if condition is Condition.ROLLOVER_SHARED:\n"
         "                plan.copy_from.append(old.block_index)\n"
         "                plan.copy_to.append(new.block_index)\n",
-        rows=(33,),
+        rows=("33",),
     ),
     Mutant(
         "rollover-drops-the-full-block",
@@ -28,7 +28,7 @@ MUTANTS = (
         "            new = pool.take(start=old.start + old.length, length=0)\n"
         "            if condition is Condition.ROLLOVER_SHARED:\n"
         "                pool.drop(old.block_index)\n",
-        rows=(33,),
+        rows=("33",),
     ),
     Mutant(
         "shared-full-block-written-to",
@@ -36,7 +36,7 @@ MUTANTS = (
         _PLAN,
         "        if position == block_size:\n",
         "        if position == block_size and holders == 1:\n",
-        rows=(33,),
+        rows=("33",),
     ),
     Mutant(
         "last-sharer-copies-too",
@@ -44,7 +44,7 @@ MUTANTS = (
         _PLAN,
         "        if holders > 1 and holders - leaving.get(index, 0) > 1:\n",
         "        if holders > 1:\n",
-        rows=(1,),
+        rows=("1",),
     ),
     Mutant(
         "second-sharer-writes-in-place",
@@ -52,7 +52,7 @@ MUTANTS = (
         _PLAN,
         "            leaving[index] = leaving.get(index, 0) + 1\n",
         "            leaving[index] = holders\n",
-        rows=(1,),
+        rows=("1",),
     ),
     Mutant(
         "copy-on-write-keeps-its-hold",
@@ -60,7 +60,7 @@ MUTANTS = (
         _PLAN,
         "            pool.drop(old.block_index)\n",
         "",
-        rows=(1,),
+        rows=("1",),
     ),
     Mutant(
         "copy-on-write-drops-twice",
@@ -68,7 +68,7 @@ MUTANTS = (
         _PLAN,
         "            pool.drop(old.block_index)\n",
         "            pool.drop(old.block_index)\n            pool.drop(old.block_index)\n",
-        rows=(1,),
+        rows=("1",),
     ),
     Mutant(
         "copy-not-entered-in-the-list",
@@ -76,7 +76,7 @@ MUTANTS = (
         _PLAN,
         "            block_ids[-1] = pool.first_id + new.block_index\n",
         "",
-        rows=(1,),
+        rows=("1",),
     ),
     Mutant(
         "copied-the-wrong-way",
@@ -86,7 +86,7 @@ MUTANTS = (
         "            plan.copy_to.append(new.block_index)\n",
         "            plan.copy_from.append(new.block_index)\n"
         "            plan.copy_to.append(old.block_index)\n",
-        rows=(8,),
+        rows=("8",),
     ),
     Mutant(
         "batch-committed-before-it-fits",
@@ -98,7 +98,7 @@ MUTANTS = (
         "            seen = planning.survey(pool, block_ids_list, None)\n"
         "        finally:\n"
         "            pool.num_free = free\n",
-        rows=(26,),
+        rows=("26",),
         targets=(PER_LAYER,),
     ),
     Mutant(
@@ -113,7 +113,7 @@ MUTANTS = (
         "        finally:\n"
         "            pool.num_free = free\n"
         "        plan = self._commit(pool, seen, num_tokens)\n",
-        rows=(26,),
+        rows=("26",),
     ),
     Mutant(
         "tail-not-counted",
@@ -121,7 +121,7 @@ MUTANTS = (
         _PLAN,
         "        return len(self.needs_block) - self.padding + self.tail_blocks\n",
         "        return len(self.needs_block) - self.padding\n",
-        rows=(26,),
+        rows=("26",),
     ),
     Mutant(
         "tail-counted-too-high",
@@ -150,7 +150,7 @@ MUTANTS = (
         _PLAN,
         "        if not 0 < index < used or not refcounts[index]:\n",
         "        if row == 0 and (not 0 < index < used or not refcounts[index]):\n",
-        rows=(35,),
+        rows=("35",),
     ),
     Mutant(
         "one-list-in-two-rows",
@@ -158,7 +158,7 @@ MUTANTS = (
         _PLAN,
         "    _check_rows_are_distinct(seen)\n    if counts",
         "    if counts",
-        rows=(35,),
+        rows=("35",),
     ),
     Mutant(
         "subset-takes-the-first-positions",
@@ -166,7 +166,7 @@ MUTANTS = (
         _PLAN,
         "        plan.positions = [seen.positions[row] for row in plan.rows]\n",
         "        plan.positions = seen.positions[: len(plan.rows)]\n",
-        rows=(31,),
+        rows=("31",),
         targets=(PER_LAYER,),
     ),
     Mutant(
@@ -175,7 +175,7 @@ MUTANTS = (
         _PLAN,
         "positions.count(positions[0]) == len(positions)",
         "positions[0] == positions[-1]",
-        rows=(32,),
+        rows=("32",),
     ),
     Mutant(
         "constant-by-first-neighbours",
@@ -183,7 +183,7 @@ MUTANTS = (
         _PLAN,
         "positions.count(positions[0]) == len(positions)",
         "positions[0] == positions[:2][-1]",
-        rows=(32,),
+        rows=("32",),
     ),
     Mutant(
         "padding-writes-a-real-block",
@@ -191,7 +191,7 @@ MUTANTS = (
         _PLAN,
         "KVBlockInfo(pool.layer, SCRATCH, 0, 0)  #",
         "KVBlockInfo(pool.layer, len(pool.infos) - 1, 0, 0)  #",
-        rows=(6,),
+        rows=("6",),
     ),
     Mutant(
         "padding-needs-a-block",
@@ -199,7 +199,7 @@ MUTANTS = (
         _PLAN,
         "        return len(self.needs_block) - self.padding + self.tail_blocks\n",
         "        return len(self.needs_block) + self.tail_blocks\n",
-        rows=(6,),
+        rows=("6",),
     ),
     Mutant(
         "padding-moves-the-others",
@@ -207,7 +207,7 @@ MUTANTS = (
         _PLAN,
         "    for row in padding:\n",
         "    for row in range(len(seen.positions)):\n",
-        rows=(6,),
+        rows=("6",),
     ),
     Mutant(
         "shared-rollover-counted-as-plain",

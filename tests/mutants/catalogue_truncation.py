@@ -16,6 +16,7 @@ MUTANTS = (
         _TRUNCATION,
         _DROP,
         "            pass\n",
+        ("S11",),
     ),
     Mutant(
         "truncated-under-others",
@@ -30,6 +31,7 @@ MUTANTS = (
         _TRUNCATION,
         "        last.length = cut\n",
         "",
+        ("S11",),
     ),
     Mutant(
         "truncated-a-block-short",
@@ -37,6 +39,7 @@ MUTANTS = (
         _TRUNCATION,
         "    return -(-length // pool.block_size), length % pool.block_size\n",
         "    return length // pool.block_size, 0\n",
+        ("S11",),
     ),
     Mutant(
         "truncated-a-block-long",
@@ -44,6 +47,7 @@ MUTANTS = (
         _TRUNCATION,
         "    return -(-length // pool.block_size), length % pool.block_size\n",
         "    return length // pool.block_size + 1, length % pool.block_size\n",
+        ("S11",),
     ),
     Mutant(
         "truncated-in-place-though-shared",
@@ -72,7 +76,7 @@ MUTANTS = (
         _TRUNCATION,
         "        if free < 0:\n",
         "        if False:\n",
-        rows=(26,),
+        rows=("26",),
     ),
     Mutant(
         "refused-though-room-is-given-back",
@@ -80,6 +84,6 @@ MUTANTS = (
         _TRUNCATION,
         "            free += leaving[info.block_index] == pool.refcounts[info.block_index]\n",
         "",
-        rows=(3,),
+        rows=("3",),
     ),
 )

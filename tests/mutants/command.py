@@ -80,12 +80,13 @@ def jobs_for(mutants: Sequence[Mutant], *, seeds: int, compare: bool) -> list[Jo
     """What to try on each mutant; with ``compare``, random operations and examples too."""
     jobs = []
     for mutant in mutants:
+        comparable = compare and bool(mutant.module)  # examples are of our own cache
         tasks = [Task(DIRECTED)] if mutant.directed else []
         for seed in range(seeds if mutant.targets else 0):
             tasks.append(Task(HUNT, seed))
-            if compare:
+            if comparable:
                 tasks.append(Task(RANDOM, seed))
-        if compare:
+        if comparable:
             tasks.append(Task(EXAMPLES))
         jobs.append(Job(mutant, mutant.targets, tuple(tasks)))
     return jobs

@@ -27,7 +27,7 @@ def source_of(module: str) -> Path:
 def plant(mutant: Mutant | None, folder: Path) -> None:
     """Copy the package into ``folder``, with the bug in it if there is one."""
     shutil.copytree(_package_folder(), folder / _PACKAGE)
-    if mutant is not None:
+    if mutant is not None and mutant.module:
         file = folder / source_of(mutant.module).relative_to(_package_folder().parent)
         file.write_text(mutant.applied_to(file.read_text()))
 

@@ -1,4 +1,4 @@
-"""A planted bug: one edit of one module of the cache."""
+"""A planted bug: one edit of one module of the cache, or a cache of its own that is broken."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ class StaleMutant(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """Replace the only occurrence of ``find`` in ``module`` by ``replace``."""
+    """Replace the only occurrence of ``find`` in ``module`` by ``replace``.
+
+    Without a module nothing is replaced: its only target is itself broken.
+    """
 
     name: str
     wrong: str
     """What is wrong then, in one sentence."""
-    module: str
-    find: str
-    replace: str
-    rows: tuple[int, ...] = ()
-    """Rows of the list of bugs that real caches had (docs/mutants.md) that it stands for."""
+    module: str = ""
+    find: str = ""
+    replace: str = ""
+    rows: tuple[str, ...] = ()
+    """Rows of the lists of bugs that real caches had (docs/mutants.md) that it stands for."""
     targets: tuple[str, ...] = MANAGERS
     """The adapters that can show it, searched in this order."""
     directed: str = ""

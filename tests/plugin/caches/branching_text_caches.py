@@ -101,7 +101,7 @@ RIGHT = (BranchingTextCache, CutsWithoutCopies)
 
 
 class RegistersTheParentsText(BranchingTextCache):
-    """A fork notes what it says where its parent does, so that its block gets the other's key.
+    """S3: a fork notes what it says where its parent does, so that its block gets the other's key.
 
     What stands there already, because the other one wrote first, is left as it is.
     """
@@ -138,7 +138,7 @@ class RegistersTheParentsText(BranchingTextCache):
 
 
 class KeepsTheKeyOfWhatWasCut(BranchingTextCache):
-    """A block that is cut is still found with what it held, whatever is written there next."""
+    """S11: a block that is cut is still found with what it held, whatever is written there next."""
 
     def forget(self, block: int) -> None: ...
 

@@ -28,13 +28,13 @@ class RecordsTheCopyEarly(QueuedCache):
 
 
 class FreesUnderAWriter(QueuedCache):
-    """It writes a prompt to blocks that were freed while a token is on its way to them."""
+    """S6: it writes a prompt to blocks that were freed while a token is on its way to them."""
 
     def begin_prompt(self) -> None: ...
 
 
 class LetsInputsBeOverwritten(QueuedCache):
-    """It does not say that what it was handed is still to be read by another stream."""
+    """S6: it does not say that what it was handed is still to be read by another stream."""
 
     def end_prompt(self) -> None: ...
 

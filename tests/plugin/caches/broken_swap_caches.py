@@ -186,7 +186,7 @@ class TakesBlocksBeforeItRefuses(SwapCache):
 
 
 class KeepsTheOldLength(SwapCache):
-    """What is resumed comes behind what was there."""
+    """23: what is resumed comes behind what was there."""
 
     def preempt(self, seq: int) -> None:
         self.drop(self.tables.pop(seq))

@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 
 class KnowsTheBlockAlone(TextCache):
-    """Its key leaves out what came before the block."""
+    """24: its key leaves out what came before the block."""
 
     def key(self, said: Sequence[int]) -> Hashable:
         return tuple(said[-self.spec.block_size :])
 
 
 class KnowsABareHash(TextCache):
-    """Its keys are hashes of four values, and what they stand for is not compared."""
+    """24, S3: its keys are hashes of four values, and what they stand for is not compared."""
 
     def key(self, said: Sequence[int]) -> Hashable:
         return hash(tuple(said)) % 4
 
 
 class FreesTheDuplicatesBlock(TextCache):
-    """It gives up a block for an equal one, and does not hold that."""
+    """S19: it gives up a block for an equal one, and does not hold that."""
 
     def register(self, table: list[int], said: Sequence[int]) -> None:
         key = self.key(said)
@@ -40,7 +40,7 @@ class FreesTheDuplicatesBlock(TextCache):
 
 
 class FindsWhatWasEvicted(TextCache):
-    """A block that is taken for something else can still be found."""
+    """2: a block that is taken for something else can still be found."""
 
     def open(self) -> int:
         block = self.unused.pop(0)
@@ -49,7 +49,7 @@ class FindsWhatWasEvicted(TextCache):
 
 
 class FindsAPartialBlock(TextCache):
-    """A block is known one token before it is full."""
+    """S4: a block is known one token before it is full."""
 
     def found(self, said: Sequence[int]) -> list[int]:
         size = self.spec.block_size
@@ -59,7 +59,7 @@ class FindsAPartialBlock(TextCache):
 
 
 class ForgetsToCountHits(TextCache):
-    """Blocks that a prompt finds, and nobody holds, are counted as room as well."""
+    """3: blocks that a prompt finds, and nobody holds, are counted as room as well."""
 
     def prefill(self, seq, key, value):  # type: ignore[no-untyped-def]
         size, (said,) = self.spec.block_size, self.coming
@@ -84,7 +84,7 @@ class RevivesWithoutItsKey(TextCache):
 
 
 class FindsWhatIsNotWritten(TextCache):
-    """It says that the last block of a text is there as soon as it is begun."""
+    """S2: it says that the last block of a text is there as soon as it is begun."""
 
     def matched(self, said: Sequence[int]) -> int:
         size = self.spec.block_size
@@ -93,14 +93,14 @@ class FindsWhatIsNotWritten(TextCache):
 
 
 class DoesNotCompare(HashedTextCache):
-    """It takes a block for another one that has the same hash."""
+    """24, S3: it takes a block for another one that has the same hash."""
 
     def find(self, said: Sequence[int]) -> int | None:
         return self.block_of.get(self.key(said))
 
 
 class TakesWhatWasThere(TextCache):
-    """It begins a sequence with the blocks of the lookup, whatever they hold by now."""
+    """S1: it begins a sequence with the blocks of the lookup, whatever they hold by now."""
 
     def look_up(self, said: Sequence[int]) -> object:
         return list(said), self.found(said)

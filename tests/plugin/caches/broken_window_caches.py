@@ -127,7 +127,7 @@ class SlidesTheFirstGroupOnly(EagerSharedCache):
 
 
 class ReturnsATokenTooMany(LazyCache):
-    """It returns W tokens, the one before the window among them."""
+    """21: it returns W tokens, the one before the window among them."""
 
     def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         start = self.first_live(self.spec.windows[layer], max(0, self.lengths[seq] - 1))
@@ -135,7 +135,7 @@ class ReturnsATokenTooMany(LazyCache):
 
 
 class AttendsToATokenTooMany(LazyCache):
-    """It attends to the token before the window, if that is still there."""
+    """21: it attends to the token before the window, if that is still there."""
 
     def attended(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         start = self.first_live(self.spec.windows[layer], self.lengths[seq])

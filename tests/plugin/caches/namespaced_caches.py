@@ -32,14 +32,14 @@ class NamespacedCache(TextCache):
 
 
 class LeavesTheNamespaceOut(NamespacedCache):
-    """Its keys are of tokens alone."""
+    """7, S3: its keys are of tokens alone."""
 
     def key(self, said: Sequence[Any]) -> Hashable:
         return tuple(token for _, token in said)
 
 
 class NamesTheFirstBlockAlone(NamespacedCache):
-    """The namespace is part of the key of a first block, and of no other."""
+    """7, S3: the namespace is part of the key of a first block, and of no other."""
 
     def key(self, said: Sequence[Any]) -> Hashable:
         tokens = tuple(token for _, token in said)
@@ -47,7 +47,7 @@ class NamesTheFirstBlockAlone(NamespacedCache):
 
 
 class LooksUpInAll(NamespacedCache):
-    """Sequences share within their namespaces, but a lookup knows of none."""
+    """7, S3: sequences share within their namespaces, but a lookup knows of none."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)

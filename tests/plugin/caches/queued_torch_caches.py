@@ -109,7 +109,7 @@ class CopiesOutBeside(TorchOnAQueue):
 
 
 class CopiesOutUnderAWriter(CopiesOutBeside):
-    """It copies blocks out while tokens are on their way to them."""
+    """S7: it copies blocks out while tokens are on their way to them."""
 
     def wait_for_writers(self) -> None: ...
 

@@ -129,7 +129,7 @@ class LeavesASlotActive(ReusesSlots):
 
 
 class PutsTwoInASlot(ReusesSlots):
-    """A slot that was freed is free twice. Nothing reads back wrong as yet."""
+    """12: a slot that was freed is free twice. Nothing reads back wrong as yet."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)
@@ -170,7 +170,7 @@ class ReusesLists(PagedCache):
 
 
 class KnowsListsByIdentity(ReusesLists):
-    """It makes the indices of a list once for each length that the list has."""
+    """14: it makes the indices of a list once for each length that the list has."""
 
     def make(self, spec: CacheSpec) -> None:
         super().make(spec)

@@ -50,14 +50,14 @@ class RowWise(PagedCache):
 
 
 class StoresTheRefusedRow(RowWise):
-    """It has stored a part of the row that finds no room."""
+    """26: it has stored a part of the row that finds no room."""
 
     def needed(self, seq: int, count: int) -> int:
         return min(1, super().needed(seq, count))
 
 
 class BeginsTheRefusedRow(RowWise):
-    """It takes a block for the refused row before it finds that it needs a second one."""
+    """26: it takes a block for the refused row before it finds that it needs a second one."""
 
     def admit_row(self, seq: int, count: int, key: torch.Tensor, value: torch.Tensor) -> None:
         if self.needed(seq, count) > len(self.unused) > 0:

@@ -77,7 +77,7 @@ class KeepsOneBlockBack(PagedCache):
 
 
 class RefusesAlone(PagedRanks):
-    """Rank 1 refuses what fits."""
+    """S17: rank 1 refuses what fits."""
 
     def rank(self, at: int) -> KVCacheAdapter:
         return KeepsOneBlockBack() if at else PagedCache()
@@ -90,7 +90,7 @@ class FreesToTheFront(PagedCache):
 
 
 class FreesInAnotherOrder(PagedRanks):
-    """Blocks that one rank uses again last are used again first by the other."""
+    """S17: blocks that one rank uses again last are used again first by the other."""
 
     def rank(self, at: int) -> KVCacheAdapter:
         return FreesToTheFront() if at else PagedCache()
@@ -105,7 +105,7 @@ class EvictsTheNewest(TextCache):
 
 
 class EvictsInAnotherOrder(TextRanks):
-    """Rank 2 gives up another text than the others do."""
+    """S17: rank 2 gives up another text than the others do."""
 
     def rank(self, at: int) -> KVCacheAdapter:
         return EvictsTheNewest() if at == 2 else TextCache()
