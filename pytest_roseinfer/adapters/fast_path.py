@@ -24,6 +24,8 @@ class FastPath:
     """Settings any one of which keeps it from running; if it is counted under one, it fails."""
     device: str | None = None
     """The only kind of device it can run on, such as ``"cuda"``; None where any will do."""
+    share: float = 1.0
+    """How many examples aim at it for each that aims at another path; less where they take long."""
     one_position: bool = False
     """It can only write when all rows go to the same position of a block."""
 
@@ -34,6 +36,9 @@ class FastPath:
             given = getattr(self, name)
             if isinstance(given, Mapping):
                 raise TypeError(f"{name}={given!r}: expected several settings, as in [{given!r}]")
+
+        if not self.share > 0:
+            raise TypeError(f"share={self.share!r}: expected a number above 0")
 
     def runs_on(self, device: str) -> bool:
         return self.device in (None, device.partition(":")[0])

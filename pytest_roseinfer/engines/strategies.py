@@ -22,6 +22,7 @@ BLOCK_SIZES = (4, 1, 2, 3, 8)
 _LARGER_BLOCK_SIZES = (8, 4, 8, 3)
 """What still writes behind the end of a request has room to do so in the last of these."""
 _MOST_REQUESTS = 6
+_KINDS = (*("crowded", "uneven", "continued", "ended") * 2, "crowded", "anyhow", "relay")
 
 
 def common_text(length: int, vocabulary: int, branch: int = 0) -> tuple[int, ...]:
@@ -46,15 +47,22 @@ def prompts(
     return (common + common_text(own, vocabulary, branch))[:longest]
 
 
+_LIKELIEST_ONLY = ((0, 1.0), (0, 1.0), (1, 1.0), (5, 1.0), (5, 0.8), (0, 0.8))
+"""Pairs of top_k and top_p. What goes wrong with unlikely tokens shows where neither leaves any
+out, and that one is taken before the other where both do."""
+
+
 @st.composite
 def samplings(draw: st.DrawFn, *, most: int) -> Sampling:
+    top_k, top_p = draw(st.sampled_from(_LIKELIEST_ONLY))
     return Sampling(
         # With one new token, the blocks of the prompt alone are left behind.
         max_new_tokens=draw(st.one_of(st.just(1), st.integers(1, most))),
-        temperature=draw(st.sampled_from((0.0, 0.0, 1.0, 3.0))),
-        top_k=draw(st.sampled_from((0, 1, 5))),
-        top_p=draw(st.sampled_from((1.0, 0.8))),
-        repetition_penalty=draw(st.sampled_from((1.0, 1.0, 1.5))),
+        # The hottest draws unlikely tokens as well, where a penalty for them shows.
+        temperature=draw(st.sampled_from((0.0, 0.0, 1.0, 3.0, 30.0))),
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=draw(st.sampled_from((1.0, 1.0, 1.5, 4.0))),
         seed=draw(st.integers(0, 3)),
         ignore_eos=draw(st.booleans()),
     )
@@ -71,17 +79,15 @@ def request_mixes(
 ) -> RequestMix:
     """A small engine and requests that share prefixes, crowd its cache and come and go.
 
-    Half of them begin with short and long prompts in turn, all at once. Of these, half
+    Some begin with short and long prompts in turn, all at once. Of these, half
     crowd the cache for certain: they run to their last token, and there are hardly more blocks
-    than the largest takes. A few are a prompt and its continuation, in a cache that holds no
-    more than that; as many are a relay, or end early before another that waits. With ``aim``,
+    than the largest takes. As many are a prompt and its continuation, in a cache that holds no
+    more than that, or a relay, or end early before another that waits. With ``aim``,
     the engine has the switches that path needs.
     """
     new = min(most_steps, adapter.most_tokens // 3)
     longest = adapter.most_tokens - new
-    kind = draw(
-        st.sampled_from((*("uneven", "crowded") * 2, "anyhow", "continued", "relay", "ended"))
-    )
+    kind = draw(st.sampled_from(_KINDS))
     if kind == "continued":
         asked = _continued(draw, adapter.vocabulary, longest, new)
     elif kind == "relay":
@@ -125,12 +131,12 @@ def _crowd(draw: st.DrawFn, vocabulary: int, longest: int, new: int, kind: str) 
 
 
 def _relay(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Asked]:
-    """Two requests last, some between them end soon, and others come after those.
+    """Two requests last, some between them end soon, and others come after those and last.
 
     A new request takes over what belonged to one that ended, while its neighbours still go on.
     """
     soon = min(new, draw(st.integers(2, 3)))
-    ends = [new, *[soon] * draw(st.integers(1, 3)), new]
+    ends = [new, *[soon] * draw(st.integers(1, 2)), new]
     lengths, heats = st.integers(1, max(1, longest // 4)), st.sampled_from((0.0, 0.0, 3.0))
     asked = [
         Asked(
@@ -140,11 +146,14 @@ def _relay(draw: st.DrawFn, vocabulary: int, longest: int, new: int) -> list[Ask
         for at, tokens in enumerate(ends)
     ]
     arrives = soon
-    for _ in range(draw(st.integers(1, min(2, _MOST_REQUESTS - len(ends))))):
+    for at in range(draw(st.integers(2, min(3, _MOST_REQUESTS - len(ends))))):
         arrives += draw(st.integers(0, 2))
         length = draw(st.integers(max(1, longest // 3), longest))
         text = common_text(length, vocabulary, len(asked))
-        asked.append(Asked(text, draw(samplings(most=new)), arrives))
+        lasts = Sampling(new, temperature=draw(heats), seed=at, ignore_eos=True)
+        if draw(st.sampled_from((False, False, False, True))):
+            lasts = replace(draw(samplings(most=new)), max_new_tokens=new)
+        asked.append(Asked(text, lasts, arrives))
     return asked
 
 

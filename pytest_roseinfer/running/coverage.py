@@ -190,19 +190,24 @@ def name_of(adapter: type[Adapter]) -> str:
 
 
 def in_turns(
-    paths: Iterable[str], examples: int, of_a_turn: int
+    adapter: type[Adapter], examples: int, of_a_turn: int
 ) -> Iterator[tuple[str | None, str, int]]:
     """Share out examples to searches: (path to aim at, name of the turn, examples due).
 
     Paths take turns, so that a bug on the last one is found before all examples of the others ran.
     Without paths the aim is None.
     """
-    aims: list[str | None] = [*paths] or [None]
-    turns = max(1, round(examples / len(aims) / of_a_turn))
-    searches = list(product(range(turns), aims))
-    for at, (turn, aim) in enumerate(searches):
-        due = (at + 1) * examples // len(searches) - at * examples // len(searches)
-        yield aim, str(turn), max(1, due)
+    paths = current().of(adapter).paths
+    shares: Mapping[str | None, float] = {name: adapter.paths[name].share for name in paths}
+    shares = shares or {None: 1.0}
+    each = examples / sum(shares.values())
+    searches = {aim: max(1, round(each * share / of_a_turn)) for aim, share in shares.items()}
+    turns = max(searches.values())
+    for turn, (aim, share) in product(range(turns), shares.items()):
+        before, then = (-(-at * searches[aim] // turns) for at in (turn, turn + 1))
+        if then > before:
+            due = [round(at * each * share / searches[aim]) for at in (before, then)]
+            yield aim, str(turn), max(1, due[1] - due[0])
 
 
 def turns_again(

@@ -50,7 +50,7 @@ class ConformanceTests(ShippedTests):
 
         missing = partial(target.still_missing, since=Counter(target.counts))
         examples = settings.current().examples
-        turns = coverage.in_turns(target.paths, examples, _EXAMPLES_OF_A_TURN)
+        turns = coverage.in_turns(self.adapter, examples, _EXAMPLES_OF_A_TURN)
         again = coverage.turns_again(missing, _EXAMPLES_OF_A_TURN)
         for aim, turn, due in chain(turns, again):
             self._search(check, "run_history", due, aim, turn)

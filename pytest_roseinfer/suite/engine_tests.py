@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.adapters.mix import RequestMix
 
-_SHARE = 0.8
-"""So many mixes are drawn for each example of a profile: one takes a whole engine to serve."""
+_SHARE = 1.6
+"""So many mixes are drawn for each example of a profile: most take less time than a history."""
+_LEAST_STEPS = 3
+"""The length of mixes that aim at what takes long."""
 _FORK_SHARE = 0.15
 _EXAMPLES_OF_A_TURN = 4
 _SECONDS_OF_LARGE_MIXES = 6.0
@@ -41,7 +43,7 @@ class EngineTests(ShippedTests):
         target.searched = True
         examples = round(settings.current().examples * _SHARE)
         missing = partial(target.still_missing, since=Counter(target.counts))
-        for aim, turn, due in coverage.in_turns(target.paths, examples, _EXAMPLES_OF_A_TURN):
+        for aim, turn, due in coverage.in_turns(self.adapter, examples, _EXAMPLES_OF_A_TURN):
             self._search(run_mix, due, aim, turn)
         for aim, turn, due in coverage.turns_again(missing, _EXAMPLES_OF_A_TURN):
             self._search(run_mix, due, aim, turn)
@@ -83,9 +85,9 @@ class EngineTests(ShippedTests):
 
         target, asked, failed = coverage.current().of(self.adapter), settings.current(), False
         if drawn is None:
-            drawn = request_mixes(
-                self.adapter, most_steps=asked.steps, device=asked.device, aim=aim
-            )
+            share = self.adapter.paths[aim].share if aim else 1
+            steps = max(_LEAST_STEPS, round(asked.steps * share))
+            drawn = request_mixes(self.adapter, most_steps=steps, device=asked.device, aim=aim)
 
         def attempt(mix: RequestMix) -> None:
             nonlocal failed

@@ -59,13 +59,22 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
         {**_RESIDENT_KERNELS, "cuda_graph": True, "run_ahead": 2, "fused_model": True},
     ],
     EnginePath.CANCELLED: (),
-    # These two take long under Triton's interpreter.
     EnginePath.FUSED: [{"fused_model": True, "model": "gpt2"}],
     EnginePath.LIKELIEST: [_RESIDENT_KERNELS],
 }
 """Only ``COMPILED`` is missing. To compile takes seconds for every model of every mix, so no
 switch here asks for it, and ``tests/engine/test_compiling.py`` compares it with its twin."""
-_FIRST = (EnginePath.RESIDENT, EnginePath.RUN_AHEAD)
+_FIRST = (EnginePath.RESIDENT, EnginePath.RUN_AHEAD, EnginePath.PADDED_HEAD)
+_OF_KERNELS = 0.25
+"""A mix takes 15 times as long with them as without, under Triton's interpreter."""
+_SHARES = {
+    **dict.fromkeys((EnginePath.RESIDENT, EnginePath.RUN_AHEAD, EnginePath.PREFIX_HIT), 2.0),
+    **dict.fromkeys((EnginePath.FUSED, EnginePath.LIKELIEST), _OF_KERNELS),
+}
+
+
+def _alone_equals(path: EnginePath) -> FastPath:
+    return FastPath(_ALONE, _RUNS_WITH[path], share=_SHARES.get(path, 1.0))
 
 
 class RoseinferEngine(EngineAdapter):
@@ -76,19 +85,24 @@ class RoseinferEngine(EngineAdapter):
     lag = max(_RUN_AHEAD)
     takes_min_p = True
     paths: ClassVar[Mapping[str, FastPath]] = {
-        # Searches aim at them in this order: where most bugs were, and then what takes long.
-        **{path.value: FastPath(_ALONE, _RUNS_WITH[path]) for path in _FIRST},
+        # Searches aim at them in this order: where most bugs were, and then kernels.
+        **{path.value: _alone_equals(path) for path in _FIRST},
         AttentionPath.DECODE_TRITON.value: FastPath(
-            AttentionPath.REFERENCE.value, _with_models(_KERNELS, "llama", "llama 10:2")
+            AttentionPath.REFERENCE.value,
+            _with_models(_KERNELS, "llama", "llama 10:2"),
+            share=_OF_KERNELS,
         ),
         AttentionPath.APPEND_AND_ATTEND.value: FastPath(
             AttentionPath.SLOTS_REFERENCE.value,
             _with_models(_RESIDENT_KERNELS, "llama", "llama 32:2"),
+            share=_OF_KERNELS,
         ),
         AttentionPath.CHUNK_TRITON.value: FastPath(
-            AttentionPath.REFERENCE.value, _with_models(_KERNELS, "llama 10:2")
+            AttentionPath.REFERENCE.value,
+            _with_models(_KERNELS, "llama 10:2"),
+            share=_OF_KERNELS,
         ),
-        **{path.value: FastPath(_ALONE, runs_with) for path, runs_with in _RUNS_WITH.items()},
+        **{path.value: _alone_equals(path) for path in _RUNS_WITH},
         EnginePath.GRAPH.value: FastPath(_ALONE, _RUNS_WITH[EnginePath.GRAPH], device="cuda"),
     }
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
-from pytest_roseinfer import settings
+from pytest_roseinfer import FastPath, settings
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.coverage import REQUIRED_TIMES, Coverage, TargetCoverage
+from tests.plugin.caches.paged_cache import PagedCache
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tests.plugin.conftest import Project
 
 TWO_CACHES = """
@@ -29,6 +33,32 @@ def reached(**counts: int) -> TargetCoverage:
     target.counts.update(counts)
     target.histories = 10
     return target
+
+
+class _Shares(PagedCache):
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        "often": FastPath("slow", share=2),
+        "usual": FastPath("slow"),
+        "rare": FastPath("slow", share=0.25),
+    }
+
+
+@pytest.mark.usefixtures("short_run")
+def test_paths_take_turns_and_get_their_shares() -> None:
+    turns = list(coverage.in_turns(_Shares, 130, 4))
+    due = Counter[str | None]()
+    for aim, _, examples in turns:
+        due[aim] += examples
+    assert due == {"often": 80, "usual": 40, "rare": 10}
+    assert len({(aim, turn) for aim, turn, _ in turns}) == len(turns)
+    assert [aim for aim, turn, _ in turns if turn == "0"] == ["often", "usual", "rare"]
+    # Of one example alone Hypothesis tries the simplest, which shows little.
+    assert all(3 <= examples <= 5 for _, _, examples in turns)
+
+
+def test_a_path_without_a_share_is_a_mistake() -> None:
+    with pytest.raises(TypeError, match="share=0: expected a number above 0"):
+        FastPath("slow", share=0)
 
 
 def test_too_few_times_is_a_problem_by_name() -> None:
@@ -111,7 +141,7 @@ def test_a_run_inside_of_another_leaves_that_one_alone(project: Project) -> None
     outer = (settings.current(), coverage.current())
     project.write(
         test_inner="""
-            from pytest_roseinfer import settings
+            from pytest_roseinfer import FastPath, settings
             from pytest_roseinfer.running import coverage
             from pytest_roseinfer.running.coverage import TargetCoverage
 
