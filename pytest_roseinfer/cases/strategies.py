@@ -27,8 +27,8 @@ from pytest_roseinfer.cases.operations.writes.fill import Fill
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.payload import LAYOUTS, VIEWS, lay_out
 from pytest_roseinfer.cases.way_back import way_back
-from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.texts import WHOLE, in_two_namespaces
+from pytest_roseinfer.windowed_oracle import ORACLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.oracle import Oracle
     from pytest_roseinfer.texts import Branch
 
 _T = TypeVar("_T")
@@ -260,8 +261,8 @@ class _Writer:
 
     def count(self, seq: int) -> int:
         oracle, stored = self.oracle, self.oracle.length(seq)
-        windows = [each for each in oracle.windows.given_back if each] if oracle.windows else ()
         free, size = oracle.pages_free(), oracle.block_size
+        windows = oracle.window_sizes
         return self.draw(boundary_lengths(size, stored=stored, free=free, windows=windows))
 
     def length(self, seq: int) -> int:
@@ -391,7 +392,7 @@ def histories(
     texts = draw(text_branches(block_size=spec.block_size)) if told else ()
     if "namespaces" in adapter.abilities:
         texts = in_two_namespaces(texts)
-    oracle = Oracle.of(adapter, spec, texts)
+    oracle = ORACLES[bool(spec.windows)].of(adapter, spec, texts)
     writer = _Writer(draw, adapter, oracle)
     if told:
         writer.leave()

@@ -38,12 +38,12 @@ from pytest_roseinfer.invariants.counts import conditions_met
 from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANTS, OPERATION
 from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
 from pytest_roseinfer.invariants.stored.attention import EVERY, questions
-from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.busy import busy_history
 from pytest_roseinfer.running.queued_device import QueuedDevice
 from pytest_roseinfer.running.shown_storage import STORED, Storage
 from pytest_roseinfer.running.used_again import UsedAgain
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
+from pytest_roseinfer.windowed_oracle import ORACLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -76,7 +76,7 @@ class Machine:
         if lacking := {need for step in history.operations for need in step.needs} - self.can:
             raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
         self.attends = attends and "attend" in self.can
-        self.oracle = Oracle.of(adapter_type, spec, history.texts)
+        self.oracle = ORACLES[bool(spec.windows)].of(adapter_type, spec, history.texts)
         self.payload = Payload(spec, history.finite, tolerance)
         self.done: list[Operation] = []
         self.adapter = adapter_type()
@@ -158,8 +158,8 @@ class Machine:
         counted.update(self._judge(OPERATION, before, outcome, self.now, operation=operation))
         if self.collisions and self.collisions.seen:
             counted["hash_collision"] += self.collisions.take()
-        if self.oracle.windows and self.oracle.windows.left:
-            counted["left_a_window"] += self.oracle.windows.take_left()
+        if left := self.oracle.take_left():
+            counted["left_a_window"] += left
         if self.declared.evicts != "any":
             kept = before.tables_of(0), self.now.ledger(0).cached
             self.released = released_of(self.released, *kept, self.contents, len(self.done))

@@ -42,7 +42,9 @@ from pytest_roseinfer.invariants.stored.arena import arena
 from pytest_roseinfer.invariants.stored.attention import attention, attention_by_formula
 from pytest_roseinfer.invariants.stored.read_back import read_back
 from pytest_roseinfer.invariants.stored.untouched import untouched
-from pytest_roseinfer.oracle import Page, Written, padding_token, token_of
+from pytest_roseinfer.oracle import padding_token, token_of
+from pytest_roseinfer.pages import Page, Written
+from pytest_roseinfer.windowed_oracle import WindowedOracle
 from pytest_roseinfer.windows import Windows
 
 if TYPE_CHECKING:
@@ -242,7 +244,7 @@ def calling(
 def windowed(tables: dict[tuple[int, int], list[int | None]], *of_layer: int | None) -> Observation:
     """Sequence 0 has three tokens, of which the last is live in a window of 2."""
     spec = replace(SPEC, num_layers=len(of_layer), windows=of_layer)
-    oracle = Oracle(SPEC.block_size, 8, windows=Windows(of_layer, shared_pool=True))
+    oracle = WindowedOracle(SPEC.block_size, 8, windows=Windows(of_layer, shared_pool=True))
     oracle.append([(0, 3)], range(3))
     return Observation(spec=spec, after=Snapshot(tables=tables), oracle=oracle, payload=PAYLOAD)
 
