@@ -79,6 +79,14 @@ class Driven:
     """What the present step writes: ``[layers, tokens, heads, head_dim]`` tensors."""
 
 
+def asked(ask: Callable[..., _T], *arguments: Any) -> _T | Exception:
+    """Ask a cache, which may be so broken that it raises; return the error then."""
+    try:
+        return ask(*arguments)
+    except Exception as error:
+        return error
+
+
 class Writer(Protocol):
     """What an operation may ask for while it is drawn."""
 
