@@ -109,7 +109,7 @@ def test_fixtures() -> None:
     ("heading", "module"), [("Strategies", strategies), ("Engine strategies", engine_strategies)]
 )
 def test_strategies(heading: str, module: Any) -> None:
-    assert set(names(heading)) == public_functions(module)
+    assert set(names(heading)) == public_functions(module) | {*getattr(module, "__all__", ())}
 
 
 def public_functions(module: Any) -> set[str]:
