@@ -1,4 +1,4 @@
-"""What a cache keeps for texts that come: what its blocks hold, and what it finds of each text."""
+"""What a cache is told of texts, what it keeps for those that come, and what it finds of each."""
 
 from __future__ import annotations
 
@@ -42,9 +42,12 @@ class KeptTexts:
         return contents_of(self.oracle, after.tables_of(0), cached, self.contents)
 
 
-def tell_namespaces(adapter: KVCacheAdapter, said: Sequence[Said]) -> None:
+def tell(adapter: KVCacheAdapter, said: Sequence[Said], *, written: bool) -> None:
+    """Tell a cache what comes next: rows of a write, or a text that is looked up."""
     if "namespaces" in adapter.abilities:
         adapter.namespaces([each.namespace for each in said])
+    if written and "texts" in adapter.abilities:
+        adapter.texts([each.tokens for each in said])
 
 
 def look_up_all(adapter: KVCacheAdapter, oracle: Oracle) -> dict[tuple[int, int], int | Exception]:
@@ -56,7 +59,7 @@ def look_up_all(adapter: KVCacheAdapter, oracle: Oracle) -> dict[tuple[int, int]
     counts = {longest + 1, -(-longest // size) * size or size}
 
     def find(text: Said) -> int:
-        tell_namespaces(adapter, [text])
+        tell(adapter, [text], written=False)
         return adapter.matched(text.tokens)
 
     return {

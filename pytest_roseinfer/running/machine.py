@@ -31,7 +31,7 @@ from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_condi
 from pytest_roseinfer.invariants.stored.attention import EVERY
 from pytest_roseinfer.running.ask_for_attention import ask_for_attention
 from pytest_roseinfer.running.books import BOOKS, books_of
-from pytest_roseinfer.running.kept_texts import KeptTexts, look_up_all, tell_namespaces
+from pytest_roseinfer.running.kept_texts import KeptTexts, look_up_all, tell
 from pytest_roseinfer.running.misuse import left_by_bad_calls, raised_by, words_of_others
 from pytest_roseinfer.running.queued_device import QueuedDevice
 from pytest_roseinfer.running.shown_storage import STORED, Storage
@@ -152,15 +152,11 @@ class Machine:
             counted.update(self._ask_for_attention())
         return counted
 
-    # ----------------------------------------------------------------------------- acting
-
     def _do(self, operation: Operation) -> Outcome:
         """Do a step to the oracle and to the cache, which must refuse it where it does not fit."""
         oracle, driven, rows = self.oracle, self.driven, operation.rows()
         said = operation.said(oracle)
-        name, room = "step", ""
-        if rows:
-            name, room = "write", f" ({oracle.room(rows)})"
+        name, room = ("write", f" ({oracle.room(rows)})") if rows else ("step", "")
         errors, why = self.adapter.full_errors, f"does not fit{room}"
         if not operation.allowed(oracle):
             errors, why = self.adapter.untrimmable_errors, "it must refuse"
@@ -182,9 +178,7 @@ class Machine:
         try:
             with self.device.working():
                 if said:
-                    tell_namespaces(self.adapter, said)
-                if said and rows and "texts" in self.can:
-                    self.adapter.texts([each.tokens for each in said])
+                    tell(self.adapter, said, written=bool(rows))
                 driven.said = said
                 answer = operation.drive(driven)
         except errors as error:
@@ -234,8 +228,6 @@ class Machine:
             after, before=self.now, outcome=outcome, bad_call=bad, raised=raised
         )
         return self._first_finding(BAD_CALL, seen)
-
-    # ---------------------------------------------------------------------------- looking
 
     def look(
         self, *, reads: bool = False, copies: bool = True, early: Reads | None = None
@@ -293,8 +285,6 @@ class Machine:
             return Snapshot()
         with self.device.working():
             return books_of(adapter, self.oracle, self.spec.num_layers)
-
-    # ---------------------------------------------------------------------------- judging
 
     def _judge(
         self, kind: str, before: Snapshot, outcome: Outcome, after: Snapshot, **what: Any
