@@ -12,19 +12,22 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.away import Away, Stage
+from pytest_roseinfer.declares import always
+from pytest_roseinfer.pages import Page, share_as
+from pytest_roseinfer.room import Room
 from pytest_roseinfer.texts import Texts
-from pytest_roseinfer.windows import Windows, first_live
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from typing import Self
 
+    from pytest_roseinfer.declares import Declares, Shape
+    from pytest_roseinfer.pages import Written
     from pytest_roseinfer.texts import Branch, Said
 
-SHARING = ("exact", "equal prefixes", "none")
-FORK_SHARES = ("blocks", "full blocks", "nothing")
 _POSITIONS = 1 << 16
 """The longest sequence whose tokens have numbers of their own."""
 _NAMES = 1 << 16
@@ -81,65 +84,6 @@ def _parts(token: int) -> tuple[int, int, int]:
     return seq, position, life
 
 
-@dataclass(slots=True, eq=False)
-class Page:
-    """The tokens of one block. Sequences that share it hold the same object."""
-
-    tokens: list[int]
-    holders: int = 1
-    cut: list[int] = field(default_factory=list)
-    """Tokens that stood there before a sequence was cut, or on the page that this one copies."""
-
-    def copied(self, seen: Sequence[int]) -> Page:
-        """Return a copy for a sequence that sees so much of it."""
-        return Page(list(seen), cut=[*self.cut, *self.tokens[len(seen) :]])
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Tokens that are written together."""
-
-    rows: Sequence[tuple[int, int]]
-    """Sequences, and how many of the tokens are appended to each."""
-    tokens: Sequence[int]
-    layout: str = "plain"
-    """How they lie in memory when they are handed over."""
-
-
-class Declares(Protocol):
-    """What an adapter says of its cache that the oracle must know."""
-
-    @property
-    def fork_shares(self) -> str: ...
-    @property
-    def truncate_copies(self) -> bool: ...
-    @property
-    def atomic_batches(self) -> bool: ...
-    @property
-    def swap_out_holds(self) -> bool: ...
-    @property
-    def window_pools(self) -> str: ...
-    @property
-    def window_gives_back(self) -> str: ...
-    def trimmable(self, spec: Any, stored: int, length: int, /) -> bool: ...
-
-
-class Shape(Protocol):
-    """What the oracle must know of a cache's spec."""
-
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def windows(self) -> Sequence[int | None]: ...
-
-
-def always(stored: int, length: int) -> bool:  # noqa: ARG001
-    """Say that any sequence may be cut."""
-    return True
-
-
 @dataclass(slots=True)
 class Oracle:
     """Sequences of tokens on pages, with as many pages as the cache has blocks."""
@@ -150,7 +94,7 @@ class Oracle:
     """As ``KVCacheAdapter.fork_shares``."""
     branches: tuple[Branch, ...] = ()
     """What sequences say, if the cache is told."""
-    texts: Texts | None = field(init=False, default=None)
+    texts: Texts | None = field(init=False)
     truncate_copies: bool = False
     """As ``KVCacheAdapter.truncate_copies``."""
     trimmable: Callable[[int, int], bool] = always
@@ -159,8 +103,6 @@ class Oracle:
     """As ``KVCacheAdapter.atomic_batches``."""
     swap_out_holds: bool = True
     """As ``KVCacheAdapter.swap_out_holds``."""
-    windows: Windows | None = None
-    """The windows of the layers, if any has one."""
     sequences: dict[int, list[Page]] = field(default_factory=dict)
     lives: Counter[int] = field(default_factory=Counter)
     """How often a sequence of each name was freed or cut."""
@@ -173,15 +115,12 @@ class Oracle:
     away: Away = field(default_factory=Away)
 
     @classmethod
-    def of(cls, adapter: Declares, spec: Shape, branches: tuple[Branch, ...] = ()) -> Oracle:
+    def of(
+        cls, adapter: Declares, spec: Shape, branches: tuple[Branch, ...] = (), **own: Any
+    ) -> Self:
         """Begin an oracle for an empty cache of this shape, as the adapter declares it."""
-        windows = None
-        if spec.windows:
-            shared, at_once = (
-                adapter.window_pools == "shared",
-                adapter.window_gives_back == "at once",
-            )
-            windows = Windows(spec.windows, shared, at_once)
+        if spec.windows and "windows" not in own:
+            raise TypeError("layers with windows need a WindowedOracle")
         return cls(
             spec.block_size,
             spec.num_blocks,
@@ -191,12 +130,11 @@ class Oracle:
             partial(adapter.trimmable, spec),
             adapter.atomic_batches,
             adapter.swap_out_holds,
-            windows,
+            **own,
         )
 
     def __post_init__(self) -> None:
-        if self.branches:
-            self.texts = Texts(self.branches)
+        self.texts = Texts(self.branches) if self.branches else None
 
     def tokens(self, seq: int) -> list[int]:
         pages = range(len(self.sequences.get(seq, [])))
@@ -236,25 +174,32 @@ class Oracle:
         """Return True for a sequence that has blocks, and is being copied back to them."""
         return self.away.stages.get(seq) is Stage.COMING
 
-    def first_live(self, seq: int, layer: int) -> int:
+    @property
+    def window_sizes(self) -> Sequence[int]:
+        """The different windows that layers have."""
+        return ()
+
+    def first_live(self, seq: int, layer: int) -> int:  # noqa: ARG002
         """Return the position of the first token that may still be attended to in a layer."""
-        return first_live(self.windows.of_layer[layer], self.length(seq)) if self.windows else 0
+        return 0
 
     def live(self, seq: int, layer: int) -> list[int]:
         """List the tokens of a sequence that may still be attended to in a layer."""
         return self.tokens(seq)[self.first_live(seq, layer) :]
 
-    def given_back(self, seq: int, layer: int) -> int:
+    def given_back(self, seq: int, layer: int) -> int:  # noqa: ARG002
         """Count the first pages of a sequence that left the window of a layer and are gone."""
-        return self.windows.given_back[self.windows.of_layer[layer]][seq] if self.windows else 0
+        return 0
+
+    def take_left(self) -> int:
+        """Return how many pages left a window since this was last asked."""
+        return 0
 
     def pool_of(self, layer: int) -> list[int]:
         """List layers, one of each table that names blocks from the pool of this layer."""
-        return self.windows.pool_of(layer) if self.windows else [layer]
+        return [layer]
 
     def pages_free(self) -> int:
-        if self.windows:
-            return min(self.windows.room(self).values())
         used = {id(page) for pages in self.sequences.values() for page in pages}
         return self.capacity - len(used)
 
@@ -287,13 +232,9 @@ class Oracle:
 
     def room(self, rows: Sequence[tuple[int, int]]) -> str:
         """Say in words how much room there is for rows, and how much they need."""
-        if self.windows:
-            return self.windows.room_words(self)
         return f"{self.pages_needed(rows)} blocks needed, {self.pages_free()} free"
 
     def fits(self, rows: Sequence[tuple[int, int]]) -> bool:
-        if self.windows:
-            return self.windows.fits(self, rows)
         return self.pages_needed(rows) <= self.pages_free()
 
     def new_tokens(self, rows: Sequence[tuple[int, int]]) -> list[int]:
@@ -336,8 +277,6 @@ class Oracle:
         return [self._text_token(text, at) for at in range(count)]
 
     def append(self, rows: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
-        if self.windows:
-            self.windows.slide(self, [seq for seq, _ in rows])
         coming = iter(tokens)
         for seq, count in rows:
             pages = self.sequences.setdefault(seq, [])
@@ -347,8 +286,6 @@ class Oracle:
 
     def slide_written(self, rows: Sequence[tuple[int, int]]) -> None:
         """Give back what left the windows of rows that were written, if a cache does so at once."""
-        if self.windows:
-            self.windows.slide_written(self, [seq for seq, _ in rows])
 
     def _append_token(self, seq: int, pages: list[Page], token: int) -> None:
         if not pages or self.on_last(seq) == self.block_size:
@@ -379,8 +316,6 @@ class Oracle:
             if shared and at == len(self.sequences[parent]) - 1:
                 self.unseen[child] = self.unseen[parent]
         self.sequences[child] = own
-        if self.windows:
-            self.windows.fork(parent, child)
 
     def begin_as(self, parent: int, child: int) -> None:
         """Have ``child`` say what ``parent`` says by now, and go on with a text of its own."""
@@ -389,19 +324,10 @@ class Oracle:
 
     def adopt_sharing(self, tables: Mapping[int, Sequence[int | None]]) -> None:
         """Share pages as a cache shares blocks, once that was found right."""
-        pages: dict[int | None, Page] = {}
-        for seq, blocks in tables.items():
-            own = self.sequences[seq]
-            for at, block in enumerate(blocks):
-                own[at] = pages.setdefault(block, Page(own[at].tokens, 0, own[at].cut))
-                own[at].holders += 1
+        share_as(self.sequences, tables)
 
     def fork_fits(self, parent: int) -> bool:
-        if self.windows:
-            return self.windows.fork_fits(self, parent)
-        pages = range(len(self.sequences[parent]))
-        copied = sum(not self.shares(parent, at) for at in pages)
-        return copied <= self.pages_free()
+        return self.blocks().fork(parent)
 
     def shares(self, parent: int, at: int) -> bool:
         """Return True if a fork of ``parent`` shares this page."""
@@ -416,24 +342,12 @@ class Oracle:
 
         Pages that a row gives up are there for its own copy, and for those of rows behind it.
         """
-        if self.windows:
-            return self.windows.truncate_fits(self, rows)
-        free = self.pages_free()
-        leaving: Counter[int] = Counter()
-        for seq, length in rows:
-            pages = self.sequences[seq]
-            kept = -(-length // self.block_size)
-            for page in pages[kept:]:
-                leaving[id(page)] += 1
-                free += leaving[id(page)] == page.holders
-            if self.truncate_copies and length % self.block_size and length < self.length(seq):
-                last = pages[kept - 1]
-                copied = last.holders - leaving[id(last)] > 1
-                leaving[id(last)] += copied
-                free -= copied
-            if free < 0:
-                return False
-        return True
+        blocks = self.blocks()
+        return all(blocks.truncate(*row) for row in rows)
+
+    def blocks(self) -> Room:
+        """Count who holds which block."""
+        return Room(self, {None: Counter()}, shared_pool=False)
 
     def truncate(self, seq: int, length: int) -> None:
         """Keep the first ``length`` tokens of a sequence, and give up the pages behind them."""
@@ -449,8 +363,6 @@ class Oracle:
         for page in pages[kept:]:
             page.holders -= 1
         del pages[kept:]
-        if self.windows:
-            self.windows.cut(seq, kept)
         self.unseen[seq] += self.length(seq) - length
         if self.unseen[seq] and (self.truncate_copies or pages[-1].holders == 1):
             self._own_last(seq)
@@ -465,8 +377,6 @@ class Oracle:
 
     def give_up(self, seq: int) -> None:
         """Take its pages from a sequence."""
-        if self.windows:
-            self.windows.forget(seq)
         del self.unseen[seq]
         for page in self.sequences.pop(seq):
             page.holders -= 1

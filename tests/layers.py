@@ -28,8 +28,8 @@ ENGINE_LAYERS = (
     {"cli", "bench", "benchmark_scheduler", "benchmark_streaming", "__main__"},
 )
 PLUGIN_LAYERS = (
-    {"settings", "discover", "texts", "away", "windows"},
-    {"oracle"},
+    {"settings", "discover", "declares", "texts", "away", "pages", "windows", "room"},
+    {"oracle", "windowed_oracle"},
     {"environment"},
     {"adapters"},
     {"cases"},

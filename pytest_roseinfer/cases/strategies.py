@@ -1,4 +1,4 @@
-"""Hypothesis strategies for caches, what is written to them, and whole histories.
+"""Hypothesis strategies for caches and whole histories, and the others that users import from here.
 
 Sizes are drawn where bugs live: lengths at a block's last position, its first and one further;
 blocks shared by two and three; pools so small that they run out. Payloads are never drawn, they
@@ -8,7 +8,6 @@ are coded (see ``payload``).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hypothesis import strategies as st
@@ -16,28 +15,41 @@ from hypothesis import strategies as st
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
 from pytest_roseinfer.cases.history import History
+from pytest_roseinfer.cases.kernel_inputs import block_tables, strided_views
 from pytest_roseinfer.cases.layer_windows import layer_windows
-from pytest_roseinfer.cases.operations.lookups.look_up import LookUp
+from pytest_roseinfer.cases.lengths import boundary_cuts, boundary_lengths
+from pytest_roseinfer.cases.openings import (
+    end_absences,
+    free_in_flight,
+    leave_a_text,
+    share_blocks,
+)
 from pytest_roseinfer.cases.operations.lookups.take import Take
 from pytest_roseinfer.cases.operations.operation import OPERATIONS
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.fill import Fill
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.cases.payload import LAYOUTS, VIEWS, lay_out
-from pytest_roseinfer.cases.way_back import way_back
-from pytest_roseinfer.oracle import Oracle
-from pytest_roseinfer.texts import WHOLE, in_two_namespaces
+from pytest_roseinfer.cases.payload import LAYOUTS
+from pytest_roseinfer.cases.text_branches import text_branches
+from pytest_roseinfer.texts import in_two_namespaces
+from pytest_roseinfer.windowed_oracle import ORACLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
-
     from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.cases.operations.operation import Operation
-    from pytest_roseinfer.texts import Branch
+    from pytest_roseinfer.oracle import Oracle
+
+__all__ = [
+    "append_batches",
+    "block_tables",
+    "boundary_cuts",
+    "boundary_lengths",
+    "cache_specs",
+    "histories",
+    "strided_views",
+    "switches",
+    "text_branches",
+]
 
 _T = TypeVar("_T")
 _FEW_HEADS = 8
@@ -49,7 +61,6 @@ _POOLS = (8, 2, 5, 12, 16, 24)
 """Blocks of a layer: soon all taken, or just enough for a batch of sequences."""
 _POOLS_OF_TEXTS = (3, 2, 4, 5, 8)
 """Blocks that are kept for later texts are soon needed for others."""
-_MOST_TOKENS = 300
 
 
 @st.composite
@@ -136,32 +147,6 @@ def switches(
     return st.tuples(changes, aims).map(lambda drawn: {**usual, **dict(drawn[0]), **drawn[1]})
 
 
-def boundary_lengths(
-    block_size: int, *, stored: int = 0, free: int | None = None, windows: Sequence[int] = ()
-) -> st.SearchStrategy[int]:
-    """Draw a number of tokens to append so that the end falls at, before or after a boundary.
-
-    With the number of ``free`` blocks, the end of the last of them is one more boundary; with
-    ``windows``, so is where one more block and where two more have left one.
-    """
-    room = -stored % block_size
-    ends = {0, room, room + block_size, room + (free or 0) * block_size}
-    for window in windows:
-        left = max(0, stored - window + 1) // block_size
-        ends |= {(left + more) * block_size + window - 1 - stored for more in (1, 2)}
-    near = {1, 2} | {end + more for end in ends for more in (-1, 0, 1)}
-    most = max(_MOST_TOKENS, block_size + 1)
-    return st.sampled_from(sorted(count for count in near if 0 < count <= most))
-
-
-def boundary_cuts(block_size: int, stored: int) -> st.SearchStrategy[int]:
-    """Draw a length to cut ``stored`` tokens to: at, before or after a boundary, or the ends."""
-    last = stored - stored % block_size
-    ends = {0, block_size, last - block_size, last, stored}
-    near = {end + more for end in ends for more in (-1, 0, 1)}
-    return st.sampled_from(sorted((each for each in near if 0 <= each <= stored), reverse=True))
-
-
 def append_batches(
     live: Sequence[int], fresh: Sequence[int] = ()
 ) -> st.SearchStrategy[tuple[int, ...]]:
@@ -171,41 +156,6 @@ def append_batches(
     return st.one_of(
         st.just(names), st.permutations(names).map(tuple), subsets.map(tuple), subsets.map(tuple)
     )
-
-
-def strided_views(tensor: torch.Tensor) -> st.SearchStrategy[torch.Tensor]:
-    """Draw a memory layout for the same ``[layers, tokens, heads, head_dim]`` values."""
-    return st.sampled_from(VIEWS).map(lambda layout: lay_out(tensor, layout))
-
-
-@st.composite
-def block_tables(draw: st.DrawFn, *, num_blocks: int, most_rows: int = 6) -> list[list[int]]:
-    """Draw tables over a pool: two rows have no block in common but in a shared prefix."""
-    order = draw(st.permutations(list(range(num_blocks))))
-    tables: list[list[int]] = []
-    at = 0
-    for _ in range(draw(st.integers(1, most_rows))):
-        shared: list[int] = []
-        sharing: bool = draw(st.booleans())
-        if tables and sharing:
-            parent = tables[draw(st.integers(0, len(tables) - 1))]
-            shared = parent[: draw(st.integers(0, len(parent)))]
-        own = draw(st.integers(0, num_blocks - at))
-        tables.append(shared + list(order[at : at + own]))
-        at += own
-    return tables
-
-
-@st.composite
-def text_branches(draw: st.DrawFn, *, block_size: int, most: int = 4) -> tuple[Branch, ...]:
-    """Draw texts that begin alike, up to a block's edge or around it, or are equal."""
-    edges = {block_size, 2 * block_size}
-    lengths = sorted({WHOLE, 0, 1, *(edge + more for edge in edges for more in (-1, 0, 1))})
-    branches: list[Branch] = [(0, 0)]
-    for text in range(1, draw(st.integers(1, most))):
-        length: int = draw(st.sampled_from([WHOLE, WHOLE, *lengths]))
-        branches.append((draw(st.integers(0, text - 1)), length))
-    return tuple(branches)
 
 
 @dataclass(slots=True)
@@ -260,8 +210,8 @@ class _Writer:
 
     def count(self, seq: int) -> int:
         oracle, stored = self.oracle, self.oracle.length(seq)
-        windows = [each for each in oracle.windows.given_back if each] if oracle.windows else ()
         free, size = oracle.pages_free(), oracle.block_size
+        windows = oracle.window_sizes
         return self.draw(boundary_lengths(size, stored=stored, free=free, windows=windows))
 
     def length(self, seq: int) -> int:
@@ -276,62 +226,6 @@ class _Writer:
 
     def switches(self) -> dict[str, Any]:
         return self.draw(switches(self.adapter))
-
-    def begin(self) -> None:
-        """Open with sequences of which some share blocks, or with none.
-
-        Their last block is partial, full or begun, or there is one of each, so that a batch of
-        all of them meets most conditions at once.
-        """
-        size = self.oracle.block_size
-        partial, full, begun = [size - 1 or 1], [size], [size + 1]
-        mixed = sorted([*partial, *full, *begun])
-        lengths = self.pick(([], partial, full, begun, mixed, mixed))
-        if not lengths:
-            return
-        for length in self.draw(st.permutations(lengths)):
-            if not self.over:
-                self.start(length)
-        for _ in range(self.between(1, 2)):
-            if not self.over:
-                self.take(Fork.of_any(self))
-
-    def leave(self) -> None:
-        """Open with a text that was stored and given up, and perhaps looked up, or with none."""
-        tokens = min(self.pick((1, 0, 2)), self.oracle.capacity) * self.oracle.block_size
-        if tokens and "free" in self.adapter.abilities:
-            self.start(tokens)
-            self.take(Free(*self.live))
-            if LookUp.needs <= self.adapter.abilities and self.between(0, 1):
-                (seq,) = self.fresh(1)
-                self.take(LookUp(seq, tokens))
-
-    def end_absences(self) -> None:
-        """Bring back all that is away, or none, or some on the way; free some on its way or not."""
-        for step in islice(way_back(self), self.pick((0, None, 1, 2))):
-            self.take(step)
-        may_free = self.oracle.away.stages and Free.needs <= self.adapter.abilities
-        if may_free and self.between(0, 1):
-            self.take(Free.of_away(self))
-
-    def hand_on(self) -> None:
-        """Open with a sequence that is freed while the device writes to it, or with none."""
-        written = self.pick((0, 1, 2))
-        if written and "free" in self.adapter.abilities:
-            (seq,) = self.fresh(1)
-            for _ in range(written):
-                self.take(Append((seq,), self.layout()))
-            self.take(Free(seq))
-            self.start(self.pick((1, self.oracle.block_size)))
-
-    def start(self, length: int) -> None:
-        """Begin a sequence, of its full length if the cache takes prompts."""
-        (seq,) = self.fresh(1)
-        if "prefill" in self.adapter.abilities:
-            self.take(Prefill(seq, length, self.layout()))
-            return
-        for _ in range(min(length, 5)):
-            self.take(Append((seq,), self.layout()))
 
     def moves(self) -> list[Callable[[], Operation]]:
         """List the ways to draw the next step, the simplest first; some are listed often."""
@@ -391,14 +285,14 @@ def histories(
     texts = draw(text_branches(block_size=spec.block_size)) if told else ()
     if "namespaces" in adapter.abilities:
         texts = in_two_namespaces(texts)
-    oracle = Oracle.of(adapter, spec, texts)
+    oracle = ORACLES[bool(spec.windows)].of(adapter, spec, texts)
     writer = _Writer(draw, adapter, oracle)
     if told:
-        writer.leave()
+        leave_a_text(writer)
     if "use_queue" in adapter.abilities:
-        writer.hand_on()
+        free_in_flight(writer)
     if "fork" in adapter.abilities:
-        writer.begin()
+        share_blocks(writer)
     for _ in range(most_steps):
         # None comes first, so that shrinking ends a history early.
         moves = writer.moves() * 2
@@ -411,5 +305,5 @@ def histories(
     for seq in [*oracle.looked_up]:
         writer.take(Take(seq))
     if oracle.away.stages:
-        writer.end_absences()
+        end_absences(writer)
     return History(spec, tuple(writer.steps), finite=draw(st.booleans()), texts=texts)

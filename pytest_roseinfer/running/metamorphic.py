@@ -10,6 +10,7 @@ from pytest_roseinfer.cases.payload import same_bits
 from pytest_roseinfer.findings.finding import Finding, Location, find_change
 from pytest_roseinfer.oracle import Oracle
 from pytest_roseinfer.running.machine import Machine
+from pytest_roseinfer.windowed_oracle import ORACLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,7 +77,8 @@ def _allowed_by_all(
     def trimmable(stored: int, length: int) -> bool:
         return all(adapter.trimmable(spec, stored, length) for spec in specs)
 
-    oracle = replace(Oracle.of(adapter, history.spec), trimmable=trimmable)
+    kind = ORACLES[bool(history.spec.windows)]
+    oracle = replace(kind.of(adapter, history.spec), trimmable=trimmable)
     shows_room = "ledger" in adapter.abilities
     steps = []
     for step in history.operations:
@@ -91,7 +93,7 @@ def _allowed_by_all(
 def _roomy(adapter: type[KVCacheAdapter], history: History) -> History:
     """Keep what is admitted, on a cache so large that forks would fit as copies too."""
     spec = history.spec
-    oracle = Oracle.of(adapter, spec, history.texts)
+    oracle = ORACLES[bool(spec.windows)].of(adapter, spec, history.texts)
     steps: list[Operation] = []
     for step in history.operations:
         if admitted := step.admitted(oracle):

@@ -35,10 +35,15 @@ class Storage:
         pairs = [_shown(self.adapter, name) for name in STORED]
         return [(pair[0].clone(), pair[1].clone()) if pair and copied else pair for pair in pairs]
 
-    def poison(self, layer: int, block: int, shown: Snapshot) -> None:
-        """Overwrite a block that nobody will read, in the cache and in a snapshot of it."""
-        for part in (*self._live(), *(shown.arena or ()), *(shown.scales or ())):
-            poison(part[layer, block])
+    def poison_what_was_freed(self, before: Snapshot, after: Snapshot) -> None:
+        """Overwrite what nobody will read of the blocks given back, in the cache and its copy."""
+        if before.arena is None and before.scales is None:  # the device was at work
+            return
+        for layer in {layer for _, layer in before.tables or ()}:
+            kept = {*after.ledger(layer).cached} if after.ledgers else set[int]()
+            for block in before.owners(layer).keys() - after.owners(layer).keys() - kept:
+                for part in (*self._live(), *(after.arena or ()), *(after.scales or ())):
+                    poison(part[layer, block])
 
 
 def _shown(adapter: KVCacheAdapter, name: str) -> Pair | None:

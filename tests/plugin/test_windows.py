@@ -34,6 +34,7 @@ from pytest_roseinfer.findings.finding import Location
 from pytest_roseinfer.findings.observation import Snapshot
 from pytest_roseinfer.findings.picture import picture
 from pytest_roseinfer.running import coverage
+from pytest_roseinfer.windowed_oracle import WindowedOracle
 from pytest_roseinfer.windows import Windows, first_live
 from tests.plugin.caches.broken_window_caches import (
     BROKEN,
@@ -89,14 +90,13 @@ def test_as_many_blocks_are_skipped_as_in_vllm() -> None:
     assert [first_live(window, 3) for window in (None, 1, 2, 3, 4, 5)] == [0, 3, 2, 1, 0, 0]
 
 
-def windowed(*windows: int | None, capacity: int = 8, **declared: Any) -> Oracle:
+def windowed(*windows: int | None, capacity: int = 8, **declared: Any) -> WindowedOracle:
     """Blocks of two tokens."""
     of_windows = {name: declared.pop(name) for name in ("shared_pool", "at_once") & declared.keys()}
-    return Oracle(2, capacity, windows=Windows(windows, **of_windows), **declared)
+    return WindowedOracle(2, capacity, windows=Windows(windows, **of_windows), **declared)
 
 
-def given_back(oracle: Oracle, seq: int = 0) -> list[int]:
-    assert oracle.windows
+def given_back(oracle: WindowedOracle, seq: int = 0) -> list[int]:
     return [oracle.given_back(seq, layer) for layer in range(len(oracle.windows.of_layer))]
 
 
@@ -137,8 +137,7 @@ def test_groups_have_a_pool_each_or_share_one() -> None:
     for shared, room in ((False, {2: 7, None: 5}), (True, {None: 4})):
         oracle = windowed(2, None, shared_pool=shared)
         write(oracle, 0, 5)
-        assert oracle.windows
-        assert oracle.windows.room(oracle) == room
+        assert oracle.blocks().free == room
         assert write(oracle, 1, 6) is not shared
     assert oracle.room([(1, 6)]) == "4 blocks free for all windows"
 
@@ -171,10 +170,9 @@ def test_a_page_that_one_sequence_gave_back_is_written_in_place_by_the_other() -
     oracle.fork(0, 1)
     oracle.truncate(1, 1)
     write(oracle, 0, 2)
-    assert oracle.windows
-    before = oracle.windows.room(oracle)
+    before = oracle.blocks().free
     write(oracle, 1, 1)
-    after = oracle.windows.room(oracle)
+    after = oracle.blocks().free
     assert {window: before[window] - after[window] for window in before} == {2: 0, None: 1}
 
 
@@ -184,11 +182,10 @@ def test_a_cut_copies_a_block_in_those_groups_where_another_holds_it(capacity: i
     write(oracle, 0, 4)
     oracle.fork(0, 1)
     write(oracle, 0, 2)
-    assert oracle.windows
-    assert oracle.windows.room(oracle) == {2: capacity - 2, None: capacity - 3}
+    assert oracle.blocks().free == {2: capacity - 2, None: capacity - 3}
     assert oracle.truncate_fits([(1, 3)]) is (capacity == 4)
     oracle.truncate(1, 3)
-    assert oracle.windows.room(oracle) == {2: capacity - 2, None: capacity - 4}
+    assert oracle.blocks().free == {2: capacity - 2, None: capacity - 4}
 
 
 def test_a_fork_that_shares_nothing_copies_what_is_still_held() -> None:

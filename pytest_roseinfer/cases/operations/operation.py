@@ -11,8 +11,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, dataclass_transform
 
-from pytest_roseinfer.oracle import Oracle as Oracle
-from pytest_roseinfer.oracle import Written as Written
+from pytest_roseinfer.pages import Written as Written
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
+    from pytest_roseinfer.oracle import Oracle as Oracle
     from pytest_roseinfer.texts import Said as Said
 
 Rows = list[tuple[int, int]]
@@ -77,6 +77,14 @@ class Driven:
     key: Any = None
     value: Any = None
     """What the present step writes: ``[layers, tokens, heads, head_dim]`` tensors."""
+
+
+def asked(ask: Callable[..., _T], *arguments: Any) -> _T | Exception:
+    """Ask a cache, which may be so broken that it raises; return the error then."""
+    try:
+        return ask(*arguments)
+    except Exception as error:
+        return error
 
 
 class Writer(Protocol):

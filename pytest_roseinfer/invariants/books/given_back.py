@@ -5,6 +5,7 @@ from __future__ import annotations
 from pytest_roseinfer.findings.finding import Location, location_of_block
 from pytest_roseinfer.invariants.books.ownership import wrong_length
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
+from pytest_roseinfer.windowed_oracle import WindowedOracle
 
 
 @invariant(rank=0, needs=("table", "windows"))
@@ -34,11 +35,11 @@ def _wrong_end(seen: Observation, seq: int, layer: int, window: int | None) -> F
 
 def _in_two_groups(seen: Observation, layer: int) -> Finding | None:
     """Say where layers that share a pool disagree about whose a block is."""
-    (_, *others), shown, books = seen.oracle.pool_of(layer), seen.after, seen.oracle.windows
+    (_, *others), shown = seen.oracle.pool_of(layer), seen.after
     if both := shown.owners(layer).keys() & shown.owners(*others).keys():
         what = f"blocks {sorted(both)} of layer {layer} are held in another group of layers too"
         return Finding(what, location_of_block(seen, layer, min(both)))
-    if books and books.shared_pool:
+    if isinstance(seen.oracle, WindowedOracle) and seen.oracle.windows.shared_pool:
         first = seen.spec.windows.index(seen.spec.windows[layer])
         if shown.tables_of(layer) != shown.tables_of(first):
             return Finding(f"layers {first} and {layer} have one window and different tables")

@@ -1,0 +1,91 @@
+"""How drawn histories begin, and how they end where sequences are away."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol
+
+from hypothesis import strategies as st
+
+from pytest_roseinfer.cases.operations.lookups.look_up import LookUp
+from pytest_roseinfer.cases.operations.operation import Writer
+from pytest_roseinfer.cases.operations.sequences.fork import Fork
+from pytest_roseinfer.cases.operations.sequences.free import Free
+from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.cases.operations.writes.prefill import Prefill
+from pytest_roseinfer.cases.way_back import way_back
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.cases.operations.operation import Operation
+
+
+class Opened(Writer, Protocol):
+    """A history that is being drawn."""
+
+    draw: st.DrawFn
+    over: bool
+    """No step may follow."""
+
+    def take(self, step: Operation) -> None:
+        """Add a step."""
+
+
+def share_blocks(writer: Opened) -> None:
+    """Open with sequences of which some share blocks, or with none.
+
+    Their last block is partial, full or begun, or there is one of each, so that a batch of
+    all of them meets most conditions at once.
+    """
+    size = writer.oracle.block_size
+    partial, full, begun = [size - 1 or 1], [size], [size + 1]
+    mixed = sorted([*partial, *full, *begun])
+    lengths = writer.pick(([], partial, full, begun, mixed, mixed))
+    if not lengths:
+        return
+    for length in writer.draw(st.permutations(lengths)):
+        if not writer.over:
+            start(writer, length)
+    for _ in range(writer.between(1, 2)):
+        if not writer.over:
+            writer.take(Fork.of_any(writer))
+
+
+def leave_a_text(writer: Opened) -> None:
+    """Open with a text that was stored and given up, and perhaps looked up, or with none."""
+    tokens = min(writer.pick((1, 0, 2)), writer.oracle.capacity) * writer.oracle.block_size
+    if tokens and "free" in writer.adapter.abilities:
+        start(writer, tokens)
+        writer.take(Free(*writer.live))
+        if LookUp.needs <= writer.adapter.abilities and writer.between(0, 1):
+            (seq,) = writer.fresh(1)
+            writer.take(LookUp(seq, tokens))
+
+
+def free_in_flight(writer: Opened) -> None:
+    """Open with a sequence that is freed while the device writes to it, or with none."""
+    written = writer.pick((0, 1, 2))
+    if written and "free" in writer.adapter.abilities:
+        (seq,) = writer.fresh(1)
+        for _ in range(written):
+            writer.take(Append((seq,), writer.layout()))
+        writer.take(Free(seq))
+        start(writer, writer.pick((1, writer.oracle.block_size)))
+
+
+def start(writer: Opened, length: int) -> None:
+    """Begin a sequence, of its full length if the cache takes prompts."""
+    (seq,) = writer.fresh(1)
+    if "prefill" in writer.adapter.abilities:
+        writer.take(Prefill(seq, length, writer.layout()))
+        return
+    for _ in range(min(length, 5)):
+        writer.take(Append((seq,), writer.layout()))
+
+
+def end_absences(writer: Opened) -> None:
+    """Bring back all that is away, or none, or some on the way; free some on its way or not."""
+    for step in islice(way_back(writer), writer.pick((0, None, 1, 2))):
+        writer.take(step)
+    may_free = writer.oracle.away.stages and Free.needs <= writer.adapter.abilities
+    if may_free and writer.between(0, 1):
+        writer.take(Free.of_away(writer))

@@ -1,0 +1,46 @@
+"""What the oracle holds of a block, and what is written to several at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Page:
+    """The tokens of one block. Sequences that share it hold the same object."""
+
+    tokens: list[int]
+    holders: int = 1
+    cut: list[int] = field(default_factory=list)
+    """Tokens that stood there before a sequence was cut, or on the page that this one copies."""
+
+    def copied(self, seen: Sequence[int]) -> Page:
+        """Return a copy for a sequence that sees so much of it."""
+        return Page(list(seen), cut=[*self.cut, *self.tokens[len(seen) :]])
+
+
+def share_as(
+    sequences: Mapping[int, list[Page]], tables: Mapping[int, Sequence[int | None]]
+) -> None:
+    """Share pages as a cache shares blocks."""
+    pages: dict[int | None, Page] = {}
+    for seq, blocks in tables.items():
+        own = sequences[seq]
+        for at, block in enumerate(blocks):
+            own[at] = pages.setdefault(block, Page(own[at].tokens, 0, own[at].cut))
+            own[at].holders += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Tokens that are written together."""
+
+    rows: Sequence[tuple[int, int]]
+    """Sequences, and how many of the tokens are appended to each."""
+    tokens: Sequence[int]
+    layout: str = "plain"
+    """How they lie in memory when they are handed over."""

@@ -1,0 +1,102 @@
+"""Counts the blocks that steps would take and give back, before they are done."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Protocol
+
+from pytest_roseinfer.windows import first_live
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_roseinfer.windows import Window
+
+
+class Stored(Protocol):
+    """What the oracle knows of a cache's sequences."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def truncate_copies(self) -> bool: ...
+    @property
+    def sequences(self) -> Mapping[int, Sequence[object]]:
+        """The pages of each sequence, those included that were given back."""
+
+    def length(self, seq: int, /) -> int: ...
+    def unwritten(self, seq: int, /) -> int: ...
+    def shares(self, parent: int, at: int, /) -> bool: ...
+
+
+class Room:
+    """The blocks that are free in each pool, and the holders of the others.
+
+    Every step returns True if there were blocks enough for it.
+    """
+
+    def __init__(
+        self, stored: Stored, given_back: Mapping[Window, Mapping[int, int]], *, shared_pool: bool
+    ) -> None:
+        """Take groups of layers, each with how many of its first pages a sequence gave back."""
+        self.stored = stored
+        self.given_back = given_back
+        self.shared_pool = shared_pool
+        self.holders = Counter(
+            (window, id(page))
+            for window, given in given_back.items()
+            for seq, pages in stored.sequences.items()
+            for page in pages[given[seq] :]
+        )
+        self.free = Counter(dict.fromkeys(map(self._pool, given_back), stored.capacity))
+        """By group; by the name None where all groups share one pool."""
+        self.free.subtract(self._pool(window) for window, _ in self.holders)
+
+    def _pool(self, window: Window) -> Window:
+        return None if self.shared_pool else window
+
+    def _take(self, window: Window, blocks: int) -> None:
+        self.free[self._pool(window)] -= blocks
+
+    def _drop(self, window: Window, pages: Sequence[object]) -> None:
+        for page in pages:
+            self.holders[window, id(page)] -= 1
+            self.free[self._pool(window)] += not self.holders[window, id(page)]
+
+    def _own(self, window: Window, page: object) -> None:
+        """Copy a page for a sequence that is not alone on it."""
+        if self.holders[window, id(page)] > 1:
+            self._drop(window, [page])
+            self._take(window, 1)
+
+    def _is_enough(self) -> bool:
+        return min(self.free.values()) >= 0
+
+    def append(self, seq: int, count: int) -> bool:
+        pages, size = self.stored.sequences.get(seq, ()), self.stored.block_size
+        length = self.stored.length(seq)
+        for window, given in self.given_back.items():
+            self._drop(window, pages[given[seq] : first_live(window, length) // size])
+        for window in self.given_back:
+            if length % size:
+                self._own(window, pages[-1])
+            self._take(window, -(-(length + count) // size) - len(pages))
+        return self._is_enough()
+
+    def fork(self, parent: int) -> bool:
+        for window, given in self.given_back.items():
+            held = range(given[parent], len(self.stored.sequences[parent]))
+            self._take(window, sum(not self.stored.shares(parent, at) for at in held))
+        return self._is_enough()
+
+    def truncate(self, seq: int, length: int) -> bool:
+        pages, size = self.stored.sequences[seq], self.stored.block_size
+        kept = -(-length // size)
+        cut = length % size and length < self.stored.length(seq)
+        for window, given in self.given_back.items():
+            self._drop(window, pages[max(kept, given[seq]) :])
+            if cut and self.stored.truncate_copies and kept > given[seq]:
+                self._own(window, pages[kept - 1])
+        return self._is_enough()

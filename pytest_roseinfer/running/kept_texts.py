@@ -1,0 +1,69 @@
+"""What a cache is told of texts, what it keeps for those that come, and what it finds of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.cases.operations.operation import asked
+from pytest_roseinfer.findings.contents import contents_of
+from pytest_roseinfer.findings.released import released_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_roseinfer.adapters.cache import KVCacheAdapter
+    from pytest_roseinfer.findings.contents import Contents
+    from pytest_roseinfer.findings.observation import Snapshot
+    from pytest_roseinfer.findings.released import Released
+    from pytest_roseinfer.oracle import Oracle
+    from pytest_roseinfer.texts import Said
+
+
+@dataclass(slots=True)
+class KeptTexts:
+    oracle: Oracle
+    in_order: bool
+    """The cache declares in which order it gives up what it keeps."""
+    contents: Contents = field(default_factory=dict)
+    """What blocks held after the latest step."""
+    released: Mapping[int, Released] = field(default_factory=dict)
+    """What was kept for later texts then."""
+
+    def note(self, before: Snapshot, after: Snapshot, step: int) -> None:
+        """Take what the cache showed before and after a step of this number."""
+        if self.in_order:
+            kept = before.tables_of(0), after.ledger(0).cached
+            self.released = released_of(self.released, *kept, self.contents, step)
+        self.contents = self.contents_after(after)
+
+    def contents_after(self, after: Snapshot) -> Contents:
+        cached = after.ledger(0).cached
+        return contents_of(self.oracle, after.tables_of(0), cached, self.contents)
+
+
+def tell(adapter: KVCacheAdapter, said: Sequence[Said], *, written: bool) -> None:
+    """Tell a cache what comes next: rows of a write, or a text that is looked up."""
+    if "namespaces" in adapter.abilities:
+        adapter.namespaces([each.namespace for each in said])
+    if written and "texts" in adapter.abilities:
+        adapter.texts([each.tokens for each in said])
+
+
+def look_up_all(adapter: KVCacheAdapter, oracle: Oracle) -> dict[tuple[int, int], int | Exception]:
+    """Look up every text, a little longer than any sequence and up to a block's edge."""
+    size, texts = oracle.block_size, oracle.texts
+    if not texts:
+        return {}
+    longest = max(map(oracle.length, oracle.sequences), default=0)
+    counts = {longest + 1, -(-longest // size) * size or size}
+
+    def find(text: Said) -> int:
+        tell(adapter, [text], written=False)
+        return adapter.matched(text.tokens)
+
+    return {
+        (text, count): asked(find, texts.said(text, 0, count))
+        for text in range(len(texts.drawn))
+        for count in counts
+    }

@@ -1,0 +1,154 @@
+"""What invariants about a cache's books must pass, and must find."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pytest_roseinfer import Ledger
+from pytest_roseinfer.away import Stage
+from pytest_roseinfer.findings.observation import Observation, Snapshot
+from pytest_roseinfer.findings.released import Released
+from pytest_roseinfer.invariants.books.evictions import evictions
+from pytest_roseinfer.invariants.books.given_back import windows
+from pytest_roseinfer.invariants.books.kept_apart import kept_apart
+from pytest_roseinfer.invariants.books.ownership import ownership
+from pytest_roseinfer.invariants.books.shards import shards
+from pytest_roseinfer.invariants.books.swap_space import swap_space
+from pytest_roseinfer.oracle import token_of
+from pytest_roseinfer.pages import Page
+from pytest_roseinfer.windowed_oracle import WindowedOracle
+from pytest_roseinfer.windows import Windows
+from tests.plugin.invariants.observed import (
+    CHANGED,
+    DECLARED,
+    NEW,
+    PAYLOAD,
+    SPEC,
+    Right,
+    Wrong,
+    after,
+    observed,
+)
+
+
+def swapped(taken: int | None) -> Observation:
+    """Sequence 5 is swapped out with three tokens, and so many blocks of swap space are taken."""
+    seen = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, swapped=taken)])
+    seen.oracle.away.leave(5, Stage.OUT, [1, 2, 3])
+    seen.oracle.away.leave(6, Stage.PREEMPTED, [4])
+    return seen
+
+
+def evicting(of_2: Released, of_3: Released, **declared: Any) -> Observation:
+    """Blocks 2 and 3 were cached, and the first of them was taken."""
+    seen = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, {3})])
+    declared = {"sharing": "equal prefixes", "evicts": "least recent", **declared}
+    return replace(seen, released={2: of_2, 3: of_3}, declared=replace(DECLARED, **declared))
+
+
+def sharing(page: list[int]) -> Observation:
+    """Sequences 0 and 1 share block 0, where sequence 1 has these tokens."""
+    seen = after(tables=SHARED, ledgers=[Ledger({0: 2, 2: 1}, [1, 3], 4)])
+    seen.oracle.sequences[1] = [Page(page)]
+    return replace(seen, declared=replace(DECLARED, sharing="equal prefixes"))
+
+
+def on_ranks(**shown: Any) -> Observation:
+    """Two ranks keep the cache; the second shows something else in its books."""
+    books = observed().after
+    return after(shards=[books, replace(books, **shown)])
+
+
+def windowed(tables: dict[tuple[int, int], list[int | None]], *of_layer: int | None) -> Observation:
+    """Sequence 0 has three tokens, of which the last is live in a window of 2."""
+    spec = replace(SPEC, num_layers=len(of_layer), windows=of_layer)
+    oracle = WindowedOracle(SPEC.block_size, 8, windows=Windows(of_layer, shared_pool=True))
+    oracle.append([(0, 3)], range(3))
+    return Observation(spec=spec, after=Snapshot(tables=tables), oracle=oracle, payload=PAYLOAD)
+
+
+OTHERS, TOGETHER = (token_of(3, 0), token_of(3, 1)), frozenset({3})
+SHARED = {(0, 0): [0, 2], (1, 0): [0]}
+SAME = [0]
+
+RIGHT: Right = {
+    windows: [windowed({(0, 0): [None, 1], (0, 1): [2, 3]}, 2, None)],
+    ownership: [observed(), sharing([token_of(0, 0), token_of(0, 1)])],
+    swap_space: [swapped(2), swapped(0), swapped(None), observed()],
+    shards: [on_ranks(), on_ranks(ledgers=[Ledger({2: 1, 1: 1, 0: 1}, (3,), 4)])],
+    evictions: [
+        observed(),
+        evicting(Released(1, 0, tokens=OTHERS), Released(2, 0)),
+        evicting(Released(1, 1, TOGETHER, OTHERS), Released(1, 0, TOGETHER)),
+        evicting(Released(1, 0, frozenset({3}), OTHERS), Released(1, 1, frozenset({4}))),
+        evicting(Released(2, 0, tokens=(NEW,)), Released(1, 0)),
+        evicting(Released(2, 0, tokens=OTHERS), Released(1, 0), evicts="any"),
+    ],
+    kept_apart: [observed(), after(kept={0: 1, 1: 0}), after(kept={0: [0, 2], 1: [0, 2]})],
+}
+WRONG: Wrong = [
+    (windows, windowed({(0, 0): [0, 1]}, 2), "block 0 of its table is 0, and must be None"),
+    (windows, windowed({(0, 0): [None, None]}, 2), "is to be held: tokens from 2 on are live"),
+    (windows, windowed({(0, 0): [None]}, 2), "has 1 blocks for 3 tokens; 2 are right"),
+    (
+        windows,
+        windowed({(0, 0): [None, 1], (0, 1): [2, 1]}, 2, None),
+        "blocks [1] of layer 0 are held in another group",
+    ),
+    (
+        windows,
+        windowed({(0, 0): [None, 1], (0, 1): [None, 2]}, 2, 2),
+        "layers 0 and 1 have one window and different tables",
+    ),
+    (
+        shards,
+        on_ranks(tables={(0, 0): [0, 3], (1, 0): [1]}),
+        "rank 1, layer 0: block 1 of sequence 0 is block 3, and block 2 on rank 0",
+    ),
+    (
+        shards,
+        on_ranks(tables={(0, 0): [0], (1, 0): [1]}),
+        "rank 1, layer 0: sequence 0 has 1 blocks, and 2 on rank 0",
+    ),
+    (
+        shards,
+        on_ranks(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [], 3)]),
+        "rank 1, layer 0: there are 3 blocks, and 4 on rank 0",
+    ),
+    (shards, on_ranks(**CHANGED), "rank 1, layer 0: block 2 has 2 holders, and 1 on rank 0"),
+    (
+        shards,
+        on_ranks(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [], 4)]),
+        "rank 1, layer 0: block 3 is not free, and free on rank 0",
+    ),
+    (ownership, after(**CHANGED), "layer 0: refcounts {0: 1, 1: 1, 2: 2} but the tables hold"),
+    (ownership, after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3, 3], 4)]), "names a block twice"),
+    (ownership, after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [2], 4)]), "[2] are free and held"),
+    (ownership, after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [], 4)]), "are not the 4 there are"),
+    (
+        ownership,
+        after(tables=SHARED, ledgers=[Ledger({0: 2, 2: 1}, [1, 3], 4)]),
+        "block 0 of sequence 1 is shared with a sequence that must have one of its own by now",
+    ),
+    (
+        ownership,
+        after(tables={(0, 0): [0], (1, 0): [1]}, ledgers=observed().before.ledgers),
+        "sequence 0 has 1 blocks for 3 tokens; 2 are right",
+    ),
+    (ownership, sharing([token_of(0, 0), NEW]), "block 0 of sequence 1 is shared with a sequence"),
+    (
+        evictions,
+        evicting(Released(2, 0, tokens=OTHERS), Released(1, 0)),
+        "block 2 was evicted and block 3 was not, which was released earlier, in step 1 and not",
+    ),
+    (
+        evictions,
+        evicting(Released(1, 0, TOGETHER, OTHERS), Released(1, 1, TOGETHER)),
+        "was released with it and lies nearer to the tail: 1 is behind 0",
+    ),
+    (swap_space, swapped(3), "3 blocks of swap space are taken, and what is swapped out fills 2"),
+    (kept_apart, after(kept={0: 3, 1: 3}), "sequences 0 and 1 are kept in slot 3"),
+    (kept_apart, after(kept={0: SAME, 1: SAME}), "sequences 0 and 1 are kept in the same list"),
+    (kept_apart, after(kept={0: 1, 1: KeyError(1)}), "kept_in(1) raised KeyError: 1"),
+]

@@ -1,0 +1,111 @@
+"""A step that is right, and changes of it.
+
+The cache has blocks of two tokens. Sequence 0 just got its third token, which began block 2;
+sequence 1 has one token, in block 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_roseinfer import CacheSpec, FastPath, Ledger, Oracle
+from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.cases.payload import Payload
+from pytest_roseinfer.findings.observation import (
+    Attended,
+    Declared,
+    Observation,
+    Outcome,
+    Snapshot,
+)
+from pytest_roseinfer.invariants.stored.attention import attention_by_formula
+from pytest_roseinfer.oracle import token_of
+from pytest_roseinfer.pages import Written
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.findings.observation import Pair
+
+Check = Callable[[Observation], Any]
+Right = dict[Check, list[Observation]]
+"""For each invariant, what it must pass."""
+Wrong = list[tuple[Check, Observation, str]]
+"""Invariants, each with what it must not pass and what it says of that."""
+
+SPEC = CacheSpec(num_layers=1, num_heads=2, head_dim=4, block_size=2, num_blocks=4)
+PAYLOAD = Payload(SPEC)
+DECLARED = Declared(
+    paths={"fast": FastPath("slow", never_with=[{"fast": False}], one_position=True)},
+    conditions=("fresh", "full", "last_position"),
+    row_conditions={"fresh": "fresh", "rollover": "full"},
+)
+NEW = token_of(0, 2)
+
+
+def stored(*tokens: tuple[int, int, int]) -> Pair:
+    """Return an arena of poison with each (block, position, token) in it."""
+    keys, values = (torch.full((1, 4, 2, 2, 4), float("nan")) for _ in range(2))
+    for block, position, token in tokens:
+        key, value = PAYLOAD.layer([token], 0)
+        keys[0, block, :, position], values[0, block, :, position] = key[0], value[0]
+    return keys, values
+
+
+OLD = [(0, 0, token_of(0, 0)), (0, 1, token_of(0, 1)), (1, 0, token_of(1, 0))]
+
+
+def observed() -> Observation:
+    """Return an observation of a right cache."""
+    oracle = Oracle(SPEC.block_size, SPEC.num_blocks)
+    rows = [(0, 2), (1, 1)]
+    oracle.append(rows, oracle.new_tokens(rows))
+    oracle.append([(0, 1)], [NEW])
+    reads = {("peek", seq, 0): PAYLOAD.layer(oracle.tokens(seq), 0) for seq in oracle.sequences}
+    return Observation(
+        spec=SPEC,
+        operation=Append((0,)),
+        before=Snapshot(
+            tables={(0, 0): [0], (1, 0): [1]},
+            ledgers=[Ledger({0: 1, 1: 1}, [2, 3], 4)],
+            arena=stored(*OLD),
+            counts=Counter(fast=4, fresh=2),
+        ),
+        outcome=Outcome(True, {"fast": True}, Written([(0, 1)], [NEW]), Counter(rollover=1)),
+        after=Snapshot(
+            reads=reads,
+            tables={(0, 0): [0, 2], (1, 0): [1]},
+            ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4)],
+            arena=stored(*OLD, (2, 0, NEW)),
+            counts=Counter(fast=5, fresh=2, full=1),
+        ),
+        oracle=oracle,
+        payload=PAYLOAD,
+        seen={token for _, _, token in OLD} | {NEW},
+        declared=DECLARED,
+    )
+
+
+def after(**shown: Any) -> Observation:
+    """Return the same with something else in the cache afterwards."""
+    seen = observed()
+    return replace(seen, after=replace(seen.after, **shown))
+
+
+LATER = stored((3, 1, token_of(1, 0)), *OLD, (2, 0, NEW))
+CHANGED = {"ledgers": [Ledger({0: 1, 1: 1, 2: 2}, [3], 4)]}
+WROTE_TWO = Outcome(True, {}, Written([(0, 2)], [token_of(0, 1), NEW]), Counter(rollover=1))
+QUERY = torch.linspace(-1, 1, 16).view(1, 4, 4)
+
+
+def attending(found: Any = None, **shown: Any) -> Observation:
+    """Sequence 0 was asked for attention, with two query heads to a KV head."""
+    seen = after(**shown)
+    if found is None:
+        found = attention_by_formula(QUERY[0], *PAYLOAD.layer(seen.oracle.tokens(0), 0))[None]
+    answer = Attended([0], 0, QUERY, found)
+    asked = Outcome(options={"fast": True})
+    return replace(seen, operation=None, before=observed().after, outcome=asked, attended=[answer])
