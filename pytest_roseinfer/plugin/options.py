@@ -6,7 +6,8 @@ import importlib.util
 import math
 import os
 import sys
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,6 +20,9 @@ from pytest_roseinfer.settings import (
     Timing,
     choose_kernel_runtime,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _FLAG = {"action": "store_true"}
 _FILE = {"metavar": "FILE"}
@@ -106,8 +110,14 @@ def configured(config: pytest.Config) -> bool:
 
 def read(config: pytest.Config) -> Settings:
     """Return the settings of a run; options that make no sense are a usage error."""
-    try:
+    with mistakes_are_usage_errors():
         return _read(config)
+
+
+@contextmanager
+def mistakes_are_usage_errors() -> Iterator[None]:
+    try:
+        yield
     except mistakes.Mistake as mistake:
         raise pytest.UsageError(str(mistake)) from None
 
