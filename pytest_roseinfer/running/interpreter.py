@@ -86,6 +86,13 @@ def _patching_once(interpreter: Any) -> Callable[[Any], Any]:
     """The modules seen by what ran so far of this kernel."""
     modules_of: dict[Any, frozenset[int]] = {}
 
+    def ended(restore: Callable[[], None]) -> Callable[[], None]:
+        def end() -> None:
+            replaced.clear()
+            restore()
+
+        return end
+
     def patch_lang(fn: Any) -> Any:
         if fn not in modules_of:
             modules_of[fn] = frozenset(map(id, filter(inspect.ismodule, fn.__globals__.values())))
@@ -95,8 +102,7 @@ def _patching_once(interpreter: Any) -> Callable[[Any], Any]:
         if not replaced:  # the kernel begins
             if not hasattr(scope, "restore"):  # nobody would say when it ends
                 return scope
-            restore = scope.restore
-            scope.restore = lambda: (replaced.clear(), restore())
+            scope.restore = ended(scope.restore)
         replaced.add(modules_of[fn])
         return scope
 
