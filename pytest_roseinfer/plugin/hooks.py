@@ -48,7 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if asked.timing.requested:
         from pytest_roseinfer.gates.time.timing_gate import TimingGate
 
-        TimingGate.of(config)
+        with options.mistakes_are_usage_errors():
+            TimingGate.of(config).require_other_side()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -6,11 +6,12 @@ import importlib.util
 import math
 import os
 import sys
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_roseinfer import mistakes
 from pytest_roseinfer.settings import (
     PROFILES,
     SHIPPED_TARGETS,
@@ -19,6 +20,9 @@ from pytest_roseinfer.settings import (
     Timing,
     choose_kernel_runtime,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _FLAG = {"action": "store_true"}
 _FILE = {"metavar": "FILE"}
@@ -29,7 +33,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"action": "append", "metavar": "MODULE:CLASS"},
         "adapter for pytest_roseinfer.suite to test; may be repeated (ini: roseinfer_targets)",
     ),
-    "profile": ({"choices": list(PROFILES)}, "how hard to look; the default is dev"),
+    "profile": ({"metavar": "NAME"}, f"how hard to look: {', '.join(PROFILES)}; else dev"),
     "examples": (_NUMBER, "histories for each search"),
     "steps": (_NUMBER, "most steps of one history"),
     "step-seconds": (
@@ -73,7 +77,6 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 _INI = dict.fromkeys(("profile", "examples", "steps", "step_seconds", "seed", "costs"), "string")
 _INI |= {"targets": "linelist", "report": "linelist", "required_paths": "bool"}
 """Ini options and their types; each does what the command-line option of its name does."""
-_REPORT_SUFFIXES = (".json", ".html")
 
 
 def add(parser: pytest.Parser) -> None:
@@ -107,25 +110,32 @@ def configured(config: pytest.Config) -> bool:
 
 def read(config: pytest.Config) -> Settings:
     """Return the settings of a run; options that make no sense are a usage error."""
+    with mistakes_are_usage_errors():
+        return _read(config)
+
+
+@contextmanager
+def mistakes_are_usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except mistakes.Mistake as mistake:
+        raise pytest.UsageError(str(mistake)) from None
+
+
+def _read(config: pytest.Config) -> Settings:
     gpu = _option(config, "gpu")
     profile = _chosen(config, "profile", "dev")
-    if profile not in PROFILES:
-        raise pytest.UsageError(
-            f"roseinfer_profile = {profile}: choose one of {', '.join(PROFILES)}"
-        )
+    usual = mistakes.profile_named(_said_as(config, "profile"), profile)
     named = tuple(dict.fromkeys(_option(config, "target") or ()))
     required = _option(config, "required-paths")
     reports = tuple(_chosen(config, "report", ()))
     for file in reports:
-        if Path(file).suffix not in _REPORT_SUFFIXES:
-            raise pytest.UsageError(
-                f"--roseinfer-report {file}: the name must end in {' or '.join(_REPORT_SUFFIXES)}"
-            )
+        mistakes.require_report(_said_as(config, "report"), file)
     costs = _ini(config, "costs")
     return Settings(
         profile=profile,
-        examples=_number(config, "examples", at_least=1) or PROFILES[profile].examples,
-        steps=_number(config, "steps", at_least=1) or PROFILES[profile].steps,
+        examples=_number(config, "examples", at_least=1) or usual.examples,
+        steps=_number(config, "steps", at_least=1) or usual.steps,
         step_seconds=step_seconds(config),
         seed=_seed(config),
         gpu=gpu,
@@ -210,6 +220,12 @@ def _chosen(config: pytest.Config, name: str, default: Any) -> Any:
     return default if said is None else said
 
 
+def _said_as(config: pytest.Config, name: str) -> str:
+    """Return how an option was said, to complain about it."""
+    in_ini = _option(config, name) is None
+    return f"roseinfer_{name.replace('-', '_')} =" if in_ini else f"--roseinfer-{name}"
+
+
 def _from_here(config: pytest.Config, name: str) -> str | None:
     said = _option(config, name)
     return str(config.invocation_params.dir / said) if said else None
@@ -223,8 +239,7 @@ def _number(config: pytest.Config, name: str, *, at_least: int) -> int | None:
         number = int(said)
     except ValueError:
         raise pytest.UsageError(f"roseinfer_{name} = {said}: not a whole number") from None
-    if number < at_least:
-        raise pytest.UsageError(f"roseinfer {name} = {number}: must be at least {at_least}")
+    mistakes.require_at_least(_said_as(config, name), number, at_least)
     return number
 
 

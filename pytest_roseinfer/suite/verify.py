@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING
+
+from pytest_roseinfer.adapters.load_target import TargetError, require_module
+from pytest_roseinfer.mistakes import (
+    Mistake,
+    profile_named,
+    require_at_least,
+    require_report,
+)
+from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS
 
 if TYPE_CHECKING:
     import argparse
@@ -14,13 +24,24 @@ DESCRIPTION = (
     "on a GPU when there is one, else Triton's interpreter on the CPU. Needs no network. Exit "
     "status 0 only when all paths were reached and all were equal."
 )
-_PROFILE = "dev"
+_LEAST = {"examples": 1, "seed": 0}
+_SHARED = ("target", "profile", "examples", "seed", "report")
+"""The plugin has each of these too, as ``--roseinfer-NAME``."""
+_USAGE_ERROR = 4
+"""As pytest ends where its options make no sense."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cpu", action="store_true", help="leave a GPU alone")
-    parser.add_argument("--seed", type=int, help="make the search repeatable")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--cpu", action="store_true", help="leave a GPU alone")
+    adapter = "check this adapter instead of roseinfer's own; may be repeated"
+    add("--target", action="append", metavar="MODULE:CLASS", help=adapter)
+    add("--profile", default="dev", help=f"how hard to look: {', '.join(PROFILES)} (default: dev)")
+    add("--examples", type=int, metavar="N", help="histories for each search")
+    add("--seed", type=int, metavar="N", help="make the search repeatable")
+    reports = "write what was reached to FILE.json or FILE.html; may be repeated"
+    add("--report", action="append", metavar="FILE", help=reports)
+    add(
         "--exhaustive",
         nargs="*",
         metavar="TARGET",
@@ -29,22 +50,56 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if os.getcwd() not in sys.path:  # as for --roseinfer-target
+        sys.path.insert(0, os.getcwd())
+    if args.exhaustive is not None:
+        from pytest_roseinfer.suite import exhaustive
+
+        return exhaustive.run(args.exhaustive)
+    try:
+        _refuse_mistakes(args)
+    except (Mistake, TargetError) as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    return _search(args)
+
+
+def _refuse_mistakes(args: argparse.Namespace) -> None:
+    """Refuse what pytest would refuse too, but after seconds."""
+    profile_named("--profile", args.profile)
+    for name, least in _LEAST.items():
+        if (number := getattr(args, name)) is not None:
+            require_at_least(f"--{name}", number, least)
+    for file in args.report or ():
+        require_report("--report", file)
+    for name in args.target or ():
+        require_module(name)
+
+
+def _search(args: argparse.Namespace) -> int:
+    names = ", ".join(name.rpartition(":")[2] for name in args.target or SHIPPED_TARGETS)
+    print(f"roseinfer verify: checking {names}", flush=True)  # the imports below take seconds
+
     import pytest
     import torch
 
     from pytest_roseinfer.report.strength import Strength
-    from pytest_roseinfer.suite import exhaustive
+    from pytest_roseinfer.suite.workers import WORKERS, Workers, usable_cores
 
-    if args.exhaustive is not None:
-        return exhaustive.run(args.exhaustive)
     gpu = torch.cuda.is_available() and not args.cpu
-    arguments = ["--pyargs", "pytest_roseinfer.suite", "-p", "no:cacheprovider", "-v"]
+    arguments = ["--pyargs", "pytest_roseinfer.suite", "-p", "no:cacheprovider", "-v", "-rfEs"]
     # The configuration of the folder it is called from is meant for other tests.
     arguments += ["-c", os.devnull, "--rootdir", "."]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # roseinfer is running
-    arguments += ["--roseinfer-profile", _PROFILE]
     arguments += ["--roseinfer-gpu"] if gpu else []
-    arguments += ["--roseinfer-seed", str(args.seed)] if args.seed is not None else []
-    status = int(pytest.main(arguments))
-    print(f"Searched with the profile {_PROFILE}. How much a search finds: {Strength.read()}.")
+    for name in _SHARED:
+        said = getattr(args, name)
+        values = said if isinstance(said, list) else [said]
+        arguments += [f"--roseinfer-{name}={value}" for value in values if value is not None]
+    # Tests that share one GPU would wait for each other.
+    workers = 1 if gpu else min(WORKERS, usable_cores())
+    status = int(pytest.main(arguments, plugins=[Workers(workers)]))
+    if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        known = f"How much a search finds: {Strength.read()}."
+        print(f"Searched with the profile {args.profile}. {known}")
     return status

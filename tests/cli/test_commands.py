@@ -103,16 +103,18 @@ def test_verify_says_what_its_search_is_known_to_find(
 ) -> None:
     asked: list[str] = []
 
-    def run_tests(arguments: list[str]) -> int:
+    def run_tests(arguments: list[str], plugins: list[object]) -> int:
         asked.extend(arguments)
+        assert plugins
         return 1
 
     monkeypatch.setattr(pytest, "main", run_tests)
     assert main(["verify", "--cpu", "--seed", "5"]) == 1
-    assert asked[asked.index("--roseinfer-seed") + 1] == "5"
+    assert "--roseinfer-seed=5" in asked
     assert "--roseinfer-gpu" not in asked
     said = capsys.readouterr().out
-    assert said.startswith("Searched with the profile dev.")
+    assert said.startswith("roseinfer verify: checking RoseinferEngine, GroupedManager, ")
+    assert "\nSearched with the profile dev. " in said
     assert " planted bugs, each with all of " in said
 
 

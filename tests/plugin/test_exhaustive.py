@@ -172,7 +172,7 @@ def test_an_empty_sequence_is_not_taken_for_one_with_blocks() -> None:
     [
         ("nowhere:Nothing", "there is no module nowhere"),
         ("json:JSONDecoder", "no subclass of KVCacheAdapter or EngineAdapter"),
-        (SHIPPED_TARGETS[-1], "the adapter of an engine, and must be one of a cache"),
+        (SHIPPED_TARGETS[0], "the adapter of an engine, and must be one of a cache"),
     ],
 )
 def test_a_name_that_leads_to_no_cache_is_no_history_gone_wrong(

@@ -52,7 +52,46 @@ def test_the_same_comes_out_of_fewer_looks(looked_through: mock.Mock) -> None:
     assert looked_through.call_count >= by_itself
 
 
-@pytest.mark.parametrize("name", ["_patch_builtin", "_patch_attr", "_get_np_dtype"])
+def test_what_a_kernel_replaced_is_not_replaced_again_in_its_functions() -> None:
+    from triton.runtime import interpreter
+
+    with mock.patch.object(
+        interpreter, "_patch_lang_core", side_effect=interpreter._patch_lang_core
+    ) as counted:
+        attend()
+        by_itself = counted.call_count
+        counted.reset_mock()
+        with remembering():
+            attend()
+            once = counted.call_count
+            attend()
+            assert counted.call_count == 2 * once < by_itself
+    assert interpreter.tl.core.is_builtin(interpreter.tl.load)
+
+
+def test_types_and_shapes_are_those_of_triton_itself() -> None:
+    from triton import language as tl
+
+    def built() -> list[object]:
+        blocks = [
+            tl.block_type(of, shape)
+            for of in (tl.float32, tl.int64, tl.pointer_type(tl.float32))
+            for shape in ([4], [4, 2], [tl.constexpr(4), 2])
+        ]
+        tensors = [tl.tensor(object(), each) for each in (*blocks, tl.float32)]
+        return [
+            *[(each.name, each.numel, list(each.shape), each.element_ty.name) for each in blocks],
+            *[(each.dtype.name, each.numel.value, str(each.shape)) for each in tensors],
+        ]
+
+    expected = built()
+    with remembering():
+        assert built() == built() == expected
+        with pytest.raises(ValueError, match="power of 2"):
+            tl.block_type(tl.float32, [3])
+
+
+@pytest.mark.parametrize("name", ["_patch_lang", "_patch_builtin", "_patch_attr", "_get_np_dtype"])
 def test_a_triton_of_other_names_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import interpreter
 

@@ -73,13 +73,19 @@ def test_the_seed_of_hypothesis_holds_where_there_is_no_other(project: Project) 
 
 
 MISTAKES = {
-    "--roseinfer-examples=0": "roseinfer examples = 0: must be at least 1",
+    "--roseinfer-examples=0": "--roseinfer-examples 0: must be at least 1",
     "--roseinfer-step-seconds=-1": "roseinfer step-seconds = -1: must be 0 or more",
-    "--roseinfer-seed=-1": "roseinfer seed = -1: must be at least 0",
+    "--roseinfer-seed=-1": "--roseinfer-seed -1: must be at least 0",
+    "--roseinfer-profile=nigthly": "--roseinfer-profile nigthly: choose one of dev, ci, nightly; "
+    "did you mean nightly?",
     "--roseinfer-report=out.txt": "--roseinfer-report out.txt: the name must end in .json or .html",
     "--roseinfer-target=nowhere": "'nowhere' is no target: expected package.module:Class",
     "--roseinfer-target=no.where:Cache": "no.where:Cache: there is no module no.where",
     "--roseinfer-target=broken:Cache": "broken:Cache: ZeroDivisionError: division by zero",
+    "--roseinfer-target=brokem:Cache": "there is no module brokem; did you mean broken?",
+    "--roseinfer-target=pytest_roseinfer.targets.roseinfer_kw:Cache": "there is no module "
+    "pytest_roseinfer.targets.roseinfer_kw; did you mean pytest_roseinfer.targets.roseinfer_kv?",
+    "--roseinfer-target=mine:MyCash": "mine:MyCash: mine has no MyCash; did you mean MyCache?",
     "--roseinfer-target=empty:Cache": "empty:Cache: empty has no Cache",
     "--roseinfer-target=json:JSONDecoder": "JSONDecoder is no subclass of KVCacheAdapter",
     "--roseinfer-replay=gone.json": "--roseinfer-replay gone.json: No such file or directory",
@@ -89,7 +95,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("argument", MISTAKES)
 def test_a_mistake_is_a_usage_error_in_one_line(project: Project, argument: str) -> None:
-    project.write(broken="1 / 0", empty="")
+    mine = "from pytest_roseinfer import KVCacheAdapter\nclass MyCache(KVCacheAdapter): pass"
+    project.write(broken="1 / 0", empty="", mine=mine)
     result = project.pytest(argument)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     errors = [line for line in result.errlines if line]
@@ -100,6 +107,9 @@ def test_a_mistake_is_a_usage_error_in_one_line(project: Project, argument: str)
 
 INI_MISTAKES = {
     "roseinfer_profile = fast": "roseinfer_profile = fast: choose one of dev, ci, nightly",
+    "roseinfer_profile = night": "roseinfer_profile = night: choose one of dev, ci, nightly; "
+    "did you mean nightly[?]",
+    "roseinfer_report = a.txt": "roseinfer_report = a.txt: the name must end in .json or .html",
     "roseinfer_steps = few": "roseinfer_steps = few: not a whole number",
     "roseinfer_step_seconds = few": "roseinfer_step_seconds = few: not a number",
     "roseinfer_required_paths = perhaps": "roseinfer_required_paths: invalid truth value",

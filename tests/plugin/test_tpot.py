@@ -198,9 +198,15 @@ def test_a_side_of_which_nothing_is_imported_is_no_side(timed: Project) -> None:
 
 
 def test_a_reference_that_is_nothing(timed: Project) -> None:
+    error = "ERROR: --roseinfer-against v99: no path, no NAME==VERSION, and no revision of git"
     result = against(timed, reference="v99")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*--roseinfer-against: *"])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in result.errlines if line] == [error]
+    git(timed, "init", "-q")
+    git(timed, "commit", "-q", "--allow-empty", "-m", "a release")
+    git(timed, "tag", "v9.9")
+    result = against(timed, reference="v99")
+    assert [line for line in result.errlines if line] == [f"{error}; did you mean v9.9?"]
 
 
 def test_what_a_factory_raises_is_shown(timed: Project) -> None:

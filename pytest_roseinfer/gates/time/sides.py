@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.time.worker_process import Side
+from pytest_roseinfer.mistakes import Mistake, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,6 +45,28 @@ def other_side(reference: str, here: Side, folder: Path) -> Iterator[Side]:
             [*(there / Path(each).relative_to(root) for each in here.roots), there / "src"]
         )
         yield Side(reference, roots, here.roots)
+
+
+def require_known(reference: str, folder: Path) -> None:
+    """Raise ``Mistake`` where neither a path nor a revision of git has this name."""
+    if "==" in reference or (folder / reference).is_dir():
+        return
+    git = ("git", "-C", str(folder))
+    try:
+        _run("", *git, "rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}")
+    except CannotCompare:
+        what = "no path, no NAME==VERSION, and no revision of git"
+        raise Mistake(
+            f"{OPTION} {reference}: {what}{did_you_mean(reference, _names(git))}"
+        ) from None
+
+
+def _names(git: Sequence[str]) -> list[str]:
+    """Return the branches and tags of a repository; none where there is no repository."""
+    try:
+        return _run("", *git, "for-each-ref", "--format=%(refname:short)").split()
+    except CannotCompare:
+        return []
 
 
 def _existing(folders: Sequence[Path]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates.gate import Gate, show_problems
 from pytest_roseinfer.gates.time import timing_report
-from pytest_roseinfer.gates.time.sides import other_side, this_side
+from pytest_roseinfer.gates.time.sides import other_side, require_known, this_side
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,14 +41,22 @@ class TimingGate(Gate):
     @cached_property
     def sides(self) -> tuple[Side, Side]:
         """There and here; both are here if there is nothing to compare with."""
-        started_in = self.config.invocation_params.dir
-        # Without an ini file, pytest takes the folder of the other side into account.
-        folder = self.config.rootpath if self.config.inipath else started_in
-        here = this_side(folder, [str(started_in), *sys.path])
+        here = this_side(self._folder, [str(self.config.invocation_params.dir), *sys.path])
         reference = settings.current().timing.against
         if not reference:
             return here, here
-        return self._built.enter_context(other_side(reference, here, folder)), here
+        return self._built.enter_context(other_side(reference, here, self._folder)), here
+
+    def require_other_side(self) -> None:
+        """Raise ``Mistake`` where there is nothing of the name to compare with."""
+        if reference := settings.current().timing.against:
+            require_known(reference, self._folder)
+
+    @property
+    def _folder(self) -> Path:
+        """The project. Without an ini file, pytest takes that of the other side into account."""
+        has_ini_file = self.config.inipath is not None
+        return self.config.rootpath if has_ini_file else self.config.invocation_params.dir
 
     def held_to_baseline(self, line: str) -> None:
         """Note that a step's time was compared with this GPU's baseline, or became it."""

@@ -1,0 +1,46 @@
+"""What makes no sense in an option, and what was probably meant.
+
+Commands ask here before they import anything heavy, and the plugin when a run is configured.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.settings import PROFILES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pytest_roseinfer.settings import Profile
+
+_REPORT_SUFFIXES = (".json", ".html")
+
+
+class Mistake(ValueError):
+    """An option makes no sense; the message says what would."""
+
+
+def did_you_mean(said: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return a question that names what is spelled most alike, or nothing."""
+    alike = get_close_matches(said, known, n=1)
+    return f"; did you mean {prefix}{alike[0]}?" if alike else ""
+
+
+def profile_named(option: str, name: str) -> Profile:
+    if name not in PROFILES:
+        choices = f"choose one of {', '.join(PROFILES)}"
+        raise Mistake(f"{option} {name}: {choices}{did_you_mean(name, PROFILES)}")
+    return PROFILES[name]
+
+
+def require_at_least(option: str, number: int, least: int) -> None:
+    if number < least:
+        raise Mistake(f"{option} {number}: must be at least {least}")
+
+
+def require_report(option: str, file: str) -> None:
+    if Path(file).suffix not in _REPORT_SUFFIXES:
+        raise Mistake(f"{option} {file}: the name must end in {' or '.join(_REPORT_SUFFIXES)}")

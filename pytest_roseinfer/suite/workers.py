@@ -1,0 +1,37 @@
+"""Has pytest-xdist share the tests out among processes, without an option of its own."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+WORKERS = 2
+"""The search for one engine takes as long as all the others together, and is one test."""
+
+
+class Workers:
+    """A plugin for ``pytest.main``."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    @pytest.hookimpl(wrapper=True)  # before pytest-xdist reads its own options
+    def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, Any, Any]:
+        """Ask for the workers, unless pytest-xdist was turned off or told otherwise."""
+        # A worker that had workers of its own would soon be followed by thousands.
+        starts = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
+        if starts and self.number > 1 and config.option.numprocesses is None:
+            config.option.numprocesses = self.number
+        return (yield)
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,88 @@
+"""``roseinfer verify`` takes the options that pytest has too, and refuses mistakes at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from roseinfer.cli import main
+from tests import warm_process
+from tests.python_process import run_python
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.plugin.conftest import Project
+
+MISTAKES = {
+    "--profile=deev": "--profile deev: choose one of dev, ci, nightly; did you mean dev?",
+    "--examples=0": "--examples 0: must be at least 1",
+    "--seed=-1": "--seed -1: must be at least 0",
+    "--report=kv.txt": "--report kv.txt: the name must end in .json or .html",
+    "--target=Cache": "'Cache' is no target: expected package.module:Class",
+    "--target=no.where:Cache": "no.where:Cache: there is no module no.where",
+    "--target=pytest_roseinfer.targets.roseinfer_kw:Cache": "did you mean "
+    "pytest_roseinfer.targets.roseinfer_kv?",
+}
+
+
+def test_every_option_has_an_effect(project: Project) -> None:
+    project.copy_caches()
+    asked = ["--target=caches.list_cache:ListCache", "--seed=5", "--examples=3", "--profile=ci"]
+    done = warm_process.run(
+        ["-m", "roseinfer", "verify", "--cpu", *asked, "--report=kv.json", "--report=kv.html"],
+        cwd=project.path,
+        environment={**os.environ, "PYTEST_ADDOPTS": "-p no:xdist"},
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith("roseinfer verify: checking ListCache\n")
+    assert "\nSKIPPED [1]" in done.stdout
+    assert "ListCache has no option_choices" in done.stdout
+    assert "Searched with the profile ci." in done.stdout
+    assert (project.path / "kv.html").is_file()
+    report = json.loads((project.path / "kv.json").read_text())
+    (target,) = report["targets"]
+    said = (report["profile"], report["seed"], report["examples"], report["steps"])
+    assert said == ("ci", 5, 3, 20)
+    assert target["name"] == "caches.list_cache:ListCache"
+
+
+@pytest.mark.parametrize("argument", MISTAKES)
+def test_a_mistake_is_a_usage_error(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", argument]) == 4
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("ERROR: ")
+    assert MISTAKES[argument] in said.err
+
+
+def test_a_mistake_is_refused_before_anything_heavy_is_imported() -> None:
+    said = run_python(
+        """
+        import sys
+        from argparse import ArgumentParser
+        from pytest_roseinfer.suite import verify
+
+        parser = ArgumentParser()
+        verify.add_options(parser)
+        for mistake in ("--profile=deev", "--target=no.where:Cache", "--examples=0"):
+            assert verify.run(parser.parse_args([mistake])) == 4
+        print([name for name in ("torch", "pytest", "hypothesis") if name in sys.modules])
+        """
+    )
+    assert said == "[]\n"
+
+
+def test_a_target_without_such_a_class_ends_as_a_mistake(tmp_path: Path) -> None:
+    name = "pytest_roseinfer.targets.roseinfer_kv:GroupedManger"
+    done = warm_process.run(
+        ["-m", "roseinfer", "verify", "--cpu", f"--target={name}"],
+        cwd=tmp_path,
+        environment=os.environ,
+    )
+    assert done.returncode == 4
+    assert "did you mean GroupedManager?" in done.stderr
+    assert "Searched" not in done.stdout
