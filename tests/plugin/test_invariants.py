@@ -269,7 +269,11 @@ RIGHT: dict[Callable[[Observation], Any], list[Observation]] = {
         copied_back(Stage.COMING),
     ],
     swap_space: [swapped(2), swapped(0), swapped(None), observed()],
-    counts: [observed(), attending(counts=observed().after.counts + Counter(fast=1))],
+    counts: [
+        observed(),
+        attending(counts=observed().after.counts + Counter(fast=1)),
+        replace(counting(fast=4, fresh=2, full=1), declared=replace(DECLARED, paths={})),
+    ],
     own_conditions: [observed()],
     lookups: [
         looking_up(2),
