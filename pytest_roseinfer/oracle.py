@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pytest_roseinfer.away import Away, Stage
+from pytest_roseinfer.found_pages import FoundPages
 from pytest_roseinfer.texts import Texts
 from pytest_roseinfer.windows import Windows, first_live
 
@@ -112,6 +113,8 @@ class Declares(Protocol):
     @property
     def fork_shares(self) -> str: ...
     @property
+    def keeps_found(self) -> bool: ...
+    @property
     def truncate_copies(self) -> bool: ...
     @property
     def atomic_batches(self) -> bool: ...
@@ -171,6 +174,8 @@ class Oracle:
     unseen: Counter[int] = field(default_factory=Counter)
     """How many tokens of its last page a sequence was cut off from, which others may see."""
     away: Away = field(default_factory=Away)
+    found: FoundPages = field(default_factory=FoundPages)
+    """What sequences began with, if it is kept."""
 
     @classmethod
     def of(cls, adapter: Declares, spec: Shape, branches: tuple[Branch, ...] = ()) -> Oracle:
@@ -192,6 +197,7 @@ class Oracle:
             adapter.atomic_batches,
             adapter.swap_out_holds,
             windows,
+            found=FoundPages(adapter.keeps_found),
         )
 
     def __post_init__(self) -> None:
@@ -263,13 +269,13 @@ class Oracle:
         met = []
         leaving: Counter[int] = Counter()
         for seq, _ in rows:
-            pages = self.sequences.get(seq)
+            pages = self.sequences.get(seq, [])
             last = pages[-1] if pages else None
             if last is None:
                 met.append("fresh")
             elif self.on_last(seq) == self.block_size:
                 met.append("rollover_shared" if last.holders > 1 else "rollover")
-            elif last.holders - leaving[id(last)] > 1:
+            elif last.holders - leaving[id(last)] > 1 or self.found.has(seq, len(pages) - 1):
                 leaving[id(last)] += 1
                 met.append("copy_on_write")
             else:
@@ -362,12 +368,17 @@ class Oracle:
         pages = self.sequences[seq]
         last, seen = pages[-1], self.tokens_on(seq, len(pages) - 1)
         del self.unseen[seq]
-        if last.holders > 1:
+        if not self._alone_on_last(seq):
             last.holders -= 1
             pages[-1] = last.copied(seen)
+            self.found.cut(seq, len(pages) - 1)
         else:
             last.cut += last.tokens[len(seen) :]
             last.tokens = seen
+
+    def _alone_on_last(self, seq: int) -> bool:
+        pages = self.sequences[seq]
+        return pages[-1].holders == 1 and not self.found.has(seq, len(pages) - 1)
 
     def fork(self, parent: int, child: int) -> None:
         self.begin_as(parent, child)
@@ -379,6 +390,7 @@ class Oracle:
             if shared and at == len(self.sequences[parent]) - 1:
                 self.unseen[child] = self.unseen[parent]
         self.sequences[child] = own
+        self.found.fork(parent, child, sum(page.holders > 1 for page in own))
         if self.windows:
             self.windows.fork(parent, child)
 
@@ -428,7 +440,8 @@ class Oracle:
                 free += leaving[id(page)] == page.holders
             if self.truncate_copies and length % self.block_size and length < self.length(seq):
                 last = pages[kept - 1]
-                copied = last.holders - leaving[id(last)] > 1
+                others = last.holders - leaving[id(last)] > 1
+                copied = others or self.found.has(seq, kept - 1)
                 leaving[id(last)] += copied
                 free -= copied
             if free < 0:
@@ -449,10 +462,11 @@ class Oracle:
         for page in pages[kept:]:
             page.holders -= 1
         del pages[kept:]
+        self.found.cut(seq, kept)
         if self.windows:
             self.windows.cut(seq, kept)
         self.unseen[seq] += self.length(seq) - length
-        if self.unseen[seq] and (self.truncate_copies or pages[-1].holders == 1):
+        if self.unseen[seq] and (self.truncate_copies or self._alone_on_last(seq)):
             self._own_last(seq)
 
     def free(self, seq: int) -> None:
@@ -467,6 +481,7 @@ class Oracle:
         """Take its pages from a sequence."""
         if self.windows:
             self.windows.forget(seq)
+        self.found.forget(seq)
         del self.unseen[seq]
         for page in self.sequences.pop(seq):
             page.holders -= 1

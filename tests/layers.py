@@ -28,7 +28,7 @@ ENGINE_LAYERS = (
     {"cli", "bench", "benchmark_scheduler", "benchmark_streaming", "__main__"},
 )
 PLUGIN_LAYERS = (
-    {"settings", "discover", "texts", "away", "windows"},
+    {"settings", "discover", "texts", "away", "windows", "found_pages"},
     {"oracle"},
     {"environment"},
     {"adapters"},

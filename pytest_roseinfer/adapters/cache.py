@@ -115,6 +115,10 @@ class KVCacheAdapter(Adapter):
     ``"least recent"``: the one whose last holder let go of it longest ago, and of those that one
     sequence let go of at once, that nearest to its end. Looking one up does not renew it; a
     sequence that begins with it does, as soon as it lets go."""
+    keeps_found: ClassVar[bool] = False
+    """What ``begin_with`` found stays to be found as long as the sequence holds it: where it writes
+    into a block of that, or cuts one, the block counts as one that others hold. So who appends to a
+    partial block gets a copy, for which there must be room, though nobody else has the block."""
     truncate_copies: ClassVar[bool] = False
     """Where ``truncate`` cuts a block that others hold, the part that is kept is copied at once;
     else the block stays shared until it is written to. A sequence that alone holds a block keeps
