@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter, Ledger
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 _KERNELS_OFF = {"triton": False}
-_CHUNK = "prefill_max_tokens"
-_WEAK_HASH = "weak_hash"
+_CHUNK = 3
+"""So many tokens of a prompt are stored in a step: fewer than most blocks have."""
 
 
 class PrefixCachedManager(KVCacheAdapter):
@@ -46,10 +46,6 @@ class PrefixCachedManager(KVCacheAdapter):
     head_counts = (1, 2)
     head_dims = (4, 1)
     block_sizes = (4, 1, 2, 3, 5)
-    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        _CHUNK: (300, 3),
-        _WEAK_HASH: (False, True),
-    }
 
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec
@@ -60,23 +56,15 @@ class PrefixCachedManager(KVCacheAdapter):
         self.supply = BlockSupply(self.kv, self.prefixes, withdraw=lambda _: None)
         self.requests: dict[int, Request] = {}
         self.counts: Counter[str] = Counter()
-        self.hashed: Callable[[object], int] | None = None
 
     # ------------------------------------------------------------------------------ texts
 
     def texts(self, said: Sequence[Sequence[int]]) -> None:
         self.coming = said
 
-    def use_hash(self, hashed: Callable[[object], int]) -> None:
-        if self.spec.options[_WEAK_HASH]:
-            self.hashed = hashed
-
     def hashing(self) -> AbstractContextManager[object]:
-        """Return a context in which the prefix cache hashes as it is told to."""
-        if self.hashed is None:
-            return nullcontext()
-        hashed = self.hashed
-        return patch.object(prefix_cache, "chain_hash", lambda *chain: hashed(chain))
+        """Return a context in which the prefix cache hashes as it is to."""
+        return nullcontext()
 
     def matched(self, said: Sequence[int]) -> int:
         """Begin with it and give it back, as the scheduler does with a prompt that has no room."""
@@ -125,7 +113,7 @@ class PrefixCachedManager(KVCacheAdapter):
         self.count_found(request)
         while request.pending:
             stored = request.session.stored
-            count = min(request.pending, self.spec.options[_CHUNK])
+            count = min(request.pending, _CHUNK)
             chunk = slice(stored, stored + count)
             self.take_blocks([request], [count])
             self.store([request], [count], key[:, chunk], value[:, chunk])
@@ -245,3 +233,13 @@ class PrefixCachedManager(KVCacheAdapter):
         unused = [entry.block_ids[group] - first for entry in self.prefixes.unused]
         refcounts = {block: count for block, count in held.items() if count}
         return Ledger(refcounts, [*books.free, *unused], books.total, unused)
+
+
+class HashedPrefixes(PrefixCachedManager):
+    """What differs often has one hash, and is told apart all the same."""
+
+    def use_hash(self, hashed: Callable[[object], int]) -> None:
+        self.hashed = hashed
+
+    def hashing(self) -> AbstractContextManager[object]:
+        return patch.object(prefix_cache, "chain_hash", lambda *chain: self.hashed(chain))

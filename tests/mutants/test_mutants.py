@@ -20,6 +20,7 @@ from pytest_roseinfer.report.strength import Strength
 from pytest_roseinfer.settings import SHIPPED_TARGETS
 from tests.mutants import (
     catalogue_in_flight,
+    catalogue_prefixes,
     catalogue_sampling,
     catalogue_truncation,
     command,
@@ -264,6 +265,7 @@ PLANTED_SINCE = {
     *(mutant.name for mutant in catalogue_sampling.MUTANTS),
     *(mutant.name for mutant in catalogue_truncation.MUTANTS),
     *(mutant.name for mutant in catalogue_in_flight.MUTANTS),
+    *(mutant.name for mutant in catalogue_prefixes.MUTANTS),
 }
 """The page says that its totals were measured before these were planted."""
 

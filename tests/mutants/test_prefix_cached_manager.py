@@ -20,13 +20,12 @@ from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.strategies import histories
 from pytest_roseinfer.texts import WHOLE
-from tests.mutants.prefix_cached_manager import PrefixCachedManager
+from tests.mutants.prefix_cached_manager import HashedPrefixes, PrefixCachedManager
 
 if TYPE_CHECKING:
     from pytest_roseinfer.cases.operations.operation import Operation
 
-OPTIONS = {"prefill_max_tokens": 300, "weak_hash": False}
-SPEC = CacheSpec(block_size=4, num_blocks=2, options=OPTIONS)
+SPEC = CacheSpec(block_size=4, num_blocks=2)
 ALIKE = ((0, 0), (0, WHOLE), (0, 0))
 KEPT = (Prefill(0, 3), Free(0))
 """Of sequence 0 a tail of three tokens is kept."""
@@ -36,12 +35,13 @@ def ran(*steps: Operation, spec: CacheSpec = SPEC) -> dict[str, int]:
     return dict(run_history(PrefixCachedManager, History(spec, steps, texts=ALIKE)))
 
 
-def test_any_history_is_right() -> None:
-    @hypothesis_settings(max_examples=25, database=None, phases=[Phase.generate], deadline=None)
+@pytest.mark.parametrize("cache", [PrefixCachedManager, HashedPrefixes])
+def test_any_history_is_right(cache: type[PrefixCachedManager]) -> None:
+    @hypothesis_settings(max_examples=20, database=None, phases=[Phase.generate], deadline=None)
     @seed(1)
-    @given(histories(PrefixCachedManager))
+    @given(histories(cache))
     def look(history: History) -> None:
-        run_history(PrefixCachedManager, history)
+        run_history(cache, history)
 
     look()
 
@@ -58,8 +58,7 @@ def test_a_prompt_that_has_no_room_beside_a_tail_begins_without_it() -> None:
 
 
 def test_a_prompt_comes_in_chunks() -> None:
-    chunks = replace(SPEC, options={**OPTIONS, "prefill_max_tokens": 3})
-    assert ran(Prefill(0, 8), Free(0), Prefill(1, 8), spec=chunks)["block_found"] == 1
+    assert ran(Prefill(0, 8), Free(0), Prefill(1, 8))["block_found"] == 1
 
 
 def test_a_preempted_sequence_begins_with_what_is_left_of_it() -> None:
