@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.away import Away, Stage
 from pytest_roseinfer.declares import always
+from pytest_roseinfer.found_pages import FoundPages
 from pytest_roseinfer.pages import Page, share_as
 from pytest_roseinfer.room import Room
 from pytest_roseinfer.texts import Texts
@@ -113,6 +114,8 @@ class Oracle:
     unseen: Counter[int] = field(default_factory=Counter)
     """How many tokens of its last page a sequence was cut off from, which others may see."""
     away: Away = field(default_factory=Away)
+    found: FoundPages = field(default_factory=FoundPages)
+    """What sequences began with, if it is kept."""
 
     @classmethod
     def of(
@@ -130,6 +133,7 @@ class Oracle:
             partial(adapter.trimmable, spec),
             adapter.atomic_batches,
             adapter.swap_out_holds,
+            found=FoundPages(adapter.keeps_found),
             **own,
         )
 
@@ -208,13 +212,13 @@ class Oracle:
         met = []
         leaving: Counter[int] = Counter()
         for seq, _ in rows:
-            pages = self.sequences.get(seq)
+            pages = self.sequences.get(seq, [])
             last = pages[-1] if pages else None
             if last is None:
                 met.append("fresh")
             elif self.on_last(seq) == self.block_size:
                 met.append("rollover_shared" if last.holders > 1 else "rollover")
-            elif last.holders - leaving[id(last)] > 1:
+            elif last.holders - leaving[id(last)] > 1 or self.found.has(seq, len(pages) - 1):
                 leaving[id(last)] += 1
                 met.append("copy_on_write")
             else:
@@ -299,12 +303,17 @@ class Oracle:
         pages = self.sequences[seq]
         last, seen = pages[-1], self.tokens_on(seq, len(pages) - 1)
         del self.unseen[seq]
-        if last.holders > 1:
+        if not self._alone_on_last(seq):
             last.holders -= 1
             pages[-1] = last.copied(seen)
+            self.found.cut(seq, len(pages) - 1)
         else:
             last.cut += last.tokens[len(seen) :]
             last.tokens = seen
+
+    def _alone_on_last(self, seq: int) -> bool:
+        pages = self.sequences[seq]
+        return pages[-1].holders == 1 and not self.found.has(seq, len(pages) - 1)
 
     def fork(self, parent: int, child: int) -> None:
         self.begin_as(parent, child)
@@ -316,6 +325,7 @@ class Oracle:
             if shared and at == len(self.sequences[parent]) - 1:
                 self.unseen[child] = self.unseen[parent]
         self.sequences[child] = own
+        self.found.fork(parent, child, sum(page.holders > 1 for page in own))
 
     def begin_as(self, parent: int, child: int) -> None:
         """Have ``child`` say what ``parent`` says by now, and go on with a text of its own."""
@@ -363,8 +373,9 @@ class Oracle:
         for page in pages[kept:]:
             page.holders -= 1
         del pages[kept:]
+        self.found.cut(seq, kept)
         self.unseen[seq] += self.length(seq) - length
-        if self.unseen[seq] and (self.truncate_copies or pages[-1].holders == 1):
+        if self.unseen[seq] and (self.truncate_copies or self._alone_on_last(seq)):
             self._own_last(seq)
 
     def free(self, seq: int) -> None:
@@ -377,6 +388,7 @@ class Oracle:
 
     def give_up(self, seq: int) -> None:
         """Take its pages from a sequence."""
+        self.found.forget(seq)
         del self.unseen[seq]
         for page in self.sequences.pop(seq):
             page.holders -= 1

@@ -10,6 +10,7 @@ from pytest_roseinfer.windows import first_live
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pytest_roseinfer.found_pages import FoundPages
     from pytest_roseinfer.windows import Window
 
 
@@ -22,6 +23,8 @@ class Stored(Protocol):
     def capacity(self) -> int: ...
     @property
     def truncate_copies(self) -> bool: ...
+    @property
+    def found(self) -> FoundPages: ...
     @property
     def sequences(self) -> Mapping[int, Sequence[object]]:
         """The pages of each sequence, those included that were given back."""
@@ -65,10 +68,10 @@ class Room:
             self.holders[window, id(page)] -= 1
             self.free[self._pool(window)] += not self.holders[window, id(page)]
 
-    def _own(self, window: Window, page: object) -> None:
-        """Copy a page for a sequence that is not alone on it."""
-        if self.holders[window, id(page)] > 1:
-            self._drop(window, [page])
+    def _own(self, window: Window, page: object, *, found: bool = False) -> None:
+        """Copy a page for a sequence that is not alone on it, or that found it."""
+        if found or self.holders[window, id(page)] > 1:
+            self.holders[window, id(page)] -= 1  # its block is not free before the copy is made
             self._take(window, 1)
 
     def _is_enough(self) -> bool:
@@ -98,5 +101,5 @@ class Room:
         for window, given in self.given_back.items():
             self._drop(window, pages[max(kept, given[seq]) :])
             if cut and self.stored.truncate_copies and kept > given[seq]:
-                self._own(window, pages[kept - 1])
+                self._own(window, pages[kept - 1], found=self.stored.found.has(seq, kept - 1))
         return self._is_enough()

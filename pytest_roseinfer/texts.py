@@ -17,6 +17,7 @@ alike, and is not the same.
 """
 WHOLE = 1 << 16
 """More tokens than any sequence has: a text that begins as another for so long is equal to it."""
+_COMMON = 1
 
 
 class Said(NamedTuple):
@@ -76,6 +77,14 @@ class Texts:
         return self._namespaces[text]
 
     def said(self, text: int, begin: int, end: int) -> Said:
-        """Return what a text says; one position's token may well stand at another, too."""
-        tokens = [self.owner(text, at) + 1 for at in range(begin, end)]
+        """Return what a text says.
+
+        A text that branches off says there what no other does, and then what all texts say. So
+        equal tokens stand at a position behind different beginnings, and elsewhere.
+        """
+        tokens = [self._token(self.owner(text, at), at) for at in range(begin, end)]
         return Said(tokens, self.namespace(text))
+
+    def _token(self, owner: int, position: int) -> int:
+        _, branches_off = self._branches[owner]
+        return owner + 1 if position == branches_off else _COMMON

@@ -28,7 +28,18 @@ ENGINE_LAYERS = (
     {"cli", "bench", "benchmark_scheduler", "benchmark_streaming", "__main__"},
 )
 PLUGIN_LAYERS = (
-    {"settings", "mistakes", "discover", "declares", "texts", "away", "pages", "windows", "room"},
+    {
+        "settings",
+        "mistakes",
+        "discover",
+        "declares",
+        "texts",
+        "away",
+        "found_pages",
+        "pages",
+        "windows",
+        "room",
+    },
     {"oracle", "windowed_oracle"},
     {"environment"},
     {"adapters"},

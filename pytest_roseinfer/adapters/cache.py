@@ -124,6 +124,10 @@ class KVCacheAdapter(Adapter):
     ``"least recent"``: the one whose last holder let go of it longest ago, and of those that one
     sequence let go of at once, that nearest to its end. Looking one up does not renew it; a
     sequence that begins with it does, as soon as it lets go."""
+    keeps_found: ClassVar[bool] = False
+    """What ``begin_with`` found stays to be found as long as the sequence holds it: where it writes
+    into a block of that, or cuts one, the block counts as one that others hold. So who appends to a
+    partial block gets a copy, for which there must be room, though nobody else has the block."""
     swap_out_holds: ClassVar[bool] = True
     """The blocks of a sequence are its own until ``swapped_out``. False where they are free as soon
     as ``swap_out`` returns, since they were copied by then."""

@@ -53,7 +53,7 @@ def _wrong_paths(seen: Observation, step: Operation) -> Iterator[str]:
     copied = seen.outcome.fits and step.copies_blocks(seen.declared.fork_shares)
     if moved and written is None and not copied:
         yield f"paths {sorted(moved)} were counted though nothing was written"
-    if written is not None and not moved:
+    if paths and written is not None and not moved:
         yield "tokens were written and no path was counted"
     if step.in_parts or moved & twins:
         # Where a slow twin took some of the rows, those that were left may have had one position.

@@ -134,7 +134,10 @@ def _check_alike(
 def _compare(one: Machine, other: Machine, difference: str) -> None:
     if one.payload.tolerance:
         return  # each is as near to what was written as it must be, and they need be no nearer
+    finds_some = one.declared.match_finds == "some"
     for seq in one.oracle.readable:
+        if finds_some and one.oracle.length(seq) != other.oracle.length(seq):
+            continue  # it began with more of its text, and each was compared with what it says
         for layer in range(one.spec.num_layers):
             pairs = zip(one.adapter.peek(seq, layer), other.adapter.peek(seq, layer), strict=True)
             if not all(same_bits(a.contiguous(), b.contiguous()) for a, b in pairs):

@@ -13,6 +13,7 @@ from tests.mutants import (
     catalogue_moving,
     catalogue_ownership,
     catalogue_plan,
+    catalogue_prefixes,
     catalogue_sampling,
     catalogue_truncation,
 )
@@ -28,6 +29,7 @@ CATALOGUE: tuple[Mutant, ...] = (
     *catalogue_in_flight.MUTANTS,
     *catalogue_kernels.MUTANTS,
     *catalogue_engine.MUTANTS,
+    *catalogue_prefixes.MUTANTS,
     *catalogue_decode.MUTANTS,
     *catalogue_sampling.MUTANTS,
     *catalogue_caches.MUTANTS,
@@ -44,9 +46,6 @@ def find(name: str) -> Mutant:
 NOT_PLANTED: dict[str, str] = {
     "Logits of the first rows for the requests whose prompts are complete": (
         "the one prompt that a step leaves incomplete is its last row, so they are the first rows"
-    ),
-    "A prompt that may be matched to its last token": (
-        "it is not admitted then, and computed without the prefix once it is alone"
     ),
     "Copy-on-write of a batch that drops its hold before it has a new block": (
         "the capacity was checked for the whole batch and other holders keep the block, so "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import ENGINE, Mutant
+from tests.mutants.mutant import ENGINE, PREFIXED, Mutant
 
 _PREFIXES = "roseinfer.engine.prefix_cache"
 _SUPPLY = "roseinfer.engine.request"
@@ -14,12 +14,14 @@ _BATCH = "roseinfer.attention.triton"
 _CHUNK = "roseinfer.kernels.attend_chunks"
 _DECODE = "roseinfer.kernels.attend_decode"
 _REFERENCE = "roseinfer.attention.reference"
+_SHOWN_WITHOUT_A_MODEL = {_PREFIXES, _SUPPLY, _SEQUENCE}
 
 
 def _mutant(
     name: str, wrong: str, module: str, find: str, replace: str, rows: tuple[str, ...] = ()
 ) -> Mutant:
-    return Mutant(name, wrong, module, find, replace, rows, targets=(ENGINE,))
+    targets = (PREFIXED, ENGINE) if module in _SHOWN_WITHOUT_A_MODEL else (ENGINE,)
+    return Mutant(name, wrong, module, find, replace, rows, targets)
 
 
 MUTANTS = (

@@ -13,6 +13,8 @@ PER_LAYER = _TARGETS + "roseinfer_kv:PerLayerManager"
 GROUPED = _TARGETS + "roseinfer_kv:GroupedManager"
 KERNELS = "tests.mutants.kernel_caches:StridedKernels"
 COMPACTED = "tests.mutants.kernel_caches:CompactedKernels"
+PREFIXED = "tests.mutants.prefix_cached_manager:PrefixCachedManager"
+HASHED = "tests.mutants.prefix_cached_manager:HashedPrefixes"
 ENGINE = _TARGETS + "roseinfer_engine:RoseinferEngine"
 MANAGERS = (GROUPED, PER_LAYER)
 

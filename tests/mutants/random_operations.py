@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.adapters.cache import CacheSpec
 from pytest_roseinfer.cases.history import History
+from pytest_roseinfer.cases.operations.lookups.look_up import LookUp
+from pytest_roseinfer.cases.operations.lookups.take import Take
 from pytest_roseinfer.cases.operations.sequences.fork import Fork
 from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.texts import Branch
     from tests.mutants.hunt import Found
     from tests.mutants.tally import Tally
 
@@ -65,12 +68,18 @@ def random_history(rng: random.Random, target: type[KVCacheAdapter]) -> History:
         dtype=rng.choice(target.dtypes),
         options=_options(rng, target),
     )
-    writer = _Writer(rng, target, Oracle.of(target, spec))
+    texts = _texts(rng) if "texts" in target.abilities else ()
+    writer = _Writer(rng, target, Oracle.of(target, spec, texts))
     for _ in range(_STEPS):
         writer.take(rng.choice(writer.moves())())
     while writer.waiting:
         writer.take(Fill())
-    return History(spec, tuple(writer.steps), finite=rng.random() < 0.5)
+    return History(spec, tuple(writer.steps), finite=rng.random() < 0.5, texts=texts)
+
+
+def _texts(rng: random.Random) -> tuple[Branch, ...]:
+    more = range(1, rng.randint(1, 4))
+    return ((0, 0), *((rng.randrange(text), rng.randint(0, 2 * _MOST_TOKENS)) for text in more))
 
 
 def _options(rng: random.Random, target: type[KVCacheAdapter]) -> dict[str, Any]:
@@ -97,7 +106,10 @@ class _Writer:
             ("append_padded", self._append_padded),
             ("reserve", self._reserve),
             ("set_options", lambda: SetOptions(_options(self.rng, self.target))),
+            ("look_up", lambda: LookUp(self._new(), self._count())),
         ]
+        if self.oracle.looked_up:
+            offered.append(("begin_with", lambda: Take(self.rng.choice([*self.oracle.looked_up]))))
         if self._live():
             offered += [
                 ("fork", lambda: Fork(self.rng.choice(self._live()), self._new())),

@@ -23,6 +23,7 @@ from pytest_roseinfer.settings import SHIPPED_TARGETS
 from tests.mutants import (
     catalogue_caches,
     catalogue_in_flight,
+    catalogue_prefixes,
     catalogue_sampling,
     catalogue_truncation,
     command,
@@ -278,6 +279,7 @@ PLANTED_SINCE = {
     *(mutant.name for mutant in catalogue_in_flight.MUTANTS),
     *(mutant.name for mutant in catalogue_caches.MUTANTS),
     "cancelled-and-kept-whole",
+    *(mutant.name for mutant in catalogue_prefixes.MUTANTS),
 }
 """The page says that its totals were measured before these were planted."""
 

@@ -110,7 +110,7 @@ class _Bench:
         from tests.mutants import directed, hunt
 
         job = self.job
-        served = bool(self.targets) and issubclass(self.targets[0], EngineAdapter)
+        engines = [target for target in self.targets if issubclass(target, EngineAdapter)]
         if task.kind == HUNT:
             asked = Settings(
                 examples=job.examples, steps=job.steps, seed=task.seed, targets=job.targets
@@ -121,13 +121,13 @@ class _Bench:
         if task.kind == RANDOM:
             from tests.mutants import random_operations, random_requests
 
-            if served:
-                return random_requests.run(self.targets, task.seed, self.needed, tally)
+            if engines:
+                return random_requests.run(engines, task.seed, self.needed, tally)
             return random_operations.run(self.targets, task.seed, self.needed, tally)
         if task.kind == EXAMPLES:
             from tests.mutants import engine_examples, examples
 
-            return engine_examples.run(tally) if served else examples.run(tally)
+            return engine_examples.run(tally) if engines else examples.run(tally)
         raise ValueError(f"no task is called {task.kind!r}")
 
 

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, History
+from pytest_roseinfer.cases.operations.lookups.look_up import LookUp
+from pytest_roseinfer.cases.operations.lookups.take import Take
 from pytest_roseinfer.cases.operations.sequences.fork import Fork
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.running.metamorphic import check_copied, check_permuted, check_split
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
+from tests.plugin.caches.text_cache import HashedTextCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,3 +51,10 @@ def test_a_history_is_run_again_if_there_is_something_to_compare(
 
     check(Watched, History(CacheSpec(options={"triton": False}), steps))
     assert len(made) == runs
+
+
+def test_what_is_found_may_depend_on_the_order_where_hashes_are_equal() -> None:
+    """The first tokens of texts 0 and 4 have one hash, and the cache keeps one block for it."""
+    steps = (Append((4, 0)), LookUp(5, 1), Take(5))
+    history = History(CacheSpec(block_size=1), steps, texts=((0, 0),) * 5)
+    check_permuted(HashedTextCache, history)

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 def test_texts_are_equal_as_long_as_they_are_drawn_so() -> None:
     texts = Texts(((0, 0), (0, 3), (1, WHOLE)))
     assert texts.said(0, 0, 5).tokens == [1, 1, 1, 1, 1]
-    assert texts.said(1, 0, 5).tokens == [1, 1, 1, 2, 2]
-    assert texts.said(2, 0, 5).tokens == [1, 1, 1, 2, 2]
+    assert texts.said(1, 0, 5).tokens == [1, 1, 1, 2, 1]
+    assert texts.said(2, 0, 5).tokens == [1, 1, 1, 2, 1]
     texts.fork(2, child=9, length=4)
-    assert texts.said(texts.of(9, life=0), 0, 6).tokens == [1, 1, 1, 2, 4, 4]
+    assert texts.said(texts.of(9, life=0), 0, 6).tokens == [1, 1, 1, 2, 4, 1]
     texts.forget(9)
     assert texts.of(9, life=1) == 1
 
@@ -67,6 +67,13 @@ def test_equal_texts_store_the_same_and_others_do_not() -> None:
     history = History(SPEC, (Prefill(0, 3), Prefill(1, 3), Append((0, 1)), Free(0), Append((1,))))
     run_history(TextCache, replace(history, texts=SAME))
     run_history(TextCache, replace(history, texts=((0, 0), (0, 1))))
+
+
+def test_what_stands_behind_another_beginning_is_another_though_it_says_the_same() -> None:
+    history = History(SPEC, (Prefill(0, 4), Prefill(1, 4)), texts=((0, 0), (0, 1)))
+    run_history(TextCache, history)
+    with pytest.raises(Divergence, match=r"expected text 1, token 2, .* found text 0"):
+        run_history(broken_text_caches.KnowsTheBlockAtItsPlace, history)
 
 
 def test_a_step_that_needs_what_is_shared_may_be_accepted() -> None:

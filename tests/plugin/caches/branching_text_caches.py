@@ -34,7 +34,7 @@ class BranchingTextCache(TextCache):
             table = self.tables.get(seq, [])
             if len(self.said.get(seq, ())) % size == 0:
                 needed += 1
-            elif self.holders[table[-1]] - leaving[table[-1]] > 1:
+            elif self.others(seq, len(table) - 1) > leaving[table[-1]]:
                 leaving[table[-1]] += 1
                 needed += 1
         if needed > len(self.unused):
@@ -47,11 +47,15 @@ class BranchingTextCache(TextCache):
             self.own_last(seq)
         super().write(seq, said, key, value)
 
+    def others(self, seq: int, at: int) -> int:
+        """Count who has a block of a sequence besides."""
+        return self.holders[self.tables[seq][at]] - 1
+
     def own_last(self, seq: int) -> None:
         """Leave a sequence alone in its last block, which nobody can find any more."""
         table = self.tables[seq]
         last = table[-1]
-        if self.holders[last] == 1:
+        if not self.others(seq, len(table) - 1):
             self.forget(last)
             return
         table[-1] = self.open()
@@ -67,20 +71,18 @@ class BranchingTextCache(TextCache):
         if length == len(self.said[seq]):
             return
         kept = -(-length // size)
-        cut = table[kept - 1] if length % size else None
+        within = bool(length % size)
+        copied = self.truncate_copies and within and self.others(seq, kept - 1) > 0
         given_back = sum(self.holders[block] == 1 for block in table[kept:])
-        if self.copies_at_the_cut(cut) and not len(self.unused) + given_back:
+        if copied and not len(self.unused) + given_back:
             raise CacheFull("no block for a copy")
         for block in reversed(table[kept:]):
             self.drop(block)
         del table[kept:], self.said[seq][length:]
-        if cut is not None:
-            self.after_the_cut(seq, cut)
+        if within:
+            self.after_the_cut(seq)
 
-    def copies_at_the_cut(self, cut: int | None) -> bool:
-        return cut is not None and self.holders[cut] > 1
-
-    def after_the_cut(self, seq: int, cut: int) -> None:  # noqa: ARG002
+    def after_the_cut(self, seq: int) -> None:
         self.own_last(seq)
 
 
@@ -89,12 +91,10 @@ class CutsWithoutCopies(BranchingTextCache):
 
     truncate_copies: ClassVar[bool] = False
 
-    def copies_at_the_cut(self, cut: int | None) -> bool:  # noqa: ARG002
-        return False
-
-    def after_the_cut(self, seq: int, cut: int) -> None:  # noqa: ARG002
-        if self.holders[cut] == 1:
-            self.forget(cut)
+    def after_the_cut(self, seq: int) -> None:
+        last = self.tables[seq][-1]
+        if not self.others(seq, len(self.tables[seq]) - 1):
+            self.forget(last)
 
 
 RIGHT = (BranchingTextCache, CutsWithoutCopies)

@@ -19,6 +19,13 @@ class KnowsTheBlockAlone(TextCache):
         return tuple(said[-self.spec.block_size :])
 
 
+class KnowsTheBlockAtItsPlace(TextCache):
+    """Its key says at which position a block stands, and leaves out what came before it."""
+
+    def key(self, said: Sequence[int]) -> Hashable:
+        return len(said), *said[-self.spec.block_size :]
+
+
 class KnowsABareHash(TextCache):
     """24, S3: its keys are hashes of four values, and what they stand for is not compared."""
 

@@ -78,7 +78,11 @@ RIGHT: Right = {
         refusing(ledgers=[Ledger({0: 1, 1: 1}, [3, 2], 4)]),
         refusing_in_part(),
     ],
-    counts: [observed(), attending(counts=observed().after.counts + Counter(fast=1))],
+    counts: [
+        observed(),
+        attending(counts=observed().after.counts + Counter(fast=1)),
+        replace(counting(fast=4, fresh=2, full=1), declared=replace(DECLARED, paths={})),
+    ],
     own_conditions: [observed()],
     lookups: [
         looking_up(2),

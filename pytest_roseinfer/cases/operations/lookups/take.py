@@ -34,6 +34,7 @@ class Take(operation.Operation):
             return f"begin_with() returned {answer!r}, and must say how many tokens it took"
         rows = [(self.seq, answer)]
         oracle.append(rows, oracle.new_tokens(rows))
+        oracle.found.begin(self.seq, len(oracle.sequences[self.seq]))
         return None
 
     @classmethod

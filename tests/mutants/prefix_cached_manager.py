@@ -1,0 +1,245 @@
+"""This distribution's prefix cache on its block manager, driven without a model.
+
+It does what the scheduler and the runner do with a ``BlockSupply``, so that bugs there show in
+histories of milliseconds. These are internals of the engine: users have them through ``LLM``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
+from roseinfer import OutOfBlocks, SamplingParams
+from roseinfer.engine import prefix_cache
+from roseinfer.engine.request import BlockSupply, Request
+from roseinfer.kv.sequence import InferenceSession
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    import torch
+
+_KERNELS_OFF = {"triton": False}
+_CHUNK = 3
+"""So many tokens of a prompt are stored in a step: fewer than most blocks have."""
+
+
+class PrefixCachedManager(KVCacheAdapter):
+    """Sequences are requests without a model: what they store is handed over."""
+
+    full_errors = (OutOfBlocks,)
+    scratch_blocks = frozenset({0})
+    sharing = "equal prefixes"
+    match_granularity = "token"
+    match_leaves = 1
+    match_finds = "some"  # a block that holds what another does is not cached, nor is a cut tail
+    keeps_found = True
+    conditions = ("block_found", "tail_found", "evicted", "name_used_again", "last_position")
+    # How the manager moves what is stored is looked at elsewhere.
+    dtypes = ("float32",)
+    head_counts = (1, 2)
+    head_dims = (4, 1)
+    block_sizes = (4, 1, 2, 3, 5)
+
+    def make(self, spec: CacheSpec) -> None:
+        self.spec = spec
+        self.shown = GroupedManager()
+        self.shown.make(replace(spec, options=_KERNELS_OFF))
+        self.kv = self.shown.manager
+        self.prefixes = prefix_cache.PrefixCache(self.kv)
+        self.supply = BlockSupply(self.kv, self.prefixes, withdraw=lambda _: None)
+        self.requests: dict[int, Request] = {}
+        self.counts: Counter[str] = Counter()
+
+    # ------------------------------------------------------------------------------ texts
+
+    def texts(self, said: Sequence[Sequence[int]]) -> None:
+        self.coming = said
+
+    def hashing(self) -> AbstractContextManager[object]:
+        """Return a context in which the prefix cache hashes as it is to."""
+        return nullcontext()
+
+    def matched(self, said: Sequence[int]) -> int:
+        """Begin with it and give it back, as the scheduler does with a prompt that has no room."""
+        unused = [*self.prefixes.unused]
+        request = self.started(said)
+        self.give_back(request)
+        for entry in unused:  # nothing was used
+            self.prefixes.unused.move_to_end(entry)
+        return request.found
+
+    def look_up(self, said: Sequence[int]) -> object:
+        return list(said)
+
+    def begin_with(self, found: Any, seq: int) -> int:
+        self.requests[seq] = request = self.started(found)
+        self.count_found(request)
+        del request.session.token_ids[request.found :]
+        return request.found
+
+    # ----------------------------------------------------------------------------- writes
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        self.append_many(seqs, [1] * len(seqs), key, value)
+
+    def append_many(
+        self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Append as a step does that has sequences which decode, or chunks of prompts."""
+        requests = [self.requests.get(seq) or self.started([]) for seq in seqs]
+        self.take_blocks(requests, counts)
+        for request, said in zip(requests, self.coming, strict=True):
+            request.session.token_ids += said
+        self.requests.update(zip(seqs, requests, strict=True))
+        self.store(requests, counts, key, value)
+
+    def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        (said,) = self.coming
+        self.requests[seq] = self.store_prompt(self.request(said), key, value)
+
+    def resume(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.store_prompt(self.requests[seq], key, value)
+
+    def store_prompt(self, request: Request, key: torch.Tensor, value: torch.Tensor) -> Request:
+        """Store what is not found of a prompt, chunk by chunk."""
+        self.admit(request)
+        self.count_found(request)
+        while request.pending:
+            stored = request.session.stored
+            count = min(request.pending, _CHUNK)
+            chunk = slice(stored, stored + count)
+            self.take_blocks([request], [count])
+            self.store([request], [count], key[:, chunk], value[:, chunk])
+        return request
+
+    def admit(self, request: Request) -> None:
+        """Begin a prompt if there is room for all of it.
+
+        Where all but the copy of a tail that was found has room, nothing is to be found.
+        """
+        before = self.supply.available
+        whole = self.supply.needed(request.session, request.pending)
+        self.start(request)
+        held = before - self.supply.available
+        if held + self.supply.needed(request.session, request.pending) <= before:
+            return
+        self.give_back(request)
+        if whole > before:
+            raise OutOfBlocks(needed=whole, free=before, where="the cache")
+        self.supply.drop_prefixes()
+        self.start(request)
+
+    def take_blocks(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """Make sure that there are blocks for a step."""
+        needed = sum(map(self.supply.needed, (each.session for each in requests), counts))
+        if needed > self.supply.available:
+            raise OutOfBlocks(needed=needed, free=self.supply.available, where="the cache")
+        self.supply.ensure(needed)
+
+    def store(
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """Store the next tokens of requests, and offer what they filled to the prefix cache."""
+        lists = [request.session.block_lists for request in requests]
+        for group, first_layer in enumerate(self.shown.first_layers):
+            plan = self.kv.plan_append(first_layer, [each[group] for each in lists], counts)
+            for layer in range(first_layer, first_layer + self.kv.layers_per_group):
+                self.kv.write(plan, layer, key[layer], value[layer])
+        for request, count in zip(requests, counts, strict=True):
+            session = request.session
+            session.stored += count
+            session.room = len(session.block_lists[0]) * self.kv.block_size
+            with self.hashing():
+                self.supply.note_stored(request)
+
+    # --------------------------------------------------------------------------- requests
+
+    def request(self, token_ids: Sequence[int]) -> Request:
+        session = InferenceSession([[] for _ in self.shown.first_layers], list(token_ids))
+        return Request(
+            id=0,
+            params=SamplingParams(),
+            seed=0,
+            prompt_length=len(token_ids),
+            most_tokens=1,
+            session=session,
+            text=None,
+        )
+
+    def started(self, token_ids: Sequence[int]) -> Request:
+        request = self.request(token_ids)
+        self.start(request)
+        return request
+
+    def start(self, request: Request) -> None:
+        with self.hashing():
+            self.supply.start(request)
+
+    def give_back(self, request: Request) -> None:
+        with self.hashing():
+            self.supply.give_back(request)
+
+    def preempt(self, seq: int) -> None:
+        self.give_back(self.requests[seq])
+
+    def free(self, seq: int) -> None:
+        self.give_back(self.requests.pop(seq))
+
+    # ------------------------------------------------------------------------ looking on
+
+    def count_found(self, request: Request) -> None:
+        full, tail = divmod(request.found, self.kv.block_size)
+        self.counts["block_found"] += bool(full)
+        self.counts["tail_found"] += bool(tail)
+
+    def path_counts(self) -> Mapping[str, int]:
+        return {**self.counts, "evicted": self.prefixes.num_evictions}
+
+    def lists(self) -> GroupedManager:
+        """Return the manager with the block lists as they are now."""
+        sessions = {seq: request.session for seq, request in self.requests.items()}
+        self.shown.lists = {seq: session.block_lists for seq, session in sessions.items()}
+        return self.shown
+
+    def table(self, seq: int, layer: int) -> list[int]:
+        return self.lists().table(seq, layer)
+
+    def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.lists().peek(seq, layer)
+
+    def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.lists().gather(seq, layer)
+
+    def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.shown.arena()
+
+    def ledger(self, layer: int) -> Ledger:
+        """Show the manager's books without what the prefix cache holds for itself."""
+        books = self.shown.ledger(layer)
+        group, first = layer // self.kv.layers_per_group, self.shown.first_id(layer)
+        held = Counter(books.refcounts)
+        held.subtract(each.block_ids[group] - first for each in self.prefixes._entries.values())
+        unused = [entry.block_ids[group] - first for entry in self.prefixes.unused]
+        refcounts = {block: count for block, count in held.items() if count}
+        return Ledger(refcounts, [*books.free, *unused], books.total, unused)
+
+
+class HashedPrefixes(PrefixCachedManager):
+    """What differs often has one hash, and is told apart all the same."""
+
+    def use_hash(self, hashed: Callable[[object], int]) -> None:
+        self.hashed = hashed
+
+    def hashing(self) -> AbstractContextManager[object]:
+        return patch.object(prefix_cache, "chain_hash", lambda *chain: self.hashed(chain))

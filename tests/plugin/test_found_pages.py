@@ -1,0 +1,113 @@
+"""What sequences began with stays as it is where a cache says so, and copies of it need room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import Phase, given, seed
+from hypothesis import settings as hypothesis_settings
+
+from pytest_roseinfer import CacheSpec, Divergence, History, run_history
+from pytest_roseinfer.cases.operations.lookups.look_up import LookUp
+from pytest_roseinfer.cases.operations.lookups.take import Take
+from pytest_roseinfer.cases.operations.sequences.free import Free
+from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.cases.operations.writes.prefill import Prefill
+from pytest_roseinfer.cases.strategies import histories
+from pytest_roseinfer.found_pages import FoundPages
+from pytest_roseinfer.oracle import Oracle
+from pytest_roseinfer.texts import WHOLE
+from tests.plugin.caches.tail_cache import CountsNoCopy, SaysNothingOfIt, TailCache
+
+TAIL_TAKEN = (Prefill(0, 1), Free(0), LookUp(1, 1), Take(1))
+FULL = History(
+    CacheSpec(block_size=2, num_blocks=2),
+    (*TAIL_TAKEN, Prefill(2, 1), Append((1,))),
+    texts=((0, 0), (0, WHOLE), (0, 0)),
+)
+"""The tail of sequence 0 is sequence 1's, and nothing is left for a copy of it."""
+
+
+def taken(length: int = 6) -> Oracle:
+    """Return an oracle of pages of 4 in which sequence 0 began with so many tokens."""
+    oracle = Oracle(4, 9, found=FoundPages(kept=True), truncate_copies=True)
+    oracle.append([(0, length)], oracle.new_tokens([(0, length)]))
+    oracle.found.begin(0, len(oracle.sequences[0]))
+    return oracle
+
+
+def test_who_appends_to_what_was_found_needs_a_page() -> None:
+    oracle = taken()
+    assert oracle.pages_needed([(0, 1)]) == 1
+    oracle.append([(0, 1)], oracle.new_tokens([(0, 1)]))
+    assert oracle.pages_needed([(0, 1)]) == 0
+    assert oracle.pages_needed([(0, 2)]) == 1
+
+
+def test_all_who_share_what_was_found_need_a_page() -> None:
+    oracle = taken()
+    oracle.fork(0, 1)
+    assert oracle.pages_needed([(0, 1), (1, 1)]) == 2
+    oracle.free(0)
+    assert oracle.pages_needed([(1, 1)]) == 1
+
+
+def test_who_cuts_what_was_found_needs_a_page() -> None:
+    oracle = taken(length=8)
+    oracle.capacity = 2
+    assert oracle.truncate_fits([(0, 3)])  # the page behind it makes room
+    assert not oracle.truncate_fits([(0, 6)])
+    oracle.truncate(0, 3)
+    assert oracle.pages_needed([(0, 1)]) == 0
+
+
+def test_who_was_cut_to_the_end_of_a_page_begins_one_of_its_own() -> None:
+    oracle = taken()
+    oracle.truncate(0, 4)
+    oracle.append([(0, 1)], oracle.new_tokens([(0, 1)]))
+    assert oracle.pages_needed([(0, 1)]) == 0
+
+
+def test_nothing_is_copied_where_nothing_is_kept() -> None:
+    oracle = taken()
+    oracle.found.kept = False
+    oracle.found.forget(0)
+    oracle.found.begin(0, 2)
+    assert oracle.pages_needed([(0, 1)]) == 0
+
+
+def search(cache: type[TailCache], number: int, examples: int) -> None:
+    @hypothesis_settings(
+        max_examples=examples, database=None, phases=[Phase.generate], deadline=None
+    )
+    @seed(number)
+    @given(histories(cache))
+    def look(history: History) -> None:
+        run_history(cache, history)
+
+    look()
+
+
+def test_a_cache_that_keeps_what_was_found_passes() -> None:
+    search(TailCache, 1, examples=30)
+    run_history(TailCache, FULL)
+
+
+def test_a_copy_for_which_there_is_no_room_is_refused() -> None:
+    with pytest.raises(Divergence, match="refused a write that fits"):
+        run_history(SaysNothingOfIt, FULL)
+    with pytest.raises(Divergence, match="pop from empty list"):
+        run_history(CountsNoCopy, FULL)
+
+
+def test_there_is_room_for_a_copy() -> None:
+    larger = replace(FULL, spec=replace(FULL.spec, num_blocks=3))
+    run_history(TailCache, larger)
+    run_history(CountsNoCopy, larger)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_copy_that_is_not_counted_is_found(number: int) -> None:
+    with pytest.raises(Divergence, match="pop from empty list"):
+        search(CountsNoCopy, number, examples=300)
