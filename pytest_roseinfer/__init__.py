@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.engines.run import run_forks as run_forks
     from pytest_roseinfer.engines.run import run_mix as run_mix
     from pytest_roseinfer.findings.divergence import Divergence as Divergence
-    from pytest_roseinfer.oracle import Oracle as Oracle
+    from pytest_roseinfer.oracle.oracle import Oracle as Oracle
     from pytest_roseinfer.running.machine import run_history as run_history
     from pytest_roseinfer.suite.conformance import conformance as conformance
 
@@ -65,7 +65,7 @@ _NAMES = {
     "cases.history": ("History",),
     "engines.run": ("MixDivergence", "run_forks", "run_mix"),
     "findings.divergence": ("Divergence",),
-    "oracle": ("Oracle",),
+    "oracle.oracle": ("Oracle",),
     "running.machine": ("run_history",),
     "suite.conformance": ("conformance",),
 }

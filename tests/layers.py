@@ -28,19 +28,8 @@ ENGINE_LAYERS = (
     {"cli", "bench", "benchmark_scheduler", "benchmark_streaming", "__main__"},
 )
 PLUGIN_LAYERS = (
-    {
-        "settings",
-        "mistakes",
-        "discover",
-        "declares",
-        "texts",
-        "away",
-        "found_pages",
-        "pages",
-        "windows",
-        "room",
-    },
-    {"oracle", "windowed_oracle"},
+    {"settings", "mistakes", "discover"},
+    {"oracle"},
     {"environment"},
     {"adapters"},
     {"cases"},

@@ -194,7 +194,7 @@ RIGHT = {
     "public_name": ("pytest_roseinfer/running/machine.py", "from roseinfer import KVBlockManager"),
     "plugin_itself": (
         "pytest_roseinfer/running/machine.py",
-        "from pytest_roseinfer.oracle import Oracle",
+        "from pytest_roseinfer.oracle.oracle import Oracle",
     ),
     "settings_of_the_plugin": (
         "pytest_roseinfer/running/machine.py",

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_roseinfer.adapters.cache import BadCall
-from pytest_roseinfer.away import Stage
+from pytest_roseinfer.oracle.away import Stage
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
-    from pytest_roseinfer.oracle import Oracle
+    from pytest_roseinfer.oracle.oracle import Oracle
 
 _NEVER, _NEVER_EITHER = (1 << 15) - 1, (1 << 15) - 2
 """Names that no history gives to a sequence."""

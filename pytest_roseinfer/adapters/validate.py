@@ -9,7 +9,7 @@ from pytest_roseinfer.adapters.reuse_conditions import refuse_what_is_not_shown
 from pytest_roseinfer.adapters.shapes import refuse_shapes, refuse_tolerance
 from pytest_roseinfer.adapters.standard_bad_calls import STANDARD_BAD_CALLS
 from pytest_roseinfer.adapters.window_settings import refuse_windows
-from pytest_roseinfer.declares import FORK_SHARES, SHARING
+from pytest_roseinfer.oracle.declares import FORK_SHARES, SHARING
 
 _LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {
     "match_granularity": ("block", "token"),

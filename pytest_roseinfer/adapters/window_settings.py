@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.windows import WINDOW_GIVES_BACK, WINDOW_POOLS
+from pytest_roseinfer.oracle.windows import WINDOW_GIVES_BACK, WINDOW_POOLS
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import KVCacheAdapter

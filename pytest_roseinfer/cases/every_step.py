@@ -15,15 +15,15 @@ from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.texts import WHOLE
+from pytest_roseinfer.oracle.texts import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.cases.operations.operation import Operation
-    from pytest_roseinfer.oracle import Oracle
-    from pytest_roseinfer.texts import Branch
+    from pytest_roseinfer.oracle.oracle import Oracle
+    from pytest_roseinfer.oracle.texts import Branch
 
 SEQUENCES = 2
 """The most that there are at a time."""

@@ -9,7 +9,7 @@ from pytest_roseinfer.adapters.cache import CacheSpec
 from pytest_roseinfer.cases import operations
 from pytest_roseinfer.cases.operations.operation import Operation
 from pytest_roseinfer.discover import import_all
-from pytest_roseinfer.texts import WHOLE, Branch
+from pytest_roseinfer.oracle.texts import WHOLE, Branch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_roseinfer.cases.coarse import coarse, times_as_large
-from pytest_roseinfer.oracle import page_number, token_words
+from pytest_roseinfer.oracle.oracle import page_number, token_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -29,15 +29,15 @@ from pytest_roseinfer.cases.operations.operation import OPERATIONS
 from pytest_roseinfer.cases.operations.writes.fill import Fill
 from pytest_roseinfer.cases.payload import LAYOUTS
 from pytest_roseinfer.cases.text_branches import text_branches
-from pytest_roseinfer.texts import in_two_namespaces
-from pytest_roseinfer.windowed_oracle import ORACLES
+from pytest_roseinfer.oracle.texts import in_two_namespaces
+from pytest_roseinfer.oracle.windowed import ORACLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.cases.operations.operation import Operation
-    from pytest_roseinfer.oracle import Oracle
+    from pytest_roseinfer.oracle.oracle import Oracle
 
 __all__ = [
     "append_batches",

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from pytest_roseinfer.texts import WHOLE
+from pytest_roseinfer.oracle.texts import WHOLE
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.texts import Branch
+    from pytest_roseinfer.oracle.texts import Branch
 
 
 @st.composite

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.away import Stage
 from pytest_roseinfer.cases.operations.away.resume import Resume
 from pytest_roseinfer.cases.operations.away.swap_in import SwapIn
 from pytest_roseinfer.cases.operations.away.swapped_in import SwappedIn
 from pytest_roseinfer.cases.operations.away.swapped_out import SwappedOut
 from pytest_roseinfer.cases.operations.sequences.free import Free
+from pytest_roseinfer.oracle.away import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

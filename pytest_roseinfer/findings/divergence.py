@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.cases.history import History
     from pytest_roseinfer.findings.finding import Finding
     from pytest_roseinfer.findings.observation import Snapshot
-    from pytest_roseinfer.oracle import Oracle
+    from pytest_roseinfer.oracle.oracle import Oracle
 
 
 class Difference(AssertionError):

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.cases.payload import Payload
     from pytest_roseinfer.findings.contents import Contents
     from pytest_roseinfer.findings.released import Released
-    from pytest_roseinfer.oracle import Oracle
-    from pytest_roseinfer.pages import Written
+    from pytest_roseinfer.oracle.oracle import Oracle
+    from pytest_roseinfer.oracle.pages import Written
 
 Pair = tuple["torch.Tensor", "torch.Tensor"]
 """Keys and values."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.oracle import token_label
+from pytest_roseinfer.oracle.oracle import token_label
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pytest_roseinfer.findings.finding import Location
     from pytest_roseinfer.findings.observation import Snapshot
-    from pytest_roseinfer.oracle import Oracle
+    from pytest_roseinfer.oracle.oracle import Oracle
 
 _FIRST, _LAST = 4, 3
 """Tokens of a long page that are shown in any case."""

@@ -8,7 +8,7 @@ import torch
 
 if TYPE_CHECKING:
     from pytest_roseinfer.cases.payload import Payload
-    from pytest_roseinfer.oracle import Oracle
+    from pytest_roseinfer.oracle.oracle import Oracle
 
 
 def beyond(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_roseinfer.cases.operations.operation import Operation
-    from pytest_roseinfer.oracle import Oracle
+    from pytest_roseinfer.oracle.oracle import Oracle
 
 
 def conditions_met(oracle: Oracle, step: Operation) -> Counter[str]:

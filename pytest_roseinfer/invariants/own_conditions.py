@@ -14,7 +14,7 @@ from pytest_roseinfer.invariants.invariant import ATTENTION, OPERATION, Observat
 
 if TYPE_CHECKING:
     from pytest_roseinfer.cases.operations.operation import Operation
-    from pytest_roseinfer.oracle import Oracle
+    from pytest_roseinfer.oracle.oracle import Oracle
 
 OWN_CONDITIONS = ("last_position", "out_of_room_mid_batch", "name_used_again")
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.cases.operations.operation import Device
     from pytest_roseinfer.cases.payload import Payload
-    from pytest_roseinfer.oracle import Oracle
+    from pytest_roseinfer.oracle.oracle import Oracle
 
 
 def ask_for_attention(

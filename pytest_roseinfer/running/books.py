@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter, Ledger
-    from pytest_roseinfer.oracle import Oracle
+    from pytest_roseinfer.oracle.oracle import Oracle
 
 BOOKS = frozenset({"table", "ledger", "kept_in"})
 """The methods that show a part of them."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.findings.contents import Contents
     from pytest_roseinfer.findings.observation import Snapshot
     from pytest_roseinfer.findings.released import Released
-    from pytest_roseinfer.oracle import Oracle
-    from pytest_roseinfer.texts import Said
+    from pytest_roseinfer.oracle.oracle import Oracle
+    from pytest_roseinfer.oracle.texts import Said
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ from pytest_roseinfer.invariants.counts import conditions_met
 from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANTS, OPERATION
 from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
 from pytest_roseinfer.invariants.stored.attention import EVERY
+from pytest_roseinfer.oracle.windowed import ORACLES
 from pytest_roseinfer.running.ask_for_attention import ask_for_attention
 from pytest_roseinfer.running.books import BOOKS, books_of
 from pytest_roseinfer.running.kept_texts import KeptTexts, look_up_all, tell
@@ -37,7 +38,6 @@ from pytest_roseinfer.running.queued_device import QueuedDevice
 from pytest_roseinfer.running.shown_storage import STORED, Storage
 from pytest_roseinfer.running.used_again import UsedAgain
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
-from pytest_roseinfer.windowed_oracle import ORACLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

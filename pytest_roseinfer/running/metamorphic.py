@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from pytest_roseinfer.cases.payload import same_bits
 from pytest_roseinfer.findings.finding import Finding, Location, find_change
-from pytest_roseinfer.oracle import Oracle
+from pytest_roseinfer.oracle.oracle import Oracle
+from pytest_roseinfer.oracle.windowed import ORACLES
 from pytest_roseinfer.running.machine import Machine
-from pytest_roseinfer.windowed_oracle import ORACLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import BadCall, CacheSpec, KVCacheAdapter
     from pytest_roseinfer.cases.history import History
     from pytest_roseinfer.findings.finding import Finding
-    from pytest_roseinfer.oracle import Oracle
+    from pytest_roseinfer.oracle.oracle import Oracle
 
 
 class Misused(Protocol):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
-    from pytest_roseinfer.oracle import Oracle
+    from pytest_roseinfer.oracle.oracle import Oracle
 
 BLOCKS, BLOCK_SIZE = 3, 2
 

@@ -25,7 +25,7 @@ from pytest_roseinfer.cases.operations.writes.fill import Fill
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.operations.writes.reserve import Reserve
 from pytest_roseinfer.cases.payload import LAYOUTS
-from pytest_roseinfer.oracle import Oracle
+from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.running.machine import run_history
 from tests.mutants.random_search import search_at_random
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.cases.operations.operation import Operation
-    from pytest_roseinfer.texts import Branch
+    from pytest_roseinfer.oracle.texts import Branch
     from tests.mutants.hunt import Found
     from tests.mutants.tally import Tally
 

@@ -19,7 +19,7 @@ from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.strategies import histories
-from pytest_roseinfer.texts import WHOLE
+from pytest_roseinfer.oracle.texts import WHOLE
 from tests.mutants.prefix_cached_manager import HashedPrefixes, PrefixCachedManager
 
 if TYPE_CHECKING:

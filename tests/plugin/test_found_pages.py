@@ -15,9 +15,9 @@ from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.strategies import histories
-from pytest_roseinfer.found_pages import FoundPages
-from pytest_roseinfer.oracle import Oracle
-from pytest_roseinfer.texts import WHOLE
+from pytest_roseinfer.oracle.found_pages import FoundPages
+from pytest_roseinfer.oracle.oracle import Oracle
+from pytest_roseinfer.oracle.texts import WHOLE
 from tests.plugin.caches.tail_cache import CountsNoCopy, SaysNothingOfIt, TailCache
 
 TAIL_TAKEN = (Prefill(0, 1), Free(0), LookUp(1, 1), Take(1))

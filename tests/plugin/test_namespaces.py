@@ -13,8 +13,8 @@ from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.strategies import histories
-from pytest_roseinfer.oracle import token_label, token_words
-from pytest_roseinfer.texts import WHOLE, in_two_namespaces
+from pytest_roseinfer.oracle.oracle import token_label, token_words
+from pytest_roseinfer.oracle.texts import WHOLE, in_two_namespaces
 from tests.plugin.caches.namespaced_caches import BROKEN, NamespacedCache
 from tests.plugin.caches.paged_cache import PagedCache
 

@@ -26,7 +26,7 @@ from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.payload import Payload
 from pytest_roseinfer.cases.strategies import histories
-from pytest_roseinfer.oracle import token_of
+from pytest_roseinfer.oracle.oracle import token_of
 from pytest_roseinfer.running.machine import Machine
 from tests.plugin.caches import quantised_caches
 from tests.plugin.caches.cut_caches import CutCache

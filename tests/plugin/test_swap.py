@@ -19,7 +19,6 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.away import Stage
 from pytest_roseinfer.cases.operations.away.preempt import Preempt
 from pytest_roseinfer.cases.operations.away.resume import Resume
 from pytest_roseinfer.cases.operations.away.swap_in import SwapIn
@@ -33,6 +32,7 @@ from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.findings.observation import Snapshot
 from pytest_roseinfer.findings.picture import picture
+from pytest_roseinfer.oracle.away import Stage
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.metamorphic import check_every_option
 from tests.plugin.caches.broken_swap_caches import (

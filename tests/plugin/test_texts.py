@@ -15,8 +15,8 @@ from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.strategies import histories
+from pytest_roseinfer.oracle.texts import WHOLE, Texts
 from pytest_roseinfer.running import coverage
-from pytest_roseinfer.texts import WHOLE, Texts
 from tests.plugin.caches import broken_text_caches
 from tests.plugin.caches.paged_cache import PagedCache
 from tests.plugin.caches.text_cache import HashedTextCache, TextCache

@@ -16,7 +16,7 @@ from pytest_roseinfer.cases.operations.sequences.truncate_many import TruncateMa
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.findings.observation import Snapshot
 from pytest_roseinfer.findings.picture import picture
-from pytest_roseinfer.oracle import token_of
+from pytest_roseinfer.oracle.oracle import token_of
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.metamorphic import check_every_option, check_permuted, check_split
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter

@@ -33,9 +33,9 @@ from pytest_roseinfer.cases.operations.writes.reserve import Reserve
 from pytest_roseinfer.findings.finding import Location
 from pytest_roseinfer.findings.observation import Snapshot
 from pytest_roseinfer.findings.picture import picture
+from pytest_roseinfer.oracle.windowed import WindowedOracle
+from pytest_roseinfer.oracle.windows import Windows, first_live
 from pytest_roseinfer.running import coverage
-from pytest_roseinfer.windowed_oracle import WindowedOracle
-from pytest_roseinfer.windows import Windows, first_live
 from tests.plugin.caches.broken_window_caches import (
     BROKEN,
     AttendsToATokenTooMany,

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, dataclass_transform
 
-from pytest_roseinfer.pages import Written as Written
+from pytest_roseinfer.oracle.pages import Written as Written
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
-    from pytest_roseinfer.oracle import Oracle as Oracle
-    from pytest_roseinfer.texts import Said as Said
+    from pytest_roseinfer.oracle.oracle import Oracle as Oracle
+    from pytest_roseinfer.oracle.texts import Said as Said
 
 Rows = list[tuple[int, int]]
 """Sequences, and how many tokens each gets."""

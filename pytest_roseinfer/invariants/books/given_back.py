@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_roseinfer.findings.finding import Location, location_of_block
 from pytest_roseinfer.invariants.books.ownership import wrong_length
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
-from pytest_roseinfer.windowed_oracle import WindowedOracle
+from pytest_roseinfer.oracle.windowed import WindowedOracle
 
 
 @invariant(rank=0, needs=("table", "windows"))

@@ -8,7 +8,7 @@ from pytest_roseinfer.findings.finding import Location, location_of_block
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.pages import Page
+    from pytest_roseinfer.oracle.pages import Page
 
 
 @invariant(rank=2, needs=("ledger", "table"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.away import Stage
 from pytest_roseinfer.findings.finding import find_change
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
+from pytest_roseinfer.oracle.away import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.cases.payload import Payload
     from pytest_roseinfer.findings.observation import Attended, Pair
-    from pytest_roseinfer.oracle import Oracle
+    from pytest_roseinfer.oracle.oracle import Oracle
 
 EVERY = 4
 """Steps between two questions; one always follows the last step of a history."""

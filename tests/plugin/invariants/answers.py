@@ -14,7 +14,7 @@ from pytest_roseinfer.invariants.counts import counts
 from pytest_roseinfer.invariants.lookups import lookups
 from pytest_roseinfer.invariants.own_conditions import own_conditions
 from pytest_roseinfer.invariants.refused import refused
-from pytest_roseinfer.oracle import token_of
+from pytest_roseinfer.oracle.oracle import token_of
 from tests.plugin.invariants.observed import (
     CHANGED,
     DECLARED,

@@ -24,8 +24,8 @@ from pytest_roseinfer.findings.observation import (
     Snapshot,
 )
 from pytest_roseinfer.invariants.stored.attention import attention_by_formula
-from pytest_roseinfer.oracle import token_of
-from pytest_roseinfer.pages import Written
+from pytest_roseinfer.oracle.oracle import token_of
+from pytest_roseinfer.oracle.pages import Written
 
 if TYPE_CHECKING:
     from pytest_roseinfer.findings.observation import Pair

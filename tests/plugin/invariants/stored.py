@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_roseinfer import Ledger, Tolerance
-from pytest_roseinfer.away import Stage
 from pytest_roseinfer.cases.operations.writes.append_padded import AppendPadded
 from pytest_roseinfer.cases.payload import Payload
 from pytest_roseinfer.invariants.stored.arena import arena
 from pytest_roseinfer.invariants.stored.attention import attention, attention_by_formula
 from pytest_roseinfer.invariants.stored.read_back import read_back
 from pytest_roseinfer.invariants.stored.untouched import untouched
-from pytest_roseinfer.oracle import padding_token, token_of
+from pytest_roseinfer.oracle.away import Stage
+from pytest_roseinfer.oracle.oracle import padding_token, token_of
 from tests.plugin.invariants.observed import (
     CHANGED,
     DECLARED,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pytest_roseinfer.away import Stage
 from pytest_roseinfer.cases.operations import operation
 from pytest_roseinfer.cases.operations.away.swap_out import SwapOut
+from pytest_roseinfer.oracle.away import Stage
 
 
 @operation.register

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_roseinfer.cases.operations import operation
-from pytest_roseinfer.oracle import padding_token
+from pytest_roseinfer.oracle.oracle import padding_token
 
 
 @operation.register

@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.away import Away, Stage
-from pytest_roseinfer.declares import always
-from pytest_roseinfer.found_pages import FoundPages
-from pytest_roseinfer.pages import Page, share_as
-from pytest_roseinfer.room import Room
-from pytest_roseinfer.texts import Texts
+from pytest_roseinfer.oracle.away import Away, Stage
+from pytest_roseinfer.oracle.declares import always
+from pytest_roseinfer.oracle.found_pages import FoundPages
+from pytest_roseinfer.oracle.pages import Page, share_as
+from pytest_roseinfer.oracle.room import Room
+from pytest_roseinfer.oracle.texts import Texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Self
 
-    from pytest_roseinfer.declares import Declares, Shape
-    from pytest_roseinfer.pages import Written
-    from pytest_roseinfer.texts import Branch, Said
+    from pytest_roseinfer.oracle.declares import Declares, Shape
+    from pytest_roseinfer.oracle.pages import Written
+    from pytest_roseinfer.oracle.texts import Branch, Said
 
 _POSITIONS = 1 << 16
 """The longest sequence whose tokens have numbers of their own."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
-from pytest_roseinfer.windows import first_live
+from pytest_roseinfer.oracle.windows import first_live
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_roseinfer.found_pages import FoundPages
-    from pytest_roseinfer.windows import Window
+    from pytest_roseinfer.oracle.found_pages import FoundPages
+    from pytest_roseinfer.oracle.windows import Window
 
 
 class Stored(Protocol):

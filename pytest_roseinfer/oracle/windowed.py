@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.oracle import Oracle
-from pytest_roseinfer.room import Room
-from pytest_roseinfer.windows import Windows, first_live
+from pytest_roseinfer.oracle.oracle import Oracle
+from pytest_roseinfer.oracle.room import Room
+from pytest_roseinfer.oracle.windows import Windows, first_live
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
-    from pytest_roseinfer.declares import Declares, Shape
-    from pytest_roseinfer.texts import Branch
+    from pytest_roseinfer.oracle.declares import Declares, Shape
+    from pytest_roseinfer.oracle.texts import Branch
 
 
 @dataclass(kw_only=True)
