@@ -30,7 +30,8 @@ if not torch.cuda.is_available():
 
 # A file that a test writes twice in a second must be read twice.
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-_ANY_TEST = ("--pyargs", "pytest_roseinfer.suite", "-k", "histories", "--roseinfer-examples=1")
+_ONE_EXAMPLE = ("--roseinfer-examples=1", "--roseinfer-required-paths=off")
+_ANY_TEST = ("--pyargs", "pytest_roseinfer.suite", "-k", "histories", *_ONE_EXAMPLE)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -74,14 +74,15 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     if not file:
         return None
     from pytest_roseinfer.adapters.load_target import TargetError
-    from pytest_roseinfer.search.replay import TraceError, replay
+    from pytest_roseinfer.search.replay import replay
+    from pytest_roseinfer.search.trace import TraceError
 
     options.find_modules_here(config)
     from pytest_roseinfer.running.watchdog import watching
 
     try:
         with watching(options.step_seconds(config)):
-            return replay(file)
+            return replay(file, options.allowed_of_traces(config))
     except (TargetError, TraceError) as error:
         raise pytest.UsageError(f"--roseinfer-replay {error}") from error
 

@@ -24,6 +24,8 @@ from pytest_roseinfer.settings import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pytest_roseinfer.search.trace import Allowed
+
 _FLAG = {"action": "store_true"}
 _FILE = {"metavar": "FILE"}
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
@@ -50,6 +52,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "write what was reached to FILE.json or FILE.html; may be repeated",
     ),
     "replay": (_FILE, "run the history in a trace file, and only it"),
+    "replay-trust": (_FLAG, "import whatever that file names, not only targets of this run"),
     "costs": (
         _FILE,
         "baselines for the work of steps; without it each folder of tests has a "
@@ -193,6 +196,17 @@ def check_targets(config: pytest.Config, asked: Settings) -> None:
     except TargetError as error:
         said = "--roseinfer-target" if asked.named_targets else "roseinfer_targets"
         raise pytest.UsageError(f"{said}: {error}") from error
+
+
+def allowed_of_traces(config: pytest.Config) -> Allowed:
+    """Return what a trace may have imported in this run."""
+    from pytest_roseinfer.search.trace import Allowed
+
+    return Allowed(
+        targets={*(_option(config, "target") or ()), *(_ini(config, "targets") or ())},
+        project=config.rootpath,
+        trusted=_option(config, "replay-trust"),
+    )
 
 
 def find_modules_here(config: pytest.Config) -> None:

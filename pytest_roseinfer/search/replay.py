@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer import settings
+from pytest_roseinfer.search import trace as traces
+from pytest_roseinfer.search.trace import TraceError
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.search.trace import Allowed
 
 
-class TraceError(ValueError):
-    """A file holds no trace, or one that cannot be run here."""
-
-
-def replay(file: str) -> int:
+def replay(file: str, allowed: Allowed) -> int:
     """Run what is in ``file``; return 1 when it still fails, 0 when it runs through."""
-    trace = _read(file)
-    # Triton reads its switch when kernels are defined, which the imports below do.
-    os.environ.update(trace["environment"])
+    trace = traces.read(file)
+    allowed.check(file, trace["adapter"])
+    if traces.device_of(trace) == "cpu":
+        # Triton reads its switch when kernels are defined, which the imports below do.
+        settings.choose_kernel_runtime()
 
     import torch
 
@@ -27,16 +29,25 @@ def replay(file: str) -> int:
     from pytest_roseinfer.running.watchdog import WATCHED
     from pytest_roseinfer.search.reproduce import CHECKS, example_of
 
-    example = example_of(trace)
+    if trace["check"] not in CHECKS:
+        raise TraceError(f"{file} is no trace of this version: there is no check {trace['check']}")
+    try:
+        example = example_of(trace)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise TraceError(f"{file}: its example is none: {type(error).__name__}: {error}") from None
     device = torch.device(example.device)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise TraceError(
             f'{file} was recorded on "{example.device}", which this machine does not have; change '
             '"device" in the file to replay it elsewhere'
         )
-    print(f"replaying on {trace['adapter']} ({trace['check']})\n")
-    sys.path[:0] = [folder for folder in trace["folders"] if folder not in sys.path]
-    adapter = load_target(trace["adapter"], trace["file"])
+    for line in traces.other_environment(trace):
+        print(line)
+    source = allowed.file(trace)
+    print(f"replaying on {trace['adapter']} ({trace['check']})")
+    print(f"importing it{f' from {source}' if source else ''}\n")
+    sys.path[:0] = [folder for folder in allowed.folders(trace) if folder not in sys.path]
+    adapter = load_target(trace["adapter"], source)
     WATCHED.example, WATCHED.began = example, monotonic()
     try:
         CHECKS[trace["check"]](adapter, example)
@@ -47,16 +58,3 @@ def replay(file: str) -> int:
         WATCHED.began = WATCHED.example = None
     print(f"{example.words()}\n\nit ran through: nothing differed")
     return 0
-
-
-def _read(file: str) -> dict[str, Any]:
-    try:
-        trace = json.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TraceError(f"{file}: {error.strerror}") from None
-    except ValueError as error:
-        raise TraceError(f"{file} is no trace: {error}") from None
-    expected = {"adapter", "file", "folders", "environment", "check", "example"}
-    if not (isinstance(trace, dict) and expected <= trace.keys()):
-        raise TraceError(f"{file} is no trace: expected the fields {', '.join(sorted(expected))}")
-    return trace

@@ -23,6 +23,7 @@ from pytest_roseinfer.running.metamorphic import (
     check_permuted,
     check_split,
 )
+from pytest_roseinfer.settings import SHIPPED_TARGETS
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -115,7 +116,13 @@ def _write(trace: dict[str, Any], message: str, folder: Path) -> str:
         example=pformat(trace["example"], width=96, sort_dicts=False),
     )
     script_file.write_text(script, encoding="utf-8")
-    return f"replay with: pytest --roseinfer-replay {trace_file}\n         or: python {script_file}"
+    return f"{how_to_replay(trace_file, trace['adapter'])}\n         or: python {script_file}"
+
+
+def how_to_replay(file: Path, adapter: str) -> str:
+    """Return the command that runs a trace again, which must name an adapter that is not ours."""
+    named = "" if adapter in SHIPPED_TARGETS else f" --roseinfer-target {adapter}"
+    return f"replay with: pytest --roseinfer-replay {file}{named}"
 
 
 def _folders() -> list[str]:

@@ -27,7 +27,8 @@ def kept(
     """
     path = Path(folder) / f"{adapter.__name__}-tried-by-{os.getpid()}.json"
     try:
-        beginning = json.dumps(reproduce.trace_of(adapter, name))[:-1]
+        trace = reproduce.trace_of(adapter, name)
+        beginning = json.dumps(trace)[:-1]
         reproduce.make_folder(path.parent)
         file = path.open("wb", buffering=0)
     except (OSError, TypeError):  # what cannot be saved can be searched for all the same
@@ -43,7 +44,7 @@ def kept(
         os.pwrite(file.fileno(), text.ljust(longest).encode(), 0)
         return check(example)
 
-    WATCHED.saved = f"replay with: pytest --roseinfer-replay {path}"
+    WATCHED.saved = reproduce.how_to_replay(path, trace["adapter"])
     try:
         yield save_and_check
     finally:

@@ -178,8 +178,10 @@ def test_a_failing_mix_is_said_once_and_runs_again_until_it_is_mended(
     for noise in ("Traceback", "Failing test case", "RequestMix(", "engines/run.py"):
         assert noise not in shown
     trace, script = engines.saved(".json"), engines.saved(".py")
-    assert f"replay with: pytest --roseinfer-replay {trace}\n         or: python {script}" in shown
-    broken = engines.pytest("--roseinfer-replay", str(trace))
+    name = f"{adapter.__module__}:{adapter.__qualname__}"
+    again = ["--roseinfer-replay", str(trace), "--roseinfer-target", name]
+    assert f"replay with: pytest {' '.join(again)}\n         or: python {script}" in shown
+    broken = engines.pytest(*again)
     assert (broken.ret, broken.stdout.str().count(line)) == (pytest.ExitCode.TESTS_FAILED, 1)
     assert f"MixDivergence: {line}\n" in engines.run_script().stderr
 
@@ -188,7 +190,8 @@ def test_a_failing_mix_is_said_once_and_runs_again_until_it_is_mended(
         old, new = (f"{each.__module__}:{each.__qualname__}" for each in (adapter, right))
         text = file.read_text().replace("broken_engines.py", "toy_engine.py")
         file.write_text(text.replace(old, new))
-    assert engines.pytest("--roseinfer-replay", str(trace)).ret == pytest.ExitCode.OK
+    trusted = engines.pytest("--roseinfer-replay", str(trace), "--roseinfer-replay-trust")
+    assert trusted.ret == pytest.ExitCode.OK
     mended = engines.run_script()
     assert (mended.stdout, mended.stderr) == ("it ran through: nothing differed\n", "")
 

@@ -50,7 +50,9 @@ def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
     )
     assert shown[6:8] == ["sequence 0: [>0.0<]", "sequence 1: [1.0]"]
     assert shown[9:11] == ["sequence 0: >0x1<", "sequence 1: 1x1"]
-    assert f"replay with: pytest --roseinfer-replay {project.saved('.json')}" in shown
+    named = "--roseinfer-target caches.broken_caches:SwapsRows"
+    again = f"replay with: pytest --roseinfer-replay {project.saved('.json')} {named}"
+    assert again in shown
     # The short summary has the first line of it.
     assert any(
         line.startswith("FAILED test_it.py::TestIt::test_histories - peek:") for line in shown
@@ -141,7 +143,9 @@ def fail_in_test_file(project: Project, name: str, mode: str) -> Path:
 
 
 def replay(project: Project) -> int:
-    result = project.pytest("--roseinfer-replay", str(project.saved(".json")))
+    file = project.saved(".json")
+    adapter = json.loads(file.read_text())["adapter"]
+    result = project.pytest("--roseinfer-replay", str(file), "--roseinfer-target", adapter)
     assert ". append one token to sequences 0, 1" in result.stdout.str()
     assert ("FAILED: peek: sequence 0" in result.stdout.str()) == bool(result.ret)
     return int(result.ret)
@@ -186,7 +190,7 @@ def test_a_trace_of_a_gpu_that_is_not_here(project: Project) -> None:
         "example": history.to_json(),
     }
     (project.path / "elsewhere.json").write_text(json.dumps(trace))
-    result = project.pytest("--roseinfer-replay=elsewhere.json")
+    result = project.pytest("--roseinfer-replay=elsewhere.json", "--roseinfer-replay-trust")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
         ['ERROR: --roseinfer-replay elsewhere.json was recorded on "cuda:99"*']

@@ -26,6 +26,7 @@ from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.machine import run_history
 from pytest_roseinfer.running.watchdog import ENDED, WATCHED, StepHung, watching
 from pytest_roseinfer.search.replay import replay
+from pytest_roseinfer.search.trace import Allowed
 from tests.plugin.caches.hanging_caches import HangsOnTheThirdBlock
 from tests.plugin.caches.paged_cache import PagedCache
 from tests.plugin.engines.small_mixes import asked, mix
@@ -183,7 +184,7 @@ def test_a_search_ends_with_the_history_that_hangs(
     assert "It was not made smaller" in str(caught.value)
     (trace,) = tmp_path.glob("*.json")  # that of the step that was tried is gone
     with watching(SECONDS):
-        assert replay(str(trace)) == 1
+        assert replay(str(trace), Allowed((), tmp_path, trusted=True)) == 1
     assert f"FAILED: the step {HUNG}" in capsys.readouterr().out
 
 
@@ -212,7 +213,7 @@ def test_a_process_that_cannot_be_interrupted_ends_and_says_what_was_tried(
             f"a step {HUNG}, nor could it be interrupted: *",
             "a cache with num_layers=*",
             "  1. append one token to *",
-            f"replay with: pytest --roseinfer-replay {project.saved('.json')}",
+            f"replay with: pytest --roseinfer-replay {project.saved('.json')} *:CatchesEverything",
             "*hanging_caches.py*in spin",
         ]
     )

@@ -1,0 +1,99 @@
+"""A saved trace: what it holds, and what of it may be used where somebody else wrote it.
+
+A trace names Python to be imported. So its adapter must be one that this run names itself, and a
+file or folder of it is used only inside the project, unless the run trusts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer.settings import SHIPPED_TARGETS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+TRUST = "--roseinfer-replay-trust"
+_FIELDS: Mapping[str, type[Any]] = {
+    "adapter": str,
+    "file": str,
+    "folders": list,
+    "environment": dict,
+    "check": str,
+    "example": dict,
+}
+
+
+class TraceError(ValueError):
+    """A file holds no trace, or one that cannot be run here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a trace may have imported."""
+
+    targets: Collection[str]
+    """The adapters that this run names, beside the shipped ones."""
+    project: Path
+    trusted: bool = False
+    """Whatever it names."""
+
+    def check(self, file: str, adapter: str) -> None:
+        """Refuse an adapter that nobody but the trace names."""
+        if not (self.trusted or adapter in self.targets or adapter in SHIPPED_TARGETS):
+            raise TraceError(
+                f"{file} names Python to be imported that this run does not: add "
+                f"--roseinfer-target {adapter} if that is your cache or engine, or {TRUST}"
+            )
+
+    def file(self, trace: Mapping[str, Any]) -> str:
+        """Return the adapter's file, or nothing where its module must be found without."""
+        file: str = trace["file"]
+        usable = self.trusted or (trace["adapter"] not in SHIPPED_TARGETS and self._is_inside(file))
+        return file if usable else ""
+
+    def folders(self, trace: Mapping[str, Any]) -> list[str]:
+        return [each for each in trace["folders"] if self.trusted or self._is_inside(each)]
+
+    def _is_inside(self, path: str) -> bool:
+        return Path(path).resolve().is_relative_to(self.project.resolve())
+
+
+def read(file: str) -> dict[str, Any]:
+    """Return the trace in a file; say what is wrong, and where, if there is none."""
+    try:
+        trace = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TraceError(f"{file}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{file} is no trace: {error}") from None
+    if not (isinstance(trace, dict) and trace.keys() >= _FIELDS.keys()):
+        raise TraceError(f"{file} is no trace: expected the fields {', '.join(sorted(_FIELDS))}")
+    for name, kind in _FIELDS.items():
+        if not isinstance(trace[name], kind):
+            raise TraceError(f"{file} is no trace: {name} must be a {kind.__name__}")
+    held = {"folders": trace["folders"], "environment": trace["environment"].values()}
+    for name, texts in held.items():
+        if not all(isinstance(each, str) for each in texts):
+            raise TraceError(f"{file} is no trace: {name} must hold texts")
+    return trace
+
+
+def device_of(trace: Mapping[str, Any]) -> str:
+    """Return the device of the example, which need not make sense yet."""
+    example = trace["example"]
+    spec = example.get("spec")
+    return str((spec if isinstance(spec, dict) else example).get("device"))
+
+
+def other_environment(trace: Mapping[str, Any]) -> list[str]:
+    """Say of each variable that was set otherwise when the trace was saved; none is set here."""
+    return [
+        f"{name} was {text!r} when this was saved, and is {os.environ.get(name, 'not set')!r} here"
+        for name, text in trace["environment"].items()
+        if os.environ.get(name) != text
+    ]

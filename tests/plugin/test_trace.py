@@ -1,0 +1,109 @@
+"""A trace may come from anybody: what it has imported is what this run names itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_roseinfer import CacheSpec, History
+from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.search.replay import replay
+from pytest_roseinfer.search.trace import Allowed, TraceError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SHIPPED = "pytest_roseinfer.targets.roseinfer_kv:GroupedManager"
+EVIL = "raise SystemExit('it was imported')"
+
+
+def write(folder: Path, **changed: Any) -> str:
+    """Write a trace of one append to a shipped cache, with other fields as they are given."""
+    trace = {
+        "adapter": SHIPPED,
+        "file": "",
+        "folders": [],
+        "environment": {},
+        "check": "run_history",
+        "example": History(CacheSpec(), (Append((0,)),)).to_json(),
+    }
+    file = folder / "trace.json"
+    file.write_text(json.dumps({**trace, **changed}))
+    return str(file)
+
+
+@pytest.fixture
+def allowed(tmp_path: Path) -> Allowed:
+    (tmp_path / "project").mkdir()
+    return Allowed(targets={"named:Cache"}, project=tmp_path / "project")
+
+
+def test_an_adapter_that_the_run_does_not_name_is_not_imported(
+    tmp_path: Path, allowed: Allowed
+) -> None:
+    (tmp_path / "evil.py").write_text(EVIL)
+    evil = {"adapter": "evil:Cache", "file": str(tmp_path / "evil.py")}
+    with pytest.raises(TraceError, match=r"--roseinfer-target evil:Cache .* --roseinfer-rep"):
+        replay(write(tmp_path, **evil), allowed)
+    with pytest.raises(SystemExit):
+        replay(write(tmp_path, **evil), Allowed((), tmp_path / "project", trusted=True))
+
+
+def test_a_file_outside_of_the_project_is_not_imported_under_a_name_that_is_allowed(
+    tmp_path: Path, allowed: Allowed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outside, inside = tmp_path / "evil.py", allowed.project / "mine.py"
+    outside.write_text(EVIL)
+    inside.write_text("")
+    assert replay(write(tmp_path, file=str(outside), folders=[str(tmp_path)]), allowed) == 0
+    assert "importing it\n" in capsys.readouterr().out
+    named = {"adapter": "named:Cache", "folders": [str(tmp_path), str(allowed.project)]}
+    assert allowed.file({**named, "file": str(outside)}) == ""
+    assert allowed.file({**named, "file": str(inside)}) == str(inside)
+    assert allowed.folders(named) == [str(allowed.project)]
+
+
+def test_it_sets_no_variable_and_says_which_were_set(
+    tmp_path: Path,
+    allowed: Allowed,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("TRITON_DEBUG", raising=False)
+    replay(write(tmp_path, environment={"TRITON_DEBUG": "1"}), allowed)
+    said = capsys.readouterr().out
+    assert "TRITON_DEBUG was '1' when this was saved, and is 'not set' here" in said
+    assert "TRITON_DEBUG" not in os.environ
+
+
+MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
+    "a path for a list": ({"folders": "src"}, "trace.json is no trace: folders must be a list"),
+    "numbers": ({"environment": {"X": 1}}, "environment must hold texts"),
+    "a list for an example": ({"example": []}, "example must be a dict"),
+    "an unknown check": ({"check": "os.system"}, "there is no check os.system"),
+    "no operations": ({"example": {"spec": {}}}, "its example is none: KeyError: 'operations'"),
+    "an unknown operation": (
+        {"example": {"spec": {}, "finite": True, "operations": [{"do": "Explode"}]}},
+        "its example is none: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_what_is_malformed_is_said_with_its_place(
+    what: str, tmp_path: Path, allowed: Allowed
+) -> None:
+    changed, said = MALFORMED[what]
+    with pytest.raises(TraceError) as refused:
+        replay(write(tmp_path, **changed), allowed)
+    assert said in str(refused.value)
+    assert str(refused.value).startswith(str(tmp_path / "trace.json"))
+
+
+def test_a_line_that_is_no_json_is_named(tmp_path: Path, allowed: Allowed) -> None:
+    (tmp_path / "cut.json").write_text('{\n "adapter": "a:B",\n "fi')
+    with pytest.raises(TraceError, match=r"cut\.json is no trace: .*line 3"):
+        replay(str(tmp_path / "cut.json"), allowed)
