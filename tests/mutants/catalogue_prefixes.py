@@ -14,7 +14,7 @@ MUTANTS = (
         _PREFIXES,
         "        return self.parent is parent and self.tokens == tokens\n",
         "        return self.parent is parent\n",
-        rows=("24",),
+        rows=("24", "S3"),
         targets=(HASHED,),
     ),
     Mutant(
@@ -23,6 +23,7 @@ MUTANTS = (
         _PREFIXES,
         "        most = len(tokens) - 1\n",
         "        most = len(tokens)\n",
+        rows=("S4",),
         targets=(PREFIXED,),
     ),
     Mutant(
