@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _KERNELS_OFF = {"triton": False}
 _CHUNK = 3
-"""So many tokens of a prompt are stored in a step: fewer than most blocks have."""
+"""So many tokens of a prompt are stored in a step: blocks of 4 or 5 take more than one."""
 
 
 class PrefixCachedManager(KVCacheAdapter):
