@@ -96,7 +96,13 @@ class Settings:
         return "cuda" if self.gpu_index is None else f"cuda:{self.gpu_index}"
 
 
-_current = Settings()
+_DEFAULTS = Settings()
+_current = _DEFAULTS
+
+
+def configured() -> bool:
+    """Return True if somebody set them, as the plugin does when a run is configured."""
+    return _current is not _DEFAULTS
 
 
 def current() -> Settings:

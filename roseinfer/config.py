@@ -155,6 +155,15 @@ _SAMPLING: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
 """For each parameter: its types, a condition, and what an error asks for."""
 
 
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def require_dtype(name: str) -> None:
+    """Refuse a dtype that no model is loaded in."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r}: it must be one of {', '.join(DTYPES)}")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How requests are served: sizes, limits and which optimisations run."""

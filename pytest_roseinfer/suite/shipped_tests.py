@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from pytest_roseinfer import settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +37,21 @@ class ShippedTests:
         """The tests of the class right under ``ShippedTests``, in their order."""
         own = cls.__mro__[cls.__mro__.index(ShippedTests) - 1]
         return {name: test for name, test in vars(own).items() if name.startswith("test_")}
+
+
+def require_plugin() -> None:
+    """Fail a test of a pytest whose plugin is off: nobody would count what the test reaches."""
+    if "PYTEST_CURRENT_TEST" not in os.environ or "_pytest.main" not in sys.modules:
+        return  # called by a script, which judges for itself
+    if not settings.configured():
+        import pytest
+
+        pytest.fail(
+            "pytest's plugin roseinfer is off (-p no:roseinfer, PYTEST_DISABLE_PLUGIN_AUTOLOAD): "
+            "nobody would notice what this test does not reach. -p pytest_roseinfer.plugin turns "
+            "it on",
+            pytrace=False,
+        )
 
 
 def _refuse_replaced_parts(derived: tuple[type, ...], shipped: tuple[type, ...]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, Protocol
 
 from roseinfer.cli import generate
@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="roseinfer", description="A small LLM inference engine, and proof that it is right."
     )
-    choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=_version())
+    choices = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in found.items():
         options = choices.add_parser(name, help=command.HELP, description=command.DESCRIPTION)
         command.add_options(options)
@@ -50,5 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments and not arguments[0].startswith("-") and arguments[0] not in found:
             parser.error(f"there is no command {arguments[0]!r}. {_NOT_INSTALLED}")
     args = parser.parse_args(arguments)
+    if args.command is None:
+        parser.print_help()
+        return 0
     status: int = args.run(args)
     return status
+
+
+def _version() -> str:
+    try:
+        return f"roseinfer {version('roseinfer')}"
+    except PackageNotFoundError:
+        return "roseinfer, not installed"

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.config import ADMISSION_POLICIES, EngineConfig, SamplingParams
+from roseinfer.config import ADMISSION_POLICIES, EngineConfig, SamplingParams, require_dtype
 from roseinfer.errors import ConfigError, RoseinferError, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -106,6 +106,10 @@ def _generate(args: argparse.Namespace) -> int:
     texts = _texts(args)
     prompts: list[Prompt] = [_ids(text) for text in texts] if args.token_ids else [*texts]
     params = _params(args)
+    # Both refuse what makes no sense before torch is loaded.
+    EngineConfig(**_given(args, EngineConfig))
+    if args.dtype is not None:
+        require_dtype(args.dtype)
     llm = _load(args)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may not show every character

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from roseinfer.attention.backend import find_backend
+from roseinfer.config import require_dtype
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError, UnsupportedModel
 from roseinfer.kernels.runtime import why_unusable
@@ -24,7 +25,6 @@ from roseinfer.models.tiny import tiny_gpt2
 if TYPE_CHECKING:
     from roseinfer.config import EngineConfig
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SHARE_OF_MEMORY = 0.85
 """The cache takes this share of a GPU's free memory; activations need the rest."""
 _MOST_ON_CPU = 2 << 30
@@ -118,9 +118,8 @@ def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype | str:
     """Return the dtype asked for, or else the checkpoint's on a GPU and fp32 on a CPU."""
     if name is None:
         return "auto" if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
-        raise ConfigError(f"dtype {name!r}: it must be one of {', '.join(DTYPES)}")
-    dtype = DTYPES[name]
+    require_dtype(name)
+    dtype: torch.dtype = getattr(torch, name)
     if dtype is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise ConfigError(f"{torch.cuda.get_device_name(device)} lacks bfloat16: use float16")
     return dtype

@@ -64,6 +64,20 @@ def test_help_lists_every_command_and_imports_nothing_heavy(tmp_path: Path) -> N
     assert listed == ["generate", "verify"]
 
 
+@pytest.mark.usefixtures("installed")
+def test_alone_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert generate.HELP in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == "roseinfer 0.1.0\n"
+
+
 def test_a_command_of_another_package_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

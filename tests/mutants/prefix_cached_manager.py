@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _KERNELS_OFF = {"triton": False}
 _CHUNK = 3
-"""So many tokens of a prompt are stored in a step: fewer than most blocks have."""
+"""So many tokens of a prompt are stored in a step: blocks of 4 or 5 take more than one."""
 
 
 class PrefixCachedManager(KVCacheAdapter):
@@ -38,7 +38,7 @@ class PrefixCachedManager(KVCacheAdapter):
     sharing = "equal prefixes"
     match_granularity = "token"
     match_leaves = 1
-    match_finds = "some"  # a block that holds what another does is not cached, nor is a cut tail
+    match_finds = "some"  # what two have stored is kept of one, and a tail once its sequence ends
     keeps_found = True
     conditions = ("block_found", "tail_found", "evicted", "name_used_again", "last_position")
     # How the manager moves what is stored is looked at elsewhere.

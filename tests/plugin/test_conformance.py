@@ -274,3 +274,18 @@ def test_two_adapters_and_one_adapter_twice_fit_in_one_file(project: Project) ->
     result.assert_outcomes(passed=6, deselected=9)
     assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines(["*= roseinfer: caches.paged*", "30 histories *"])
+
+
+def test_without_the_plugin_nothing_passes(project: Project) -> None:
+    project.copy_caches()
+    project.write(
+        test_it="""
+            from caches.list_cache import ListCache
+            from pytest_roseinfer import conformance
+
+            TestIt = conformance(ListCache)
+        """
+    )
+    result = project.pytest("-p", "no:roseinfer")
+    result.assert_outcomes(failed=3, skipped=2)
+    result.stdout.fnmatch_lines(["pytest's plugin roseinfer is off (-p no:roseinfer, *"])

@@ -23,6 +23,7 @@ from tests.engine.generate_command.command_runs import (
     continued,
     give_stdin,
 )
+from tests.python_process import run_python
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -170,3 +171,17 @@ def test_an_interrupt_ends_it_quietly(run: Run, llm: LLM, monkeypatch: pytest.Mo
     monkeypatch.undo()
     assert (outcome.status, outcome.err) == (130, "")
     assert continued(llm, "Once").startswith(outcome.out)
+
+
+def test_options_are_refused_before_torch_is_loaded() -> None:
+    said = run_python(
+        """
+        import sys
+        from roseinfer.cli import main
+
+        for mistake in (["--block-size", "0"], ["--dtype", "float9"], ["--top-p", "2"]):
+            assert main(["generate", "--prompt", "x", *mistake]) == 2
+        print("torch" in sys.modules)
+        """
+    )
+    assert said == "False\n"
