@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
 from pytest_roseinfer.cases.strategies import switches
-from pytest_roseinfer.engines.wishes import wishing
+from pytest_roseinfer.engines.wishes import HOTTEST, wishing
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.engine import EngineAdapter
@@ -47,19 +47,18 @@ def prompts(
     return (common + common_text(own, vocabulary, branch))[:longest]
 
 
-_LIKELIEST_ONLY = ((0, 1.0), (0, 1.0), (1, 1.0), (5, 1.0), (5, 0.8), (0, 0.8))
-"""Pairs of top_k and top_p. What goes wrong with unlikely tokens shows where neither leaves any
-out, and that one is taken before the other where both do."""
+_LIKELIEST_ONLY = ((0, 1.0), (1, 1.0), (5, 1.0), (5, 0.8), (0, 0.8))
+"""Pairs of top_k and top_p."""
 
 
 @st.composite
 def samplings(draw: st.DrawFn, *, most: int) -> Sampling:
-    top_k, top_p = draw(st.sampled_from(_LIKELIEST_ONLY))
+    temperature = draw(st.sampled_from((0.0, 0.0, 1.0, 3.0, HOTTEST)))
+    top_k, top_p = draw(st.sampled_from(_LIKELIEST_ONLY)) if temperature < HOTTEST else (0, 1.0)
     return Sampling(
         # With one new token, the blocks of the prompt alone are left behind.
         max_new_tokens=draw(st.one_of(st.just(1), st.integers(1, most))),
-        # The hottest draws unlikely tokens as well, where a penalty for them shows.
-        temperature=draw(st.sampled_from((0.0, 0.0, 1.0, 3.0, 30.0))),
+        temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         repetition_penalty=draw(st.sampled_from((1.0, 1.0, 1.5, 4.0))),

@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.adapters.mix import Asked
 
+HOTTEST = 30.0
+"""The temperature at which unlikely tokens are drawn too, since nothing leaves them out."""
 _SPANS = st.tuples(st.integers(0, 12), st.integers(1, 4))
 
 
 def wishing(draw: st.DrawFn, adapter: type[EngineAdapter], asked: Asked) -> Asked:
     """Add a min_p, log-probabilities and stop strings to some requests."""
     wishes: dict[str, object] = {}
-    if adapter.takes_min_p and asked.sampling.temperature:
+    if adapter.takes_min_p and 0 < asked.sampling.temperature < HOTTEST:
         wishes["min_p"] = draw(st.sampled_from((0.0, 0.05, 0.4)))
     if adapter.defines("logprobs"):
         wishes["logprobs"] = draw(st.sampled_from((False, False, False, True)))

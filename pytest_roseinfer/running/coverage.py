@@ -201,8 +201,8 @@ def in_turns(
     shares: Mapping[str | None, float] = {name: adapter.paths[name].share for name in paths}
     shares = shares or {None: 1.0}
     each = examples / sum(shares.values())
-    searches = {aim: max(1, round(each * share / of_a_turn)) for aim, share in shares.items()}
-    turns = max(searches.values())
+    turns = max(1, round(each / of_a_turn))
+    searches = {aim: max(1, round(turns * min(1, share))) for aim, share in shares.items()}
     for turn, (aim, share) in product(range(turns), shares.items()):
         before, then = (-(-at * searches[aim] // turns) for at in (turn, turn + 1))
         if then > before:

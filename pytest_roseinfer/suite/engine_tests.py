@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.adapters.mix import RequestMix
 
-_SHARE = 1.6
+_SHARE = 2
 """So many mixes are drawn for each example of a profile: most take less time than a history."""
 _LEAST_STEPS = 3
 """The length of mixes that aim at what takes long."""

@@ -68,7 +68,7 @@ _FIRST = (EnginePath.RESIDENT, EnginePath.RUN_AHEAD, EnginePath.PADDED_HEAD)
 _OF_KERNELS = 0.25
 """A mix takes 15 times as long with them as without, under Triton's interpreter."""
 _SHARES = {
-    **dict.fromkeys((EnginePath.RESIDENT, EnginePath.RUN_AHEAD, EnginePath.PREFIX_HIT), 2.0),
+    **dict.fromkeys((EnginePath.RESIDENT, EnginePath.RUN_AHEAD), 3.0),
     **dict.fromkeys((EnginePath.FUSED, EnginePath.LIKELIEST), _OF_KERNELS),
 }
 
