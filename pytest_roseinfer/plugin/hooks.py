@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_OUTER] = (settings.current(), _swap_coverage(None))
     settings.set_current(asked)
     options.check_targets(config, asked)
+    options.check_baselines(asked)
     if asked.costs_requested or asked.update_costs:
         from pytest_roseinfer.gates.work.cost_gate import CostGate
 

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -179,6 +180,21 @@ def _timing(config: pytest.Config) -> Timing:
             "--roseinfer-report-slower needs a comparison: add --roseinfer-against"
         )
     return asked
+
+
+def check_baselines(asked: Settings) -> None:
+    """Refuse files of baselines that are none, if the command line or the ini file names them."""
+    files = [file for file in (asked.costs, asked.timing.tpot) if file]
+    if not files:
+        return
+    from pytest_roseinfer.gates.baselines import read_steps
+    from pytest_roseinfer.gates.gate import CannotCompare
+
+    for file in files:
+        try:
+            read_steps(Path(file))
+        except CannotCompare as error:
+            raise pytest.UsageError(str(error)) from None
 
 
 def check_targets(config: pytest.Config, asked: Settings) -> None:

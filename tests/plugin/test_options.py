@@ -88,6 +88,8 @@ MISTAKES = {
     "--roseinfer-target=mine:MyCash": "mine:MyCash: mine has no MyCash; did you mean MyCache?",
     "--roseinfer-target=empty:Cache": "empty:Cache: empty has no Cache",
     "--roseinfer-target=json:JSONDecoder": "JSONDecoder is no subclass of KVCacheAdapter",
+    "--roseinfer-costs=old.json": "old.json is not of format 1",
+    "--roseinfer-tpot=empty.py": "empty.py cannot be read: Expecting value: line 1 column 1",
     "--roseinfer-replay=gone.json": "--roseinfer-replay gone.json: No such file or directory",
     "--roseinfer-replay=empty.py": "--roseinfer-replay empty.py is no trace",
 }
@@ -97,6 +99,7 @@ MISTAKES = {
 def test_a_mistake_is_a_usage_error_in_one_line(project: Project, argument: str) -> None:
     mine = "from pytest_roseinfer import KVCacheAdapter\nclass MyCache(KVCacheAdapter): pass"
     project.write(broken="1 / 0", empty="", mine=mine)
+    (project.path / "old.json").write_text('{"format": 0}')
     result = project.pytest(argument)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     errors = [line for line in result.errlines if line]
