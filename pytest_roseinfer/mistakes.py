@@ -5,7 +5,6 @@ Commands ask here before they import anything heavy, and the plugin when a run i
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,8 @@ class Mistake(ValueError):
 
 def did_you_mean(said: str, known: Iterable[str], prefix: str = "") -> str:
     """Return a question that names what is spelled most alike, or nothing."""
+    from difflib import get_close_matches
+
     alike = get_close_matches(said, known, n=1)
     return f"; did you mean {prefix}{alike[0]}?" if alike else ""
 

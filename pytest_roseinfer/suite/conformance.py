@@ -17,7 +17,7 @@ from pytest_roseinfer.adapters.validate import refuse_mistakes
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.machine import Machine
 from pytest_roseinfer.search.reproduce import CHECKS
-from pytest_roseinfer.suite.shipped_tests import ShippedTests, require_plugin
+from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,7 +91,6 @@ class ConformanceTests(ShippedTests):
         from pytest_roseinfer.cases.strategies import histories
         from pytest_roseinfer.search.search import search
 
-        require_plugin()
         asked = settings.current()
         search(
             self.adapter,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 from pytest_roseinfer import settings
 from pytest_roseinfer.engines.run import run_forks, run_mix
 from pytest_roseinfer.running import coverage
-from pytest_roseinfer.suite.shipped_tests import ShippedTests, require_plugin
+from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +83,6 @@ class EngineTests(ShippedTests):
         from pytest_roseinfer.engines.strategies import request_mixes
         from pytest_roseinfer.search.search import search
 
-        require_plugin()
         target, asked, failed = coverage.current().of(self.adapter), settings.current(), False
         if drawn is None:
             share = self.adapter.paths[aim].share if aim else 1

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import os
-import sys
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
 
 from pytest_roseinfer import settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import pytest
 
 
 class ShippedTests:
@@ -32,26 +30,22 @@ class ShippedTests:
             if inspect.unwrap(own) is not shipped:
                 setattr(cls, name, _excused(shipped, own))
 
+    @pytest.fixture(autouse=True)
+    def _require_plugin(self) -> None:
+        """Fail where the plugin is off: nobody would count what the test reaches."""
+        if not settings.configured():
+            pytest.fail(
+                "pytest's plugin roseinfer is off (-p no:roseinfer, "
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD): nobody would notice what this test does not "
+                "reach. -p pytest_roseinfer.plugin turns it on",
+                pytrace=False,
+            )
+
     @classmethod
     def shipped(cls) -> dict[str, Callable[[Any], None]]:
         """The tests of the class right under ``ShippedTests``, in their order."""
         own = cls.__mro__[cls.__mro__.index(ShippedTests) - 1]
         return {name: test for name, test in vars(own).items() if name.startswith("test_")}
-
-
-def require_plugin() -> None:
-    """Fail a test of a pytest whose plugin is off: nobody would count what the test reaches."""
-    if "PYTEST_CURRENT_TEST" not in os.environ or "_pytest.main" not in sys.modules:
-        return  # called by a script, which judges for itself
-    if not settings.configured():
-        import pytest
-
-        pytest.fail(
-            "pytest's plugin roseinfer is off (-p no:roseinfer, PYTEST_DISABLE_PLUGIN_AUTOLOAD): "
-            "nobody would notice what this test does not reach. -p pytest_roseinfer.plugin turns "
-            "it on",
-            pytrace=False,
-        )
 
 
 def _refuse_replaced_parts(derived: tuple[type, ...], shipped: tuple[type, ...]) -> None:
