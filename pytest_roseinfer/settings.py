@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field
 
 SHIPPED_TARGETS = (
@@ -100,9 +101,19 @@ _DEFAULTS = Settings()
 _current = _DEFAULTS
 
 
-def configured() -> bool:
-    """Return True if somebody set them, as the plugin does when a run is configured."""
-    return _current is not _DEFAULTS
+def require_plugin() -> None:
+    """Fail a test of a pytest whose plugin is off: nobody would count what the test reaches."""
+    if "PYTEST_CURRENT_TEST" not in os.environ or "_pytest.main" not in sys.modules:
+        return  # called by a script, which judges for itself
+    if _current is not _DEFAULTS:  # the plugin sets them when a run is configured
+        return
+    import pytest
+
+    pytest.fail(
+        "pytest's plugin roseinfer is off (-p no:roseinfer, PYTEST_DISABLE_PLUGIN_AUTOLOAD): "
+        "nobody would notice what this test does not reach. -p pytest_roseinfer.plugin turns it on",
+        pytrace=False,
+    )
 
 
 def current() -> Settings:

@@ -91,6 +91,7 @@ class ConformanceTests(ShippedTests):
         from pytest_roseinfer.cases.strategies import histories
         from pytest_roseinfer.search.search import search
 
+        settings.require_plugin()
         asked = settings.current()
         search(
             self.adapter,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.adapters.mix import RequestMix
 
-_SHARE = 2
+_SHARE = 1.6
 """So many mixes are drawn for each example of a profile: most take less time than a history."""
 _LEAST_STEPS = 3
 """The length of mixes that aim at what takes long."""
@@ -83,6 +83,7 @@ class EngineTests(ShippedTests):
         from pytest_roseinfer.engines.strategies import request_mixes
         from pytest_roseinfer.search.search import search
 
+        settings.require_plugin()
         target, asked, failed = coverage.current().of(self.adapter), settings.current(), False
         if drawn is None:
             share = self.adapter.paths[aim].share if aim else 1

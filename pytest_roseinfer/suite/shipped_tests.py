@@ -6,12 +6,10 @@ import inspect
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import pytest
-
-from pytest_roseinfer import settings
-
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import pytest
 
 
 class ShippedTests:
@@ -29,17 +27,6 @@ class ShippedTests:
             own = getattr(cls, name)
             if inspect.unwrap(own) is not shipped:
                 setattr(cls, name, _excused(shipped, own))
-
-    @pytest.fixture(autouse=True)
-    def _require_plugin(self) -> None:
-        """Fail where the plugin is off: nobody would count what the test reaches."""
-        if not settings.configured():
-            pytest.fail(
-                "pytest's plugin roseinfer is off (-p no:roseinfer, "
-                "PYTEST_DISABLE_PLUGIN_AUTOLOAD): nobody would notice what this test does not "
-                "reach. -p pytest_roseinfer.plugin turns it on",
-                pytrace=False,
-            )
 
     @classmethod
     def shipped(cls) -> dict[str, Callable[[Any], None]]:

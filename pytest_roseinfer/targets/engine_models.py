@@ -1,11 +1,13 @@
-"""The small models that roseinfer's own engine is checked with, by name."""
+"""The small models that roseinfer's own engine is checked with, by name.
+
+Transformers takes seconds to import, so that is done when the first model is built.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 VOCABULARY = 32
 END = 5
@@ -14,29 +16,29 @@ ODD = "odd llama"
 """This model has one token more than the others, so its head is padded."""
 LONG_POSITIONS = 1300
 
-_Shape = tuple[type[Any], int, int, int]
-"""A configuration, query heads, KV heads and the size of a head."""
+_Shape = tuple[str, int, int, int]
+"""A family, query heads, KV heads and the size of a head."""
 _SHORT: dict[str, _Shape] = {
-    "gpt2": (GPT2Config, 2, 2, 12),
-    "llama": (LlamaConfig, 4, 2, 6),
-    ODD: (LlamaConfig, 4, 2, 6),
-    "llama 10:2": (LlamaConfig, 10, 2, 6),
-    "llama 24:3": (LlamaConfig, 24, 3, 6),
-    "llama 32:2": (LlamaConfig, 32, 2, 6),
+    "gpt2": ("gpt2", 2, 2, 12),
+    "llama": ("llama", 4, 2, 6),
+    ODD: ("llama", 4, 2, 6),
+    "llama 10:2": ("llama", 10, 2, 6),
+    "llama 24:3": ("llama", 24, 3, 6),
+    "llama 32:2": ("llama", 32, 2, 6),
 }
 _LONG: dict[str, _Shape] = {
-    "gpt2 1x16": (GPT2Config, 1, 1, 16),
-    "llama 32:2x16": (LlamaConfig, 32, 2, 16),
-    "qwen3 4:4x16": (Qwen3Config, 4, 4, 16),
-    "gpt2 3x80": (GPT2Config, 3, 3, 80),
-    "gpt2 12x64": (GPT2Config, 12, 12, 64),
-    "llama 1:1x32": (LlamaConfig, 1, 1, 32),
-    "llama 8:1x64": (LlamaConfig, 8, 1, 64),
-    "llama 10:2x64": (LlamaConfig, 10, 2, 64),
-    "llama 4:2x256": (LlamaConfig, 4, 2, 256),
-    "llama 6:3x80": (LlamaConfig, 6, 3, 80),
-    "qwen3 16:8x128": (Qwen3Config, 16, 8, 128),
-    "qwen3 16:1x64": (Qwen3Config, 16, 1, 64),
+    "gpt2 1x16": ("gpt2", 1, 1, 16),
+    "llama 32:2x16": ("llama", 32, 2, 16),
+    "qwen3 4:4x16": ("qwen3", 4, 4, 16),
+    "gpt2 3x80": ("gpt2", 3, 3, 80),
+    "gpt2 12x64": ("gpt2", 12, 12, 64),
+    "llama 1:1x32": ("llama", 1, 1, 32),
+    "llama 8:1x64": ("llama", 8, 1, 64),
+    "llama 10:2x64": ("llama", 10, 2, 64),
+    "llama 4:2x256": ("llama", 4, 2, 256),
+    "llama 6:3x80": ("llama", 6, 3, 80),
+    "qwen3 16:8x128": ("qwen3", 16, 8, 128),
+    "qwen3 16:1x64": ("qwen3", 16, 1, 64),
 }
 OF_MANY_SHAPES = tuple(_LONG)
 """Kernels depend on these shapes: one query head to 16 for each KV head, and heads of 16 to 256.
@@ -45,6 +47,8 @@ Models whose kernels compile soonest come first."""
 
 def network(name: str, device: str) -> Any:
     """Build a model, always with the same weights, so large that the likeliest token is no tie."""
+    from transformers import AutoModelForCausalLM
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(_config(name)).eval().requires_grad_(False)
@@ -58,14 +62,16 @@ def network(name: str, device: str) -> Any:
 
 
 def _config(name: str) -> Any:
-    config, heads, kv_heads, head_dim = _SHORT.get(name) or _LONG[name]
+    from transformers import AutoConfig
+
+    family, heads, kv_heads, head_dim = _SHORT.get(name) or _LONG[name]
     positions = POSITIONS if name in _SHORT else LONG_POSITIONS
     tokens = {"vocab_size": VOCABULARY + (name == ODD), "bos_token_id": END, "eos_token_id": END}
-    if config is GPT2Config:
-        return GPT2Config(
-            n_positions=positions, n_embd=heads * head_dim, n_layer=2, n_head=heads, **tokens
-        )
-    return config(
+    if family == "gpt2":
+        sizes = {"n_positions": positions, "n_embd": heads * head_dim, "n_head": heads}
+        return AutoConfig.for_model(family, n_layer=2, **sizes, **tokens)
+    return AutoConfig.for_model(
+        family,
         hidden_size=24 if 24 % heads == 0 else 2 * heads,
         intermediate_size=32,
         num_hidden_layers=2,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import decoders
-from transformers import PreTrainedTokenizerFast
 
 from pytest_roseinfer.targets.engine_models import END, VOCABULARY
 
@@ -29,6 +28,8 @@ def tokenizer(*, byte_level: bool) -> Any:
 
 
 def _built(pieces: Sequence[str], decoder: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast  # it takes seconds
+
     others = (token for token in range(VOCABULARY) if token != END)
     written = {token: f"{pieces[at % len(pieces)]}" for at, token in enumerate(others)}
     for at, token in enumerate(sorted(written)[len(pieces) :]):

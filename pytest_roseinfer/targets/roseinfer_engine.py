@@ -15,7 +15,7 @@ from pytest_roseinfer.adapters.fast_path import FastPath
 from pytest_roseinfer.targets import engine_models as models
 from pytest_roseinfer.targets.engine_tokenizers import tokenizer
 from pytest_roseinfer.targets.roseinfer_draws import draw
-from roseinfer import LLM, AttentionPath, EnginePath, SamplingBatch, SamplingParams
+from roseinfer import AttentionPath, EnginePath, SamplingBatch, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -141,6 +141,8 @@ class RoseinferEngine(EngineAdapter):
     }
 
     def make(self, mix: RequestMix) -> None:
+        from roseinfer import LLM  # with transformers, which takes seconds
+
         options = dict(mix.options)
         options["resident_decode"] &= not options["per_layer_kv"]
         model = options.pop("model")
