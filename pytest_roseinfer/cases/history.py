@@ -35,10 +35,15 @@ class History:
     def device(self) -> str:
         return self.spec.device
 
-    def words(self) -> str:
+    def words(self, notes: Mapping[int, str] | None = None) -> str:
+        """Say it in words; ``notes`` tell what came of steps, which are numbered from 1."""
+        came = {at: f"; {note}" for at, note in (notes or {}).items()}
         fields = {name: value for name, value in asdict(self.spec).items() if value != ()}
         shape = ", ".join(f"{name}={value}" for name, value in fields.items())
-        steps = [f"  {at}. {step.words()}" for at, step in enumerate(self.operations, 1)]
+        steps = [
+            f"  {at}. {step.words()}{came.get(at, '')}"
+            for at, step in enumerate(self.operations, 1)
+        ]
         texts = [
             f"text {text} begins as text {parent}"
             + (f" for {length} tokens" if length < WHOLE else " and is equal to it")

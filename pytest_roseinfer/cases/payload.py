@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pytest_roseinfer.cases.coarse import coarse, times_as_large
+from pytest_roseinfer.cases.poison import ANY_NAN, WORDS
 from pytest_roseinfer.oracle.oracle import page_number, token_words
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x2545F4914F6CDD1D
 _MIX = 0x1B873593CC9E2D51
+_NARROWER = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _NO_ELEMENT = 65535
 """In the place of an element, for numbers that all elements of a token share."""
 
@@ -56,15 +58,6 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
 
 
-def poison(tensor: torch.Tensor) -> None:
-    """Overwrite what nobody will read: with NaN, or with codes at the end of their range."""
-    if tensor.is_floating_point():
-        tensor.fill_(float("nan"))
-    else:
-        codes = torch.iinfo(tensor.dtype)
-        tensor.fill_(codes.min or codes.max)
-
-
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (
         one.shape == other.shape
@@ -84,6 +77,37 @@ def _exponent_bits(dtype: torch.dtype) -> tuple[int, int]:
     return (1 << top) - (1 << min(top, mantissa + 3)), 1 << top
 
 
+class Place(NamedTuple):
+    """Where a row of bits belongs."""
+
+    token: int
+    layer: int
+    head: int
+    kind: str
+
+    def words(self) -> str:
+        return f"{token_words(self.token)}, layer {self.layer}, head {self.head}, {self.kind}"
+
+    def unlike(self, other: Place) -> str:
+        """Say what mistake would leave ``other`` here, if it is a common one."""
+        if self.token != other.token:
+            return "one position off" * (abs(self.token - other.token) == 1)
+        if self.kind != other.kind:
+            return f"{other.kind} in place of {self.kind}"
+        if self.layer != other.layer:
+            return "another layer's"
+        return "another head's" * (self.head != other.head)
+
+
+def rounded_to(exact: torch.Tensor, found: torch.Tensor) -> str:
+    """Name the dtype to which a row was rounded on its way; nothing if that is not what it was."""
+    for name in _NARROWER:
+        narrow = getattr(torch, name)
+        if narrow != exact.dtype and same_bits(exact.to(narrow).to(exact.dtype), found):
+            return name
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Contents:
     """What one head of one slot should hold and what it holds, in words."""
@@ -95,9 +119,12 @@ class Contents:
     found: str
     token: int | None
     """The token found, if it is one."""
+    looks: str = ""
+    """Like what mistake it looks."""
 
     def words(self) -> str:
-        return f"expected {self.expected}, found {self.found}"
+        looks = f": {self.looks}" * bool(self.looks)
+        return f"expected {self.expected}, found {self.found}{looks}"
 
 
 @dataclass(slots=True)
@@ -187,31 +214,46 @@ class Payload:
         known: Sequence[int],
     ) -> Contents:
         """Put two rows ``[head_dim]`` in words, as far as ``known`` tokens explain them."""
-        expected, _ = self._decoded(want, layer, head, known)
-        found, token = self._decoded(got, layer, head, known)
-        if self.tolerance and token is None and (times := times_as_large(want, got)):
-            found = f"{times:.4g} times that"
-        return Contents(head, kind, expected, found, token)
+        place = self._belongs(want, layer, head, known)
+        other = self._belongs(got, layer, head, known)
+        found = other.words() if other else self._words(got, want)
+        looks = place.unlike(other) if place and other else ""
+        expected = place.words() if place else self._words(want)
+        return Contents(head, kind, expected, found, other.token if other else None, looks)
 
-    def _decoded(
-        self, row: torch.Tensor, layer: int, head: int, tokens: Sequence[int]
-    ) -> tuple[str, int | None]:
-        """Say where a row of bits belongs; the layer and head it was found in come first."""
+    def _words(self, row: torch.Tensor, right: torch.Tensor | None = None) -> str:
+        """Put a row that is no token's in words, and how it differs from the ``right`` one."""
         if row.dtype != self.dtype:
-            return f"the codes {row.tolist()[:4]}...", None
+            return f"the codes {row.tolist()[:4]}..."
+        if not as_bits(row).any():
+            return "zeros"
+        if row.isnan().all():
+            bits = {WORDS.get((row.dtype, each), ANY_NAN) for each in as_bits(row).tolist()}
+            return " and ".join(sorted(bits))
+        bits_of_none = f"bits no token has ({row.tolist()[:4]}...)"
+        if right is None or not right.isfinite().all():
+            return bits_of_none
+        if self.tolerance and (times := times_as_large(right, row)):
+            return f"{times:.4g} times that"
+        off = f"up to {(row.double() - right.double()).abs().max():.3g} off"
+        if rounded := rounded_to(right, row):
+            return f"that rounded to {rounded}, {off}"
+        return f"{bits_of_none}, {off}"
+
+    def _belongs(
+        self, row: torch.Tensor, layer: int, head: int, tokens: Sequence[int]
+    ) -> Place | None:
+        """Find where a row of bits belongs; the layer and head it was found in come first."""
+        if row.dtype != self.dtype:
+            return None
         layers = [layer, *(other for other in range(self.spec.num_layers) if other != layer)]
         for alike in (_equal, self._near) if self.tolerance else (_equal,):
             for token in tokens:
                 coded = self._coded([token], layers)
                 if hit := alike(coded, row).all(-1).nonzero().tolist():
                     kind, layer_at, _, head_at = min(hit, key=lambda at: (at[1], at[3] != head))
-                    where = f"layer {layers[layer_at]}, head {head_at}, {'KV'[kind]}"
-                    return f"{token_words(token)}, {where}", token
-        if not as_bits(row).any():
-            return "zeros", None
-        if same_bits(row, torch.full_like(row, float("nan"))):
-            return "poison", None
-        return f"bits no token has ({row.tolist()[:4]}...)", None
+                    return Place(token, layers[layer_at], head_at, "KV"[kind])
+        return None
 
     def _near(self, coded: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         assert self.tolerance

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pytest_roseinfer.findings.picture import picture
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from pytest_roseinfer.cases.history import History
     from pytest_roseinfer.findings.finding import Finding
@@ -37,10 +37,19 @@ class Difference(AssertionError):
 class Divergence(Difference):
     """A cache differs from its oracle after ``history``, which ends with the step that shows it."""
 
-    def __init__(self, finding: Finding, history: History, oracle: Oracle, shown: Snapshot) -> None:
+    def __init__(
+        self,
+        finding: Finding,
+        history: History,
+        oracle: Oracle,
+        shown: Snapshot,
+        refused: Mapping[int, str],
+    ) -> None:
+        """``refused`` says why of the steps that the cache had to refuse, and did."""
+
         def details() -> str:
             drawn = picture(finding.location, history.spec.num_layers, oracle, shown)
-            return f"after step {history.size} of\n{history.words()}\n\n{drawn}"
+            return f"after step {history.size} of\n{history.words(refused)}\n\n{drawn}"
 
         super().__init__(finding.what, details)
         self.history = history

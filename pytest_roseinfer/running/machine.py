@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from pytest_roseinfer.findings.observation import Pair
 
 Reads = dict[tuple[str, int, int], "Pair | Exception"]
-_POISON = float("nan")
 
 import_all(invariants)
 
@@ -71,6 +70,8 @@ class Machine:
         self.oracle = ORACLES[bool(spec.windows)].of(adapter_type, spec, history.texts)
         self.payload = Payload(spec, history.finite, tolerance)
         self.done: list[Operation] = []
+        self.refused: dict[int, str] = {}
+        """Why the cache had to refuse steps, by their numbers."""
         self.adapter = adapter_type()
         with self._watched("make()"):
             self.adapter.make(spec)
@@ -157,9 +158,10 @@ class Machine:
         oracle, driven, rows = self.oracle, self.driven, operation.rows()
         said = operation.said(oracle)
         name, room = ("write", f" ({oracle.room(rows)})") if rows else ("step", "")
-        errors, why = self.adapter.full_errors, f"does not fit{room}"
+        errors, why, refused = self.adapter.full_errors, f"does not fit{room}", f"no room{room}"
         if not operation.allowed(oracle):
             errors, why = self.adapter.untrimmable_errors, "it must refuse"
+            refused = "it cannot be trimmed"
         admitted, written = operation.admitted(oracle), operation.written(oracle)
         fits, stored, met = admitted is operation, None, Counter[str]()
         # It may find blocks that hold the same already.
@@ -184,6 +186,8 @@ class Machine:
         except errors as error:
             if fits:
                 self.fail(Finding(f"refused a {name} that fits{room}: {error}", cause=error))
+            behind = f" behind its first {len(admitted.rows())} rows" if admitted else ""
+            self.refused[len(self.done)] = f"refused{behind}: {refused}"
         except Exception as error:
             what = f"the {name} raised {type(error).__name__}: {error}"
             self.fail(Finding(what, cause=error))
@@ -197,8 +201,8 @@ class Machine:
                 self.fail(Finding(wrong))
         if written:
             # A cache that keeps what it was handed reads poison from here on.
-            self.device.overwrite(driven.key, _POISON)
-            self.device.overwrite(driven.value, _POISON)
+            self.device.overwrite(driven.key)
+            self.device.overwrite(driven.value)
         return Outcome(fits, driven.planned_with, stored, met)
 
     def _ask_for_attention(self) -> Mapping[str, int]:
@@ -333,7 +337,7 @@ class Machine:
 
     def _divergence(self, finding: Finding, shown: Snapshot) -> Divergence:
         so_far = replace(self.history, operations=tuple(self.done))
-        return Divergence(finding, so_far, self.oracle, shown)
+        return Divergence(finding, so_far, self.oracle, shown, self.refused)
 
 
 def _read(route: Callable[[int, int], Pair], seq: int, layer: int) -> Pair:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.adapters.device_queue import DeviceQueue
@@ -41,8 +42,8 @@ class QueuedDevice(Device):
         if self._queue.has_memory:
             self._queue.on_device(*tensors)
 
-    def overwrite(self, tensor: torch.Tensor, value: float) -> None:
+    def overwrite(self, tensor: torch.Tensor) -> None:
         if self.idle:  # so that a cache that asks for nothing has nothing in flight
-            tensor.fill_(value)
+            super().overwrite(tensor)
         else:
-            self._queue.submit(lambda: tensor.fill_(value))
+            self._queue.submit(partial(super().overwrite, tensor))

@@ -28,6 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pytest_roseinfer.cases.poison import Poison, poison
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -225,6 +227,9 @@ def _on_meta(call: _Call) -> _Call:
 def _poison(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return memory that holds what nobody may read yet: NaN, or numbers that index nothing."""
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-    if like.dtype.is_floating_point or like.dtype.is_complex:
+    if like.dtype.is_complex:
         return made.fill_(float("nan"))
+    if like.dtype.is_floating_point:
+        poison(made, Poison.NOT_YET)
+        return made
     return made.fill_(True if like.dtype is torch.bool else torch.iinfo(like.dtype).max)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.cases.payload import poison
+from pytest_roseinfer.cases.poison import Poison, poison
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Storage:
     def __init__(self, adapter: KVCacheAdapter) -> None:
         self.adapter = adapter
         for part in self._live():
-            poison(part)
+            poison(part, Poison.NEVER_WRITTEN)
 
     def _live(self) -> list[torch.Tensor]:
         sharded = "shards" in self.adapter.abilities
@@ -43,7 +43,7 @@ class Storage:
             kept = {*after.ledger(layer).cached} if after.ledgers else set[int]()
             for block in before.owners(layer).keys() - after.owners(layer).keys() - kept:
                 for part in (*self._live(), *(after.arena or ()), *(after.scales or ())):
-                    poison(part[layer, block])
+                    poison(part[layer, block], Poison.FREED)
 
 
 def _shown(adapter: KVCacheAdapter, name: str) -> Pair | None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 
 from pytest_roseinfer import CacheSpec
 from pytest_roseinfer.cases.payload import Payload, same_bits
+from pytest_roseinfer.cases.poison import ANY_NAN, Poison, poison
 
 SPEC = CacheSpec(num_layers=2, num_heads=3, head_dim=5, block_size=4, num_blocks=8)
 
@@ -29,3 +34,64 @@ def test_what_was_asked_before_makes_no_difference(finite: bool) -> None:
 def test_every_element_of_every_token_differs() -> None:
     both = torch.stack(Payload(CacheSpec(num_layers=2, dtype="float32")).all_layers([0, 1, 65536]))
     assert len(set(both.flatten().tolist())) == both.numel()
+
+
+# -------------------------------------------------------------------- what is said of a wrong row
+
+
+LIKE = CacheSpec(num_layers=2, num_heads=2, head_dim=4, dtype="float32")
+KNOWN = [3, 4, 65536]
+Row = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def of(keys: torch.Tensor, layer: int, token: int, head: int) -> torch.Tensor:
+    return keys[layer, KNOWN.index(token), head]
+
+
+@pytest.mark.parametrize(
+    ("got", "said"),
+    [
+        (lambda k, _: of(k, 0, 4, 1), "token 4, layer 0, head 1, K: one position off"),
+        (lambda k, _: of(k, 0, 65536, 1), "sequence 1, token 0, layer 0, head 1, K"),
+        (lambda k, _: of(k, 1, 3, 1), "token 3, layer 1, head 1, K: another layer's"),
+        (lambda k, _: of(k, 0, 3, 0), "token 3, layer 0, head 0, K: another head's"),
+        (lambda _, v: of(v, 0, 3, 1), "token 3, layer 0, head 1, V: V in place of K"),
+        (lambda k, _: torch.zeros_like(of(k, 0, 3, 1)), "zeros"),
+        (
+            lambda k, _: of(k, 0, 3, 1).bfloat16().float(),
+            r"that rounded to bfloat16, up to 0\.00\d+ off",
+        ),
+        (lambda k, _: of(k, 0, 3, 1) + 2, r"bits no token has \(\[.*\]\.\.\.\), up to 2 off"),
+        (lambda k, _: of(k, 0, 3, 1) * float("nan"), re.escape(ANY_NAN)),
+    ],
+)  # fmt: skip
+def test_a_wrong_row_is_said_to_be_what_it_looks_like(got: Row, said: str) -> None:
+    payload = Payload(LIKE)
+    keys, values = payload.all_layers(KNOWN)
+    found = payload.contents(of(keys, 0, 3, 1), got(keys, values), 0, 1, "K", KNOWN)
+    assert found.expected == "sequence 0, token 3, layer 0, head 1, K"
+    assert re.fullmatch(f"expected .*, found (sequence 0, )?{said}", found.words())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("why", Poison)
+def test_poison_says_how_it_came_there(why: Poison, dtype: torch.dtype) -> None:
+    spec = replace(LIKE, dtype=str(dtype).removeprefix("torch."))
+    row, payload = torch.empty(4, dtype=dtype), Payload(spec)
+    poison(row, why)
+    assert row.isnan().all()
+    (right,) = payload.all_layers([3])[0][0]
+    said = {
+        each: payload.contents(right[0], poisoned(row, each), 0, 0, "K", [3]).found
+        for each in Poison
+    }
+    assert payload.contents(right[0], row, 0, 0, "K", [3]).found == said[why]
+    assert len(set(said.values())) == len(Poison)
+    mixed = torch.cat([row[:2], torch.full((2,), float("nan"), dtype=dtype)])
+    assert payload.contents(right[0], mixed, 0, 0, "K", [3]).found == f"{ANY_NAN} and {said[why]}"
+
+
+def poisoned(like: torch.Tensor, why: Poison) -> torch.Tensor:
+    row = like.clone()
+    poison(row, why)
+    return row

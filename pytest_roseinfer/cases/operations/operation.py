@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, dataclass_transform
 
+from pytest_roseinfer.cases.poison import NANS, Poison
 from pytest_roseinfer.oracle.pages import Written as Written
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ class Device:
     def hand_over(self, *tensors: torch.Tensor) -> None:
         """Say that these are the device's: the cache is about to be handed them."""
 
-    def overwrite(self, tensor: torch.Tensor, value: float) -> None:
-        """Use a tensor for something else, behind all that the device was asked for."""
-        tensor.fill_(value)
+    def overwrite(self, tensor: torch.Tensor) -> None:
+        """Use what was handed over for something else, behind all that the device was asked for."""
+        tensor.copy_(NANS[tensor.dtype, Poison.INPUT])
 
 
 @dataclass(slots=True)

@@ -26,8 +26,10 @@ def _wrong_books(seen: Observation, layer: int) -> Finding | None:
     held = {block: count for block, count in ledger.refcounts.items() if count}
     if held != dict(owners):
         first = min(block for block, _ in held.items() ^ owners.items())
-        what = f"layer {layer}: refcounts {held} but the tables hold {dict(owners)}"
-        return Finding(what, location_of_block(seen, layer, first))
+        where = location_of_block(seen, layer, first)
+        whose = f" (sequence {', '.join(map(str, where.holders))})" if where.holders else ""
+        counts = f"refcount {held.get(first, 0)}, and tables name it {owners[first]} times{whose}"
+        return Finding(f"layer {layer}: block {first} has {counts}", where)
     if len(set(ledger.free)) < len(ledger.free):
         twice = max(ledger.free, key=list(ledger.free).count)
         what = f"layer {layer}: the free list names a block twice: {ledger.free}"

@@ -10,6 +10,7 @@ import torch
 from pytest_roseinfer import Ledger, Tolerance
 from pytest_roseinfer.cases.operations.writes.append_padded import AppendPadded
 from pytest_roseinfer.cases.payload import Payload
+from pytest_roseinfer.cases.poison import ANY_NAN
 from pytest_roseinfer.invariants.stored.arena import arena
 from pytest_roseinfer.invariants.stored.attention import attention, attention_by_formula
 from pytest_roseinfer.invariants.stored.read_back import read_back
@@ -128,12 +129,16 @@ WRONG: Wrong = [
         "layer 0, V, block 1, head 1: the scale is 2, and was 1 before the step",
     ),
     (arena, after(arena=stored(*OLD)), "block 2, position 0, head 0: expected sequence 0, token 2"),
-    (arena, after(arena=LATER), "block 3, position 1, head 0: expected poison, found sequence 1"),
+    (
+        arena,
+        after(arena=LATER),
+        f"block 3, position 1, head 0: expected {ANY_NAN}, found sequence 1",
+    ),
     (arena, cached(value=token_of(1, 0)), "block 3, position 0, head 0: expected sequence 0, tok"),
     (
         arena,
         padded(scratch=frozenset()),
-        "block 3, position 1, head 0: expected poison, found bits",
+        f"block 3, position 1, head 0: expected {ANY_NAN}, found bits",
     ),
     (arena, copied_back(Stage.LEAVING), "block 1, position 1"),
     (attention, attending(IndexError("row")), "attend([0], query, 0) raised IndexError: row"),

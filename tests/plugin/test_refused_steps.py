@@ -1,0 +1,94 @@
+"""What the cache had to refuse, and did, is marked in the history of a failure."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_roseinfer import CacheFull, CacheSpec, Divergence, History, KVCacheAdapter, run_history
+from pytest_roseinfer.cases.operations.sequences.free import Free
+from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
+from pytest_roseinfer.cases.operations.writes.append import Append
+from tests.plugin.caches.cut_caches import CannotTrim, StateCache
+from tests.plugin.caches.paged_cache import PagedCache
+from tests.plugin.caches.row_wise_caches import RowWise
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from pytest_roseinfer.cases.operations.operation import Operation
+
+SPEC = CacheSpec(block_size=2, num_blocks=2)
+
+
+class LosesAllWhenFull(PagedCache):
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        try:
+            super().append(seqs, key, value)
+        except CacheFull:
+            self.keys.zero_()
+            raise
+
+
+class LosesAllButTheRowsAhead(RowWise):
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        try:
+            super().append(seqs, key, value)
+        except CacheFull:
+            self.keys.zero_()
+            raise
+
+
+class LosesAllThatItCannotTrim(StateCache):
+    def truncate(self, seq: int, length: int) -> None:
+        try:
+            super().truncate(seq, length)
+        except CannotTrim:
+            self.keys.zero_()
+            raise
+
+
+@pytest.mark.parametrize(
+    ("cache", "steps", "marked"),
+    [
+        (
+            LosesAllWhenFull,
+            [Append((0, 1)), Append((0, 1)), Append((0,))],
+            r"3\. append .*; refused: no room \(1 blocks needed, 0 free\)",
+        ),
+        (
+            LosesAllButTheRowsAhead,
+            [Append((0,)), Append((0,)), Append((1, 0, 2))],
+            r"3\. append .*; refused behind its first 1 rows: no room \(3 blocks needed, 1 free\)",
+        ),
+        (
+            LosesAllThatItCannotTrim,
+            [Append((0,)), Append((0,)), Append((0,)), Truncate(0, 1)],
+            r"4\. .*; refused: it cannot be trimmed",
+        ),
+    ],
+)
+def test_a_step_that_was_refused_says_why(
+    cache: type[KVCacheAdapter], steps: list[Operation], marked: str
+) -> None:
+    with pytest.raises(Divergence) as found:
+        run_history(cache, History(SPEC, tuple(steps)))
+    said = str(found.value).splitlines()
+    assert [line.strip() for line in said if "; refused" in line and re.search(marked, line)]
+    assert sum("; refused" in line for line in said) == 1
+
+
+class LosesAllWhenItFrees(PagedCache):
+    def free(self, seq: int) -> None:
+        super().free(seq)
+        self.keys.zero_()
+
+
+def test_a_step_that_was_not_refused_is_not_marked() -> None:
+    with pytest.raises(Divergence) as found:
+        run_history(LosesAllWhenItFrees, History(SPEC, (Append((0, 1)), Free(1))))
+    assert "; refused" not in str(found.value)
