@@ -36,14 +36,19 @@ def variables() -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Return the versions of what the harness needs."""
-    return {name: version for name in _OWN if (version := _version(name))}
+    return {name: found for name in _OWN if (found := _version(name))}
+
+
+def version() -> str:
+    """Return what this distribution is called, with its version."""
+    return f"roseinfer {_version('roseinfer')}"
 
 
 def distribution_of(target: str) -> str:
     """Return name and version of the distribution that ``package.module:Class`` is from, or ""."""
     package = target.partition(":")[0].partition(".")[0]
-    if version := _version(package):
-        return f"{package} {version}"
+    if found := _version(package):
+        return f"{package} {found}"
     # This comes second because it reads the file list of everything that is installed.
     owners = metadata.packages_distributions().get(package) or _editable_owners(package)
     return ", ".join(f"{name} {_version(name)}" for name in dict.fromkeys(owners))

@@ -41,7 +41,7 @@ def replay(file: str, allowed: Allowed) -> int:
             f'{file} was recorded on "{example.device}", which this machine does not have; change '
             '"device" in the file to replay it elsewhere'
         )
-    for line in traces.other_environment(trace):
+    for line in (*traces.other_version(trace), *traces.other_environment(trace)):
         print(line)
     source = allowed.file(trace)
     print(f"replaying on {trace['adapter']} ({trace['check']})")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_roseinfer.adapters.mix import RequestMix
 from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.engines.run import run_forks, run_mix
-from pytest_roseinfer.environment import variables
+from pytest_roseinfer.environment import variables, version
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.machine import run_history
 from pytest_roseinfer.running.metamorphic import (
@@ -27,7 +27,7 @@ from pytest_roseinfer.settings import SHIPPED_TARGETS
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from pytest_roseinfer.adapters.base import Adapter
 
@@ -46,9 +46,11 @@ _SCRIPT = '''\
 
 import os
 import sys
+from pathlib import Path
 
 os.environ.update({environment})
-sys.path[:0] = {folders}
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / folder) for folder in {folders}]
 
 from {kind.__module__} import {kind.__name__}
 from pytest_roseinfer.adapters.load_target import load_target
@@ -56,7 +58,7 @@ from {module} import {check}
 
 EXAMPLE = {example}
 
-Adapter = load_target({adapter!r}, {file!r})
+Adapter = load_target({adapter!r}{file})
 {check}(Adapter, {kind.__name__}.from_json(EXAMPLE))
 print("it ran through: nothing differed")
 '''
@@ -65,23 +67,31 @@ print("it ran through: nothing differed")
 def save(adapter: type[Adapter], example: Example, check: str, message: str, folder: str) -> str:
     """Write the trace and the script; say how to run them, or why there are none."""
     try:
-        trace = {**trace_of(adapter, check), "example": example.to_json()}
+        trace = {**trace_of(adapter, check, folder), "example": example.to_json()}
         return _write(trace, message, Path(folder))
     except (OSError, TypeError) as error:
         # Failing to save must not hide what was found.
         return f"no replay was saved: {error}"
 
 
-def trace_of(adapter: type[Adapter], check: str) -> dict[str, Any]:
-    """Return a trace without an example; raise ``TypeError`` where none can be replayed."""
+def trace_of(adapter: type[Adapter], check: str, folder: str) -> dict[str, Any]:
+    """Return a trace without an example; raise ``TypeError`` where none can be replayed.
+
+    It goes to a ``folder`` of the project's root. Its paths begin there, so that it means the same
+    in another checkout.
+    """
     name = coverage.name_of(adapter)
     if "<locals>" in name:
         raise TypeError(f"{name} is defined in a function and cannot be imported")
+    root = Path(folder).resolve().parent
     return {
+        "version": version(),
         "adapter": name,
-        "file": str(Path(inspect.getfile(adapter)).resolve()),
-        "folders": _folders(),
-        "environment": variables(),
+        "file": "".join(_within(root, [Path(inspect.getfile(adapter))])),
+        "folders": _within(root, _folders()),
+        "environment": {
+            name: text for name, text in variables().items() if not Path(text).is_absolute()
+        },
         "check": check,
     }
 
@@ -109,7 +119,8 @@ def _write(trace: dict[str, Any], message: str, folder: Path) -> str:
     trace_file, script_file = folder / f"{stem}.json", folder / f"{stem}.py"
     trace_file.write_text(text, encoding="utf-8")
     script = _SCRIPT.format(
-        **{name: trace[name] for name in ("adapter", "file", "check", "environment", "folders")},
+        **{name: trace[name] for name in ("adapter", "check", "environment", "folders")},
+        file=f", str(ROOT / {trace['file']!r})" if trace["file"] else "",
         kind=_kind(trace),
         module=CHECKS[trace["check"]].__module__,
         message="\n".join(f"# {line}".rstrip() for line in message.splitlines()),
@@ -125,12 +136,18 @@ def how_to_replay(file: Path, adapter: str) -> str:
     return f"replay with: pytest --roseinfer-replay {file}{named}"
 
 
-def _folders() -> list[str]:
+def _within(root: Path, paths: Iterable[Path]) -> list[str]:
+    """List the paths that lie within ``root``, as they are called from there."""
+    resolved = [path.resolve() for path in paths]
+    return [path.relative_to(root).as_posix() for path in resolved if path.is_relative_to(root)]
+
+
+def _folders() -> list[Path]:
     """List the entries of ``sys.path`` that no installation made, such as those pytest adds."""
     installed = [Path(path).resolve() for path in sysconfig.get_paths().values()]
     folders = [Path(entry).resolve() for entry in sys.path]
     return [
-        str(folder)
+        folder
         for folder in dict.fromkeys(folders)
         if folder.is_dir() and not any(folder.is_relative_to(root) for root in installed)
     ]

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_roseinfer.environment import version
 from pytest_roseinfer.settings import SHIPPED_TARGETS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 TRUST = "--roseinfer-replay-trust"
 _FIELDS: Mapping[str, type[Any]] = {
@@ -52,15 +53,18 @@ class Allowed:
 
     def file(self, trace: Mapping[str, Any]) -> str:
         """Return the adapter's file, or nothing where its module must be found without."""
-        file: str = trace["file"]
-        usable = self.trusted or (trace["adapter"] not in SHIPPED_TARGETS and self._is_inside(file))
-        return file if usable else ""
+        if not trace["file"] or (trace["adapter"] in SHIPPED_TARGETS and not self.trusted):
+            return ""
+        return "".join(self._usable([trace["file"]]))
 
     def folders(self, trace: Mapping[str, Any]) -> list[str]:
-        return [each for each in trace["folders"] if self.trusted or self._is_inside(each)]
+        return self._usable(trace["folders"])
 
-    def _is_inside(self, path: str) -> bool:
-        return Path(path).resolve().is_relative_to(self.project.resolve())
+    def _usable(self, paths: Iterable[str]) -> list[str]:
+        """Return paths from the root of the project that this run may use, as they are here."""
+        root = self.project.resolve()
+        found = [(root / path).resolve() for path in paths]
+        return [str(path) for path in found if self.trusted or path.is_relative_to(root)]
 
 
 def read(file: str) -> dict[str, Any]:
@@ -81,6 +85,12 @@ def read(file: str) -> dict[str, Any]:
         if not all(isinstance(each, str) for each in texts):
             raise TraceError(f"{file} is no trace: {name} must hold texts")
     return trace
+
+
+def other_version(trace: Mapping[str, Any]) -> list[str]:
+    """Say by which version it was saved, if that was another."""
+    saved_by, own = trace.get("version", "an older version, which does not say which"), version()
+    return [] if saved_by == own else [f"it was saved by {saved_by}, and this is {own}"]
 
 
 def device_of(trace: Mapping[str, Any]) -> str:

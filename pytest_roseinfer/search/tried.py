@@ -27,7 +27,7 @@ def kept(
     """
     path = Path(folder) / f"{adapter.__name__}-tried-by-{os.getpid()}.json"
     try:
-        trace = reproduce.trace_of(adapter, name)
+        trace = reproduce.trace_of(adapter, name, folder)
         beginning = json.dumps(trace)[:-1]
         reproduce.make_folder(path.parent)
         file = path.open("wb", buffering=0)

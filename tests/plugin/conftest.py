@@ -110,9 +110,9 @@ class Project:
         (file,) = (self.path / ".roseinfer").glob(f"*{suffix}")
         return file
 
-    def run_script(self) -> subprocess.CompletedProcess[str]:
+    def run_script(self, file: Path | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", _WITHOUT_PYTEST, str(self.saved(".py"))],
+            [sys.executable, "-c", _WITHOUT_PYTEST, str(file or self.saved(".py"))],
             cwd=self.path.parent,  # not where the project is
             capture_output=True,
             text=True,

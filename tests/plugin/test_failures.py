@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,6 +125,17 @@ def test_a_saved_failure_runs_again_whatever_its_folder_is_called(project: Proje
     fail_in_test_file(project, "email", "importlib")
     broken = project.run_script()
     assert broken.returncode == 1
+    assert "Divergence: peek: sequence 0, layer 0, K: position " in broken.stderr
+
+
+def test_what_is_saved_means_the_same_in_another_checkout(project: Project, tmp_path: Path) -> None:
+    fail_in_test_file(project, "checks", "prepend")
+    trace, script = project.saved(".json"), project.saved(".py")
+    assert str(project.path) not in trace.read_text() + script.read_text()
+    checkout = tmp_path / "another"
+    shutil.copytree(project.path, checkout)
+    shutil.rmtree(project.path / "checks")
+    broken = project.run_script(checkout / ".roseinfer" / script.name)
     assert "Divergence: peek: sequence 0, layer 0, K: position " in broken.stderr
 
 

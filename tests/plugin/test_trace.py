@@ -10,6 +10,7 @@ import pytest
 
 from pytest_roseinfer import CacheSpec, History
 from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.environment import version
 from pytest_roseinfer.search.replay import replay
 from pytest_roseinfer.search.trace import Allowed, TraceError
 
@@ -101,6 +102,36 @@ def test_what_is_malformed_is_said_with_its_place(
         replay(write(tmp_path, **changed), allowed)
     assert said in str(refused.value)
     assert str(refused.value).startswith(str(tmp_path / "trace.json"))
+
+
+def test_paths_begin_at_the_root_of_the_project(tmp_path: Path, allowed: Allowed) -> None:
+    here = str(allowed.project)
+    named = {"adapter": "named:Cache", "file": "tests/mine.py", "folders": ["tests", "..", here]}
+    assert allowed.file(named) == f"{here}/tests/mine.py"
+    assert allowed.folders(named) == [f"{here}/tests", here]
+    trusting = Allowed((), allowed.project, trusted=True)
+    assert trusting.folders(named) == [f"{here}/tests", str(tmp_path), here]
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "said"),
+    [
+        ({}, "it was saved by an older version, which does not say which, and this is roseinfer "),
+        ({"version": "roseinfer 0.0.9"}, "it was saved by roseinfer 0.0.9, and this is roseinfer "),
+        ({"version": version()}, ""),
+    ],
+)
+def test_a_trace_of_another_version_says_so(
+    saved_by: dict[str, str],
+    said: str,
+    tmp_path: Path,
+    allowed: Allowed,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert replay(write(tmp_path, **saved_by), allowed) == 0
+    found = [line for line in capsys.readouterr().out.splitlines() if "it was saved" in line]
+    assert bool(found) == bool(said)
+    assert all(line.startswith(said) for line in found)
 
 
 def test_a_line_that_is_no_json_is_named(tmp_path: Path, allowed: Allowed) -> None:
