@@ -116,6 +116,8 @@ def _generate(args: argparse.Namespace) -> int:
     if len(prompts) == 1 and not args.json:
         return _stream(llm, prompts[0], params, as_ids=args.token_ids)
     outputs = llm.generate(prompts, params)
+    for number, each in enumerate(outputs, 1):
+        _say_if_cut(each.finish_reason, len(each.token_ids), params, f"prompt {number}: ")
     if args.json:
         for output in map(asdict, outputs):
             if not args.logprobs:
@@ -127,6 +129,15 @@ def _generate(args: argparse.Namespace) -> int:
     for number, error in errors.items():
         _complain(f"prompt {number}: {error}")
     return _FAILED if errors else 0
+
+
+def _say_if_cut(reason: str, generated: int, params: SamplingParams, whose: str = "") -> None:
+    """Say that a text is shorter than was asked for, though the model did not end it."""
+    if reason == "length" and generated < params.max_new_tokens:
+        _complain(
+            f"{whose}the text was cut after {generated} of {params.max_new_tokens} tokens: it has "
+            "as many with its prompt as the model has positions, or as --max-length allows"
+        )
 
 
 def _complain(what: object) -> None:
@@ -219,8 +230,11 @@ def _interrupts_kill() -> Iterator[None]:
 
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_ids: bool) -> int:
     space = ""
+    generated, reason = 0, ""
     try:
         for update in llm.stream(prompt, params):
+            generated += update.token_id is not None
+            reason = update.finish_reason or ""
             if not as_ids:
                 print(update.text, end="", flush=True)
             elif update.token_id is not None:
@@ -233,6 +247,7 @@ def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_ids: bool) -
         _complain(error)
         return _FAILED
     print(flush=True)
+    _say_if_cut(reason, generated, params)
     return 0
 
 

@@ -38,6 +38,21 @@ def test_one_prompt_that_cannot_be_served(run: Run) -> None:
     assert line.startswith("roseinfer generate: a prompt of 1024 tokens leaves no room")
 
 
+@pytest.mark.parametrize("more", [(), ("--json",), ("--prompt", "b")])
+def test_a_text_that_has_no_room_is_said_to_be_cut(run: Run, more: tuple[str, ...]) -> None:
+    """The tiny model has 1024 positions, and a token for each character."""
+    outcome = run("--prompt", TOO_LONG[:-9], "--max-new-tokens", "12", "--ignore-eos", *more)
+    assert outcome.status == 0
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("roseinfer generate: prompt 1: " if more else "roseinfer generate: ")
+    assert "the text was cut after 9 of 12 tokens" in line
+
+
+def test_a_text_of_as_many_tokens_as_were_asked_for_is_not_cut(run: Run) -> None:
+    outcome = run("--prompt", TOO_LONG[:-12], "--max-new-tokens", "12", "--ignore-eos")
+    assert (outcome.status, outcome.err) == (0, "")
+
+
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_the_other_prompts_are_served(run: Run, llm: LLM, form: str) -> None:
     outcome = run("--prompt", TOO_LONG, "--prompt", "b", *FEW, *(["--json"] * (form == "json")))
