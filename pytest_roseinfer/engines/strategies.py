@@ -78,10 +78,10 @@ def request_mixes(
 ) -> RequestMix:
     """A small engine and requests that share prefixes, crowd its cache and come and go.
 
-    Some begin with short and long prompts in turn, all at once. Of these, half
-    crowd the cache for certain: they run to their last token, and there are hardly more blocks
-    than the largest takes. As many are a prompt and its continuation, in a cache that holds no
-    more than that, or a relay, or end early before another that waits. With ``aim``,
+    Five in eleven begin with short and long prompts in turn, all at once. Of these, three crowd
+    the cache for certain: they run to their last token, and there are hardly more blocks than the
+    largest takes. Two are a prompt and its continuation, in a cache that holds no more than that;
+    two end early before another that waits, one is a relay, and one comes anyhow. With ``aim``,
     the engine has the switches that path needs.
     """
     new = min(most_steps, adapter.most_tokens // 3)

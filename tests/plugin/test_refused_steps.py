@@ -34,13 +34,8 @@ class LosesAllWhenFull(PagedCache):
             raise
 
 
-class LosesAllButTheRowsAhead(RowWise):
-    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        try:
-            super().append(seqs, key, value)
-        except CacheFull:
-            self.keys.zero_()
-            raise
+class LosesAllButTheRowsAhead(LosesAllWhenFull, RowWise):
+    pass
 
 
 class LosesAllThatItCannotTrim(StateCache):
