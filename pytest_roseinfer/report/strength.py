@@ -1,37 +1,80 @@
-"""How many planted bugs the search is known to find: a measurement that ships with the package."""
+"""How many planted bugs each profile is known to find, a measurement that ships with it."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.settings import PROFILES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_roseinfer.settings import Settings
 
 FILE = Path(__file__).with_name("strength.json")
 """Only ``python -m tests.mutants --write-docs`` writes it."""
+_RELIABLY = 0.9
+"""A bug counts as found by a profile when at least this share of the seeds found it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strength:
     """The result of one hunt for every planted bug."""
 
-    planted: int
-    found: int
-    """How many of them every seed found."""
-    seeds: int
     profile: str
+    planted: int
+    seeds: int
+    missed: Mapping[str, int]
+    """The bugs that some seed missed, and how many seeds found each."""
     version: str
     """The version of roseinfer that was measured."""
     date: str
 
     @classmethod
-    def read(cls) -> Strength:
-        return cls(**json.loads(FILE.read_text(encoding="utf-8")))
+    def of(cls, profile: str) -> Strength | None:
+        """Read what was measured of a profile, if anything was."""
+        measured = _read().get(profile)
+        return cls(**measured) if measured else None
+
+    @property
+    def unreliable(self) -> Mapping[str, int]:
+        """The bugs that too many seeds missed."""
+        least = _RELIABLY * self.seeds
+        return {name: found for name, found in self.missed.items() if found < least}
+
+    @property
+    def found(self) -> int:
+        return self.planted - len(self.unreliable)
 
     def write(self) -> None:
-        FILE.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        measured = {**_read(), self.profile: asdict(self)}
+        FILE.write_text(json.dumps(measured, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        return (
-            f"the profile {self.profile} finds {self.found} of {self.planted} planted bugs, each "
-            f"with all of {self.seeds} seeds (roseinfer {self.version}, {self.date})"
+        of_seeds = f"each of {self.seeds}"
+        if self.missed:
+            of_seeds = f"at least {_RELIABLY:.0%} of {self.seeds}"
+        left_out = "".join(
+            f"; {name} with {found} of them" for name, found in self.unreliable.items()
         )
+        return (
+            f"when it was last measured (roseinfer {self.version}, {self.date}), {self.profile} "
+            f"found {self.found} of {self.planted} planted bugs with {of_seeds} seeds{left_out}"
+        )
+
+
+def how_strong(asked: Settings) -> str:
+    """Say how much a search as asked is known to find."""
+    usual = PROFILES[asked.profile]
+    if (asked.examples, asked.steps) != (usual.examples, usual.steps):
+        return f"not measured: {asked.examples} examples in place of {usual.examples}"
+    measured = Strength.of(asked.profile)
+    return str(measured) if measured else f"not measured for the profile {asked.profile}"
+
+
+def _read() -> dict[str, dict[str, object]]:
+    measured: dict[str, dict[str, object]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return measured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.adapters.load_target import TargetError, require_module
@@ -13,7 +14,7 @@ from pytest_roseinfer.mistakes import (
     require_at_least,
     require_report,
 )
-from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS
+from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, Settings
 
 if TYPE_CHECKING:
     import argparse
@@ -83,7 +84,6 @@ def _search(args: argparse.Namespace) -> int:
     import pytest
     import torch
 
-    from pytest_roseinfer.report.strength import Strength
     from pytest_roseinfer.suite.workers import WORKERS, Workers, usable_cores
 
     gpu = torch.cuda.is_available() and not args.cpu
@@ -98,8 +98,22 @@ def _search(args: argparse.Namespace) -> int:
         arguments += [f"--roseinfer-{name}={value}" for value in values if value is not None]
     # Tests that share one GPU would wait for each other.
     workers = 1 if gpu else min(WORKERS, usable_cores())
+    began = monotonic()
     status = int(pytest.main(arguments, plugins=[Workers(workers)]))
     if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        known = f"How much a search finds: {Strength.read()}."
-        print(f"Searched with the profile {args.profile}. {known}")
+        print(_looked_at(args, monotonic() - began))
     return status
+
+
+def _looked_at(args: argparse.Namespace, seconds: float) -> str:
+    """Say how hard this run looked, and how much such a look is known to find."""
+    from pytest_roseinfer.report.strength import how_strong
+    from pytest_roseinfer.running import coverage
+
+    tried = sum(target.histories for target in coverage.current().targets.values())
+    usual = PROFILES[args.profile]
+    asked = Settings(args.profile, args.examples or usual.examples, usual.steps)
+    return (
+        f"Looked at {tried} histories and mixes of requests in {seconds:.0f} s, profile "
+        f"{args.profile}.\nHow much such a look finds: {how_strong(asked)}."
+    )

@@ -27,6 +27,7 @@ _ALONE = "transformers"
 """The slow twin: a model's own attention, without a cache, batches, or any code of ours."""
 _RUN_AHEAD = (0, 1, 3)
 
+_IN_CHUNKS = {"chunked_prefill": True, "prefill_max_tokens": 3}
 _KERNELS = {"paged_attention": True}
 _RESIDENT = {"resident_decode": True, "per_layer_kv": False}
 _RESIDENT_KERNELS = {**_RESIDENT, **_KERNELS}
@@ -34,7 +35,7 @@ _REUSED_AT_ONCE = {**_RESIDENT, "prefix_cache": False, "max_batch_size": 8}
 """A new sequence takes what another one gave up while others still decode beside it."""
 _ONE_BY_ONE = {**_RESIDENT, "prefill_max_batch_size": 1, "max_batch_size": 8}
 """Sequences begin to decode one after another, and none ends in between."""
-_TWO_AT_ONCE = {**_RESIDENT, "max_batch_size": 2}
+_TWO_AT_ONCE = {**_RESIDENT, **_IN_CHUNKS, "prefix_cache": True, "max_batch_size": 2}
 _PACKED = {"prefill_admission_policy": "pack", "prefill_max_tokens": 8, "max_batch_size": 8}
 
 
@@ -47,7 +48,7 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.RUN_AHEAD: [{**_RESIDENT, "run_ahead": 2}, {**_REUSED_AT_ONCE, "run_ahead": 3}],
     EnginePath.BATCHED: (),
     EnginePath.MIXED: (),
-    EnginePath.CHUNKED: [{"chunked_prefill": True, "prefill_max_tokens": 3}],
+    EnginePath.CHUNKED: [_IN_CHUNKS],
     EnginePath.OVERTAKEN: [_PACKED],
     EnginePath.PREFIX_HIT: [{"prefix_cache": True}],
     EnginePath.RESUMED: [{"max_batch_size": 8}],
@@ -64,7 +65,12 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
 }
 """Only ``COMPILED`` is missing. To compile takes seconds for every model of every mix, so no
 switch here asks for it, and ``tests/engine/test_compiling.py`` compares it with its twin."""
-_FIRST = (EnginePath.RESIDENT, EnginePath.RUN_AHEAD, EnginePath.PADDED_HEAD)
+_FIRST = (
+    EnginePath.RESIDENT,
+    EnginePath.RUN_AHEAD,
+    EnginePath.PADDED_HEAD,
+    EnginePath.LIKELIEST,  # which runs most of the kernels
+)
 _OF_KERNELS = 0.25
 """A mix takes 15 times as long with them as without, under Triton's interpreter."""
 _SHARES = {

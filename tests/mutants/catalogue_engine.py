@@ -85,7 +85,7 @@ MUTANTS = (
         "min(len(session.token_ids), len(session.block_lists[0]) * size):",
         ("20", "S2"),
     ),
-    _mutant(
+    Mutant(
         "cancelled-and-kept-whole",
         "A prompt that is cancelled between two chunks leaves what it has room for to be found.",
         _SUPPLY,
@@ -93,7 +93,8 @@ MUTANTS = (
         "        if 0 < session.stored < request.prompt_length:\n"
         "            session.stored = min(session.room, request.prompt_length)\n"
         "        session.cut(self._kv, len(session.token_ids))\n",
-        ("S5",),
+        rows=("S5",),
+        targets=(ENGINE,),  # without a model nothing is cancelled
     ),
     _mutant(
         "anothers-block-let-go",

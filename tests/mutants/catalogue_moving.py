@@ -168,5 +168,6 @@ MUTANTS = (
         "        if key.shape != shape or value.shape != shape:\n",
         "        if key.shape != shape:\n",
         rows=("28",),
+        targets=(PER_LAYER,),
     ),
 )

@@ -15,7 +15,7 @@ from pytest_roseinfer.adapters.load_target import TargetError, load_target
 from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, choose_kernel_runtime
 from tests.mutants import report
 from tests.mutants.catalogue import CATALOGUE, find
-from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Task
+from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, PROFILE, RANDOM, Job, Task
 from tests.mutants.options import DESCRIPTION, add_options
 from tests.mutants.results import sum_up
 from tests.mutants.runner import WorkerFailed, run
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tests.mutants.mutant import Mutant
 
 _COMMAND = "python -m tests.mutants"
+_RANDOM_SEEDS = 3
+"""How many seeds are compared with random operations, which take longer than the search."""
 _SEEDS_OF_A_JOB = 4
 """How many seeds search an unbroken copy one after the other, each to its end."""
 
@@ -76,19 +78,22 @@ def _list(mutants: Sequence[Mutant]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def jobs_for(mutants: Sequence[Mutant], *, seeds: int, compare: bool) -> list[Job]:
+def jobs_for(
+    mutants: Sequence[Mutant], *, seeds: int, compare: bool, profile: str = PROFILE
+) -> list[Job]:
     """What to try on each mutant; with ``compare``, random operations and examples too."""
     jobs = []
+    hard = PROFILES[profile]
     for mutant in mutants:
         comparable = compare and bool(mutant.module)  # examples are of our own cache
         tasks = [Task(DIRECTED)] if mutant.directed else []
         for seed in range(seeds if mutant.targets else 0):
             tasks.append(Task(HUNT, seed))
-            if comparable:
+            if comparable and seed < _RANDOM_SEEDS:
                 tasks.append(Task(RANDOM, seed))
         if comparable:
             tasks.append(Task(EXAMPLES))
-        jobs.append(Job(mutant, mutant.targets, tuple(tasks)))
+        jobs.append(Job(mutant, mutant.targets, tuple(tasks), hard.examples, hard.steps))
     return jobs
 
 
@@ -104,9 +109,10 @@ def alarm_jobs(seeds: int, targets: tuple[str, ...]) -> list[Job]:
 
 def _look_for_bugs(asked: argparse.Namespace, mutants: list[Mutant]) -> int:
     seeds = 1 if asked.quick else asked.seeds
-    outcomes, seconds = _do(
-        jobs_for(mutants, seeds=seeds, compare=not asked.quick), asked.jobs, "planted bugs"
-    )
+    # What a search finds is compared with what others find where it looks hardest.
+    compare = not asked.quick and asked.profile == PROFILE
+    jobs = jobs_for(mutants, seeds=seeds, compare=compare, profile=asked.profile)
+    outcomes, seconds = _do(jobs, asked.jobs, "planted bugs")
     results = sum_up(mutants, outcomes)
     print(report.table(results))
     print(f"\n{report.summary(results, seconds)}")
@@ -115,9 +121,14 @@ def _look_for_bugs(asked: argparse.Namespace, mutants: list[Mutant]) -> int:
             if result.survived and outcome.killed:
                 print(f"  {outcome.mutant}, seed {outcome.seed}: {outcome.check}: {outcome.what}")
     if asked.write_docs:
-        report.write_results(Path(asked.write_docs), results, seconds, _command(asked))
+        strength = report.strength(results, seeds, asked.profile)
+        page, how = Path(asked.write_docs), _command(asked)
+        if asked.profile == PROFILE:
+            report.write_results(page, results, seconds, how)
+        else:
+            report.write_profile(page, results, strength, seconds, how)
         if not asked.names and not asked.quick:
-            report.strength(results, seeds).write()
+            strength.write()
     return int(any(result.survived for result in results))
 
 
@@ -143,8 +154,10 @@ def _command(asked: argparse.Namespace) -> str:
     if asked.false_alarms:
         parts += [f"--false-alarms {asked.false_alarms}"]
         parts += ["--targets", *asked.targets] if asked.targets else []
-    elif asked.quick:
-        parts.append("--quick")
-    elif asked.seeds != 10:
-        parts.append(f"--seeds {asked.seeds}")
+    else:
+        parts += [f"--profile {asked.profile}"] if asked.profile != PROFILE else []
+        if asked.quick:
+            parts.append("--quick")
+        elif asked.seeds != 10:
+            parts.append(f"--seeds {asked.seeds}")
     return " ".join([*parts, f"--write-docs {asked.write_docs}"])

@@ -9,7 +9,7 @@ from pytest_roseinfer.settings import PROFILES
 from tests.mutants.mutant import Mutant
 
 PROFILE = "ci"
-"""How hard the search for a planted bug looks."""
+"""How hard the search for a planted bug looks, unless said otherwise."""
 HUNT = "hunt"
 """The search that users get."""
 RANDOM = "random"

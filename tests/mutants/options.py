@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from tests.mutants.jobs import PROFILE
+
 if TYPE_CHECKING:
     import argparse
 
 DESCRIPTION = (
     "Plant every bug of the catalogue in a copy of the engine, one at a time, and search each "
-    "copy as the ci profile does, without a GPU. Exit status 0 only when every bug was found "
-    "by every seed."
+    "copy as a profile does, without a GPU. Exit status 0 only when every bug was found by "
+    "every seed."
 )
 
 
@@ -20,6 +22,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="name the bugs and do nothing else")
     parser.add_argument(
         "--seeds", type=_at_least_one, default=10, help="searches of each bug (default: 10)"
+    )
+    parser.add_argument(
+        "--profile",
+        choices=("dev", PROFILE),
+        default=PROFILE,
+        help=f"how hard to look (default: {PROFILE})",
     )
     parser.add_argument("--quick", action="store_true", help="one seed each, compared with nothing")
     parser.add_argument(

@@ -12,7 +12,6 @@ from tabulate import tabulate
 
 from pytest_roseinfer.report.strength import Strength
 from tests.mutants.catalogue import NOT_PLANTED
-from tests.mutants.jobs import PROFILE
 from tests.mutants.known_bugs import KNOWN_BUGS
 
 if TYPE_CHECKING:
@@ -88,13 +87,32 @@ def write_results(file: Path, results: Sequence[Result], seconds: float, command
     _put(file, _LEFT_OUT, left_out())
 
 
-def strength(results: Sequence[Result], seeds: int) -> Strength:
+def write_profile(
+    file: Path, results: Sequence[Result], strength: Strength, seconds: float, command: str
+) -> None:
+    """Put into the page what a profile other than the usual one finds, and what it misses."""
+    body = f"{_how(command)}\n{_sentence(str(strength))} The hunt took {seconds:.0f} s.\n"
+    if missed := [result for result in results if result.survived]:
+        body += "\nMissed by some of the seeds:\n\n"
+        body += table(missed, style="github", words=True) + "\n"
+    _put(file, strength.profile, body)
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def strength(results: Sequence[Result], seeds: int, profile: str) -> Strength:
     """What these results, of every planted bug, say of the search."""
     return Strength(
+        profile=profile,
         planted=len(results),
-        found=sum(not result.survived for result in results),
         seeds=seeds,
-        profile=PROFILE,
+        missed={
+            result.mutant.name: sum(outcome.killed for outcome in result.searches)
+            for result in results
+            if result.survived
+        },
         version=version("roseinfer"),
         date=str(_today()),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -41,7 +42,11 @@ def test_every_option_has_an_effect(project: Project) -> None:
     assert done.stdout.startswith("roseinfer verify: checking ListCache\n")
     assert "\nSKIPPED [1]" in done.stdout
     assert "ListCache has no option_choices" in done.stdout
-    assert "Searched with the profile ci." in done.stdout
+    looked, finds = done.stdout.splitlines()[-2:]
+    assert re.fullmatch(
+        r"Looked at \d+ histories and mixes of requests in \d+ s, profile ci.", looked
+    )
+    assert finds == "How much such a look finds: not measured: 3 examples in place of 500."
     assert (project.path / "kv.html").is_file()
     report = json.loads((project.path / "kv.json").read_text())
     (target,) = report["targets"]

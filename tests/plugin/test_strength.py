@@ -1,0 +1,65 @@
+"""What a run says of how much its search is known to find."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_roseinfer.report import strength
+from pytest_roseinfer.report.strength import Strength, how_strong
+from pytest_roseinfer.settings import PROFILES, Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    path = tmp_path / "strength.json"
+    path.write_text("{}")
+    monkeypatch.setattr(strength, "FILE", path)
+    return path
+
+
+def measure(profile: str = "dev", missed: Mapping[str, int] | None = None) -> None:
+    Strength(profile, 40, 10, missed or {}, "1.2", "2026-01-31").write()
+
+
+def asked(profile: str) -> Settings:
+    return Settings(profile, PROFILES[profile].examples, PROFILES[profile].steps)
+
+
+def test_a_bug_is_found_where_nine_of_ten_seeds_find_it() -> None:
+    measure(missed={"mostly-found": 9, "luck": 8, "too-rare": 0})
+    assert how_strong(asked("dev")) == (
+        "when it was last measured (roseinfer 1.2, 2026-01-31), dev found 38 of 40 planted bugs "
+        "with at least 90% of 10 seeds; luck with 8 of them; too-rare with 0 of them"
+    )
+
+
+def test_every_bug_with_every_seed() -> None:
+    measure()
+    assert how_strong(asked("dev")).endswith(
+        "dev found 40 of 40 planted bugs with each of 10 seeds"
+    )
+
+
+def test_what_was_not_measured_is_not_said() -> None:
+    measure("ci")
+    assert how_strong(asked("nightly")) == "not measured for the profile nightly"
+    fewer = Settings("ci", examples=7, steps=PROFILES["ci"].steps)
+    assert how_strong(fewer) == "not measured: 7 examples in place of 500"
+
+
+def test_profiles_are_measured_one_by_one(file: Path) -> None:
+    measure("ci")
+    measure("dev", {"luck": 8})
+    measure("ci", {"mostly-found": 9})
+    said = json.loads(file.read_text())
+    assert {profile: each["missed"] for profile, each in said.items()} == {
+        "ci": {"mostly-found": 9},
+        "dev": {"luck": 8},
+    }
