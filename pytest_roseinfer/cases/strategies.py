@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
+from pytest_roseinfer.adapters.compiled_shapes import Bounds, few_of, few_shapes
 from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.cases.kernel_inputs import block_tables, strided_views
 from pytest_roseinfer.cases.layer_windows import layer_windows
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+_INTERPRETED_ON = "cpu"
 _FEW_HEADS = 8
 _SMALL_HEAD = 16
 _MOST_OF_A_TOKEN = 3200
@@ -76,7 +78,14 @@ def cache_specs(
     pools: Sequence[int] = _POOLS,
 ) -> CacheSpec:
     """Draw small caches of awkward shapes: odd head sizes, tiny blocks, few of them."""
-    num_heads, head_dim, block_size = draw(_shapes(head_counts, head_dims, block_sizes))
+    listed = tuple(head_counts), tuple(head_dims), tuple(block_sizes)
+    bounds = _bounds(*listed)
+    if device == _INTERPRETED_ON:
+        sizes = draw(_sizes(*listed, bounds))
+    else:
+        sizes, dtype = draw(st.sampled_from(few_shapes(*listed, tuple(dtypes), bounds)))
+        dtypes, pools = [dtype], pools[:2]
+    num_heads, head_dim, block_size = sizes
     return CacheSpec(
         num_layers=draw(st.sampled_from((1, 2, 1, 4, 2, 3))),
         num_heads=num_heads,
@@ -89,28 +98,37 @@ def cache_specs(
     )
 
 
-@st.composite
-def _shapes(
-    draw: st.DrawFn,
-    head_counts: Sequence[int],
-    head_dims: Sequence[int],
-    block_sizes: Sequence[int],
-) -> tuple[int, int, int]:
-    """Draw one of each. All that are listed are drawn, but large ones less, and not together.
+def _bounds(
+    head_counts: Sequence[int], head_dims: Sequence[int], block_sizes: Sequence[int]
+) -> Bounds:
+    """Bound the size of what is drawn, so that all that is listed can be drawn still.
 
     All that is stored is compared after every step, so that large blocks are slow.
     """
     fewest, smallest = min(head_counts), min(head_dims)
-    of_a_token = max(_MOST_OF_A_TOKEN, fewest * max(head_dims), max(head_counts) * smallest)
-    of_a_block = max(_MOST_OF_A_BLOCK, fewest * smallest * max(block_sizes))
+    return Bounds(
+        max(_MOST_OF_A_TOKEN, fewest * max(head_dims), max(head_counts) * smallest),
+        max(_MOST_OF_A_BLOCK, fewest * smallest * max(block_sizes)),
+    )
+
+
+@st.composite
+def _sizes(
+    draw: st.DrawFn,
+    head_counts: Sequence[int],
+    head_dims: Sequence[int],
+    block_sizes: Sequence[int],
+    bounds: Bounds,
+) -> tuple[int, ...]:
+    """Draw one of each. All that are listed are drawn, but large ones less, and not together."""
     num_heads = draw(st.sampled_from(_mostly_small(head_counts, _FEW_HEADS)))
-    dims = _up_to(of_a_token // num_heads, head_dims)
+    dims = _up_to(bounds.of_a_token // num_heads, head_dims)
     if num_heads > _FEW_HEADS:  # most often as large as they may be, so that a tile is too small
         dims = [max(dims)] * len(dims) + dims
     else:
         dims = _mostly_small(dims, _SMALL_HEAD)
     head_dim = draw(st.sampled_from(dims))
-    longest = max(min(block_sizes), of_a_block // (num_heads * head_dim))
+    longest = max(min(block_sizes), bounds.of_a_block // (num_heads * head_dim))
     return num_heads, head_dim, draw(st.sampled_from(_up_to(longest, block_sizes)))
 
 
@@ -168,6 +186,7 @@ class _Writer:
     draw: st.DrawFn
     adapter: type[KVCacheAdapter]
     oracle: Oracle
+    layouts: Sequence[str]
     steps: list[Operation] = field(default_factory=list)
     names: int = 0
     """The number of names used so far; the next new one."""
@@ -222,7 +241,7 @@ class _Writer:
         return seqs, tuple(map(self.count, seqs))
 
     def layout(self) -> str:
-        return self.pick(LAYOUTS)
+        return self.pick(self.layouts)
 
     def switches(self) -> dict[str, Any]:
         return self.draw(switches(self.adapter))
@@ -286,7 +305,8 @@ def histories(
     if "namespaces" in adapter.abilities:
         texts = in_two_namespaces(texts)
     oracle = ORACLES[bool(spec.windows)].of(adapter, spec, texts)
-    writer = _Writer(draw, adapter, oracle)
+    layouts = LAYOUTS if device == _INTERPRETED_ON else few_of(LAYOUTS, spec)
+    writer = _Writer(draw, adapter, oracle, layouts)
     if told:
         leave_a_text(writer)
     if "use_queue" in adapter.abilities:

@@ -101,9 +101,11 @@ class CoverageGate(Gate):
         if not target.searched:
             return NOT_SEARCHED
         asked = self._asked
+        compiled = f", {target.compiled} kernels compiled" if asked.gpu else ""
         return (
             f"{target.histories} histories of up to {asked.steps} steps on "
-            f"{describe_device(asked)}, profile {asked.profile}, seed {asked.seed}"
+            f"{describe_device(asked)} in {target.seconds:.0f} s{compiled}, profile "
+            f"{asked.profile}, seed {asked.seed}"
         )
 
 

@@ -52,6 +52,7 @@ def page(verdict: Verdict) -> str:
         f"{verdict['steps']} steps",
         "seed": str(verdict["seed"]),
         "required paths": "on" if verdict["required_paths"] else "off",
+        "how much such a search finds": verdict["strength"],
         "versions": _pairs(verdict["versions"], " "),
         "environment": _pairs(verdict["environment"], "="),
     }
@@ -71,7 +72,10 @@ def page(verdict: Verdict) -> str:
 
 def _target(target: Target) -> str:
     name, distribution = escape(target["name"]), escape(target["distribution"])
-    state = f"{target['histories']} histories" if target["searched"] else NOT_SEARCHED
+    state = NOT_SEARCHED
+    if target["searched"]:
+        state = f"{target['histories']} histories in {target['seconds']:.0f} s"
+        state += f", {target['compiled']} kernels compiled" if target["compiled"] else ""
     if target["failed"]:
         state += "; a check failed, as the output of the run shows"
     facts = {

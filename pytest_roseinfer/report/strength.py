@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.settings import PROFILES
 
@@ -75,6 +75,6 @@ def how_strong(asked: Settings) -> str:
     return str(measured) if measured else f"not measured for the profile {asked.profile}"
 
 
-def _read() -> dict[str, dict[str, object]]:
-    measured: dict[str, dict[str, object]] = json.loads(FILE.read_text(encoding="utf-8"))
+def _read() -> dict[str, dict[str, Any]]:
+    measured: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
     return measured

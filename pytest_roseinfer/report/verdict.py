@@ -11,6 +11,7 @@ from pytest_roseinfer.environment import (
     variables,
     versions,
 )
+from pytest_roseinfer.report.strength import how_strong
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,6 +28,10 @@ class Target(TypedDict):
     name: str
     distribution: str
     histories: int
+    seconds: float
+    """The time that its searches took, added up over workers."""
+    compiled: int
+    """The kernels that had to be compiled for it."""
     searched: bool
     failed: bool
     problems: list[str]
@@ -52,6 +57,8 @@ class Verdict(TypedDict):
     steps: int
     seed: int | None
     required_paths: bool
+    strength: str
+    """How much such a search is known to find."""
     versions: dict[str, str]
     environment: dict[str, str]
     targets: list[Target]
@@ -71,6 +78,7 @@ def verdict(
         "steps": asked.steps,
         "seed": asked.seed,
         "required_paths": asked.require_paths,
+        "strength": how_strong(asked),
         "versions": versions(),
         "environment": variables(),
         "targets": [
@@ -85,6 +93,8 @@ def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Targe
         "name": name,
         "distribution": distribution_of(name),
         "histories": target.histories,
+        "seconds": round(target.seconds, 2),
+        "compiled": target.compiled,
         "searched": target.searched,
         "failed": target.failed,
         "problems": list(problems),

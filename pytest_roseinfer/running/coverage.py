@@ -48,6 +48,10 @@ class TargetCoverage:
     checked: Counter[str] = field(default_factory=Counter)
     """How often each invariant was checked."""
     histories: int = 0
+    seconds: float = 0.0
+    """The time that its searches took, added up over workers."""
+    compiled: int = 0
+    """The kernels that had to be compiled for it."""
     searched: bool = False
     """The run began to search this target's histories, which is what reaches paths."""
     failed: bool = False
@@ -125,7 +129,8 @@ class TargetCoverage:
         for name, met in seen["together"].items():
             self.together[name].update(met)
         self.checked.update(seen["checked"])
-        self.histories += seen["histories"]
+        for name in ("histories", "seconds", "compiled"):
+            setattr(self, name, getattr(self, name) + seen[name])
         self.searched |= seen["searched"]
         self.failed |= seen["failed"]
 

@@ -18,6 +18,7 @@ from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 from pytest_roseinfer.search import reproduce
+from pytest_roseinfer.search.compilations import compiled_so_far
 from pytest_roseinfer.search.tried import kept
 
 if TYPE_CHECKING:
@@ -133,11 +134,17 @@ def try_examples(
     if seed is not None:
         # Searches of one run must not all draw the same histories.
         test = seeded(f"{seed} {attempt.__qualname__} {salt}")(test)
+    target = coverage.current().of(adapter)
+    compiled = compiled_so_far if settings.current().gpu else int
+    began, before = monotonic(), compiled()
     try:
         undisturbed(test)
     except (Exception, KeyboardInterrupt, _NotShrunk):
-        coverage.current().of(adapter).failed = True
+        target.failed = True
         raise
+    finally:
+        target.seconds += monotonic() - began
+        target.compiled += compiled() - before
 
 
 def _difference(failure: BaseException | None) -> Difference | None:

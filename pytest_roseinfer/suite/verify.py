@@ -84,7 +84,7 @@ def _search(args: argparse.Namespace) -> int:
     import pytest
     import torch
 
-    from pytest_roseinfer.suite.workers import WORKERS, Workers, usable_cores
+    from pytest_roseinfer.suite.workers import Workers, workers_for
 
     gpu = torch.cuda.is_available() and not args.cpu
     arguments = ["--pyargs", "pytest_roseinfer.suite", "-p", "no:cacheprovider", "-v", "-rfEs"]
@@ -96,10 +96,8 @@ def _search(args: argparse.Namespace) -> int:
         said = getattr(args, name)
         values = said if isinstance(said, list) else [said]
         arguments += [f"--roseinfer-{name}={value}" for value in values if value is not None]
-    # Tests that share one GPU would wait for each other.
-    workers = 1 if gpu else min(WORKERS, usable_cores())
     began = monotonic()
-    status = int(pytest.main(arguments, plugins=[Workers(workers)]))
+    status = int(pytest.main(arguments, plugins=[Workers(workers_for(gpu=gpu))]))
     if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         print(_looked_at(args, monotonic() - began))
     return status

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 WORKERS = 2
 """The search for one engine takes as long as all the others together, and is one test."""
+GPU_WORKERS = 8
+"""On a GPU a search mostly waits for compilers, which other cores are free to run meanwhile."""
 
 
 class Workers:
@@ -27,7 +29,13 @@ class Workers:
         starts = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
         if starts and self.number > 1 and config.option.numprocesses is None:
             config.option.numprocesses = self.number
+            if self.number > WORKERS:  # tests are few, and some take long: none waits behind one
+                config.option.dist = "worksteal"
         return (yield)
+
+
+def workers_for(*, gpu: bool) -> int:
+    return min(GPU_WORKERS if gpu else WORKERS, usable_cores())
 
 
 def usable_cores() -> int:

@@ -52,7 +52,8 @@ def test_the_tutorial_works_as_it_is_printed(project: Project) -> None:
             "roseinfer: target test_mine:ListCache",
             "roseinfer: device cpu *",
             "*= roseinfer: test_mine:ListCache =*",
-            "100 histories of up to 12 steps on cpu (Triton interpreted), profile dev, seed *",
+            "100 histories of up to 12 steps on cpu (Triton interpreted) in * s, "
+            "profile dev, seed *",
             "tested: make, append, peek",
             "not offered: table, ledger, gather, fork, free, prefill, *append_many, *path_counts*",
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
@@ -138,7 +139,7 @@ def summary(result: pytest.RunResult) -> list[str]:
     """Return the lines from the first table to the last one before the count of tests."""
     lines = result.outlines
     first = next(at for at, line in enumerate(lines) if "= roseinfer: caches." in line)
-    return [line for line in lines[first:-1] if line]
+    return [re.sub(r" in \d+ s,", ",", line) for line in lines[first:-1] if line]
 
 
 def test_a_run_inside_of_another_leaves_that_one_alone(project: Project) -> None:

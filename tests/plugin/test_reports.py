@@ -28,7 +28,7 @@ def example() -> Verdict:
     for _ in range(40):
         target.note({"fast": 1, "a<b": 2})
     target.note({"slow": 3, "rare": 1})
-    target.histories = 41
+    target.histories, target.seconds = 41, 2.4
     seen = Coverage()
     seen._targets["mine.caches:Box<int>"] = target
     asked = Settings(seed=9)
@@ -148,7 +148,7 @@ def test_the_page_says_where_a_check_failed() -> None:
     data = example()
     assert "a check failed" not in page(data)
     data["targets"][0]["failed"] = True
-    assert "41 histories; a check failed, as the output of the run shows" in page(data)
+    assert "41 histories in 2 s; a check failed, as the output of the run shows" in page(data)
 
 
 def test_the_page_says_what_the_data_says() -> None:

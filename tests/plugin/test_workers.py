@@ -9,23 +9,24 @@ from typing import Any
 import pytest
 
 from pytest_roseinfer.settings import SHIPPED_TARGETS
-from pytest_roseinfer.suite.workers import Workers, usable_cores
+from pytest_roseinfer.suite import workers
+from pytest_roseinfer.suite.workers import Workers, usable_cores, workers_for
 
 
 def told(
-    workers: int,
+    number: int,
     *,
     plugins: tuple[str, ...] = ("xdist",),
     said: int | None = None,
     **worker: object,
 ) -> Any:
-    """Return what pytest-xdist is told where ``said`` is what the command line says."""
+    """Return how many pytest-xdist is told to start where the command line says ``said``."""
     config = SimpleNamespace(
         **worker,
         pluginmanager=SimpleNamespace(hasplugin=lambda name: name in plugins),
-        option=SimpleNamespace(numprocesses=said),
+        option=SimpleNamespace(numprocesses=said, dist="no"),
     )
-    hook = Workers(workers).pytest_cmdline_main(config)  # type: ignore[arg-type]
+    hook = Workers(number).pytest_cmdline_main(config)  # type: ignore[arg-type]
     next(hook)
     with pytest.raises(StopIteration):
         hook.send(None)
@@ -38,6 +39,14 @@ def test_two_are_asked_for_unless_one_is_enough_or_somebody_said_otherwise() -> 
     assert told(2, said=0) == 0
     assert told(2, said=4) == 4
     assert told(2, plugins=()) is None
+
+
+def test_a_gpu_has_more_of_them_as_far_as_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    for cores in (1, 2, 4, 16):
+        monkeypatch.setattr(workers, "usable_cores", lambda cores=cores: cores)
+        asked.append((workers_for(gpu=False), workers_for(gpu=True)))
+    assert asked == [(1, 1), (2, 2), (2, 4), (2, 8)]
 
 
 def test_a_worker_asks_for_none() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pytest_roseinfer.adapters.compiled_shapes import few_of
 from pytest_roseinfer.cases.payload import VIEWS
 from pytest_roseinfer.findings.finding import Location, find_change
 from pytest_roseinfer.invariants.invariant import ATTENTION, Finding, Observation, invariant
@@ -51,14 +52,18 @@ def questions(
     most = min(len(live), _MOST_SEQUENCES, _MOST_HEADS // spec.num_heads)
     seqs = rng.sample(live, rng.randint(1, most))
     layers = _MOST_HEADS // (len(seqs) * spec.num_heads)
+    groups: Sequence[int] = _QUERY_HEADS
+    views: Sequence[str] = VIEWS
+    if spec.device != "cpu":
+        groups, views = few_of(groups, spec), few_of(views, spec)
     for layer in rng.sample(range(spec.num_layers), min(layers, spec.num_layers)):
         if any(oracle.first_live(seq, layer) == lengths[seq] for seq in seqs):
             continue  # of a window of 1 nothing is left to attend to
-        heads = spec.num_heads * rng.choice(_QUERY_HEADS)
+        heads = spec.num_heads * rng.choice(groups)
         generator = torch.Generator().manual_seed(rng.getrandbits(32))
         # No element is above 2 in size, so that scores stay moderate.
         query = torch.rand((len(seqs), heads, spec.head_dim), generator=generator) * 4 - 2
-        yield seqs, query.to(spec.device, payload.dtype), rng.choice(VIEWS), layer
+        yield seqs, query.to(spec.device, payload.dtype), rng.choice(views), layer
 
 
 @invariant(rank=1, needs=("attend",), after=(ATTENTION,))
