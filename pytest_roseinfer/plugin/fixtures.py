@@ -11,6 +11,8 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.plugin import markers
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pytest_roseinfer.adapters.cache import CacheSpec
     from pytest_roseinfer.gates.time.tpot import Tpot
     from pytest_roseinfer.gates.work.costs import Costs
@@ -73,17 +75,21 @@ def roseinfer_tiny_gpt2(roseinfer_device: str) -> TinyGPT2:
 
 
 @pytest.fixture
-def roseinfer_costs(request: pytest.FixtureRequest) -> Costs:
+def roseinfer_costs(request: pytest.FixtureRequest) -> Iterator[Costs]:
     """Compares the work of a decode step with its baseline, in counts and without a clock.
 
     ``roseinfer_costs.check("steady", engine.step, tokens=8)`` counts torch operations, Triton
     launches, CUDA graph replays, copies between devices, waits, allocations and Python calls;
     more than the baseline fails. ``--roseinfer-update-costs`` writes the baseline.
+    ``check_bytes`` counts the bytes that operations and kernels must move, those of CUDA graphs
+    too if they are captured when the test has this fixture.
     """
     settings.choose_kernel_runtime()
     from pytest_roseinfer.gates.work.costs import Costs
+    from pytest_roseinfer.gates.work.moved.captured_graphs import noting_captures
 
-    return Costs(request.node, markers.arguments(request.node, markers.COSTS))
+    with noting_captures():
+        yield Costs(request.node, markers.arguments(request.node, markers.COSTS))
 
 
 @pytest.fixture

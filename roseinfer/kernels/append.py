@@ -19,11 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from roseinfer.errors import BadArgument
+from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.operands import check_cache_pair, check_index
 from roseinfer.kernels.runtime import KernelLauncher, is_interpreted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from roseinfer.kernels.moves import Given
 
 _Pair = tuple[Tensor, Tensor]
 """Keys and values."""
@@ -62,6 +65,18 @@ def _move_tokens(
     tl.store(v_cache + (blocks * vc_b + positions * vc_t + heads * vc_h + dims * vc_d), v, inside)
 
 
+def _tokens_moved(given: Given) -> dict[str, int]:
+    """Count the new tokens, and what tells where each of them goes."""
+    tokens = given["n"]
+    of_one = given["H"] * given["D"]
+    moved = {
+        name: taken(given[name], tokens * of_one) for name in ("k_cache", "v_cache", "key", "value")
+    }
+    indices = {"rows", "positions", "block_idx"} & given.keys()
+    return moved | {name: taken(given[name], tokens) for name in indices}
+
+
+@moves(_tokens_moved)
 @triton.jit(do_not_specialize=["n", "pos"])
 def _full_batch_kernel(
     k_cache, v_cache, key, value, block_idx,
@@ -84,6 +99,7 @@ def _full_batch_kernel(
     )  # fmt: skip
 
 
+@moves(_tokens_moved)
 @triton.jit(do_not_specialize=["n"])
 def _identity_pos_kernel(
     k_cache, v_cache, key, value, positions, block_idx,
@@ -106,6 +122,7 @@ def _identity_pos_kernel(
     )  # fmt: skip
 
 
+@moves(_tokens_moved)
 @triton.jit(do_not_specialize=["n"])
 def _gather_kernel(
     k_cache, v_cache, key, value, rows, positions, block_idx,

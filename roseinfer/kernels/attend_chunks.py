@@ -14,15 +14,53 @@ import triton.language as tl
 from roseinfer.errors import BadArgument
 from roseinfer.kernels.attend_decode import LOG2_E
 from roseinfer.kernels.dot import dot
+from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.runtime import is_interpreted, launch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+
+    from roseinfer.kernels.moves import Given
 
 _TILE_T = 64
 """A program looks at so many tokens of context together."""
 
 
+def _chunks_moved(given: Given) -> dict[str, int | Callable[[], int]]:
+    """Count every sequence's keys and values up to its last new token, however many read them."""
+    query, tables, k_cache = (given[name] for name in ("query", "tables", "k_cache"))
+    columns = [given[name] for name in ("sequences", "rows", "counts", "positions")]
+    token = taken(k_cache, k_cache.shape[1] * given["D"])
+
+    def lengths() -> list[int]:
+        found: dict[int, int] = {}
+        for sequence, _, count, position in zip(*(each.tolist() for each in columns), strict=True):
+            found[sequence] = max(found.get(sequence, 0), position + count)
+        return [*found.values()]
+
+    def cached() -> int:
+        return token * sum(lengths())
+
+    def listed() -> int:
+        return taken(tables, sum(-(-length // given["BLOCK"]) for length in lengths()))
+
+    return {
+        **{name: taken(given[name], query.numel()) for name in ("query", "out")},
+        **{
+            name: taken(each, each.numel())
+            for name, each in zip(
+                ("sequences", "rows", "counts", "positions"), columns, strict=True
+            )
+        },
+        "tables": listed,
+        "k_cache": cached,
+        "v_cache": cached,
+    }
+
+
+@moves(_chunks_moved)
 @triton.jit
 def _chunk_kernel(
     query, k_cache, v_cache, tables, sequences, rows, counts, positions, out,

@@ -13,6 +13,8 @@ read back in it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,13 @@ from torch import Tensor
 
 from roseinfer.errors import BadArgument
 from roseinfer.kernels.dot import dot
+from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.runtime import is_interpreted, launch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from roseinfer.kernels.moves import Given
 
 LOG2_E = 1.4426950408889634
 """Kernels work with powers of two: scores are scaled by this first."""
@@ -40,6 +48,48 @@ _AT_ONCE = 8 * _PROCESSORS
 would take the place of those that have not begun."""
 
 
+def _decode_moved(given: Given) -> dict[str, int | Callable[[], int]]:
+    """Count the keys and values of the lengths that the sequences have when the kernel runs."""
+    query, lengths, k_cache, tables = (
+        given[name] for name in ("query", "lengths", "k_cache", "tables")
+    )
+    sequences, appends, block = len(query), given["APPENDS"], given["BLOCK"]
+    token = taken(k_cache, given["Q_HEADS"] // given["GROUP"] * given["D"])
+
+    def cached() -> int:
+        return token * (sum(lengths.tolist()) + (sequences if appends else 0))
+
+    def listed() -> int:
+        stored = lengths.tolist()
+        return taken(tables, sum((n if appends else n - 1) // block + 1 for n in stored))
+
+    moved: dict[str, int | Callable[[], int]] = {
+        "query": taken(query, query.numel()),
+        "lengths": taken(lengths, sequences),
+        "tables": listed,
+        "k_cache": cached,
+        "v_cache": cached,
+    }
+    if appends:
+        moved |= {name: taken(given[name], given[name].numel()) for name in ("key", "value")}
+    if given["PARTS"] == 1:
+        return moved | {"out": taken(given["out"], query.numel())}
+    return moved | _parts_moved(given, given["PARTS"])
+
+
+def _parts_moved(given: Given, parts: int) -> dict[str, int]:
+    """Count what was found in every part of every context."""
+    rows = given["out"].shape[0] * given["Q_HEADS"] * parts
+    sums = {name: taken(given[name], rows) for name in ("weights_max", "weights_sum")}
+    return sums | {"partial": taken(given["partial"], rows * given["D"])}
+
+
+def _combine_moved(given: Given) -> dict[str, int]:
+    out = given["out"]
+    return _parts_moved(given, given["parts"]) | {"out": taken(out, out.numel())}
+
+
+@moves(_decode_moved)
 @triton.jit
 def _decode_kernel(
     query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max, weights_sum,
@@ -123,6 +173,7 @@ def _decode_kernel(
         tl.store(partial + row[:, None] * D + dims[None, :], sums, q_inside)
 
 
+@moves(_combine_moved)
 @triton.jit
 def _combine_kernel(
     partial, weights_max, weights_sum, out,

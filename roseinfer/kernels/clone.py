@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from roseinfer.errors import BadArgument
+from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.operands import check_cache_pair, check_index
 from roseinfer.kernels.runtime import KernelLauncher
+
+if TYPE_CHECKING:
+    from roseinfer.kernels.moves import Given
 
 _CHUNK = 4096
 """A program copies at most so many elements of a block."""
 
 
+def _blocks_moved(given: Given) -> dict[str, int]:
+    """Count the blocks of every layer, and which they are."""
+    copies = given["source"].numel()
+    elements = copies * len(given["k_to"]) * given["H"] * given["T"] * given["D"]
+    blocks = {name: taken(given[name], elements) for name in ("k_from", "v_from", "k_to", "v_to")}
+    return blocks | {name: taken(given[name], copies) for name in ("source", "target")}
+
+
+@moves(_blocks_moved)
 @triton.jit
 def _clone_kernel(
     k_from, v_from, k_to, v_to, source, target,

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.runtime import launch
+
+if TYPE_CHECKING:
+    from roseinfer.kernels.moves import Given
 
 _STRIPS = 32
 """A row is shared among so many programs; a second kernel combines what they found."""
 _TILE = 1024
+_FOUND = ("best", "place", "kind")
+"""What the first kernel says of a strip."""
 
 
+def _strips_moved(given: Given) -> dict[str, int]:
+    """Count all logits, and what is found of each strip."""
+    rows = len(given["logits"])
+    found = {name: taken(given[name], rows * given["strips"]) for name in _FOUND}
+    return found | {"logits": taken(given["logits"], rows * given["N"])}
+
+
+def _advance_moved(given: Given) -> dict[str, int]:
+    """Count what is found of each strip, and the state of every row."""
+    rows = len(given["chosen"])
+    found = {name: taken(given[name], rows * given["strips"]) for name in _FOUND}
+    state = {name: taken(given[name], rows) for name in ("chosen", "tokens", "active")}
+    return found | state | {"lengths": 2 * taken(given["lengths"], rows)}
+
+
+@moves(_strips_moved)
 @triton.jit
 def _strip_kernel(
     logits, best, place, kind,
@@ -44,6 +68,7 @@ def _strip_kernel(
     tl.store(kind + row * strips + strip, tl.max(broken, 0) * 2 + tl.max(finite, 0))
 
 
+@moves(_advance_moved)
 @triton.jit
 def _advance_kernel(
     best, place, kind, chosen, tokens, lengths, active,

@@ -7,6 +7,7 @@ front of it ends, and is fetching its first weights when the rows are there.
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -14,7 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from roseinfer.kernels.dot import dot
+from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.runtime import launch
+
+if TYPE_CHECKING:
+    from roseinfer.kernels.moves import Given
 
 _TILE_K = 128
 _MOST_TILE_R = 64
@@ -24,6 +29,19 @@ _WIDE = 1 << 14
 """From so many outputs on a layer has enough programs, however large each is."""
 
 
+def _layer_moved(given: Given) -> dict[str, int]:
+    """Count the weights, the rows, and what comes out: once, or for every part."""
+    moved = {
+        "x": taken(given["x"], given["rows"] * given["K"]),
+        "weight": taken(given["weight"], given["K"] * given["N"]),
+        "out": taken(given["out"], given.get("PARTS", 1) * given["rows"] * given["N"]),
+    }
+    if given.get("BIAS"):
+        moved["bias"] = taken(given["bias"], given["N"])
+    return moved
+
+
+@moves(_layer_moved)
 @triton.jit
 def _whole_kernel(
     x, weight, bias, out, rows,
@@ -63,6 +81,7 @@ def _whole_kernel(
     )  # fmt: skip
 
 
+@moves(_layer_moved)
 @triton.jit
 def _parts_kernel(
     x, weight, out, rows,

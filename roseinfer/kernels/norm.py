@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.runtime import launch
 
+if TYPE_CHECKING:
+    from roseinfer.kernels.moves import Given
 
+
+def _normed_moved(given: Given) -> dict[str, int]:
+    """Count the rows that are read, added to and normed, and what norms them."""
+    rows, width = given["residual"].shape
+    residual, normed = (taken(given[name], rows * width) for name in ("residual", "normed"))
+    moved = {
+        "residual": 2 * residual,
+        "added": taken(given["added"], given["PARTS"] * rows * width),
+        "normed": normed,
+    }
+    vectors = ("gain", "shift", "bias") if given["BIAS"] else ("gain", "shift")
+    return moved | {name: taken(given[name], width) for name in vectors}
+
+
+def _embedded_moved(given: Given) -> dict[str, int]:
+    """Count the rows of the two tables that are read, and what is made of them."""
+    rows, width = given["residual"].shape
+    matrices = ("word", "place", "residual", "normed")
+    return {
+        **{name: taken(given[name], rows) for name in ("tokens", "positions")},
+        **{name: taken(given[name], rows * width) for name in matrices},
+        **{name: taken(given[name], width) for name in ("gain", "shift")},
+    }
+
+
+@moves(_normed_moved)
 @triton.jit
 def _add_norm_kernel(
     residual, added, bias, gain, shift, normed,
@@ -43,6 +72,7 @@ def _add_norm_kernel(
     tl.store(normed + row * n_r + n, scaled.to(normed.dtype.element_ty), inside)
 
 
+@moves(_embedded_moved)
 @triton.jit
 def _embed_norm_kernel(
     tokens, positions, word, place, gain, shift, residual, normed,

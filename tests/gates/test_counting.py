@@ -275,7 +275,7 @@ def test_garbage_is_not_collected_in_the_step() -> None:
 
 def test_counting_leaves_everything_as_it_was() -> None:
     interpreter: Any = sys.modules["triton.runtime.interpreter"]
-    before = interpreter.GridExecutor.__call__, sys.getprofile()
+    before = interpreter.InterpretedFunction.run, sys.getprofile()
 
     def fail() -> None:
         raise RuntimeError("in the middle of a step")
@@ -283,7 +283,7 @@ def test_counting_leaves_everything_as_it_was() -> None:
     calls = iter([busy, busy, fail])
     with pytest.raises(RuntimeError, match="in the middle"):
         counted(lambda: next(calls)())
-    assert (interpreter.GridExecutor.__call__, sys.getprofile()) == before
+    assert (interpreter.InterpretedFunction.run, sys.getprofile()) == before
     assert gc.isenabled()
 
 

@@ -104,6 +104,65 @@ def test_the_example_of_the_how_to_is_one(project: Project) -> None:
     project.pytest().assert_outcomes(passed=1)
 
 
+BYTES = """
+    import torch
+
+    class Engine:
+        def __init__(self, batch_size):
+            self.model = torch.nn.Linear(4, 4, bias=False)
+            self.keys, self.values = torch.zeros(2, 16, 4)
+            self.batch_size, self.bytes_per_token, self.stored = batch_size, 2 * 4 * 4, 0
+
+        def rewind(self):
+            self.stored = 0
+
+        @torch.inference_mode()
+        def step(self):
+            rows = self.model(torch.ones((self.batch_size, 4)))
+            self.stored += self.batch_size
+            self.keys[:self.stored] = rows
+            self.values[:self.stored] = rows
+"""
+
+
+def test_more_bytes_fail_and_the_least_is_shown(project: Project) -> None:
+    """The example of the how-to does as much as its page says."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to.md").read_text(encoding="utf-8")
+    section = page.partition("**Gate the bytes of a decode step.**")[2]
+    example = section.partition("```python\n")[2].partition("```")[0]
+    project.write(my_engine=BYTES, test_costs=example)
+    result = project.pytest(UPDATE)
+    result.assert_outcomes(passed=1)
+    moved = [
+        "test_costs.py::test_decode, decode: 512 bytes, 2.00 times the least of 256",
+        "  weights: 64 bytes, 1.00 times the least of 64",
+        "  keys and values: 128 bytes, 1.00 times the least of 128",
+        "  all else: 320 bytes, 5.00 times the least of 64",
+    ]
+    result.stdout.fnmatch_lines(moved)
+    assert costs(project)["steps"]["test_costs.py::test_decode"]["decode"]["cpu"] == {
+        "tokens": 4,
+        "any version": {},
+        PYTHON: {},
+        TORCH: {
+            "weights": {"linear": 64},
+            "keys_and_values": {"copy_": 128},
+            "activations": {"copy_": 128, "linear": 128, "ones": 64},
+        },
+    }
+    change(project, "= rows", "= rows.clone()")
+    result = project.pytest("-rN")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            f"decode does more work than its baseline in *{FILE}:",
+            "  bytes of all else: 576 a step, 144 a token, baseline 320 a step, 80 a token",
+            "      clone: 256, baseline 0",
+            "test_costs.py::test_decode, decode: 768 bytes, 3.00 times the least of 256",
+        ]
+    )
+
+
 def test_a_workflow_shows_what_was_compared(
     gated: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

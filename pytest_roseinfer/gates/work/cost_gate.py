@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.gates.work.cost_file import Where
 
 _TITLE = "roseinfer: work of steps"
-_COLLECTED = ("compared", "less", "more", "measured")
+_COLLECTED = ("compared", "less", "more", "bytes", "measured")
 
 
 class CostGate(Gate):
@@ -32,6 +32,8 @@ class CostGate(Gate):
         """What steps did less of, in words."""
         self.more: list[str] = []
         """What steps did more of, as the failures of their tests say."""
+        self.bytes: list[str] = []
+        """What steps moved, beside the least, in words."""
         self.measured: list[tuple[str, Where, dict[str, Any]]] = []
         """The baselines to write at the end of the run, each with its file."""
         self._written: list[str] = []
@@ -73,14 +75,16 @@ class CostGate(Gate):
         said = [*self.more, *self.less, *self.problems]
         if said or self.compared:
             yield from (f"### {_TITLE}", "", f"- {self._count()}", "")
-            yield from (f"```\n{each}\n```" for each in said)
+            yield from (f"```\n{each}\n```" for each in [*self.bytes, *said])
 
     def show(self, reporter: pytest.TerminalReporter) -> None:
-        if not (self.compared or self._written or self.problems):
+        if not (self.compared or self.bytes or self._written or self.problems):
             return
         reporter.section(_TITLE)
         if self.compared:
             reporter.line(self._count())
+        for line in self.bytes:
+            reporter.line(line)
         for line in self.less:
             reporter.line(line, yellow=True)
         if self.less:

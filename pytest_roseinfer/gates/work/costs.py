@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,18 @@ from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.work.cost_file import NAME, UPDATE, as_entry, read_baseline
 from pytest_roseinfer.gates.work.cost_gate import CostGate
 from pytest_roseinfer.gates.work.measure_work import Step, measure_work
+from pytest_roseinfer.gates.work.moved.measure_bytes import measure_bytes
+from pytest_roseinfer.gates.work.moved.step_memory import StepMemory
 from pytest_roseinfer.gates.work.python_calls import OwnCode
 from pytest_roseinfer.gates.work.step_work import judge, versions_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from pytest_roseinfer.gates.work.moved.step_memory import Weights
+    from pytest_roseinfer.gates.work.step_work import StepWork
 
 
 class Costs:
@@ -28,6 +36,7 @@ class Costs:
         self.checked: set[str] = set()
         self._gate = CostGate.of(item.config)
         self._asked = settings.current()
+        self._device = self._asked.device.partition(":")[0]
         self._marked = marked
         self._file = Path(self._asked.costs or item.path.parent / NAME)
         test_file = os.path.relpath(item.path, self._file.parent).replace(os.sep, "/")
@@ -48,26 +57,57 @@ class Costs:
         about: the end of a block, say, or shared blocks. ``counters`` returns what your code
         counts itself, numbers that only ever rise. ``name`` tells the steps of a test apart.
         """
+        with self._checking(name, tokens):
+            own = OwnCode(self._marked.get("packages", ()))
+            work = measure_work(Step(step, tokens, before, counters), own, self._device)
+            self._compare(name, work, self._marked.get("must_not_drop", ()))
+
+    def check_bytes(
+        self,
+        name: str,
+        step: Callable[[], object],
+        *,
+        tokens: int,
+        weights: Weights,
+        cache: Iterable[Tensor],
+        context_bytes: Callable[[], int],
+        before: Callable[[], object] | None = None,
+    ) -> None:
+        """Fail if the operations and kernels of ``step`` must move more bytes than its baseline.
+
+        The step runs four times, each time after ``before``, which brings it to the same
+        contexts. ``weights`` are modules or tensors, and ``cache`` the tensors of keys and
+        values. ``context_bytes`` is called behind a step and returns how many bytes the keys and
+        values of its sequences take, the new ones included: the least is worked out from it.
+        """
+        with self._checking(name, tokens):
+            memory = StepMemory(weights, cache, context_bytes)
+            found = measure_bytes(Step(step, tokens, before), memory, self._device)
+            said = "\n".join(found.in_words())
+            self._gate.bytes.append(f"{self._test}, {name}: {said}")
+            self._compare(name, found.work, ())
+
+    @contextmanager
+    def _checking(self, name: str, tokens: int) -> Iterator[None]:
+        """Begin a check by a new name; one that can compare nothing fails the test."""
         if tokens < 1:
             raise ValueError(f"a step that brings {tokens} tokens is no decode step")
         if name in self.checked:
             raise ValueError(f"{self._test} has checked a step by the name {name!r} already")
         self.checked.add(name)
         try:
-            self._check(name, Step(step, tokens, before, counters))
+            yield
         except CannotCompare as error:
             raise pytest.fail.Exception(f"{name}: {error}", pytrace=False) from None
 
-    def _check(self, name: str, step: Step) -> None:
-        device = self._asked.device.partition(":")[0]
-        where = (self._test, name, device)
+    def _compare(self, name: str, work: StepWork, must_not_drop: Sequence[str]) -> None:
+        where = (self._test, name, self._device)
         versions = versions_here(self._marked.get("keyed_by", ()))
-        work = measure_work(step, OwnCode(self._marked.get("packages", ())), device)
         if self._asked.update_costs:
             self._gate.measured.append((str(self._file), where, as_entry(work, versions)))
             return
         was = read_baseline(self._file, where, versions)
-        verdict = judge(work, was, self._marked.get("must_not_drop", ()))
+        verdict = judge(work, was, must_not_drop)
         lines = "\n  ".join(verdict.worse + verdict.less)
         if verdict.worse:
             more = f"{name} does more work than its baseline in {self._file}:\n  {lines}"

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from pytest_roseinfer.gates.work.python_calls import OwnCode
 
 _WARM_UP = 2
-"""The first steps may still build what later ones use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +43,36 @@ class Step:
 
 def measure_work(step: Step, own: OwnCode, device: str) -> StepWork:
     """Return the work of one step, which must be the same in the next."""
-    for _ in range(_WARM_UP):
-        step.prepare()
-        step.run()
+    warm_up(step)
     first, second = (_count(step, own, device) for _ in range(2))
-    if differing := [
-        f"{group.title}, {what}: {one} and {other}"
-        for name, group in GROUPS.items()
-        for what, one, other in changed_counts(first.groups[name], second.groups[name])
-    ]:
-        raise CannotCompare(
-            "two steps did not do the same, so no baseline says how much a step does:\n  "
-            + "\n  ".join(differing)
-        )
+    refuse_differences(first, second)
     if not first.groups["python_calls"]:
         raise CannotCompare(
             f"the step made no call of {', '.join(sorted(own.packages)) or 'code of your own'}: "
             "packages=[...] of the marker roseinfer_costs says whose calls count"
         )
     return first
+
+
+def warm_up(step: Step) -> None:
+    """Run the first steps, which may still build what later ones use."""
+    for _ in range(_WARM_UP):
+        step.prepare()
+        step.run()
+
+
+def refuse_differences(first: StepWork, second: StepWork, remedy: str = "") -> None:
+    """Raise if two steps in a row did not do the same work."""
+    if differing := [
+        f"{group.title}, {what}: {one} and {other}"
+        for name, group in GROUPS.items()
+        for what, one, other in changed_counts(first.groups[name], second.groups[name])
+    ]:
+        lines = [*differing, remedy] if remedy else differing
+        raise CannotCompare(
+            "two steps did not do the same, so no baseline says how much a step does:\n  "
+            + "\n  ".join(lines)
+        )
 
 
 def _count(step: Step, own: OwnCode, device: str) -> StepWork:

@@ -25,11 +25,13 @@ class Group:
     depends_on: str
     """A baseline holds for one version of this, since another counts differently. ``TORCH``
     includes everything that a test names in ``keyed_by``."""
+    summed: bool = False
+    """Only the sum of the counts is compared, and those that rose explain it."""
 
 
 GROUPS: Mapping[str, Group] = {
     # Python versions differ in what they call: since 3.12 a comprehension is no call.
-    "python_calls": Group("Python calls", PYTHON),
+    "python_calls": Group("Python calls", PYTHON, summed=True),
     # Releases of torch and of libraries differ in the operations that they use.
     "operations": Group("torch operations", TORCH),
     "allocations": Group("device allocations", TORCH),
@@ -40,6 +42,11 @@ GROUPS: Mapping[str, Group] = {
     "triton_launches": Group("Triton launches", NOTHING),
     "graph_replays": Group("CUDA graph replays", NOTHING),
     "counters": Group("counters of its own", NOTHING),
+    # A step whose bytes are counted has these groups alone.
+    "weights": Group("bytes of weights", TORCH, summed=True),
+    "keys_and_values": Group("bytes of keys and values", TORCH, summed=True),
+    "activations": Group("bytes of all else", TORCH, summed=True),
+    "not_counted": Group("what moves bytes that are not counted", TORCH),
 }
 
 
@@ -80,7 +87,7 @@ def judge(now: StepWork, was: StepWork, must_not_drop: Collection[str]) -> CostV
     verdict = CostVerdict([], [])
     for name, group in GROUPS.items():
         new, old = now.groups[name], was.groups[name]
-        if name == "python_calls":
+        if group.summed:
             _judge_sum(verdict, group.title, new, old, now.tokens)
             continue
         for each, count, baseline in changed_counts(new, old):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,8 @@ from pytest_roseinfer.gates.work.triton_launches import compiled_launches, inter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from pytest_roseinfer.gates.work.triton_launches import Launch
 
 _READS = {"tolist", "numpy", "item", "__array__"} | {
     f"__{kind}__" for kind in ("bool", "int", "float", "complex", "index")
@@ -48,10 +49,9 @@ class TensorWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def count(self, step: Callable[[], object]) -> None:
-        launched = partial(self._note, "triton_launches")
         with (
-            interpreted_launches(launched, self._uncounted),
-            compiled_launches(launched),
+            interpreted_launches(self._note_launch, self._uncounted),
+            compiled_launches(self._note_launch),
             self,
             _Reads(self),
         ):
@@ -101,6 +101,9 @@ class TensorWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, group: str, name: str, times: int = 1) -> None:
         if self._listening:
             self.counts[group][name] += times
+
+    def _note_launch(self, launch: Launch) -> None:
+        self._note("triton_launches", launch.kernel)
 
     def _note_copy(self, direction: str, tensor: torch.Tensor) -> None:
         self._note(direction, "copies")

@@ -9,51 +9,80 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
+
+
+class Launch(NamedTuple):
+    """A kernel that is about to run."""
+
+    kernel: str
+    function: Callable[..., object] | None
+    """The kernel's Python function; None where only a compiled kernel is known."""
+    arguments: Mapping[str, Any]
+    """By parameter; nothing without a function."""
 
 
 @contextmanager
 def interpreted_launches(
-    launched: Callable[[str], None], uncounted: Callable[[], AbstractContextManager[None]]
+    launched: Callable[[Launch], None], uncounted: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """Call ``launched`` with each kernel's name, and run the interpreter inside ``uncounted``."""
+    """Call ``launched`` with each launch, and run the interpreter inside ``uncounted``."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:  # then nothing has launched a kernel
         yield
         return
-    executor: Any = interpreter.GridExecutor
-    run = executor.__call__
+    kernels: Any = interpreter.InterpretedFunction
+    run = kernels.run
 
-    def watched(launch: Any, *args: Any, **kwargs: Any) -> None:
-        launched(launch.fn.__name__)
+    def watched(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if not warmup:
+            by_name = dict(zip(kernel.arg_names, args, strict=False))
+            launched(Launch(kernel.__name__, kernel.fn, {**by_name, **kwargs}))
         with uncounted():
-            run(launch, *args, **kwargs)
+            run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
-    executor.__call__ = watched
+    kernels.run = watched
     try:
         yield
     finally:
-        executor.__call__ = run
+        kernels.run = run
 
 
 @contextmanager
-def compiled_launches(launched: Callable[[str], None]) -> Iterator[None]:
-    """Call ``launched`` with each kernel's name."""
+def compiled_launches(launched: Callable[[Launch], None]) -> Iterator[None]:
+    """Call ``launched`` with each launch."""
     knobs = sys.modules.get("triton.knobs")
     if knobs is None:
         yield
         return
+    kernels: Any = sys.modules["triton.compiler.compiler"].CompiledKernel
+    describe = kernels.launch_metadata
+    described: list[tuple[Any, tuple[Any, ...]]] = []
+    """The launch that the hook is about to hear of, where it is one by Triton's own path."""
+
+    def remember(kernel: Any, grid: Any, stream: Any, *args: Any) -> Any:
+        described[:] = [(getattr(kernel.src, "fn", None), args)]
+        return describe(kernel, grid, stream, *args)
+
     hooks: Any = knobs.runtime.launch_enter_hook
 
     def hook(metadata: Any) -> None:
-        launched(metadata.get()["name"])
+        name = metadata.get()["name"]
+        kernel, args = described.pop() if described else (None, ())
+        if kernel is None:
+            launched(Launch(name, None, {}))
+        else:
+            by_name = dict(zip(kernel.arg_names, args, strict=False))
+            launched(Launch(name, kernel.fn, by_name))
 
+    kernels.launch_metadata = remember
     hooks.add(hook)
     try:
         yield
     finally:
         hooks.remove(hook)
+        kernels.launch_metadata = describe

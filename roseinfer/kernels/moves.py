@@ -1,0 +1,37 @@
+"""How a kernel says what it moves, for those who count bytes: nothing asks when it is launched.
+
+A declaration takes a launch's arguments by name. It returns the bytes that are read and written
+of each tensor among them, every place once, as a number; or as a function of nothing, where they
+depend on what a tensor holds when the kernel runs. It reads no tensor itself: a launch may be one
+that a CUDA graph captures.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    Given = Mapping[str, Any]
+    """The arguments of a launch by parameter."""
+    Declaration = Callable[[Given], Mapping[str, int | Callable[[], int]]]
+
+_Kernel = TypeVar("_Kernel")
+
+
+def moves(declaration: Declaration) -> Callable[[_Kernel], _Kernel]:
+    """Declare what a ``triton.jit`` kernel moves, as attribute ``moves`` of its Python function."""
+
+    def declare(kernel: Any) -> Any:
+        kernel.fn.moves = declaration
+        return kernel
+
+    return declare
+
+
+def taken(tensor: Tensor, elements: int) -> int:
+    """Return the bytes of so many elements of a tensor."""
+    return elements * tensor.element_size()

@@ -1,0 +1,58 @@
+"""Decode steps that begin with the same contexts each time, and whose memory is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_roseinfer.gates.work.measure_work import Step
+from roseinfer import LLM, SamplingParams
+from tests.engine.families import tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CONTEXTS = (3, 5, 9)
+"""The lengths of the prompts."""
+FUSED = {"fused_model": True, "resident_decode": True, "run_ahead": 1, "paged_attention": True}
+"""Settings with which every kernel of a step is ours."""
+_LONG = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteStep:
+    """A step, and what ``check_bytes`` asks to know of it."""
+
+    step: Step
+    weights: torch.nn.Module
+    cache: tuple[torch.Tensor, torch.Tensor]
+    context_bytes: Callable[[], int]
+
+
+def second_token(
+    family: str, device: str, dtype: torch.dtype = torch.bfloat16, **config: Any
+) -> ByteStep:
+    """The first step behind prefill, or the second where tokens are read a step later."""
+    model = tiny(family, device).to(dtype)
+    config = {"kv_cache_tokens": 512, "block_size": 16, "prefix_cache": False, **config}
+    engine = LLM(model, device=device, **config).engine
+    kv = engine.sessions.kv
+    running: list[Any] = []
+
+    def begin() -> None:
+        for request in running:
+            engine.cancel(request)
+        prompts = [[*range(1, length + 1)] for length in CONTEXTS]
+        running[:] = [engine.submit(prompt, _LONG) for prompt in prompts]
+        while not all(request.session.stored >= request.prompt_length for request in running):
+            engine.step()
+
+    def context_bytes() -> int:
+        one = kv.keys[:, 0, :, 0]
+        token = 2 * one.numel() * one.element_size()
+        return token * sum(request.session.stored for request in running)
+
+    step = Step(engine.step, len(CONTEXTS), begin)
+    return ByteStep(step, model, (kv.keys, kv.values), context_bytes)

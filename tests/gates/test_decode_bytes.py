@@ -1,0 +1,50 @@
+"""This engine's own decode steps must move no more bytes than their baselines say.
+
+Meant to move more, or done with less: ``pytest tests/gates --roseinfer-update-costs``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch  # noqa: F401  (for the condition below)
+
+from tests.gates.byte_steps import FUSED, second_token
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.gates.work.costs import Costs
+    from tests.gates.byte_steps import ByteStep
+
+pytestmark = [
+    pytest.mark.roseinfer_costs(keyed_by=["transformers"]),
+    pytest.mark.skipif(
+        "torch.cuda.is_available() and not config.getoption('--roseinfer-gpu')",
+        reason="next to tests that compile kernels for the GPU they cannot be interpreted",
+    ),
+]
+
+
+def test_with_torch_operations(roseinfer_costs: Costs, roseinfer_device: str) -> None:
+    check(roseinfer_costs, second_token("llama", roseinfer_device, paged_attention=False))
+
+
+def test_with_kernels(roseinfer_costs: Costs, roseinfer_device: str) -> None:
+    check(roseinfer_costs, second_token("llama", roseinfer_device, paged_attention=True))
+
+
+def test_fused_and_resident(roseinfer_costs: Costs, roseinfer_device: str) -> None:
+    """Every kernel of the fastest step, which is one graph replay on a GPU."""
+    check(roseinfer_costs, second_token("gpt2", roseinfer_device, **FUSED))
+
+
+def check(costs: Costs, step: ByteStep) -> None:
+    costs.check_bytes(
+        "decode",
+        step.step.run,
+        tokens=step.step.tokens,
+        before=step.step.before,
+        weights=step.weights,
+        cache=step.cache,
+        context_bytes=step.context_bytes,
+    )
