@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.gates.time.interval import Verdict
+from pytest_roseinfer.gates.time.interval import UNBOUNDED, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,8 +36,15 @@ class Timed:
         """Say what the table leaves open; return "" if it leaves nothing open."""
         comparison = self.comparison
         after = f"after {len(comparison.ratios)} series"
+        took = f"{after} and {comparison.seconds:.0f} s"
         if self.noise_floor and comparison.doubt:
             return f"{self.test}: nothing can be said: {comparison.doubt}"
+        if comparison.interval == UNBOUNDED:
+            needed = comparison.seconds / len(comparison.ratios) * comparison.missed_look
+            return (
+                f"{self.test}: UNDECIDED {took}: that is too short for an interval, which takes "
+                f"{comparison.missed_look} series, about {needed:.0f} s here"
+            )
         if self.noise_floor:
             # The gate fails a step if its whole interval lies beyond the margin. If the ratio lies
             # half an interval beyond it, that is as likely as not; with a whole one, nearly sure.
@@ -49,10 +56,9 @@ class Timed:
                 f"{self.margin + 2 * half:.1%} nearly always"
             )
         if comparison.doubt:
-            return f"{self.test}: UNSURE because {comparison.doubt}"
-        if comparison.verdict is Verdict.UNSURE:
-            unsure = f"UNSURE {after} and {comparison.seconds:.0f} s"
-            return f"{self.test}: {unsure}; its margin is {self.margin:.1%}"
+            return f"{self.test}: UNDECIDED because {comparison.doubt}"
+        if comparison.verdict is Verdict.UNDECIDED:
+            return f"{self.test}: UNDECIDED {took}; its margin is {self.margin:.1%}"
         return ""
 
 
@@ -75,12 +81,14 @@ def facts(timings: Timings) -> dict[str, Any]:
 def judged(timed: Timed) -> dict[str, Any]:
     """Return the decision in numbers, for the same two places."""
     comparison = timed.comparison
+    unbounded = comparison.interval == UNBOUNDED
     return {
         "against": timed.there,
         "verdict": comparison.verdict.value,
         "doubt": comparison.doubt,
         "ratio": comparison.ratio,
-        "interval": [comparison.interval.low, comparison.interval.high],
+        # JSON has no word for a bound that is none.
+        "interval": None if unbounded else [comparison.interval.low, comparison.interval.high],
         "margin": timed.margin,
         "series": len(comparison.ratios),
         "seconds": comparison.seconds,

@@ -18,6 +18,7 @@ from pytest_roseinfer.gates.time import absolute
 from pytest_roseinfer.gates.time.clocks import CpuClock, GpuClock
 from pytest_roseinfer.gates.time.interval import Verdict
 from pytest_roseinfer.gates.time.paired import Plan, compare
+from pytest_roseinfer.gates.time.progress import Progress, terminal_of
 from pytest_roseinfer.gates.time.timing_gate import NEXT_TO_OTHERS, TimingGate
 from pytest_roseinfer.gates.time.timing_report import Timed, facts, judged
 from pytest_roseinfer.gates.time.worker_process import Side, WorkerProcess, cpus_for
@@ -70,13 +71,15 @@ class Tpot:
         asked = self._asked.timing
         there, here = self._gate.sides
         plan = self._plan
+        if asked.seconds:
+            plan = replace(plan, seconds=asked.seconds, hard_end=True)
         if asked.noise_floor:  # goes to its end, even if the ratio is clear before
             plan = replace(plan, looks=plan.looks[-1:])
 
         def start(series: int) -> tuple[WorkerProcess, WorkerProcess]:
             return self._worker(there, factory, series), self._worker(here, factory, series)
 
-        comparison = compare(plan, start, self._clock().doubt)
+        comparison = compare(plan, start, self._clock().doubt, progress=self._progress())
         timed = Timed(self._test, there.label, comparison, plan.margin, asked.noise_floor)
         self._gate.results.append(timed)
         _record(self._request, timed)
@@ -95,7 +98,7 @@ class Tpot:
         clock = self._clock()
         _, here = self._gate.sides
         timings = absolute.measure_alone(
-            self._plan, lambda series: self._worker(here, factory, series)
+            self._plan, lambda series: self._worker(here, factory, series), self._progress()
         )
         doubt = clock.doubt()
         if self._asked.timing.update_tpot:
@@ -105,7 +108,7 @@ class Tpot:
         more = absolute.exceeded(timings, file, self._test)
         if more and not doubt:
             pytest.fail(more, pytrace=False)
-        verdict = f"UNSURE because {doubt}" if doubt else f"within its baseline in {file}"
+        verdict = f"UNDECIDED because {doubt}" if doubt else f"within its baseline in {file}"
         self._gate.held_to_baseline(f"{self._test}: {verdict}")
 
     def _worker(self, side: Side, factory: str, series: int) -> WorkerProcess:
@@ -116,6 +119,10 @@ class Tpot:
             cuda=self._asked.gpu,
             cpus=cpus_for(series, self._cpus),
         )
+
+    def _progress(self) -> Progress:
+        say = terminal_of(self._request.config)
+        return Progress(lambda line: say(f"{self._test}: {line}"))
 
     def _clock(self) -> CpuClock | GpuClock:
         return GpuClock(self._asked.gpu_index or 0) if self._asked.gpu else CpuClock()
