@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from statistics import median
 
 import pytest
 
@@ -18,15 +18,19 @@ from pytest_roseinfer.gates.time.interval import (
     median_interval,
     verdict_of,
 )
-from pytest_roseinfer.gates.time.paired import Look, Plan, paired_ratio, so_far
+from pytest_roseinfer.gates.time.paired import (
+    Comparison,
+    Look,
+    Plan,
+    Timings,
+    paired_ratio,
+    so_far,
+)
 from pytest_roseinfer.gates.time.paired import compare as compare_sides
 from pytest_roseinfer.gates.time.progress import Progress
 from pytest_roseinfer.gates.time.timing_report import Timed
 from pytest_roseinfer.gates.time.worker_process import cpus_for
 from tests.gates.simulated import READY, Machine, SimulatedWorker, compare, pairs_of, quiet
-
-if TYPE_CHECKING:
-    from pytest_roseinfer.gates.time.paired import Comparison
 
 
 def verdicts(runs: int, slower: float) -> Counter[Verdict]:
@@ -181,6 +185,18 @@ def test_a_paired_ratio_is_the_median_of_rounds() -> None:
     there = [[1.0], [1.0], [2.0], [2.0], [9.0], [1.0]]
     here = [[1.1], [1.1], [2.2], [2.2], [1.0], [1.1]]
     assert paired_ratio(there, here) == pytest.approx(1.1)
+
+
+def test_paired_times_say_what_the_ratio_says() -> None:
+    """On a machine that is slower in every series than in the one before."""
+    there = Timings(READY, series_tpot=[1.0, 2.0, 3.0, 4.0, 5.0])
+    here = Timings(READY, series_tpot=[3.0, 1.0, 4.0, 2.0, 9.0])
+    ratios = (3.0, 0.5, 4 / 3, 0.5, 1.8)
+    found = Comparison(there, here, ratios, Interval(0.5, 3.0), Verdict.UNDECIDED, "", 1.0)
+    assert median(here.series_tpot) == median(there.series_tpot)  # nothing happened?
+    paired_there, paired_here = found.paired_tpot
+    assert median(paired_here) / median(paired_there) == pytest.approx(4 / 3)
+    assert median(paired_here) * median(paired_there) == pytest.approx(8)  # of the second
 
 
 @pytest.mark.parametrize(

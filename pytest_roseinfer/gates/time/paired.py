@@ -95,6 +95,18 @@ class Comparison:
     def ratio(self) -> float:
         return median(self.ratios)
 
+    @property
+    def paired_tpot(self) -> tuple[list[float], list[float]]:
+        """The step's time there and here in each series, at one speed of the machine.
+
+        What slowed both sides of a series alike is left out, so that one median over the other
+        is the ratio; medians of the times as they were taken can say something else.
+        """
+        taken = zip(self.there.series_tpot, self.here.series_tpot, strict=True)
+        usual = median(math.sqrt(there * here) for there, here in taken)
+        apart = [math.sqrt(ratio) for ratio in self.ratios]
+        return [usual / each for each in apart], [usual * each for each in apart]
+
 
 @dataclass(slots=True)
 class Measuring:

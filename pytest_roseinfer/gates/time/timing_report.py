@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_roseinfer.gates.time.interval import UNBOUNDED, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from pytest_roseinfer.gates.time.paired import Comparison, Timings
@@ -31,6 +31,12 @@ class Timed:
     margin: float
     noise_floor: bool = False
     """Both sides were the same code, to see what the machine makes of that."""
+
+    def sides(self) -> Iterator[tuple[str, Timings, list[float]]]:
+        """Return the name of each side with its times, and with those beside the other's."""
+        there, here = self.comparison.paired_tpot
+        yield "there", self.comparison.there, there
+        yield "here", self.comparison.here, here
 
     def in_words(self) -> str:
         """Say what the table leaves open; return "" if it leaves nothing open."""
@@ -62,12 +68,13 @@ class Timed:
         return ""
 
 
-def facts(timings: Timings) -> dict[str, Any]:
+def facts(timings: Timings, paired_tpot: Sequence[float]) -> dict[str, Any]:
     """Return one side in numbers, for ``extra_info`` and the document."""
     steps = sorted(step for turn in timings.turns for step in turn)
     p50 = median(steps)
     floor = timings.ready.floor_seconds
     return {
+        "paired_tpot_us": 1e6 * median(paired_tpot),
         "tpot_p50_us": 1e6 * p50,
         "tpot_p99_us": 1e6 * steps[int(0.99 * (len(steps) - 1))],
         "tokens_per_second": timings.ready.tokens / p50,
@@ -103,17 +110,16 @@ def document(results: Sequence[Timed]) -> dict[str, Any]:
             {
                 "test": timed.test,
                 **judged(timed),
-                "there": _side(timed.comparison.there),
-                "here": _side(timed.comparison.here),
+                **{side: _side(timings, paired) for side, timings, paired in timed.sides()},
             }
             for timed in results
         ],
     }
 
 
-def _side(timings: Timings) -> dict[str, Any]:
+def _side(timings: Timings, paired_tpot: Sequence[float]) -> dict[str, Any]:
     turns = [round(1e6 * median(turn), 3) for turn in timings.turns]
-    return {**facts(timings), "turns_us": turns}
+    return {**facts(timings, paired_tpot), "turns_us": turns}
 
 
 def write(folder: Path, results: Sequence[Timed]) -> Path:
@@ -131,8 +137,7 @@ def table(results: Sequence[Timed], form: str) -> str:
     rows = [
         {
             "test": timed.test,
-            "TPOT there": _microseconds(timed.comparison.there),
-            "here": _microseconds(timed.comparison.here),
+            **{f"TPOT {side}": f"{1e6 * median(each):.1f} us" for side, _, each in timed.sides()},
             "here / there": f"{timed.comparison.ratio:.3f}",
             "interval": str(timed.comparison.interval),
             "series": len(timed.comparison.ratios),
@@ -141,7 +146,3 @@ def table(results: Sequence[Timed], form: str) -> str:
         for timed in results
     ]
     return tabulate(rows, headers="keys", tablefmt=form, disable_numparse=True)
-
-
-def _microseconds(timings: Timings) -> str:
-    return f"{facts(timings)['tpot_p50_us']:.1f} us"

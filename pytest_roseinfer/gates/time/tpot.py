@@ -7,7 +7,6 @@ import importlib.util
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import pytest
@@ -132,13 +131,14 @@ def _record(request: pytest.FixtureRequest, timed: Timed) -> None:
     """Record both sides with the fixture ``benchmark``, so that its plugin can save and compare.
 
     The fixture runs one function until it is done with it, and our sides take turns. So it gets
-    each side's turns once more, on a clock that moves on by what they took.
+    what the comparison found of each side once more, series by series, on a clock of its own: its
+    table then says the same as the verdict.
     """
     now = 0.0
 
-    def pass_turn() -> None:
+    def pass_series() -> None:
         nonlocal now
-        now += next(turns)
+        now += next(series)
 
     said = request.node.get_closest_marker("benchmark")
     options = {"group": request.node.nodeid, **(said.kwargs if said else {})}
@@ -147,11 +147,10 @@ def _record(request: pytest.FixtureRequest, timed: Timed) -> None:
     benchmark: Any = request.getfixturevalue("benchmark")
     there = copy.copy(benchmark)
     there.name, there.fullname = f"{benchmark.name} (there)", f"{benchmark.fullname} (there)"
-    comparison = timed.comparison
-    for fixture, timings in ((there, comparison.there), (benchmark, comparison.here)):
-        fixture.extra_info = {**facts(timings), **judged(timed)}
-        turns = cycle(mean(turn) for turn in timings.turns)  # profiling takes some again
-        fixture.pedantic(pass_turn, rounds=len(timings.turns))
+    for fixture, (_, timings, paired) in zip((there, benchmark), timed.sides(), strict=True):
+        fixture.extra_info = {**facts(timings, paired), **judged(timed)}
+        series = cycle(paired)  # profiling takes some again
+        fixture.pedantic(pass_series, rounds=len(paired))
 
 
 def _file_of(module: str) -> str:
