@@ -44,6 +44,8 @@ class Timing:
     against: str = ""
     noise_floor: bool = False
     report_slower: bool = False
+    seconds: float | None = None
+    """A comparison ends by then; None where the marker or the default says."""
     tpot: str | None = None
     update_tpot: bool = False
     folder: str | None = None

@@ -70,6 +70,11 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "time decode steps against themselves and say what this machine can tell apart",
     ),
     "report-slower": (_FLAG, "say where a step is SLOWER, and fail nothing for it"),
+    "tpot-seconds": (
+        {"type": float, "metavar": "N"},
+        "end each comparison of steps by then, whatever the marker says; UNDECIDED if that is too "
+        "short",
+    ),
     "timings": (
         {"metavar": "DIR"},
         "keep the results of each run there as JSON, with a plot of this one and all before",
@@ -162,6 +167,7 @@ def _timing(config: pytest.Config) -> Timing:
         against=_option(config, "against") or "",
         noise_floor=_option(config, "noise-floor"),
         report_slower=_option(config, "report-slower"),
+        seconds=_option(config, "tpot-seconds"),
         tpot=_from_here(config, "tpot"),
         update_tpot=_option(config, "update-tpot"),
         folder=_from_here(config, "timings"),
@@ -175,6 +181,12 @@ def _timing(config: pytest.Config) -> Timing:
         raise pytest.UsageError("--roseinfer-update-tpot needs a file: add --roseinfer-tpot FILE")
     if asked.folder and not asked.paired:
         raise pytest.UsageError("--roseinfer-timings keeps comparisons: add --roseinfer-against")
+    if asked.seconds is not None and not 0 < asked.seconds < math.inf:
+        raise pytest.UsageError(f"--roseinfer-tpot-seconds {asked.seconds:g}: must be above 0")
+    if asked.seconds is not None and not asked.paired:
+        raise pytest.UsageError(
+            "--roseinfer-tpot-seconds ends a comparison: add --roseinfer-against"
+        )
     if asked.report_slower and not asked.against:
         raise pytest.UsageError(
             "--roseinfer-report-slower needs a comparison: add --roseinfer-against"

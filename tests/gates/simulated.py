@@ -75,8 +75,11 @@ def compare(
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Comparison:
     """A step with one that takes ``slower`` times as long."""
+    return compare_sides(plan or Plan(), pairs_of(machine, slower), doubt, clock)
 
-    def start(_: int) -> tuple[SimulatedWorker, SimulatedWorker]:
-        return SimulatedWorker(machine, 1e-3), SimulatedWorker(machine, 1e-3 * slower)
 
-    return compare_sides(plan or Plan(), start, doubt, clock)
+def pairs_of(
+    machine: Machine, slower: float
+) -> Callable[[int], tuple[SimulatedWorker, SimulatedWorker]]:
+    """What starts the workers of such a comparison."""
+    return lambda _: (SimulatedWorker(machine, 1e-3), SimulatedWorker(machine, 1e-3 * slower))

@@ -27,11 +27,11 @@ def test_its_table_is_about_all_that_was_logged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "log.jsonl"
-    for verdict, ratio in (("SLOWER", 1.06), ("SLOWER", 1.05), ("UNSURE", 1.03)):
+    for verdict, ratio in (("SLOWER", 1.06), ("SLOWER", 1.05), ("UNDECIDED", 1.03)):
         entry = {"verdict": verdict, "ratio": ratio, "ratios": [1] * 17, "seconds": 4, "load": 2}
         with log.open("a") as lines:
             lines.write(json.dumps(entry) + "\n")
     experiment.main(["--runs", "0", "--slower", "5", "--log", str(log)])
     header, row = capsys.readouterr().out.splitlines()
-    assert "| SAME | FASTER | SLOWER | UNSURE |" in header
+    assert "| SAME | FASTER | SLOWER | UNDECIDED |" in header
     assert row == "| 5% | 3 | 0 | 0 | 2 | 1 | 1.0500 | 17 | 4.0 s | 2.0 to 2.0 |"

@@ -8,6 +8,7 @@ The file: ``{"format": 1, "steps": {test: {GPU: {"tpot_us": 682.0}}}}``.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_roseinfer.gates.time.paired import Plan, Timings
+    from pytest_roseinfer.gates.time.progress import Progress
     from pytest_roseinfer.gates.time.worker_process import Worker
 
 OPTION = "--roseinfer-tpot"
@@ -29,11 +31,15 @@ TOLERATED = 0.10
 _PROCESSES = 3
 
 
-def measure_alone(plan: Plan, start: Callable[[int], Worker]) -> Timings:
+def measure_alone(
+    plan: Plan, start: Callable[[int], Worker], progress: Progress | None = None
+) -> Timings:
     """Time the step of one side in a few processes, one after the other."""
     measuring = Measuring(replace(plan, series_per_process=1))
     for series in range(_PROCESSES):
         measuring.run([start(series)])
+        if progress:
+            progress.note(partial("{} of {} processes timed".format, series + 1, _PROCESSES))
     return measuring.sides[0]
 
 

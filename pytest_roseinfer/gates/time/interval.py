@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
-from math import comb
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class Verdict(StrEnum):
     SAME = "SAME"
     FASTER = "FASTER"
     SLOWER = "SLOWER"
-    UNSURE = "UNSURE"
+    UNDECIDED = "UNDECIDED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,11 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.low:.3f} to {self.high:.3f}"
+        return "none" if self == UNBOUNDED else f"{self.low:.3f} to {self.high:.3f}"
+
+
+UNBOUNDED = Interval(0.0, math.inf)
+"""What too few values say."""
 
 
 def verdict_of(interval: Interval, margin: float) -> Verdict:
@@ -42,7 +46,7 @@ def verdict_of(interval: Interval, margin: float) -> Verdict:
         return Verdict.FASTER
     if interval.low >= 1 / (1 + margin) and interval.high <= 1 + margin:
         return Verdict.SAME
-    return Verdict.UNSURE
+    return Verdict.UNDECIDED
 
 
 def median_interval(values: Sequence[float], error: float) -> Interval:
@@ -52,10 +56,10 @@ def median_interval(values: Sequence[float], error: float) -> Interval:
     between two sorted values that holds for noise of any shape: with few values the bootstrap
     alone promises too much.
     """
+    if not (rank := _outermost(len(values), error)):
+        return UNBOUNDED
     import numpy as np
 
-    if not (rank := _outermost(len(values), error)):
-        raise ValueError(f"{len(values)} values say nothing at an error of {error}")
     random = np.random.default_rng(_SEED)
     chosen = random.integers(0, len(values), size=(_RESAMPLES, len(values)))
     medians = np.median(np.asarray(values)[chosen], axis=1)
@@ -69,5 +73,5 @@ def _outermost(count: int, error: float) -> int:
     rank, tail = 0, 1 / 2**count
     while tail <= error:
         rank += 1
-        tail += comb(count, rank) / 2**count
+        tail += math.comb(count, rank) / 2**count
     return rank

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.gates.gate import CannotCompare
-from pytest_roseinfer.gates.time.interval import Verdict, median_interval, verdict_of
+from pytest_roseinfer.gates.time.interval import UNBOUNDED, Verdict, median_interval, verdict_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pytest_roseinfer.gates.time.interval import Interval
+    from pytest_roseinfer.gates.time.progress import Progress
     from pytest_roseinfer.gates.time.worker_process import Ready, Worker
 
     Turns = list[list[float]]
@@ -44,7 +46,9 @@ class Plan:
     margin: float = 0.02
     """A token may take so much more time."""
     seconds: float = 300
-    """A comparison that is still unsure after so long stays unsure."""
+    """A comparison that is undecided after so long stays so; the first look is always afforded."""
+    hard_end: bool = False
+    """It ends by then in any case, or after its first series."""
     looks: tuple[Look, ...] = (
         Look(13, 0.0002),
         Look(20, 0.0006),
@@ -82,12 +86,26 @@ class Comparison:
     interval: Interval
     verdict: Verdict
     doubt: str
-    """Why the verdict is UNSURE whatever the interval says; empty if there is no reason."""
+    """Why the verdict is UNDECIDED whatever the interval says; empty if there is no reason."""
     seconds: float
+    missed_look: int = 0
+    """The series after which the next look would have been, had there been time; else 0."""
 
     @property
     def ratio(self) -> float:
         return median(self.ratios)
+
+    @property
+    def paired_tpot(self) -> tuple[list[float], list[float]]:
+        """The step's time there and here in each series, at one speed of the machine.
+
+        What slowed both sides of a series alike is left out, so that one median over the other
+        is the ratio; medians of the times as they were taken can say something else.
+        """
+        taken = zip(self.there.series_tpot, self.here.series_tpot, strict=True)
+        usual = median(math.sqrt(there * here) for there, here in taken)
+        apart = [math.sqrt(ratio) for ratio in self.ratios]
+        return [usual / each for each in apart], [usual * each for each in apart]
 
 
 @dataclass(slots=True)
@@ -138,35 +156,79 @@ class Measuring:
         return turns
 
 
+@dataclass(slots=True)
+class _Budget:
+    """The time that a comparison may take."""
+
+    plan: Plan
+    clock: Callable[[], float]
+    begin: float = field(init=False)
+    _longest: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.begin = self.clock()
+
+    @property
+    def spent(self) -> float:
+        return self.clock() - self.begin
+
+    def allows(self, series: int) -> bool:
+        """Return True if there is time for more than so many series."""
+        if self.plan.hard_end:
+            return series == 0 or self.spent + self._longest <= self.plan.seconds
+        return series < self.plan.looks[0].series or self.spent <= self.plan.seconds
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Note how long the series take that are measured within."""
+        begin = self.clock()
+        yield
+        self._longest = max(self._longest, self.clock() - begin)
+
+
 def compare(
     plan: Plan,
     start: Callable[[int], tuple[Worker, Worker]],
     doubt: Callable[[], str] = str,
     clock: Callable[[], float] = time.monotonic,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Compare two sides as ``plan`` says.
 
     ``start`` starts the workers of both sides for a series, there and here; ``doubt`` returns
-    why times cannot be trusted, or "".
+    why times cannot be trusted, or ""; ``progress`` is told how far the comparison is.
     """
-    begin = clock()
+    budget = _Budget(plan, clock)
     measuring = Measuring(plan)
     ratios: list[float] = []
-    for number, look in enumerate(plan.looks):
-        # The budget never ends a comparison before its first look.
-        while len(ratios) < look.series and (number == 0 or clock() - begin <= plan.seconds):
-            series = measuring.run(start(len(ratios)))
+    interval, verdict, missed = UNBOUNDED, Verdict.UNDECIDED, 0
+    for look in plan.looks:
+        while len(ratios) < look.series and budget.allows(len(ratios)):
+            with budget.taking():
+                series = measuring.run(start(len(ratios)))
             ratios += [paired_ratio(there, here) for there, here in series]
+            if progress:
+                progress.note(partial(so_far, ratios, look))
         if len(ratios) < look.series:
+            missed = look.series
             break
         interval = median_interval(ratios, look.error)
         verdict = verdict_of(interval, plan.margin)
-        if verdict is not Verdict.UNSURE:
+        if verdict is not Verdict.UNDECIDED:
             break
     if reason := doubt():
-        verdict = Verdict.UNSURE
+        verdict = Verdict.UNDECIDED
     there, here = measuring.sides
-    return Comparison(there, here, tuple(ratios), interval, verdict, reason, clock() - begin)
+    seconds = budget.spent
+    return Comparison(there, here, tuple(ratios), interval, verdict, reason, seconds, missed)
+
+
+def so_far(ratios: Sequence[float], look: Look) -> str:
+    """Say what the series of a comparison come to, and which look is next."""
+    interval = median_interval(ratios, look.error)
+    within = "" if interval == UNBOUNDED else f", in {interval}"
+    count = f"{len(ratios)} series of the {look.series} to the next look"
+    return f"{count}: here / there {median(ratios):.3f}{within}"
 
 
 def paired_ratio(there: Turns, here: Turns) -> float:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 NAME = "timings.png"
 _OUTLIERS = 0.02
 """This share of the turns, the slowest, is off the chart: on a shared machine some take ages."""
-_COLOURS = {"SAME": "#4c72b0", "FASTER": "#2e8b57", "SLOWER": "#c44e52", "UNSURE": "#999999"}
+_COLOURS = {"SAME": "#4c72b0", "FASTER": "#2e8b57", "SLOWER": "#c44e52"}
+_UNDECIDED = "#999999"
 
 
 def draw(folder: Path) -> str:
@@ -45,10 +46,9 @@ def _draw_turns(axes: Axes, result: dict[str, Any]) -> None:
     for side, label in (("there", result["against"]), ("here", "here")):
         label = f"{label}: {result[side]['tpot_p50_us']:.1f} us"
         axes.hist(turns[side], bins=40, range=(begin, end + 1e-3), alpha=0.55, label=label)
-    low, high = result["interval"]
+    within = " ({:.3f} to {:.3f})".format(*result["interval"]) if result["interval"] else ""
     axes.set_title(
-        f"{result['test']}\n{result['verdict']}: {result['ratio']:.3f} ({low:.3f} to {high:.3f})",
-        fontsize=9,
+        f"{result['test']}\n{result['verdict']}: {result['ratio']:.3f}{within}", fontsize=9
     )
     axes.set_xlabel("TPOT of a turn (us)")
     axes.legend(fontsize=8)
@@ -57,8 +57,9 @@ def _draw_turns(axes: Axes, result: dict[str, Any]) -> None:
 def _draw_ratios(axes: Axes, results: list[dict[str, Any]]) -> None:
     """Draw ratios and no times, since runs on different machines share no other axis."""
     for at, each in enumerate(results):
-        colour = _COLOURS[each["verdict"]]
-        axes.plot([at, at], each["interval"], color=colour)
+        colour = _COLOURS.get(each["verdict"], _UNDECIDED)
+        if each["interval"]:
+            axes.plot([at, at], each["interval"], color=colour)
         axes.plot(at, each["ratio"], "o", color=colour)
     margin = results[-1]["margin"]
     axes.axhspan(1 / (1 + margin), 1 + margin, alpha=0.12, color=_COLOURS["SAME"])

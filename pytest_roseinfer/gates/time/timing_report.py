@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.gates.time.interval import Verdict
+from pytest_roseinfer.gates.time.interval import UNBOUNDED, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from pytest_roseinfer.gates.time.paired import Comparison, Timings
@@ -32,12 +32,25 @@ class Timed:
     noise_floor: bool = False
     """Both sides were the same code, to see what the machine makes of that."""
 
+    def sides(self) -> Iterator[tuple[str, Timings, list[float]]]:
+        """Return the name of each side with its times, and with those beside the other's."""
+        there, here = self.comparison.paired_tpot
+        yield "there", self.comparison.there, there
+        yield "here", self.comparison.here, here
+
     def in_words(self) -> str:
         """Say what the table leaves open; return "" if it leaves nothing open."""
         comparison = self.comparison
         after = f"after {len(comparison.ratios)} series"
+        took = f"{after} and {comparison.seconds:.0f} s"
         if self.noise_floor and comparison.doubt:
             return f"{self.test}: nothing can be said: {comparison.doubt}"
+        if comparison.interval == UNBOUNDED:
+            needed = comparison.seconds / len(comparison.ratios) * comparison.missed_look
+            return (
+                f"{self.test}: UNDECIDED {took}: that is too short for an interval, which takes "
+                f"{comparison.missed_look} series, about {needed:.0f} s here"
+            )
         if self.noise_floor:
             # The gate fails a step if its whole interval lies beyond the margin. If the ratio lies
             # half an interval beyond it, that is as likely as not; with a whole one, nearly sure.
@@ -49,19 +62,19 @@ class Timed:
                 f"{self.margin + 2 * half:.1%} nearly always"
             )
         if comparison.doubt:
-            return f"{self.test}: UNSURE because {comparison.doubt}"
-        if comparison.verdict is Verdict.UNSURE:
-            unsure = f"UNSURE {after} and {comparison.seconds:.0f} s"
-            return f"{self.test}: {unsure}; its margin is {self.margin:.1%}"
+            return f"{self.test}: UNDECIDED because {comparison.doubt}"
+        if comparison.verdict is Verdict.UNDECIDED:
+            return f"{self.test}: UNDECIDED {took}; its margin is {self.margin:.1%}"
         return ""
 
 
-def facts(timings: Timings) -> dict[str, Any]:
+def facts(timings: Timings, paired_tpot: Sequence[float]) -> dict[str, Any]:
     """Return one side in numbers, for ``extra_info`` and the document."""
     steps = sorted(step for turn in timings.turns for step in turn)
     p50 = median(steps)
     floor = timings.ready.floor_seconds
     return {
+        "paired_tpot_us": 1e6 * median(paired_tpot),
         "tpot_p50_us": 1e6 * p50,
         "tpot_p99_us": 1e6 * steps[int(0.99 * (len(steps) - 1))],
         "tokens_per_second": timings.ready.tokens / p50,
@@ -75,12 +88,14 @@ def facts(timings: Timings) -> dict[str, Any]:
 def judged(timed: Timed) -> dict[str, Any]:
     """Return the decision in numbers, for the same two places."""
     comparison = timed.comparison
+    unbounded = comparison.interval == UNBOUNDED
     return {
         "against": timed.there,
         "verdict": comparison.verdict.value,
         "doubt": comparison.doubt,
         "ratio": comparison.ratio,
-        "interval": [comparison.interval.low, comparison.interval.high],
+        # JSON has no word for a bound that is none.
+        "interval": None if unbounded else [comparison.interval.low, comparison.interval.high],
         "margin": timed.margin,
         "series": len(comparison.ratios),
         "seconds": comparison.seconds,
@@ -95,17 +110,16 @@ def document(results: Sequence[Timed]) -> dict[str, Any]:
             {
                 "test": timed.test,
                 **judged(timed),
-                "there": _side(timed.comparison.there),
-                "here": _side(timed.comparison.here),
+                **{side: _side(timings, paired) for side, timings, paired in timed.sides()},
             }
             for timed in results
         ],
     }
 
 
-def _side(timings: Timings) -> dict[str, Any]:
+def _side(timings: Timings, paired_tpot: Sequence[float]) -> dict[str, Any]:
     turns = [round(1e6 * median(turn), 3) for turn in timings.turns]
-    return {**facts(timings), "turns_us": turns}
+    return {**facts(timings, paired_tpot), "turns_us": turns}
 
 
 def write(folder: Path, results: Sequence[Timed]) -> Path:
@@ -123,8 +137,7 @@ def table(results: Sequence[Timed], form: str) -> str:
     rows = [
         {
             "test": timed.test,
-            "TPOT there": _microseconds(timed.comparison.there),
-            "here": _microseconds(timed.comparison.here),
+            **{f"TPOT {side}": f"{1e6 * median(each):.1f} us" for side, _, each in timed.sides()},
             "here / there": f"{timed.comparison.ratio:.3f}",
             "interval": str(timed.comparison.interval),
             "series": len(timed.comparison.ratios),
@@ -133,7 +146,3 @@ def table(results: Sequence[Timed], form: str) -> str:
         for timed in results
     ]
     return tabulate(rows, headers="keys", tablefmt=form, disable_numparse=True)
-
-
-def _microseconds(timings: Timings) -> str:
-    return f"{facts(timings)['tpot_p50_us']:.1f} us"

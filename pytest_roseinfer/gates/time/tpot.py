@@ -7,7 +7,6 @@ import importlib.util
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from pytest_roseinfer.gates.time import absolute
 from pytest_roseinfer.gates.time.clocks import CpuClock, GpuClock
 from pytest_roseinfer.gates.time.interval import Verdict
 from pytest_roseinfer.gates.time.paired import Plan, compare
+from pytest_roseinfer.gates.time.progress import Progress, terminal_of
 from pytest_roseinfer.gates.time.timing_gate import NEXT_TO_OTHERS, TimingGate
 from pytest_roseinfer.gates.time.timing_report import Timed, facts, judged
 from pytest_roseinfer.gates.time.worker_process import Side, WorkerProcess, cpus_for
@@ -70,13 +70,15 @@ class Tpot:
         asked = self._asked.timing
         there, here = self._gate.sides
         plan = self._plan
+        if asked.seconds:
+            plan = replace(plan, seconds=asked.seconds, hard_end=True)
         if asked.noise_floor:  # goes to its end, even if the ratio is clear before
             plan = replace(plan, looks=plan.looks[-1:])
 
         def start(series: int) -> tuple[WorkerProcess, WorkerProcess]:
             return self._worker(there, factory, series), self._worker(here, factory, series)
 
-        comparison = compare(plan, start, self._clock().doubt)
+        comparison = compare(plan, start, self._clock().doubt, progress=self._progress())
         timed = Timed(self._test, there.label, comparison, plan.margin, asked.noise_floor)
         self._gate.results.append(timed)
         _record(self._request, timed)
@@ -95,7 +97,7 @@ class Tpot:
         clock = self._clock()
         _, here = self._gate.sides
         timings = absolute.measure_alone(
-            self._plan, lambda series: self._worker(here, factory, series)
+            self._plan, lambda series: self._worker(here, factory, series), self._progress()
         )
         doubt = clock.doubt()
         if self._asked.timing.update_tpot:
@@ -105,7 +107,7 @@ class Tpot:
         more = absolute.exceeded(timings, file, self._test)
         if more and not doubt:
             pytest.fail(more, pytrace=False)
-        verdict = f"UNSURE because {doubt}" if doubt else f"within its baseline in {file}"
+        verdict = f"UNDECIDED because {doubt}" if doubt else f"within its baseline in {file}"
         self._gate.held_to_baseline(f"{self._test}: {verdict}")
 
     def _worker(self, side: Side, factory: str, series: int) -> WorkerProcess:
@@ -117,6 +119,10 @@ class Tpot:
             cpus=cpus_for(series, self._cpus),
         )
 
+    def _progress(self) -> Progress:
+        say = terminal_of(self._request.config)
+        return Progress(lambda line: say(f"{self._test}: {line}"))
+
     def _clock(self) -> CpuClock | GpuClock:
         return GpuClock(self._asked.gpu_index or 0) if self._asked.gpu else CpuClock()
 
@@ -125,13 +131,14 @@ def _record(request: pytest.FixtureRequest, timed: Timed) -> None:
     """Record both sides with the fixture ``benchmark``, so that its plugin can save and compare.
 
     The fixture runs one function until it is done with it, and our sides take turns. So it gets
-    each side's turns once more, on a clock that moves on by what they took.
+    what the comparison found of each side once more, series by series, on a clock of its own: its
+    table then says the same as the verdict.
     """
     now = 0.0
 
-    def pass_turn() -> None:
+    def pass_series() -> None:
         nonlocal now
-        now += next(turns)
+        now += next(series)
 
     said = request.node.get_closest_marker("benchmark")
     options = {"group": request.node.nodeid, **(said.kwargs if said else {})}
@@ -140,11 +147,10 @@ def _record(request: pytest.FixtureRequest, timed: Timed) -> None:
     benchmark: Any = request.getfixturevalue("benchmark")
     there = copy.copy(benchmark)
     there.name, there.fullname = f"{benchmark.name} (there)", f"{benchmark.fullname} (there)"
-    comparison = timed.comparison
-    for fixture, timings in ((there, comparison.there), (benchmark, comparison.here)):
-        fixture.extra_info = {**facts(timings), **judged(timed)}
-        turns = cycle(mean(turn) for turn in timings.turns)  # profiling takes some again
-        fixture.pedantic(pass_turn, rounds=len(timings.turns))
+    for fixture, (_, timings, paired) in zip((there, benchmark), timed.sides(), strict=True):
+        fixture.extra_info = {**facts(timings, paired), **judged(timed)}
+        series = cycle(paired)  # profiling takes some again
+        fixture.pedantic(pass_series, rounds=len(paired))
 
 
 def _file_of(module: str) -> str:
