@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.settings import PROFILES
+from roseinfer import did_you_mean as did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from pytest_roseinfer.settings import Profile
 
 _REPORT_SUFFIXES = (".json", ".html")
@@ -20,14 +19,6 @@ _REPORT_SUFFIXES = (".json", ".html")
 
 class Mistake(ValueError):
     """An option makes no sense; the message says what would."""
-
-
-def did_you_mean(said: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a question that names what is spelled most alike, or nothing."""
-    from difflib import get_close_matches
-
-    alike = get_close_matches(said, known, n=1)
-    return f"; did you mean {prefix}{alike[0]}?" if alike else ""
 
 
 def profile_named(option: str, name: str) -> Profile:

@@ -51,7 +51,7 @@ _HOMES = {
         "engine_paths": "EnginePath",
         "errors": "BadArgument BadBlock BadRefcount ConfigError EngineStopped NoDistribution "
         "NoText OutOfBlocks RequestTooLarge RoseinferError StalePlan StepFailed "
-        "TritonUnavailable UnsupportedModel",
+        "TritonUnavailable UnsupportedModel did_you_mean",
         "kv.manager": "KVBlockManager",
         "kv.paths": "Condition Path",
         "kv.plan": "AppendPlan",

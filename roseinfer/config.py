@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.errors import ConfigError
+from roseinfer.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -161,7 +163,24 @@ DTYPES = ("float32", "float16", "bfloat16")
 def require_dtype(name: str) -> None:
     """Refuse a dtype that no model is loaded in."""
     if name not in DTYPES:
-        raise ConfigError(f"dtype {name!r}: it must be one of {', '.join(DTYPES)}")
+        alike = did_you_mean(name, DTYPES)
+        raise ConfigError(f"dtype {name!r}: it must be one of {', '.join(DTYPES)}{alike}")
+
+
+_DEVICES = ("cpu", "cuda")
+_GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")
+"""The devices of NVIDIA's drivers, of Windows's for Linux and of AMD's, as Linux names them."""
+
+
+def require_device(name: str, devices: Path = Path("/dev")) -> None:
+    """Refuse a device that no engine runs on, as far as can be known without torch."""
+    kind, colon, number = name.partition(":")
+    if kind not in _DEVICES or (colon and not number.isdecimal()):
+        alike = did_you_mean(kind, _DEVICES)
+        raise ConfigError(f"device {name!r}: the engine runs on cpu, cuda or cuda:1{alike}")
+    if kind == "cuda" and sys.platform == "linux":
+        if not any(found for each in _GPU_FILES for found in devices.glob(each)):
+            raise ConfigError(f"device {name!r}: there is no GPU here; device='cpu' works")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from traceback import clear_frames
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class RoseinferError(Exception):
@@ -55,6 +59,14 @@ class RequestTooLarge(BadArgument):
 
 class NoDistribution(RoseinferError, RuntimeError):
     """Logits from which no next token can be chosen."""
+
+
+def did_you_mean(said: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return a question that names what is spelled most alike, or nothing."""
+    from difflib import get_close_matches
+
+    alike = get_close_matches(said, known, n=1)
+    return f"; did you mean {prefix}{alike[0]}?" if alike else ""
 
 
 class _Caused(RoseinferError, RuntimeError):

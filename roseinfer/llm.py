@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from tqdm import tqdm
 
 from roseinfer.config import EngineConfig, SamplingParams
 from roseinfer.engine.engine import Engine
 from roseinfer.errors import BadArgument, RoseinferError
 from roseinfer.models.loading import load
+from roseinfer.progress import counting
 
 if TYPE_CHECKING:
     import os
@@ -80,7 +80,7 @@ class LLM:
         """Continue every prompt, text or token ids, and return the outputs in their order.
 
         The output for a prompt that cannot be served says why; the others go on.
-        ``progress`` shows a bar; by default it is shown on a terminal.
+        ``progress`` shows a bar on a terminal, where it is the default, and lines elsewhere.
         """
         asked = _as_list(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -90,16 +90,16 @@ class LLM:
         outputs: list[RequestOutput | None] = [None] * len(asked)
         waiting: dict[int, int] = {}
         """The indices in ``outputs`` of the requests that have not ended, by their ids."""
-        hidden = None if progress is None else not progress
-        bar = tqdm(total=len(asked), desc="generating", unit="request", disable=hidden)
-        with self.in_use(), bar, self._requests() as requests:
+        shown = sys.stderr.isatty() if progress is None else progress
+        counted = counting(len(asked), "generating", "requests") if shown else nullcontext(int)
+        with self.in_use(), counted as done, self._requests() as requests:
             for at, (prompt, own) in enumerate(zip(asked, params, strict=True)):
                 try:
                     with uninterrupted():
                         requests.append(self.engine.submit(prompt, own))
                 except RoseinferError as error:
                     outputs[at] = RequestOutput(prompt, [], None, "error", error=str(error))
-                    bar.update()
+                    done()
                 else:
                     waiting[requests[-1].id] = at
             while waiting:
@@ -108,7 +108,7 @@ class LLM:
                     if request.finish_reason is not None and request.id in waiting:
                         at = waiting.pop(request.id)
                         outputs[at] = output_of(request, asked[at])
-                        bar.update()
+                        done()
         return [output for output in outputs if output is not None]
 
     def stream(

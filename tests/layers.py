@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ENGINE_LAYERS = (
     {"errors", "engine_paths"},
-    {"config", "text"},
+    {"config", "text", "progress"},
     {"kernels"},
     {"kv"},
     {"attention"},

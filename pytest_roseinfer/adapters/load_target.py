@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.adapters.base import Adapter
+from pytest_roseinfer.adapters.target_source import Names, find_module
 from pytest_roseinfer.mistakes import did_you_mean
 from pytest_roseinfer.settings import SHIPPED_TARGETS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import ModuleType
 
 
@@ -34,28 +36,30 @@ def load_target(name: str, file: str = "") -> type[Adapter]:
     except Exception as error:
         raise TargetError(f"{name}: {type(error).__name__}: {error}") from error
     if module is None:
-        raise TargetError(_no_module(name, module_name))
+        raise _no_module(name)
     try:
         target: Any = attrgetter(class_name)(module)
     except AttributeError:
         adapters = [each for each, found in vars(module).items() if _is_adapter(found)]
-        alike = did_you_mean(class_name, adapters)
-        raise TargetError(f"{name}: {module_name} has no {class_name}{alike}") from None
+        raise _no_class(name, adapters) from None
     if not _is_adapter(target):
         raise TargetError(f"{name}: {class_name} is no subclass of KVCacheAdapter or EngineAdapter")
     adapter: type[Adapter] = target
     return adapter
 
 
-def require_module(name: str) -> None:
-    """Refuse a target whose module is not there, without importing what may take long."""
-    module_name, _ = _parts(name)
-    try:
-        found = importlib.util.find_spec(module_name)
-    except (ImportError, ValueError):
-        found = None
+def require_target(name: str) -> None:
+    """Refuse a target that is not there, without importing its module, which may take long."""
+    module_name, class_name = _parts(name)
+    if module_name in sys.modules:
+        load_target(name)
+        return
+    found = find_module(module_name)
     if found is None:
-        raise TargetError(_no_module(name, module_name))
+        raise _no_module(name)
+    names = Names.of_module(found)
+    if names is not None and class_name.partition(".")[0] not in names.all:
+        raise _no_class(name, names.classes)
 
 
 def _parts(name: str) -> tuple[str, str]:
@@ -66,12 +70,21 @@ def _parts(name: str) -> tuple[str, str]:
     return module_name, class_name
 
 
-def _no_module(target: str, name: str) -> str:
+def _no_module(target: str) -> TargetError:
     """Say that there is no such module, and which there is beside where it would be."""
+    name, _ = _parts(target)
     parent, dot, last = name.rpartition(".")
-    folders = getattr(sys.modules.get(parent), "__path__", ()) if parent else None
-    beside = [each.name for each in pkgutil.iter_modules(folders)]
-    return f"{target}: there is no module {name}{did_you_mean(last, beside, parent + dot)}"
+    package = find_module(parent) if parent else None
+    folders = (package.submodule_search_locations or ()) if package else ()
+    beside = [each.name for each in pkgutil.iter_modules(None if not parent else list(folders))]
+    alike = did_you_mean(last, beside, parent + dot)
+    return TargetError(f"{target}: there is no module {name}{alike}")
+
+
+def _no_class(target: str, known: Iterable[str]) -> TargetError:
+    module_name, class_name = _parts(target)
+    alike = did_you_mean(class_name, known)
+    return TargetError(f"{target}: {module_name} has no {class_name}{alike}")
 
 
 def _is_adapter(found: object) -> bool:

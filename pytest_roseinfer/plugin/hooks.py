@@ -34,13 +34,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     options.add(parser)
 
 
+@pytest.hookimpl(tryfirst=True)  # before any conftest.py, which may import torch
+def pytest_load_initial_conftests(args: list[str]) -> None:
+    options.refuse_unknown(args)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for line in markers.LINES:
         config.addinivalue_line("markers", line)
     asked = options.read(config)
     config.stash[_OUTER] = (settings.current(), _swap_coverage(None))
     settings.set_current(asked)
-    options.check_targets(config, asked)
     options.check_baselines(asked)
     if asked.costs_requested or asked.update_costs:
         from pytest_roseinfer.gates.work.cost_gate import CostGate
@@ -51,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         with options.mistakes_are_usage_errors():
             TimingGate.of(config).require_other_side()
+    options.check_targets(config, asked)  # comes last, since it imports them
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -89,8 +94,12 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
+    if not options.configured(config):
+        return []
     asked = settings.current()
-    return _describe(asked.chosen_targets, asked) if options.configured(config) else []
+    # Workers of pytest-xdist collect the tests, and what they find is not described here.
+    shared_out = config.pluginmanager.hasplugin("dsession") and options.tests_targets(config)
+    return _describe(asked.targets if shared_out else asked.chosen_targets, asked)
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:

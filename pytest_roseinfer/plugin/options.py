@@ -23,7 +23,7 @@ from pytest_roseinfer.settings import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from pytest_roseinfer.search.trace import Allowed
 
@@ -209,21 +209,39 @@ def check_baselines(asked: Settings) -> None:
             raise pytest.UsageError(str(error)) from None
 
 
+def refuse_unknown(words: Iterable[str]) -> None:
+    """Refuse an option that is nearly one of ours, and say which."""
+    known = [f"--roseinfer-{name}" for name in _OPTIONS]
+    for word in words:
+        said = word.partition("=")[0]
+        if said == "--":
+            return
+        ours = said.startswith("--roseinfer-") and said not in known
+        if ours and (alike := mistakes.did_you_mean(said, known)):
+            raise pytest.UsageError(f"unrecognized arguments: {word}{alike}")
+
+
 def check_targets(config: pytest.Config, asked: Settings) -> None:
     """Refuse targets that cannot be imported, if this run is to test them."""
-    suite = any("pytest_roseinfer" in argument for argument in config.args)
-    if not (asked.named_targets or (asked.chosen_targets and suite)):
+    if not (asked.named_targets or (asked.chosen_targets and tests_targets(config))):
         return
-    from pytest_roseinfer.adapters.load_target import TargetError, load_target
+    from pytest_roseinfer.adapters.load_target import TargetError, load_target, require_target
 
     find_modules_here(config)
     choose_kernel_runtime()
     try:
+        for name in asked.targets:  # all of them before any, which takes seconds, is imported
+            require_target(name)
         for name in asked.targets:
             load_target(name)
     except TargetError as error:
         said = "--roseinfer-target" if asked.named_targets else "roseinfer_targets"
         raise pytest.UsageError(f"{said}: {error}") from error
+
+
+def tests_targets(config: pytest.Config) -> bool:
+    """Return True if the tests of every target are among those of this run."""
+    return any("pytest_roseinfer" in argument for argument in config.args)
 
 
 def allowed_of_traces(config: pytest.Config) -> Allowed:

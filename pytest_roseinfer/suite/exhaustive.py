@@ -52,18 +52,16 @@ def run(targets: Sequence[str], steps: int = STEPS) -> int:
     named: Mapping[str, Mapping[str, Any]] = {name: {} for name in targets} or SHIPPED
     print(
         f"every history of up to {steps} steps, on {BLOCKS} blocks of {BLOCK_SIZE} tokens and "
-        f"{SEQUENCES} sequences"
+        f"{SEQUENCES} sequences",
+        flush=True,
     )
     settings.choose_kernel_runtime()
-    try:
-        for name in named:
-            _cache(name)
-    except TargetError as error:
-        print(error, file=sys.stderr)
-        return 2
+    for name in named:
+        _cache(name)
     spawn = get_context("spawn")  # a forked torch may hang
     status = 0
     for name, options in named.items():
+        print(f"{name}: begun", file=sys.stderr, flush=True)
         began = time.monotonic()
         with ProcessPoolExecutor(_PROCESSES, mp_context=spawn) as pool:
             found = every_history(name, options, steps, pool)
@@ -73,7 +71,7 @@ def run(targets: Sequence[str], steps: int = STEPS) -> int:
             status = 1
             print(f"{name}: wrong, found by {said} ({took:.0f} s)\n\n{found.wrong}")
         else:
-            print(f"{name}: {said}, all equal ({took:.0f} s)")
+            print(f"{name}: {said}, all equal ({took:.0f} s)", flush=True)
     return status
 
 

@@ -7,7 +7,7 @@ import sys
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.adapters.load_target import TargetError, require_module
+from pytest_roseinfer.adapters.load_target import TargetError, require_target
 from pytest_roseinfer.mistakes import (
     Mistake,
     profile_named,
@@ -53,16 +53,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if os.getcwd() not in sys.path:  # as for --roseinfer-target
         sys.path.insert(0, os.getcwd())
-    if args.exhaustive is not None:
-        from pytest_roseinfer.suite import exhaustive
-
-        return exhaustive.run(args.exhaustive)
     try:
         _refuse_mistakes(args)
+        return _search(args) if args.exhaustive is None else _walk(args.exhaustive)
     except (Mistake, TargetError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return _USAGE_ERROR
-    return _search(args)
 
 
 def _refuse_mistakes(args: argparse.Namespace) -> None:
@@ -73,8 +69,15 @@ def _refuse_mistakes(args: argparse.Namespace) -> None:
             require_at_least(f"--{name}", number, least)
     for file in args.report or ():
         require_report("--report", file)
-    for name in args.target or ():
-        require_module(name)
+    for name in (*(args.target or ()), *(args.exhaustive or ())):
+        require_target(name)
+
+
+def _walk(names: list[str]) -> int:
+    print("roseinfer verify: running every short history", flush=True)  # the import takes seconds
+    from pytest_roseinfer.suite import exhaustive
+
+    return exhaustive.run(names)
 
 
 def _search(args: argparse.Namespace) -> int:

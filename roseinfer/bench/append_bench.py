@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from roseinfer.bench.arguments import add_outputs, whole
 from roseinfer.bench.reporting import Report, Table, unavailable_table
 from roseinfer.bench.timing import (
     WrongPath,
@@ -128,23 +127,8 @@ class StepRow:
 # ------------------------------------------------------------------------------- the command
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("append", help="what an append to the KV cache costs, by path")
-    option = parser.add_argument
-    option("--batch", type=whole(1), nargs="+", default=[1, 8, 64, 256], help="sequences")
-    option("--layers", type=whole(1), default=12)
-    option("--heads", type=whole(1), default=12, help="KV heads")
-    option("--head-dim", type=whole(1), default=64)
-    option("--block-size", type=whole(2), default=64)
-    option("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
-    option("--dtype", choices=_DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
-    option("--quick", action="store_true", help="few repeats: to see that it works")
-    add_outputs(parser, plot=False)
-    parser.set_defaults(run=_measure)
-
-
 @one_thread()
-def _measure(args: argparse.Namespace) -> Report:
+def run(args: argparse.Namespace) -> Report:
     device = resolve_device(args.device)
     config = AppendConfig(
         batches=tuple(args.batch),

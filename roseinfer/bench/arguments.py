@@ -7,11 +7,23 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.config import ADMISSION_POLICIES, EngineConfig, SamplingParams
-from roseinfer.errors import ConfigError
+from roseinfer.bench.architectures import require_architecture
+from roseinfer.config import (
+    ADMISSION_POLICIES,
+    EngineConfig,
+    SamplingParams,
+    require_device,
+    require_dtype,
+)
+from roseinfer.errors import ConfigError, did_you_mean
+from roseinfer.models.source import locate
+from roseinfer.progress import say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+PEERS = ("transformers-static", "transformers-continuous", "vllm")
+"""The other systems; a name begins with that of its distribution."""
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -114,6 +126,36 @@ def add_outputs(parser: argparse.ArgumentParser, *, plot: bool) -> None:
     add("--json", type=Path, metavar="FILE", help="write everything there as well")
     if plot:
         add("--plot", type=Path, metavar="FILE.png", help="draw a chart (needs matplotlib)")
+
+
+def require_model(args: argparse.Namespace) -> None:
+    """Refuse what ``add_model`` and ``add_runs`` were told, as far as it can be known by now."""
+    if args.device is not None:
+        require_device(args.device)
+    if args.dtype is not None:
+        require_dtype(args.dtype)
+    if "peers" in args:
+        peers_named(args.peers)
+    if args.random_weights:
+        require_architecture(args.hf_model_id)
+    else:
+        locate(args.hf_model_id)
+
+
+def peers_named(names: Sequence[str] | None) -> tuple[str, ...]:
+    """Check the names: None asks for no peer, and an empty list for all of them."""
+    if names is None:
+        return ()
+    for name in names:
+        if name not in PEERS:
+            alike = did_you_mean(name, PEERS)
+            raise ConfigError(f"--peers {name}: there are {', '.join(PEERS)}{alike}")
+    return tuple(names or PEERS)
+
+
+def say_importing() -> None:
+    """Say what the seconds before the first figure are spent on."""
+    say("importing torch and transformers")
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:

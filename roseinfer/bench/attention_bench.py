@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import re
 from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING
@@ -12,7 +10,7 @@ import torch
 
 from roseinfer.attention.paths import AttentionPath
 from roseinfer.attention.reference import append_and_attend_reference
-from roseinfer.bench.arguments import add_outputs, whole
+from roseinfer.bench.attention_shape import Shape
 from roseinfer.bench.reporting import Report, Table, unavailable_table
 from roseinfer.bench.timing import (
     copy_bandwidth,
@@ -25,6 +23,7 @@ from roseinfer.bench.timing import (
 from roseinfer.models.loading import resolve_device
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
 _ROWS = """\
@@ -47,35 +46,6 @@ _SPREAD_BYTES = 1 << 30
 """Caches of that many bytes take turns, so that none is still in a GPU's L2 cache."""
 _FEWEST_CALLS = 12
 _MOST_LAYERS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    text: str
-    sequences: int
-    context: int
-    """Tokens of each sequence that are attended to, the new one included."""
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-
-    @classmethod
-    def read(cls, text: str) -> Shape:
-        """Read ``64x1024:32/8x128``: sequences, context, query heads, KV heads, head size."""
-        found = re.fullmatch(r"(\d+)x(\d+):(\d+)/(\d+)x(\d+)", text)
-        numbers = list(map(int, found.groups())) if found else [0]
-        if min(numbers) < 1:
-            raise argparse.ArgumentTypeError(f"{text} is no shape such as 64x1024:32/8x128")
-        shape = cls(text, *numbers)
-        if shape.q_heads % shape.kv_heads:
-            raise argparse.ArgumentTypeError(
-                f"{text}: {shape.kv_heads} KV heads are no part of {shape.q_heads} heads"
-            )
-        return shape
-
-    def cache_bytes(self, dtype: torch.dtype) -> int:
-        values = self.sequences * self.context * self.kv_heads * self.head_dim
-        return 2 * values * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +81,7 @@ class Rig:
         self.layers = list(zip(caches[0], caches[1], strict=True))
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("attention", help="what attending in a decode step costs")
-    option = parser.add_argument
-    option("--shapes", type=Shape.read, nargs="+", metavar="SHAPE", help="as 64x1024:32/8x128")
-    option("--block-size", type=whole(1), default=64, help="%(default)s")
-    option("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
-    option("--rounds", type=whole(1), default=15, help="%(default)s")
-    add_outputs(parser, plot=False)
-    parser.set_defaults(run=_measure)
-
-
-def _measure(args: argparse.Namespace) -> Report:
+def run(args: argparse.Namespace) -> Report:
     device = resolve_device(args.device)
     dtype = _DTYPES[device.type]
     reason = why_triton_cannot_be_timed(device)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from typing import TYPE_CHECKING, Any
 
+from roseinfer.bench import saved_report
 from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,19 +32,7 @@ def check(path: Path) -> None:
 def redraw(saved: Path, path: Path) -> None:
     """Draw the chart of a report that ``--json`` wrote."""
     check(path)
-    try:
-        document = json.loads(saved.read_text(encoding="utf-8"))
-        benchmark = str(document["benchmark"])
-    except OSError as error:
-        raise ConfigError(f"{saved} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError):
-        raise ConfigError(f"{saved} is no report of a benchmark, as --json writes it") from None
-    if benchmark not in _CHARTS:
-        raise ConfigError(f"{saved} is a report of {benchmark!r}, which has no chart")
-    try:
-        draw(document, path)
-    except (TypeError, KeyError, IndexError) as error:
-        raise ConfigError(f"{saved} lacks what its chart is drawn from: {error}") from None
+    draw(saved_report.read(saved), path)
 
 
 def draw(document: Document, path: Path) -> None:
@@ -103,9 +91,28 @@ def _draw_ladder(figure: Figure, document: Document) -> None:
     bars += [(row["system"], row["ms_per_step"], "tab:gray") for row in peers]
     where = axes.get_yaxis_transform()
     for place, (_, step_ms, color) in enumerate(bars):
-        axes.barh(place, step_ms or 0.0, color=color)
-        said, ink = (f"{step_ms:.3g} ms", "white") if step_ms else ("not measured", "black")
-        axes.text(0.01, place, said, transform=where, va="center", fontsize=8, color=ink)
+        if not step_ms:  # the text stands beyond the floor, whose line would cross it
+            axes.barh(place, 0.0)
+            axes.text(floor * 1.1, place, "not measured", va="center", fontsize=8)
+            continue
+        axes.barh(place, step_ms, color=color)
+        said = f"{step_ms:.3g} ms"
+        axes.text(0.01, place, said, transform=where, va="center", fontsize=8, color="white")
+    spread = [(at, row) for at, row in enumerate(rungs) if row["step_ms"]]
+    if spread:
+        axes.errorbar(
+            [row["step_ms"] for _, row in spread],
+            [at for at, _ in spread],
+            xerr=[
+                [row["step_ms"] - row["fastest_ms"] for _, row in spread],
+                [row["slowest_ms"] - row["step_ms"] for _, row in spread],
+            ],
+            fmt="none",
+            ecolor="tab:orange",
+            elinewidth=2,
+            capsize=4,
+            label="fastest and slowest run",
+        )
     spikes = {at: row["itl_at_boundary_p99_ms"] for at, row in enumerate(rungs)}
     if drawn := [(spike, at) for at, spike in spikes.items() if spike]:
         axes.plot(*zip(*drawn, strict=True), "k|", ms=12, label="ITL p99 at block boundaries")
@@ -115,7 +122,7 @@ def _draw_ladder(figure: Figure, document: Document) -> None:
     axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axes.invert_yaxis()
     axes.set_xlabel("a decode step, milliseconds (log)")
-    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
 
 
 def _draw_trace(figure: Figure, document: Document) -> None:

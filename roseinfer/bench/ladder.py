@@ -10,26 +10,25 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from roseinfer.bench import arguments
 from roseinfer.bench.model_source import ModelSource, collect
-from roseinfer.bench.reporting import Report, Table
+from roseinfer.bench.reporting import Report, Table, unavailable_table
 from roseinfer.bench.serving import peers
 from roseinfer.bench.serving.driving import (
     Work,
-    offline,
     perform,
     random_prompts,
     require_positions,
 )
 from roseinfer.bench.serving.figures import LatencyRow, ThroughputRow, median_row, throughput
 from roseinfer.bench.serving.memory_floor import MemoryFloor, memory_floor
+from roseinfer.bench.serving.ways import offline
 from roseinfer.bench.timing import WrongPath, why_triton_cannot_be_timed
-from roseinfer.config import AppendPolicy, EngineConfig, SamplingParams
+from roseinfer.config import AppendPolicy, SamplingParams
 from roseinfer.errors import ConfigError, RoseinferError
 from roseinfer.kv.paths import Path
 from roseinfer.models.loading import resolve_device
+from roseinfer.progress import counted
 
 if TYPE_CHECKING:
     import argparse
@@ -42,17 +41,25 @@ if TYPE_CHECKING:
 
 _RUNGS = """\
 Decoding, all sequences in step; each rung keeps what those before it have. step ms: the median
-decode step. times floor: decode time over the time to read the weights once a step and the
-stored keys and values once a token. itl at boundary p99 ms: of the gaps in which a sequence
-goes on in a new block. same tokens: the share of requests that got the tokens of the first
+decode step; fastest, slowest: of the runs. floors: decode time over the time to read the weights
+once a step and the stored keys and values once a token. boundary: p99 in ms of the gaps in which a
+sequence goes on in a new block. same: the share of requests that got the tokens of the first
 rung; another order of additions may round another way, but in float32 all are the same."""
-_NUMBERS = {
-    "batch": (1, 64),
-    "prompt_tokens": (1, 128),
-    "max_new_tokens": (2, 256),
-    "block_size": (1, 64),
+_HEADINGS = {
+    "rung": "rung",
+    "step_ms": "step ms",
+    "fastest_ms": "fastest",
+    "slowest_ms": "slowest",
+    "tok_per_s": "tok/s",
+    "times_floor": "floors",
+    "itl_at_boundary_p99_ms": "boundary",
+    "same_tokens": "same",
 }
-"""Each option's least value and its default."""
+_ASKED = (
+    *("batch", "prompt_tokens", "max_new_tokens", "block_size"),
+    *("warmup_runs", "repeat_runs"),
+)
+"""The options that the report repeats."""
 _SLOW = {"resident_decode": False, "cuda_graph": False, "run_ahead": 0, "fused_model": False}
 """The engine's switches for what the later rungs add, all off."""
 _NEVER = 1 << 30
@@ -63,6 +70,9 @@ _NEVER = 1 << 30
 class RungRow:
     rung: str
     step_ms: float | None = None
+    fastest_ms: float | None = None
+    """The decode step of the fastest run, as ``step_ms`` is that of the median one."""
+    slowest_ms: float | None = None
     tok_per_s: float | None = None
     times_floor: float | None = None
     itl_p50_ms: float | None = None
@@ -82,38 +92,27 @@ class Shared:
     dtype: torch.dtype
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("ladder", help="what each optimisation of decoding is worth")
-    arguments.add_model(parser)
-    option, whole = parser.add_argument_group("work").add_argument, arguments.whole
-    for name, (least, default) in _NUMBERS.items():
-        flag = "--" + name.replace("_", "-")
-        option(flag, type=whole(least), default=default, help="%(default)s")
-    option("--run-ahead", type=whole(1), default=4, help="steps, on the last two rungs (4)")
-    arguments.add_runs(parser)
-    arguments.add_outputs(parser, plot=True)
-    parser.set_defaults(run=_measure)
-
-
-def _measure(args: argparse.Namespace) -> Report:
-    EngineConfig(run_ahead=args.run_ahead)  # refused now, not at the last two rungs
-    others = peers.named(args.peers)
+def run(args: argparse.Namespace) -> Report:
     ladder = Ladder(args)
     rows = ladder.climb(rungs(args.run_ahead))
     shared = ladder.shared
     if ladder.best is None or shared is None:
         raise ConfigError(f"no rung could be measured: {rows[0].not_available}")
     job = peers.PeerJob.of(args, ladder.source, shared.work, args.batch)
-    compared = peers.compare(others, job, ladder.best)
+    compared = peers.compare(arguments.peers_named(args.peers), job, ladder.best)
     # Tokens of all sequences that a decode step attends to, in the middle of a run.
     stored = round(args.batch * (args.prompt_tokens + args.max_new_tokens / 2))
-    asked = {name: getattr(args, name) for name in (*_NUMBERS, "warmup_runs", "repeat_runs")}
+    asked = {name: getattr(args, name) for name in _ASKED}
     return Report(
         "ladder",
         args.command,
         ladder.device,
         {**ladder.source.described(shared.dtype), **asked},
-        (Table("rungs", _RUNGS, rows), Table("peers", peers.CAPTION, compared)),
+        (
+            Table("rungs", _RUNGS, rows, headings=_HEADINGS),
+            unavailable_table((row.rung, row.not_available) for row in rows if row.not_available),
+            Table("peers", peers.CAPTION, compared),
+        ),
         {"floor_ms": shared.floor.seconds(1, stored) * 1e3, **shared.floor.facts()},
     )
 
@@ -198,7 +197,7 @@ class Ladder:
 
     def climb(self, all_rungs: Sequence[Rung]) -> list[RungRow]:
         rows = []
-        for rung in tqdm(all_rungs, desc="ladder", unit="rung", disable=None):
+        for rung in counted(all_rungs, "ladder", "rungs"):
             try:
                 rows.append(self._measure(rung))
             except (RoseinferError, RuntimeError) as error:
@@ -216,6 +215,8 @@ class Ladder:
             _perform(rung, llm, shared.work) for _ in range(args.warmup_runs + args.repeat_runs)
         ][args.warmup_runs :]
         speed = self.best = throughput(rung.name, records, shared.floor)
+        runs = [ThroughputRow.of(rung.name, record, shared.floor) for record in records]
+        steps_ms = [run.decode_step_ms for run in runs if run.decode_step_ms]
         gaps = [[gap for seen in record.timelines for gap in seen.gaps()] for record in records]
         itl = median_row([LatencyRow.of(rung.name, "ITL", each) for each in gaps])
         at_boundary = [boundary_gaps(record, args.block_size) for record in records]
@@ -225,6 +226,8 @@ class Ladder:
         return RungRow(
             rung=rung.name,
             step_ms=speed.decode_step_ms,
+            fastest_ms=min(steps_ms, default=None),
+            slowest_ms=max(steps_ms, default=None),
             tok_per_s=speed.decode_tok_per_s,
             times_floor=speed.times_floor,
             itl_p50_ms=itl.p50_ms,

@@ -8,43 +8,23 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from roseinfer.errors import ConfigError
+from roseinfer.bench.architectures import architecture
 from roseinfer.llm import LLM
 from roseinfer.models.checkpoint import fetch
 from roseinfer.models.loading import resolve_device, resolve_dtype
-from roseinfer.models.tiny import END, byte_tokenizer, draw_weights, tiny_gpt2
+from roseinfer.models.source import locate
+from roseinfer.models.tiny import byte_tokenizer, draw_weights, tiny_gpt2
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 _SEED = 11
-
-
-ARCHITECTURES: dict[str, Callable[[], Any]] = {
-    "gpt2": partial(GPT2Config, bos_token_id=END, eos_token_id=END),  # of 124M parameters
-    "llama-1b": partial(
-        LlamaConfig,
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        bos_token_id=END,
-        eos_token_id=END,
-    ),
-}
-"""What makes the configuration of each; the end of a text is the byte-level tokenizer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +61,7 @@ class ModelSource:
         dtype = resolve_dtype(self.dtype, device)
         if self.name == "tiny":
             return tiny_gpt2(str(device)).model.to(torch.float32 if dtype == "auto" else dtype)
-        return fetch(self.name, dtype).to(device)
+        return fetch(locate(self.name), dtype).to(device)
 
     def skeleton(self) -> Any:
         """Build the network as transformers makes it, without weights."""
@@ -90,18 +70,10 @@ class ModelSource:
         config = (
             architecture(self.name)
             if self.random_weights
-            else AutoConfig.from_pretrained(self.name, trust_remote_code=False)
+            else AutoConfig.from_pretrained(locate(self.name), trust_remote_code=False)
         )
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
-
-
-def architecture(name: str) -> Any:
-    if name not in ARCHITECTURES:
-        raise ConfigError(
-            f"--random-weights knows the architectures {', '.join(ARCHITECTURES)}, not {name!r}"
-        )
-    return ARCHITECTURES[name]()
 
 
 def random_model(name: str, device: str | None, dtype: str | None) -> Any:

@@ -32,16 +32,19 @@ class Table:
     """Frozen dataclasses, all of one type."""
     printed: bool = True
     """A table that is not printed is for charts and other programs."""
+    headings: Mapping[str, str] | None = None
+    """The fields that are printed, and what stands over each; None prints all by their names."""
 
     def text(self) -> str:
-        headings = [field.name.replace("_", " ") for field in fields(self.rows[0])]
-        rows = [[getattr(row, field.name) for field in fields(row)] for row in self.rows]
+        names = [field.name for field in fields(self.rows[0])]
+        shown = self.headings or {name: name.replace("_", " ") for name in names}
+        rows = [[getattr(row, name) for name in shown] for row in self.rows]
         has_text = [
             any(isinstance(value, str) for value in column) for column in zip(*rows, strict=True)
         ]
         body = tabulate(
             [map(_cell, row) for row in rows],
-            headings,
+            list(shown.values()),
             tablefmt="github",
             colalign=["left" if text else "right" for text in has_text],
             disable_numparse=True,

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
-from tqdm import tqdm
 
-from roseinfer.bench import arguments
 from roseinfer.bench.model_source import ModelSource
 from roseinfer.bench.reporting import Report, Table
 from roseinfer.bench.serving.driving import random_prompts, require_positions
 from roseinfer.bench.timing import device_mark
 from roseinfer.config import SamplingParams
 from roseinfer.errors import ConfigError
+from roseinfer.progress import counted
 
 if TYPE_CHECKING:
     import argparse
@@ -66,26 +65,14 @@ class SpanRow:
     end_us: float
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("trace", help="what host and device do in a decode step")
-    arguments.add_model(parser)
-    option, whole = parser.add_argument_group("work").add_argument, arguments.whole
-    sizes = [1, 16, 64, 128, 256]
-    option("--sequences", type=whole(1), nargs="+", default=sizes, metavar="N")
-    option("--context", type=whole(1), default=128, help="tokens (%(default)s)")
-    option("--steps", type=whole(8), default=60, help="timed (%(default)s)")
-    arguments.add_outputs(parser, plot=True)
-    parser.set_defaults(run=_measure)
-
-
-def _measure(args: argparse.Namespace) -> Report:
+def run(args: argparse.Namespace) -> Report:
     source = ModelSource.of(args)
     llm = source.llm({"max_batch_size": max(args.sequences)})
     for sequences in args.sequences:  # refuses what does not fit before anything is timed
         tokens_of_each(llm.engine, sequences, args.context, args.steps)
     rows: list[StepTimeRow] = []
     spans: list[SpanRow] = []
-    for sequences in tqdm(args.sequences, desc="trace", unit="size", disable=None):
+    for sequences in counted(args.sequences, "trace", "numbers of sequences"):
         row, some = measure(llm, sequences, args.context, args.steps)
         rows.append(row)
         spans += some

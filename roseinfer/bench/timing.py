@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from tqdm import tqdm
 
 from roseinfer.errors import RoseinferError
 from roseinfer.kernels.runtime import is_interpreted, why_unusable
+from roseinfer.progress import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -65,11 +65,9 @@ def in_rounds(
 ) -> dict[Key, float]:
     """Return each sampler's median over the rounds; a first round warms up and is thrown away."""
     samples: dict[Key, list[float]] = {key: [] for key in samplers}
-    with tqdm(total=(rounds + 1) * len(samplers), desc=what, disable=None, leave=False) as bar:
-        for _ in range(rounds + 1):
-            for key, sample in samplers.items():
-                samples[key].append(sample())
-                bar.update()
+    for _ in counted(range(rounds + 1), what, "rounds"):
+        for key, sample in samplers.items():
+            samples[key].append(sample())
     return {key: median(taken[1:]) for key, taken in samples.items()}
 
 

@@ -5,14 +5,15 @@ Other packages add theirs through the entry-point group ``roseinfer.commands``, 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, Protocol
 
 from roseinfer.cli import generate
+from roseinfer.cli.parser import Parser
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 ENTRY_POINTS = "roseinfer.commands"
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     installed = sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)
     found: dict[str, Command] = {"generate": generate}
     found |= {entry.name: entry.load() for entry in installed}
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="roseinfer", description="A small LLM inference engine, and proof that it is right."
     )
     parser.add_argument("--version", action="version", version=_version())

@@ -11,8 +11,16 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.config import ADMISSION_POLICIES, EngineConfig, SamplingParams, require_dtype
+from roseinfer.config import (
+    ADMISSION_POLICIES,
+    EngineConfig,
+    SamplingParams,
+    require_device,
+    require_dtype,
+)
 from roseinfer.errors import ConfigError, RoseinferError, UnsupportedModel
+from roseinfer.models.source import locate
+from roseinfer.progress import say
 
 if TYPE_CHECKING:
     import argparse
@@ -27,6 +35,7 @@ texts of several once all have ended. Exit status 0 when all went well, 1 when s
 could not be continued, 2 when nothing could be done: wrong usage, or a model that cannot be
 loaded."""
 
+_NAME = "roseinfer generate"
 _CHOOSING = ("top_k", "top_p", "min_p", "seed")
 """These options have no effect where the most likely token is taken."""
 _FAILED, _NOTHING_DONE = 1, 2
@@ -106,16 +115,19 @@ def _generate(args: argparse.Namespace) -> int:
     texts = _texts(args)
     prompts: list[Prompt] = [_ids(text) for text in texts] if args.token_ids else [*texts]
     params = _params(args)
-    # Both refuse what makes no sense before torch is loaded.
+    # All of these refuse what makes no sense before torch is loaded.
     EngineConfig(**_given(args, EngineConfig))
     if args.dtype is not None:
         require_dtype(args.dtype)
+    if args.device is not None:
+        require_device(args.device)
+    locate(args.model)
     llm = _load(args)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may not show every character
     if len(prompts) == 1 and not args.json:
         return _stream(llm, prompts[0], params, as_ids=args.token_ids)
-    outputs = llm.generate(prompts, params)
+    outputs = llm.generate(prompts, params, progress=True)
     for number, each in enumerate(outputs, 1):
         _say_if_cut(each.finish_reason, len(each.token_ids), params, f"prompt {number}: ")
     if args.json:
@@ -142,7 +154,7 @@ def _say_if_cut(reason: str, generated: int, params: SamplingParams, whose: str 
 
 def _complain(what: object) -> None:
     """Print an error in one line, even where a library's message has several."""
-    print("roseinfer generate:", *str(what).split(), file=sys.stderr)
+    say(" ".join([f"{_NAME}:", *str(what).split()]))
 
 
 def _texts(args: argparse.Namespace) -> list[str]:
@@ -204,8 +216,10 @@ def _given(args: argparse.Namespace, settings: type) -> dict[str, Any]:
 
 def _load(args: argparse.Namespace) -> LLM:
     with redirect_stdout(sys.stderr):  # what libraries print meanwhile is no output
+        say(f"{_NAME}: importing torch and transformers")
         with _interrupts_kill():
             from roseinfer.llm import LLM
+        say(f"{_NAME}: loading {args.model}")
         llm = LLM(args.model, device=args.device, dtype=args.dtype, **_given(args, EngineConfig))
     if llm.tokenizer is None and not args.token_ids:
         raise ConfigError(

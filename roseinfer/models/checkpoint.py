@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
 from roseinfer.errors import UnsupportedModel
+from roseinfer.models.source import ADAPTER, WHY_NO_ADAPTER
 
 if TYPE_CHECKING:
     import torch
@@ -19,20 +20,13 @@ _INDEX = ".safetensors.index.json"
 
 
 def fetch(path: str, dtype: torch.dtype | str) -> Any:
-    """Load a transformers model from a local directory or a hub id.
+    """Load a transformers model from what ``locate`` made of its name.
 
     It reads safetensors only, runs no remote code, and ignores kernels that a config names.
     """
-    # No hub id begins like this or has more than two parts.
-    like_a_path = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if like_a_path and not Path(path).is_dir():
-        raise UnsupportedModel(f"{path!r} cannot be loaded: there is no such directory")
     try:
-        if _file(path, "adapter_config.json") is not None:
-            raise UnsupportedModel(
-                "it holds an adapter (adapter_config.json), which is not supported: merge the "
-                "adapter into its model and save that"
-            )
+        if _file(path, ADAPTER) is not None:
+            raise UnsupportedModel(WHY_NO_ADAPTER)
         config = _config(path)
         _check_files(path, config)
         model, found = AutoModelForCausalLM.from_pretrained(

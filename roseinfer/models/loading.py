@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from roseinfer.attention.backend import find_backend
-from roseinfer.config import require_dtype
+from roseinfer.config import require_device, require_dtype
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError, UnsupportedModel
 from roseinfer.kernels.runtime import why_unusable
@@ -20,6 +20,7 @@ from roseinfer.models.causal import CausalModel, compile_layers
 from roseinfer.models.checkpoint import fetch
 from roseinfer.models.families import fused_family
 from roseinfer.models.padded_head import PaddedHead, pad_head
+from roseinfer.models.source import locate
 from roseinfer.models.tiny import tiny_gpt2
 
 if TYPE_CHECKING:
@@ -101,12 +102,9 @@ def _causal(network: Any, config: EngineConfig) -> CausalModel:
 
 
 def resolve_device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is not one that torch knows: {error}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name!r}: the engine runs on cpu and cuda")
+    if name is not None:
+        require_device(str(name))
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r}: torch sees no GPU here; device='cpu' works")
     if (device.index or 0) >= max(1, torch.cuda.device_count()):
@@ -132,6 +130,7 @@ def _network(
         tiny = tiny_gpt2()
         wanted = torch.float32 if isinstance(dtype, str) else dtype
         return tiny.model.to(device, wanted), tokenizer or tiny.tokenizer
+    name = locate(name)
     network = fetch(name, dtype)
     try:
         network = network.to(device)

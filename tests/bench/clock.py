@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roseinfer.bench.serving import driving
+from roseinfer.bench.serving import driving, ways
 
 if TYPE_CHECKING:
     import pytest
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """Replaces the module ``time`` where a run is driven."""
+    """Replaces the module ``time`` where a run is driven and timed."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -36,5 +36,6 @@ def every_step_takes_a_second(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Cloc
         return updates
 
     monkeypatch.setattr(llm.engine, "step", timed)
-    monkeypatch.setattr(driving, "time", clock)
+    for module in (driving, ways):
+        monkeypatch.setattr(module, "time", clock)
     return clock

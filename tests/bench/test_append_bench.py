@@ -231,4 +231,4 @@ def test_impossible_options_are_refused(
 def test_a_missing_gpu_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*SMALL, "--device", "cuda"])
-    assert "torch sees no GPU here; device='cpu' works" in capsys.readouterr().err
+    assert "no GPU here; device='cpu' works" in capsys.readouterr().err

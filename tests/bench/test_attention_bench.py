@@ -10,7 +10,8 @@ import torch
 
 from roseinfer.attention.reference import append_and_attend_reference
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.attention_bench import Rig, Shape
+from roseinfer.bench.attention_bench import Rig
+from roseinfer.bench.attention_shape import Shape
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roseinfer.bench import attention_bench, charts, ladder, step_trace
+from roseinfer.bench import charts, subcommands
 from roseinfer.bench.__main__ import main as bench
+from roseinfer.bench.arguments import PEERS
 from roseinfer.bench.ladder import rungs
 from roseinfer.bench.serving import commands
 from roseinfer.bench.serving.commands import benchmark_scheduler, benchmark_streaming
-from roseinfer.bench.serving.peers import PEERS
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def test_the_commands_are_understood(
     """The measuring and the drawing are left out."""
     reached: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    for module in (ladder, step_trace, attention_bench):
-        monkeypatch.setattr(module, "_measure", reached.append)
+    for name in ("_ladder", "_trace", "_attention"):
+        monkeypatch.setattr(subcommands, name, reached.append)
     for name in ("_schedule", "_stream"):
         monkeypatch.setattr(commands, name, reached.append)
     monkeypatch.setattr(charts, "redraw", lambda *args: reached.append(args))

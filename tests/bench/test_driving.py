@@ -13,10 +13,6 @@ from roseinfer.bench.serving.driving import (
     RequestFailed,
     Work,
     coming,
-    naive,
-    offline,
-    online,
-    paced,
     perform,
 )
 from roseinfer.bench.serving.figures import (
@@ -28,6 +24,7 @@ from roseinfer.bench.serving.figures import (
 )
 from roseinfer.bench.serving.memory_floor import MemoryFloor
 from roseinfer.bench.serving.record import RunRecord, StepRecord, Timeline
+from roseinfer.bench.serving.ways import naive, offline, online, paced
 from tests.bench.clock import every_step_takes_a_second
 
 if TYPE_CHECKING:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,8 +16,12 @@ from roseinfer.bench import charts, ladder
 from roseinfer.bench.__main__ import main
 from roseinfer.bench.ladder import Rung, RungRow, boundary_gaps, rungs
 from roseinfer.bench.model_source import ModelSource
+from roseinfer.bench.reporting import Table
 from roseinfer.bench.serving.record import RunRecord, Timeline
 from tests.bench.test_serving_bench import is_chart
+
+if TYPE_CHECKING:
+    from pathlib import Path as FilePath
 
 SMALL = ["ladder", "--hf-model-id", "tiny", "--device", "cpu", "--batch", "3", "--block-size", "4"]
 SMALL += ["--prompt-tokens", "5", "--max-new-tokens", "12"]
@@ -86,7 +91,61 @@ def test_the_chart_shows_every_rung_the_floor_and_the_peers(climbed: dict[str, A
     assert told.count("not measured") == len(NAMES) - len(ON_CPU)
     assert told[-1] == "2.5 ms"
     floor = climbed["facts"]["floor_ms"]
+    beside = [text for text in axes.texts if text.get_text() == "not measured"]
+    assert all(text.get_position()[0] > floor for text in beside)
     assert any(set(line.get_xdata()) == {floor} for line in axes.lines)  # type: ignore[arg-type]
+
+
+def test_the_place_where_a_report_is_damaged_is_named(
+    climbed: dict[str, Any], tmp_path: FilePath, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [dict(row) for row in climbed["tables"]["rungs"]]
+    damaged = {**climbed, "tables": {**climbed["tables"], "rungs": rows}}
+    wrong: dict[Any, str] = {
+        "fast": '"fast", and must be a number or null',
+        math.inf: "Infinity, and must be a number or null",
+    }
+    for value, said in wrong.items():
+        rows[2]["step_ms"] = value
+        (tmp_path / "ladder.json").write_text(json.dumps(damaged))
+        with pytest.raises(SystemExit) as ended:
+            main(["plot", str(tmp_path / "ladder.json"), str(tmp_path / "ladder.png")])
+        assert ended.value.code == 2
+        assert f"ladder.json: tables.rungs[2].step_ms is {said}" in capsys.readouterr().err
+    del rows[2]["step_ms"]
+    (tmp_path / "ladder.json").write_text(json.dumps(damaged))
+    with pytest.raises(SystemExit):
+        main(["plot", str(tmp_path / "ladder.json"), str(tmp_path / "ladder.png")])
+    assert "tables.rungs[2].step_ms is missing" in capsys.readouterr().err
+
+
+def test_the_table_is_narrow_and_the_reasons_stand_below_it() -> None:
+    row = RungRow(NAMES[3], *[12345.6] * 9, not_available="x" * 200)
+    text = Table("rungs", "", [row], headings=ladder._HEADINGS).text()
+    assert "| identity and scalar position |    12,346 |" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_spread_of_the_runs_is_drawn(climbed: dict[str, Any]) -> None:
+    from matplotlib.collections import LineCollection
+    from matplotlib.figure import Figure
+
+    rows = climbed["tables"]["rungs"]
+    measured = [row for row in rows if row["step_ms"]]
+    for row in measured:
+        assert row["fastest_ms"] <= row["step_ms"] <= row["slowest_ms"]
+    spread = [
+        {**row, "fastest_ms": 0.5 * row["step_ms"], "slowest_ms": 3 * row["step_ms"]}
+        if row["step_ms"]
+        else row
+        for row in rows
+    ]
+    figure = Figure()
+    charts._draw_ladder(figure, {**climbed, "tables": {**climbed["tables"], "rungs": spread}})
+    (axes,) = figure.axes
+    (lines,) = [found for found in axes.collections if isinstance(found, LineCollection)]
+    drawn = [sorted(x for x, _ in segment) for segment in lines.get_segments()]
+    assert drawn == [pytest.approx([0.5 * row["step_ms"], 3 * row["step_ms"]]) for row in measured]
 
 
 def test_a_rung_keeps_what_those_before_it_have() -> None:

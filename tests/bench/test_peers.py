@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from roseinfer import LLM, ConfigError, SamplingParams, tiny_gpt2
+from roseinfer.bench.arguments import PEERS, peers_named
 from roseinfer.bench.model_source import ModelSource
 from roseinfer.bench.serving import peers
 from roseinfer.bench.serving.commands import benchmark_scheduler
 from roseinfer.bench.serving.isolation import in_process
-from roseinfer.bench.serving.peers import PEERS, PeerJob
+from roseinfer.bench.serving.peers import PeerJob
 from tests.bench.sleeper import begin_and
 from tests.bench.test_serving_bench import ONCE, SMALL
 
@@ -28,11 +29,11 @@ JOB = PeerJob(TINY, [[1, 2, 3], [4, 5, 6, 7], [8, 9]], 4, 2, warmup_runs=0, repe
 
 
 def test_all_peers_unless_some_are_named() -> None:
-    assert peers.named(None) == ()
-    assert peers.named([]) == tuple(PEERS)
-    assert peers.named(["vllm"]) == ("vllm",)
+    assert peers_named(None) == ()
+    assert peers_named([]) == tuple(PEERS)
+    assert peers_named(["vllm"]) == ("vllm",)
     with pytest.raises(ConfigError, match=r"--peers nobody: there are .*vllm"):
-        peers.named(["vllm", "nobody"])
+        peers_named(["vllm", "nobody"])
 
 
 def test_a_peer_does_the_work() -> None:
@@ -101,7 +102,9 @@ def test_a_peers_prompts_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_less_work_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PEERS, "transformers-static", lambda _job: lambda new_tokens: new_tokens)
+    monkeypatch.setitem(
+        peers._SET_UP, "transformers-static", lambda _job: lambda new_tokens: new_tokens
+    )
     with pytest.raises(RuntimeError, match="it made 4 tokens of 12"):
         peers.measure("transformers-static", JOB)
 

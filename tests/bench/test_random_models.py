@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from roseinfer import LLM, ConfigError, SamplingParams
-from roseinfer.bench import model_source
-from roseinfer.bench.model_source import ModelSource, architecture, random_model
+from roseinfer.bench import architectures
+from roseinfer.bench.architectures import architecture
+from roseinfer.bench.model_source import ModelSource, random_model
 from roseinfer.bench.serving.memory_floor import MemoryFloor, memory_floor, values_read
 
 
@@ -28,7 +29,7 @@ def small(name: str) -> Any:
 @pytest.fixture(params=["gpt2", "llama-1b"])
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     config = small(request.param)
-    monkeypatch.setitem(model_source.ARCHITECTURES, request.param, lambda: config)
+    monkeypatch.setitem(architectures.ARCHITECTURES, request.param, lambda: config)
     return str(request.param)
 
 

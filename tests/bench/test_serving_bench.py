@@ -263,7 +263,7 @@ def test_requests_that_the_model_would_cut_short(
 ) -> None:
     with pytest.raises(SystemExit):
         benchmark_streaming([*SMALL, *words])
-    (line,) = capsys.readouterr().err.splitlines()
+    *_, line = capsys.readouterr().err.splitlines()
     assert "error: a prompt of" in line
     assert line.endswith("lower --max-new-tokens, or shorten prompts")
 
@@ -318,15 +318,14 @@ def test_a_named_dtype_is_the_peers_too() -> None:
     ("content", "said"),
     [
         (None, "cannot be read: No such file"),
-        (b"\x89PNG\xff", "is no report of a benchmark, as --json writes it"),
-        (b"[]", "is no report of a benchmark"),
+        (b"\x89PNG\xff", "is no text, at byte 0"),
+        (b'{\n  "benchmark": ladder}', "is no JSON, at line 2, column 16: Expecting value"),
+        (b"[]", "is no report of a benchmark, as --json writes it"),
         (b'{"benchmark": "append"}', "which has no chart"),
-        (b'{"benchmark": []}', "which has no chart"),
-        (b'{"benchmark": "ladder"}', "lacks what its chart is drawn from: 'facts'"),
-        (
-            b'{"benchmark": "streaming", "tables": {"throughput": [], "peers": []}}',
-            "lacks what its chart is drawn from",
-        ),
+        (b'{"benchmark": "lader"}', "which has no chart; did you mean ladder?"),
+        (b'{"benchmark": []}', "is no report of a benchmark"),
+        (b'{"benchmark": "ladder"}', "report.json: config is missing"),
+        (b'{"benchmark": "ladder", "config": 3}', "config is 3, and must be an object"),
     ],
 )
 def test_what_no_chart_is_drawn_from(

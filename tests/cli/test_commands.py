@@ -132,6 +132,22 @@ def test_verify_says_what_its_search_is_known_to_find(
     assert " planted bugs, each with all of " in said
 
 
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "--temprature", "0.5"], "--temprature 0.5; did you mean --temperature?"),
+        (["verify", "--exmples=5"], "--exmples=5; did you mean --examples?"),
+        (["--verzion"], "--verzion; did you mean --version?"),
+        (["verify", "everything"], "unrecognized arguments: everything\n"),
+    ],
+)
+def test_an_unknown_option_is_told_what_was_close(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert said in refused(capsys, *words)
+
+
 def test_it_runs_as_a_module() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "roseinfer", "--help"], capture_output=True, text=True, check=True

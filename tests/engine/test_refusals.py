@@ -82,12 +82,6 @@ def test_more_positions_than_the_model_has() -> None:
         build(CONFIGS["gpt2"](), max_length=97)
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/no/such/place", "a/b/c"])
-def test_a_directory_that_is_not_there(name: str) -> None:
-    with pytest.raises(UnsupportedModel, match="there is no such directory"):
-        fetch(name, torch.float32)
-
-
 @pytest.mark.parametrize("wrong", [{"n_head": 0}, {"n_head": "x"}, {"n_embd": None}])
 def test_a_config_that_makes_no_sense(tmp_path: Any, wrong: dict[str, Any]) -> None:
     tiny("gpt2", "cpu").save_pretrained(tmp_path)

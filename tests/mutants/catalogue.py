@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from roseinfer import did_you_mean
 from tests.mutants import (
     catalogue_caches,
     catalogue_decode,
@@ -40,7 +41,8 @@ def find(name: str) -> Mutant:
     for mutant in CATALOGUE:
         if mutant.name == name:
             return mutant
-    raise KeyError(f"no mutant is called {name!r}")
+    alike = did_you_mean(name, [mutant.name for mutant in CATALOGUE])
+    raise KeyError(f"no mutant is called {name!r}{alike}")
 
 
 NOT_PLANTED: dict[str, str] = {

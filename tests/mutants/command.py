@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
-from pytest_roseinfer.adapters.load_target import TargetError, load_target
+from pytest_roseinfer.adapters.load_target import TargetError, load_target, require_target
 from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, choose_kernel_runtime
+from roseinfer.cli.parser import Parser
+from roseinfer.progress import counting
 from tests.mutants import report
 from tests.mutants.catalogue import CATALOGUE, find
 from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, PROFILE, RANDOM, Job, Task
@@ -21,6 +20,7 @@ from tests.mutants.results import sum_up
 from tests.mutants.runner import WorkerFailed, run
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from tests.mutants.jobs import Outcome
@@ -34,12 +34,17 @@ _SEEDS_OF_A_JOB = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=_COMMAND, description=DESCRIPTION)
+    parser = Parser(prog=_COMMAND, description=DESCRIPTION)
     add_options(parser)
     asked = parser.parse_args(argv)
     try:
         mutants = [find(name) for name in asked.names] or list(CATALOGUE)
         _check_targets(asked)
+        if asked.write_docs:
+            report.require_page(Path(asked.write_docs))
+    except report.NoPage as error:
+        print(f"--write-docs: {error}", file=sys.stderr)
+        return 2
     except KeyError as error:
         print(f"{error.args[0]}; --list names them all", file=sys.stderr)
         return 2
@@ -64,6 +69,8 @@ def _check_targets(asked: argparse.Namespace) -> None:
     if not asked.false_alarms:
         raise TargetError("planted bugs have their own; it goes with --false-alarms")
     choose_kernel_runtime()
+    for name in asked.targets:  # all of them before any, which takes seconds, is imported
+        require_target(name)
     for name in asked.targets:
         load_target(name)
 
@@ -145,7 +152,11 @@ def _look_for_false_alarms(asked: argparse.Namespace) -> int:
 def _do(jobs: Sequence[Job], processes: int, what: str) -> tuple[list[Outcome], float]:
     start = time.perf_counter()
     todo = sum(len(job.tasks) for job in jobs)
-    outcomes = list(tqdm(run(jobs, processes=processes), what, total=todo, unit="task"))
+    outcomes: list[Outcome] = []
+    with counting(todo, what, "tasks") as done:
+        for outcome in run(jobs, processes=processes):
+            outcomes.append(outcome)
+            done()
     return outcomes, time.perf_counter() - start
 
 

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 _RESULTS, _ALARMS, _KNOWN, _LEFT_OUT = "results", "false-alarms", "known-bugs", "not-planted"
 
 
+class NoPage(ValueError):
+    """A file that is not a page of planted bugs."""
+
+
 def table(results: Sequence[Result], *, style: str = "simple", words: bool = False) -> str:
     headers = ["bug", "row", "killed", "by", "examples", "most", "s", "random", "by example"]
     rows = []
@@ -136,13 +140,28 @@ def _today() -> datetime.date:
     return datetime.datetime.now(tz=datetime.UTC).date()
 
 
+def require_page(file: Path) -> None:
+    """Raise unless the file has every section that is written into it."""
+    for section in (_RESULTS, _ALARMS, _KNOWN, _LEFT_OUT):
+        _read(file, section)
+
+
 def _put(file: Path, section: str, body: str) -> None:
     """Replace one section of the page."""
-    text = file.read_text()
+    text, pattern = _read(file, section)
+    file.write_text(pattern.sub(lambda _: body, text, count=1))
+
+
+def _read(file: Path, section: str) -> tuple[str, re.Pattern[str]]:
+    """Return the page, and the pattern of one of its sections."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise NoPage(f"{file} cannot be read: {error}") from None
     pattern = re.compile(rf"(?<=<!-- {section} -->\n).*?(?=<!-- end -->)", re.DOTALL)
     if not pattern.search(text):
-        raise ValueError(f"{file} has no section {section}: it is no page of this command")
-    file.write_text(pattern.sub(lambda _: body, text, count=1))
+        raise NoPage(f"{file} has no section {section}: it is no page of this command")
+    return text, pattern
 
 
 def known_bugs() -> str:

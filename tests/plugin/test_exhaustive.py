@@ -178,5 +178,7 @@ def test_an_empty_sequence_is_not_taken_for_one_with_blocks() -> None:
 def test_a_name_that_leads_to_no_cache_is_no_history_gone_wrong(
     name: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["verify", "--exhaustive", name]) == 2
-    assert said in capsys.readouterr().err
+    assert main(["verify", "--exhaustive", name]) == 4
+    error = capsys.readouterr().err
+    assert error.startswith("ERROR: ")
+    assert said in error

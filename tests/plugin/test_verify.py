@@ -27,6 +27,9 @@ MISTAKES = {
     "--target=no.where:Cache": "no.where:Cache: there is no module no.where",
     "--target=pytest_roseinfer.targets.roseinfer_kw:Cache": "did you mean "
     "pytest_roseinfer.targets.roseinfer_kv?",
+    "--target=pytest_roseinfer.targets.dynamic_cache:DynamicCachAdapter": "has no "
+    "DynamicCachAdapter; did you mean DynamicCacheAdapter?",
+    "--exhaustive=no.where:Cache": "no.where:Cache: there is no module no.where",
 }
 
 
@@ -73,7 +76,11 @@ def test_a_mistake_is_refused_before_anything_heavy_is_imported() -> None:
 
         parser = ArgumentParser()
         verify.add_options(parser)
-        for mistake in ("--profile=deev", "--target=no.where:Cache", "--examples=0"):
+        typo = "pytest_roseinfer.targets.roseinfer_kv:GroupedManger"
+        for mistake in (
+            *("--profile=deev", "--examples=0", "--report=kv.txt"),
+            *("--target=no.where:Cache", f"--target={typo}", f"--exhaustive={typo}"),
+        ):
             assert verify.run(parser.parse_args([mistake])) == 4
         print([name for name in ("torch", "pytest", "hypothesis") if name in sys.modules])
         """

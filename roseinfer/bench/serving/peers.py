@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
+from roseinfer.bench.arguments import PEERS
 from roseinfer.bench.model_source import ModelSource, collect
 from roseinfer.bench.serving.isolation import in_process
 from roseinfer.bench.timing import synchronizer
-from roseinfer.errors import ConfigError
+from roseinfer.progress import counted
 
 if TYPE_CHECKING:
     import argparse
@@ -65,23 +65,13 @@ class PeerRow:
     not_available: str | None = None
 
 
-def named(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Check the names: None asks for no peer, and an empty list for all of them."""
-    if names is None:
-        return ()
-    unknown = [name for name in names if name not in PEERS]
-    if unknown:
-        raise ConfigError(f"--peers {' '.join(unknown)}: there are {', '.join(PEERS)}")
-    return tuple(names or PEERS)
-
-
 def compare(names: Sequence[str], job: PeerJob, ours: ThroughputRow) -> list[PeerRow]:
     """Return our own row, then that of every peer; no rows without peers."""
     if not names:
         return []
     figures = (ours.total_s, ours.completion_tok_per_s, ours.decode_step_ms)
     rows = [PeerRow(f"roseinfer, {ours.run}", None, *figures)]
-    for name in tqdm(names, desc="peers", unit="peer", disable=None):
+    for name in counted(names, "other systems", "measured"):
         found = in_process(measure, name, job, time_limit_s=TIME_LIMIT_S)
         rows.append(found if isinstance(found, PeerRow) else PeerRow(name, not_available=found))
     return rows
@@ -172,16 +162,13 @@ def vllm(job: PeerJob) -> Generate:
     return generate
 
 
-PEERS: dict[str, Callable[[PeerJob], Generate]] = {
-    "transformers-static": transformers_static,
-    "transformers-continuous": transformers_continuous,
-    "vllm": vllm,
-}
-"""What sets each up; a name begins with that of its distribution."""
+_SET_UP: dict[str, Callable[[PeerJob], Generate]] = dict(
+    zip(PEERS, (transformers_static, transformers_continuous, vllm), strict=True)
+)
 
 
 def measure(name: str, job: PeerJob) -> PeerRow:
-    generate = PEERS[name](job)
+    generate = _SET_UP[name](job)
     new = job.max_new_tokens
     total_s = [_seconds(generate, new, job) for _ in range(job.warmup_runs + job.repeat_runs)]
     taken = median(total_s[job.warmup_runs :])

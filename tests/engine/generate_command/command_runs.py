@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 FEW = ("--max-new-tokens", "12")
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
 TOO_LONG = "x" * 1024
+STARTS = "roseinfer generate: importing torch and transformers\nroseinfer generate: loading tiny\n"
+"""What every run says that gets to its prompts."""
+_PROGRESS = ("roseinfer generate: importing ", "roseinfer generate: loading ", "generating: ")
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,16 @@ class Outcome:
     status: int
     out: str
     err: str
+    """Without the lines that say how far the work is."""
 
     @property
     def objects(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.out.splitlines()]
+
+
+def without_progress(said: str) -> str:
+    lines = said.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith(_PROGRESS))
 
 
 class Run(Protocol):

@@ -6,7 +6,7 @@ import pytest
 
 from roseinfer import LLM
 from roseinfer.cli import main
-from tests.engine.generate_command.command_runs import Outcome, Run
+from tests.engine.generate_command.command_runs import Outcome, Run, without_progress
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         except SystemExit as ended:  # argparse
             status = int(ended.code or 0)
         printed = capsys.readouterr()
-        return Outcome(status, printed.out, printed.err)
+        return Outcome(status, printed.out, without_progress(printed.err))
 
     return run_it
 

@@ -52,9 +52,9 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[LLM, SamplingParams]]:
     found: list[tuple[LLM, SamplingParams]] = []
     generate = LLM.generate
 
-    def spy(self: LLM, prompts: Any, params: SamplingParams) -> Any:
+    def spy(self: LLM, prompts: Any, params: SamplingParams, *, progress: bool) -> Any:
         found.append((self, params))
-        return generate(self, prompts, params)
+        return generate(self, prompts, params, progress=progress)
 
     monkeypatch.setattr(LLM, "generate", spy)
     return found

@@ -1,0 +1,131 @@
+"""The benchmarks of ``python -m roseinfer.bench`` and their options, checked without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roseinfer.bench import arguments, charts
+from roseinfer.bench.attention_shape import Shape
+from roseinfer.config import AppendPolicy, EngineConfig, require_device
+
+if TYPE_CHECKING:
+    import argparse
+
+    from roseinfer.bench.reporting import Report
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_WORK_OF_A_RUNG = {
+    "batch": (1, 64),
+    "prompt-tokens": (1, 128),
+    "max-new-tokens": (2, 256),
+    "block-size": (1, 64),
+}
+"""Each option's least value and its default."""
+
+
+def add_all(commands: Subparsers) -> None:
+    for add in (_add_append, _add_attention, _add_ladder, _add_trace, _add_plot):
+        add(commands)
+
+
+def _add_append(commands: Subparsers) -> None:
+    parser = commands.add_parser("append", help="what an append to the KV cache costs, by path")
+    option, whole = parser.add_argument, arguments.whole
+    option("--batch", type=whole(1), nargs="+", default=[1, 8, 64, 256], help="sequences")
+    option("--layers", type=whole(1), default=12)
+    option("--heads", type=whole(1), default=12, help="KV heads")
+    option("--head-dim", type=whole(1), default=64)
+    option("--block-size", type=whole(2), default=64)
+    option("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
+    dtypes = ("fp32", "fp16", "bf16")
+    option("--dtype", choices=dtypes, help="default: bf16 on a GPU, fp32 on a CPU")
+    option("--quick", action="store_true", help="few repeats: to see that it works")
+    arguments.add_outputs(parser, plot=False)
+    parser.set_defaults(run=_append)
+
+
+def _append(args: argparse.Namespace) -> Report:
+    AppendPolicy.from_env()  # refuses a bad variable
+    _before_torch(args)
+    from roseinfer.bench import append_bench
+
+    return append_bench.run(args)
+
+
+def _add_attention(commands: Subparsers) -> None:
+    parser = commands.add_parser("attention", help="what attending in a decode step costs")
+    option, whole = parser.add_argument, arguments.whole
+    option("--shapes", type=Shape.read, nargs="+", metavar="SHAPE", help="as 64x1024:32/8x128")
+    option("--block-size", type=whole(1), default=64, help="%(default)s")
+    option("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
+    option("--rounds", type=whole(1), default=15, help="%(default)s")
+    arguments.add_outputs(parser, plot=False)
+    parser.set_defaults(run=_attention)
+
+
+def _attention(args: argparse.Namespace) -> Report:
+    _before_torch(args)
+    from roseinfer.bench import attention_bench
+
+    return attention_bench.run(args)
+
+
+def _before_torch(args: argparse.Namespace) -> None:
+    if args.device is not None:
+        require_device(args.device)
+    arguments.say_importing()
+
+
+def _add_ladder(commands: Subparsers) -> None:
+    parser = commands.add_parser("ladder", help="what each optimisation of decoding is worth")
+    arguments.add_model(parser)
+    option, whole = parser.add_argument_group("work").add_argument, arguments.whole
+    for name, (least, default) in _WORK_OF_A_RUNG.items():
+        option(f"--{name}", type=whole(least), default=default, help="%(default)s")
+    option("--run-ahead", type=whole(1), default=4, help="steps, on the last two rungs (4)")
+    arguments.add_runs(parser)
+    arguments.add_outputs(parser, plot=True)
+    parser.set_defaults(run=_ladder)
+
+
+def _ladder(args: argparse.Namespace) -> Report:
+    EngineConfig(run_ahead=args.run_ahead)  # refused now, not at the last two rungs
+    arguments.require_model(args)
+    arguments.say_importing()
+    from roseinfer.bench import ladder
+
+    return ladder.run(args)
+
+
+def _add_trace(commands: Subparsers) -> None:
+    parser = commands.add_parser("trace", help="what host and device do in a decode step")
+    arguments.add_model(parser)
+    option, whole = parser.add_argument_group("work").add_argument, arguments.whole
+    sizes = [1, 16, 64, 128, 256]
+    option("--sequences", type=whole(1), nargs="+", default=sizes, metavar="N")
+    option("--context", type=whole(1), default=128, help="tokens (%(default)s)")
+    option("--steps", type=whole(8), default=60, help="timed (%(default)s)")
+    arguments.add_outputs(parser, plot=True)
+    parser.set_defaults(run=_trace)
+
+
+def _trace(args: argparse.Namespace) -> Report:
+    EngineConfig()  # refuses bad variables
+    arguments.require_model(args)
+    arguments.say_importing()
+    from roseinfer.bench import step_trace
+
+    return step_trace.run(args)
+
+
+def _add_plot(commands: Subparsers) -> None:
+    parser = commands.add_parser("plot", help="draw the chart of a report that --json wrote")
+    parser.add_argument("report", type=Path)
+    parser.add_argument("chart", type=Path, metavar="chart.png")
+    parser.set_defaults(run=_plot)
+
+
+def _plot(args: argparse.Namespace) -> None:
+    charts.redraw(args.report, args.chart)

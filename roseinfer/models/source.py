@@ -1,0 +1,107 @@
+"""Finds what a model's name stands for, without torch: a directory, the hub, or its local cache."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from roseinfer.errors import UnsupportedModel, did_you_mean
+
+_CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+WHY_NO_ADAPTER = (
+    f"it holds an adapter ({ADAPTER}), which is not supported: merge the adapter into its model "
+    "and save that"
+)
+_PATIENCE_S = 2.0
+"""The hub connects within this time, and answers within as much, or cannot be reached."""
+
+
+def locate(name: str) -> str:
+    """Return a directory, or the name itself where the hub has a model of that name.
+
+    Where the hub cannot be reached this is the directory of the local cache. Raise where nothing
+    can be loaded by that name.
+    """
+    if name == "tiny":
+        return name
+    # No hub id begins like this or has more than two parts.
+    if Path(name).is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        _require_checkpoint(name)
+        return name
+    return _from_hub(name)
+
+
+def _require_checkpoint(name: str) -> None:
+    folder = Path(name)
+    if not folder.is_dir():
+        raise _refused(name, f"there is no such directory{_beside(folder)}")
+    if (folder / ADAPTER).is_file():
+        raise _refused(name, WHY_NO_ADAPTER)
+    if not (folder / _CONFIG).is_file():
+        within = sorted(each for each in _folders(folder) if (each / _CONFIG).is_file())
+        alike = f"; did you mean {within[-1]}?" if within else ""
+        raise _refused(name, f"it holds no {_CONFIG}{alike}")
+
+
+def _refused(name: str, why: str) -> UnsupportedModel:
+    return UnsupportedModel(f"{name!r} cannot be loaded: {why}")
+
+
+def _beside(folder: Path) -> str:
+    """Return a question that names the directory there is under nearly this name, or nothing."""
+    names = [each.name for each in _folders(folder.parent)]
+    return did_you_mean(folder.name, names, str(folder).removesuffix(folder.name))
+
+
+def _folders(where: Path) -> list[Path]:
+    try:
+        return [each for each in where.iterdir() if each.is_dir()]
+    except OSError:
+        return []
+
+
+def _from_hub(name: str) -> str:
+    from huggingface_hub import constants, errors, try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(name, _CONFIG)
+    except errors.HFValidationError:
+        why = f"there is no such directory, and the hub has no such names{_beside(Path(name))}"
+        raise _refused(name, why) from None
+    error = _ask_the_hub(name)
+    if error is None:
+        return name
+    if isinstance(cached, str):
+        return str(Path(cached).parent)
+    hub = f"the hub ({constants.ENDPOINT})"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        why = f"there is no such directory, and {hub} shows no model of that name"
+    elif isinstance(error, errors.EntryNotFoundError):
+        why = f"on {hub} it holds no {_CONFIG}; an adapter must be merged into its model"
+    else:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        why = f"it is not in the local cache, and {hub} cannot be reached: {reason}"
+    raise _refused(name, f"{why}{_beside(Path(name))}")
+
+
+def _ask_the_hub(name: str) -> Exception | None:
+    """Ask once whether the hub has the model's config; return the error if that fails."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    url = hf_hub_url(name, _CONFIG)
+    answers: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            get_hf_file_metadata(url, timeout=_PATIENCE_S)
+        except Exception as error:  # of the HTTP library, which is not the same in all versions
+            answers.append(error)
+        else:
+            answers.append(None)
+
+    # Looking up an address has no time limit of its own, and may take as long as the rest.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(3 * _PATIENCE_S)
+    return answers[0] if answers else TimeoutError("no answer came")
