@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _SHARE = 1.6
 """So many mixes are drawn for each example of a profile: most take less time than a history."""
-_LEAST_STEPS = 3
+_LEAST_STEPS = 4
 """The length of mixes that aim at what takes long."""
 _FORK_SHARE = 0.15
 _EXAMPLES_OF_A_TURN = 4
