@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 CONTEXTS = (3, 5, 9)
 """The lengths of the prompts."""
-FUSED = {"fused_model": True, "resident_decode": True, "run_ahead": 1, "paged_attention": True}
+FUSED: dict[str, Any] = {
+    "fused_model": True,
+    "resident_decode": True,
+    "run_ahead": 1,
+    "paged_attention": True,
+}
 """Settings with which every kernel of a step is ours."""
 _LONG = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
 
@@ -52,7 +57,8 @@ def second_token(
     def context_bytes() -> int:
         one = kv.keys[:, 0, :, 0]
         token = 2 * one.numel() * one.element_size()
-        return token * sum(request.session.stored for request in running)
+        stored: int = sum(request.session.stored for request in running)
+        return token * stored
 
     step = Step(engine.step, len(CONTEXTS), begin)
     return ByteStep(step, model, (kv.keys, kv.values), context_bytes)
