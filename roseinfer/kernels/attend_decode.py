@@ -57,7 +57,8 @@ def _decode_moved(given: Given) -> dict[str, int | Callable[[], int]]:
     token = taken(k_cache, given["Q_HEADS"] // given["GROUP"] * given["D"])
 
     def cached() -> int:
-        return token * (sum(lengths.tolist()) + (sequences if appends else 0))
+        stored: int = sum(lengths.tolist())
+        return token * (stored + (sequences if appends else 0))
 
     def listed() -> int:
         stored = lengths.tolist()

@@ -6,17 +6,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 
 from pytest_roseinfer.gates.work.measure_work import Step
 from roseinfer import LLM, SamplingParams
-from tests.engine.families import tiny
+from tests.engine.families import POSITIONS, VOCABULARY, scaled_up, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 CONTEXTS = (3, 5, 9)
 """The lengths of the prompts."""
-FUSED = {"fused_model": True, "resident_decode": True, "run_ahead": 1, "paged_attention": True}
+FUSED: dict[str, Any] = {
+    "fused_model": True,
+    "resident_decode": True,
+    "run_ahead": 1,
+    "paged_attention": True,
+}
 """Settings with which every kernel of a step is ours."""
 _LONG = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
 
@@ -31,11 +37,21 @@ class ByteStep:
     context_bytes: Callable[[], int]
 
 
-def second_token(
-    family: str, device: str, dtype: torch.dtype = torch.bfloat16, **config: Any
-) -> ByteStep:
+def llama(device: str) -> Any:
+    return tiny("llama", device).to(torch.bfloat16)
+
+
+def narrow_gpt2(device: str) -> Any:
+    """A model of one layer, whose kernels are many and take long under the interpreter."""
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=POSITIONS
+    )
+    return scaled_up(transformers.GPT2LMHeadModel(config)).to(device, torch.bfloat16)
+
+
+def second_token(model: Any, device: str, **config: Any) -> ByteStep:
     """The first step behind prefill, or the second where tokens are read a step later."""
-    model = tiny(family, device).to(dtype)
     config = {"kv_cache_tokens": 512, "block_size": 16, "prefix_cache": False, **config}
     engine = LLM(model, device=device, **config).engine
     kv = engine.sessions.kv
@@ -52,7 +68,8 @@ def second_token(
     def context_bytes() -> int:
         one = kv.keys[:, 0, :, 0]
         token = 2 * one.numel() * one.element_size()
-        return token * sum(request.session.stored for request in running)
+        stored: int = sum(request.session.stored for request in running)
+        return token * stored
 
     step = Step(engine.step, len(CONTEXTS), begin)
     return ByteStep(step, model, (kv.keys, kv.values), context_bytes)

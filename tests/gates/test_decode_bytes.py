@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch  # noqa: F401  (for the condition below)
 
-from tests.gates.byte_steps import FUSED, second_token
+from tests.gates.byte_steps import FUSED, llama, narrow_gpt2, second_token
 
 if TYPE_CHECKING:
     from pytest_roseinfer.gates.work.costs import Costs
@@ -26,16 +26,22 @@ pytestmark = [
 
 
 def test_with_torch_operations(roseinfer_costs: Costs, roseinfer_device: str) -> None:
-    check(roseinfer_costs, second_token("llama", roseinfer_device, paged_attention=False))
+    check(
+        roseinfer_costs,
+        second_token(llama(roseinfer_device), roseinfer_device, paged_attention=False),
+    )
 
 
 def test_with_kernels(roseinfer_costs: Costs, roseinfer_device: str) -> None:
-    check(roseinfer_costs, second_token("llama", roseinfer_device, paged_attention=True))
+    check(
+        roseinfer_costs,
+        second_token(llama(roseinfer_device), roseinfer_device, paged_attention=True),
+    )
 
 
 def test_fused_and_resident(roseinfer_costs: Costs, roseinfer_device: str) -> None:
     """Every kernel of the fastest step, which is one graph replay on a GPU."""
-    check(roseinfer_costs, second_token("gpt2", roseinfer_device, **FUSED))
+    check(roseinfer_costs, second_token(narrow_gpt2(roseinfer_device), roseinfer_device, **FUSED))
 
 
 def check(costs: Costs, step: ByteStep) -> None:

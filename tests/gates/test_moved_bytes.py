@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from operator import setitem
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -85,7 +84,7 @@ OPERATIONS: dict[str, tuple[Callable[[], object], dict[str, int]]] = {
         {"index_put_": INDEX + WIDTH + len(ROWS) * WIDTH},
     ),
     "index_put_ of columns": (
-        lambda: setitem(TABLE, (slice(None), ROWS[1:2]), ONES[:1]),
+        lambda: TABLE.__setitem__((slice(None), ROWS[1:2]), ONES[:1]),
         {"index_put_": 8 + 4 + 100 * 4},
     ),
     "index_put_ that adds": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -138,6 +139,16 @@ def test_a_kernel_declares_what_it_touches(name: str) -> None:
     found = touched_by(call)
     assert found.kernels == kernels
     assert found.differing == []
+
+
+def test_every_kernel_is_among_them() -> None:
+    modules = (append, attend_chunks, attend_decode, clone, likeliest, linear, norm)
+    there = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+    files = {path.stem for path in Path(append.__file__).parent.glob("*.py")}
+    without = {"__init__", "dot", "moves", "operands", "runtime"}
+    assert {module.__name__.rpartition(".")[2] for module in modules} == files - without
+    called = {kernel for _, kernels in CALLS.values() for kernel in kernels}
+    assert there == called | {"_combine_kernel"}
 
 
 @pytest.mark.parametrize("new", [True, False])

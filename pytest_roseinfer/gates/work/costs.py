@@ -18,6 +18,7 @@ from pytest_roseinfer.gates.work.moved.measure_bytes import measure_bytes
 from pytest_roseinfer.gates.work.moved.step_memory import StepMemory
 from pytest_roseinfer.gates.work.python_calls import OwnCode
 from pytest_roseinfer.gates.work.step_work import judge, versions_here
+from pytest_roseinfer.running.interpreter import remembering
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -75,7 +76,7 @@ class Costs:
     ) -> None:
         """Fail if the operations and kernels of ``step`` must move more bytes than its baseline.
 
-        The step runs four times, each time after ``before``, which brings it to the same
+        The step runs three times, each time after ``before``, which brings it to the same
         contexts. ``weights`` are modules or tensors, and ``cache`` the tensors of keys and
         values. ``context_bytes`` is called behind a step and returns how many bytes the keys and
         values of its sequences take, the new ones included: the least is worked out from it.
@@ -96,7 +97,8 @@ class Costs:
             raise ValueError(f"{self._test} has checked a step by the name {name!r} already")
         self.checked.add(name)
         try:
-            yield
+            with remembering():
+                yield
         except CannotCompare as error:
             raise pytest.fail.Exception(f"{name}: {error}", pytrace=False) from None
 

@@ -43,7 +43,7 @@ class Step:
 
 def measure_work(step: Step, own: OwnCode, device: str) -> StepWork:
     """Return the work of one step, which must be the same in the next."""
-    warm_up(step)
+    warm_up(step, _WARM_UP)
     first, second = (_count(step, own, device) for _ in range(2))
     refuse_differences(first, second)
     if not first.groups["python_calls"]:
@@ -54,9 +54,9 @@ def measure_work(step: Step, own: OwnCode, device: str) -> StepWork:
     return first
 
 
-def warm_up(step: Step) -> None:
+def warm_up(step: Step, times: int) -> None:
     """Run the first steps, which may still build what later ones use."""
-    for _ in range(_WARM_UP):
+    for _ in range(times):
         step.prepare()
         step.run()
 

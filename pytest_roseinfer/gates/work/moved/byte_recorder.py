@@ -56,7 +56,7 @@ class ByteRecorder(TorchDispatchMode):
     def __enter__(self) -> Self:
         self._watch.enter_context(interpreted_launches(self._note_launch, self.deaf))
         self._watch.enter_context(compiled_launches(self._note_launch))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:

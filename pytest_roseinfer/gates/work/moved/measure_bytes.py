@@ -50,7 +50,7 @@ def _beside(moved: int, least: int) -> str:
 
 def measure_bytes(step: Step, memory: StepMemory, device: str) -> StepBytes:
     """Return the bytes that one step moves, which must be the same in the next."""
-    warm_up(step)
+    warm_up(step, 1)
     first, second = (_moved(step, memory, device) for _ in range(2))
     refuse_differences(
         first.work, second.work, "before= has to bring each step to the same contexts"

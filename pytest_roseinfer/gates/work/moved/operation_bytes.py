@@ -123,11 +123,11 @@ def _assigned(given: Given) -> int:
     used = [index for index in indices if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for index in used):
         return int(tensor.numel())
-    shape = torch.broadcast_shapes(*(index.shape for index in used))
+    places: int = torch.broadcast_tensors(*used)[0].numel()  # type: ignore[no-untyped-call]
     kept = [
         size for at, size in enumerate(tensor.shape) if at >= len(indices) or indices[at] is None
     ]
-    return prod(shape) * prod(kept)
+    return places * int(prod(kept))
 
 
 def _rows(given: Given) -> int:

@@ -31,8 +31,9 @@ class StepMemory:
         self, weights: Weights, cache: Iterable[Tensor], context_bytes: Callable[[], int]
     ) -> None:
         """``context_bytes`` says what the keys and values of the step's sequences take."""
-        single = isinstance(weights, (torch.nn.Module, torch.Tensor))
-        self._weights = [weights] if single else list(weights)  # type: ignore[arg-type]
+        if isinstance(weights, (torch.nn.Module, torch.Tensor)):
+            weights = [weights]
+        self._weights = [*weights]
         self._groups = {address(tensor): WEIGHTS for tensor in self._tensors()}
         self._groups |= {address(tensor): KEYS_AND_VALUES for tensor in tensors_in(list(cache))}
         self._context_bytes = context_bytes
@@ -66,7 +67,7 @@ class StepMemory:
         whole: dict[tuple[int, int], int] = {}
         rows: dict[tuple[int, int], int] = {}
         for tensor, is_table in self._parameters():
-            place = address(tensor), tensor.storage_offset()
+            place = address(tensor), int(tensor.storage_offset())
             if is_table:
                 width = tensor[0].numel() * tensor.element_size()
                 rows[place] = min(tokens * width, spanned(tensor))
