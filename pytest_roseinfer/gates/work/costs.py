@@ -19,6 +19,9 @@ from pytest_roseinfer.gates.work.step_work import judge, versions_here
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from pytest_roseinfer.gates.work.cost_file import Where
+    from pytest_roseinfer.gates.work.step_work import CostVerdict, StepWork
+
 
 class Costs:
     """Compares steps of one test with their baselines."""
@@ -26,6 +29,7 @@ class Costs:
     def __init__(self, item: pytest.Item, marked: Mapping[str, Sequence[str]]) -> None:
         """``marked`` holds the arguments of the test's markers."""
         self.checked: set[str] = set()
+        self._config = item.config
         self._gate = CostGate.of(item.config)
         self._asked = settings.current()
         self._marked = marked
@@ -65,9 +69,11 @@ class Costs:
         work = measure_work(step, OwnCode(self._marked.get("packages", ())), device)
         if self._asked.update_costs:
             self._gate.measured.append((str(self._file), where, as_entry(work, versions)))
+            self._keep(where, work, None)
             return
         was = read_baseline(self._file, where, versions)
         verdict = judge(work, was, self._marked.get("must_not_drop", ()))
+        self._keep(where, work, verdict)
         lines = "\n  ".join(verdict.worse + verdict.less)
         if verdict.worse:
             more = f"{name} does more work than its baseline in {self._file}:\n  {lines}"
@@ -76,3 +82,9 @@ class Costs:
         self._gate.compared += 1
         if lines:
             self._gate.less.append(f"{self._test}, {name} does less:\n  {lines}")
+
+    def _keep(self, where: Where, work: StepWork, verdict: CostVerdict | None) -> None:
+        if self._asked.timing.folder:
+            from pytest_roseinfer.gates.history.history_gate import HistoryGate
+
+            HistoryGate.of(self._config).keep_work(where, work, verdict)
