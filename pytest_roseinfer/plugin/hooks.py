@@ -50,6 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_roseinfer.gates.work.cost_gate import CostGate
 
         CostGate.of(config)
+    if asked.timing.folder:
+        from pytest_roseinfer.gates.history.history_gate import HistoryGate
+
+        HistoryGate.of(config)
     if asked.timing.requested:
         from pytest_roseinfer.gates.time.timing_gate import TimingGate
 

@@ -77,7 +77,8 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "timings": (
         {"metavar": "DIR"},
-        "keep the results of each run there as JSON, with a plot of this one and all before",
+        "keep the times and the work of steps there, a line for each run, with a plot; `roseinfer "
+        "gates` says what they show",
     ),
     "tpot": (_FILE, "fail where a decode step takes much longer than this file says for this GPU"),
     "update-tpot": (_FLAG, "make the times of this run those of the file"),
@@ -179,8 +180,6 @@ def _timing(config: pytest.Config) -> Timing:
         )
     if asked.update_tpot and asked.tpot is None:
         raise pytest.UsageError("--roseinfer-update-tpot needs a file: add --roseinfer-tpot FILE")
-    if asked.folder and not asked.paired:
-        raise pytest.UsageError("--roseinfer-timings keeps comparisons: add --roseinfer-against")
     if asked.seconds is not None and not 0 < asked.seconds < math.inf:
         raise pytest.UsageError(f"--roseinfer-tpot-seconds {asked.seconds:g}: must be above 0")
     if asked.seconds is not None and not asked.paired:

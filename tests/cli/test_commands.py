@@ -61,7 +61,7 @@ def test_help_lists_every_command_and_imports_nothing_heavy(tmp_path: Path) -> N
     *said, answer = run_python(HELP.format(heavy=heavy), PYTHONPATH=path).splitlines()
     assert json.loads(answer) == [0, []]
     listed = [line.split()[0] for line in said if line.startswith("    ")]
-    assert listed == ["generate", "verify"]
+    assert listed == ["gates", "generate", "verify"]
 
 
 @pytest.mark.usefixtures("installed")

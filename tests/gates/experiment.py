@@ -24,8 +24,8 @@ from pytest_roseinfer.gates.time.worker_process import Side, WorkerProcess, cpus
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_ROUNDS = 10_000
-"""Of the step's loop: about half a millisecond."""
+_ROUNDS_PER_MICROSECOND = 20
+"""Of the step's loop, about."""
 _STEP = """
 # A step of the kind that a host does: arithmetic on small numbers, a list, no library. Numbers
 # that are stored are below 257, which Python never allocates: where the allocator puts others
@@ -52,11 +52,14 @@ def side(folder: Path, label: str, rounds: int) -> Side:
     return Side(label, (os.path.realpath(folder),))
 
 
-def comparisons(runs: int, percent: float, plan: Plan) -> Iterator[Comparison]:
+def comparisons(
+    runs: int, percent: float, plan: Plan, microseconds: float = 500
+) -> Iterator[Comparison]:
     """So many, one after the other, of a step with one that does ``percent`` more work."""
+    rounds = round(_ROUNDS_PER_MICROSECOND * microseconds)
     with tempfile.TemporaryDirectory() as folder:
-        there = side(Path(folder, "there"), "there", _ROUNDS)
-        here = side(Path(folder, "here"), "here", round(_ROUNDS * (1 + percent / 100)))
+        there = side(Path(folder, "there"), "there", rounds)
+        here = side(Path(folder, "here"), "here", round(rounds * (1 + percent / 100)))
 
         def start(series: int) -> tuple[WorkerProcess, WorkerProcess]:
             cpus = cpus_for(series, 1)
@@ -100,13 +103,16 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--runs", type=int, default=200, help="comparisons")
     parser.add_argument("--slower", type=float, default=0, metavar="PERCENT", help="more work")
     parser.add_argument(
+        "--microseconds", type=float, default=500, help="what the step takes, about"
+    )
+    parser.add_argument(
         "--log",
         type=Path,
         required=True,
         help="a line of JSON for each comparison; the table is about all that are in it",
     )
     asked = parser.parse_args(arguments)
-    for comparison in comparisons(asked.runs, asked.slower, Plan()):
+    for comparison in comparisons(asked.runs, asked.slower, Plan(), asked.microseconds):
         with asked.log.open("a", encoding="utf-8") as log:
             log.write(json.dumps(logged(comparison)) + "\n")
     found = [json.loads(line) for line in asked.log.read_text(encoding="utf-8").splitlines()]

@@ -31,14 +31,16 @@ from pytest_roseinfer.adapters import engine as engine_adapter_module
 from pytest_roseinfer.adapters.standard_bad_calls import STANDARD_BAD_CALLS
 from pytest_roseinfer.cases import strategies
 from pytest_roseinfer.engines import strategies as engine_strategies
-from pytest_roseinfer.gates.time import timing_report
-from pytest_roseinfer.gates.time.timing_report import Timed, document
+from pytest_roseinfer.gates.history import gates_command, kept_runs
+from pytest_roseinfer.gates.history.kept_runs import KeptRun
+from pytest_roseinfer.gates.time.timing_report import Timed, entry_of
 from pytest_roseinfer.gates.time.worker import OFFERS
 from pytest_roseinfer.gates.work.step_work import GROUPS, NOTHING, PYTHON, TORCH
 from pytest_roseinfer.plugin import fixtures, markers, options
 from pytest_roseinfer.report.verdict import FORMAT, Target, Verdict
 from pytest_roseinfer.settings import PROFILES
 from pytest_roseinfer.suite import verify
+from tests.gates.history.runs import run
 from tests.gates.simulated import compare, quiet
 
 ROOT = Path(__file__).parents[2]
@@ -178,10 +180,21 @@ def test_reports(heading: str, kind: Any) -> None:
 
 def test_comparisons() -> None:
     comparison = compare(quiet(), 1.0)
-    (found,) = document([Timed("test", "there", comparison, 0.02)])["results"]
-    assert names("JSON comparison") == list(found)
-    assert names("JSON side") == list(found["here"])
-    assert f"`format` is {timing_report.FORMAT}," in REFERENCE
+    found = entry_of(Timed("test", "there", comparison, 0.02))
+    assert names("Kept comparison") == list(found)
+    assert names("Kept side") == list(found["here"])
+
+
+def test_kept_runs() -> None:
+    assert names("Kept run") == [each.name for each in fields(KeptRun)]
+    assert f"| `format` | {kept_runs.FORMAT} |" in REFERENCE
+    assert names("Kept work") == list(run(1).work[0])
+
+
+def test_the_kinds_of_gates() -> None:
+    parser = argparse.ArgumentParser()
+    gates_command.add_options(parser)
+    assert re.findall(r"^    (\w+) ", parser.format_help(), re.M) == names("roseinfer gates")
 
 
 def test_what_a_timed_function_returns() -> None:

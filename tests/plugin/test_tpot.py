@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_roseinfer.gates.history.kept_runs import read_runs
 from tests.plugin.timed_project import FEW_PROCESSES, against, benchmarks, engine, marked, there
 from tests.python_process import ROOT
 
@@ -308,9 +308,11 @@ def test_results_are_kept_with_a_plot_and_a_summary(
     for microseconds in (1000, 1100):
         there(timed, microseconds)
         against(timed, "--roseinfer-timings=kept").assert_outcomes(passed=1)
-    files = [json.loads(file.read_text()) for file in (timed.path / "kept").glob("*.json")]
-    assert sorted(run["results"][0]["verdict"] for run in files) == ["FASTER", "SAME"]
-    side = files[0]["results"][0]["here"]
+    runs = read_runs(timed.path / "kept")
+    assert [run.times[0]["verdict"] for run in runs] == ["SAME", "FASTER"]
+    assert [run.work for run in runs] == [[], []]
+    assert {"python", "numpy", "cpu"} <= runs[0].environment.keys()
+    side = runs[0].times[0]["here"]
     assert side["tokens_per_second"] == pytest.approx(4 / 1001e-6)
     assert side["share_of_memory_floor"] == pytest.approx(250 / 1001)
     assert side["path_counts"]["fast"] > 0
@@ -318,6 +320,35 @@ def test_results_are_kept_with_a_plot_and_a_summary(
     summary = (timed.path / "summary.md").read_text()
     assert summary.count("### roseinfer: decode steps against before") == 2
     assert "FASTER" in summary
+
+
+def test_the_work_of_steps_is_kept_too(timed: Project) -> None:
+    """By workers as well, whose runs are one run."""
+    timed.write(
+        test_speed="""
+            import pytest
+
+            @pytest.mark.parametrize("size", [1, 2])
+            def test_work(roseinfer_costs, size):
+                roseinfer_costs.check("steady", lambda: sum(range(size)), tokens=size)
+        """
+    )
+    timed.pytest("--roseinfer-timings=kept", "--roseinfer-update-costs", "-n2")
+    timed.pytest("--roseinfer-timings=kept").assert_outcomes(passed=2)
+    runs = read_runs(timed.path / "kept")
+    for run in runs:
+        assert sorted(work["tokens"] for work in run.work) == [1, 2]
+        assert all(work["counts"]["python_calls"] == 2 for work in run.work)
+        assert all(work["more"] == work["less"] == [] for work in run.work)
+    assert len(runs) == 2
+
+
+def test_a_run_that_keeps_nothing_fails(timed: Project) -> None:
+    result = timed.pytest("--roseinfer-timings=kept")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        ["FAILED: --roseinfer-timings: no test of this run timed or counted a step"]
+    )
 
 
 def test_both_sides_are_benchmarks(timed: Project) -> None:
@@ -391,7 +422,6 @@ def test_a_marker_without_its_fixture_is_a_usage_error(timed: Project) -> None:
         ("--roseinfer-report-slower",),
         ("--roseinfer-tpot-seconds=5",),
         ("--roseinfer-tpot-seconds=0", "--roseinfer-against=before"),
-        ("--roseinfer-timings=kept",),
     ],
 )
 def test_options_that_make_no_sense_are_usage_errors(

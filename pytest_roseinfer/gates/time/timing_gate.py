@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer import settings
@@ -15,6 +14,7 @@ from pytest_roseinfer.gates.time.sides import other_side, require_known, this_si
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     import pytest
 
@@ -65,23 +65,8 @@ class TimingGate(Gate):
 
     def judge(self, *, passed: bool) -> Sequence[str]:
         self._lines += filter(None, (timed.in_words() for timed in self.results))
-        problem = self._write() or (self._nothing_done() if passed else "")
+        problem = self._nothing_done() if passed else ""
         return [problem] if problem else []
-
-    def _write(self) -> str:
-        """Keep the results where the command line says; return why that failed, if so."""
-        where = settings.current().timing.folder
-        if not (where and self.results):
-            return ""
-        from pytest_roseinfer.gates.time import timing_plot
-
-        folder = Path(where)
-        try:
-            self._lines.append(f"written: {timing_report.write(folder, self.results)}")
-            self._lines.append(timing_plot.draw(folder) or f"written: {folder / timing_plot.NAME}")
-        except (OSError, ValueError, KeyError) as error:
-            return f"--roseinfer-timings {folder}: {error!r}"
-        return ""
 
     def _nothing_done(self) -> str:
         """Return why a run that asked for this gate did not apply it, if so."""
@@ -96,10 +81,13 @@ class TimingGate(Gate):
             problem += f"; {NEXT_TO_OTHERS}"
         return problem
 
+    def _table(self, form: str) -> str:
+        return timing_report.table([timing_report.entry_of(each) for each in self.results], form)
+
     def in_markdown(self) -> Iterable[str]:
         if self.results:
             yield f"### roseinfer: decode steps against {self.results[0].there}"
-            yield from ("", timing_report.table(self.results, "github"), "")
+            yield from ("", self._table("github"), "")
             yield from (f"- {line}" for line in self._lines)
 
     def show(self, reporter: pytest.TerminalReporter) -> None:
@@ -108,7 +96,7 @@ class TimingGate(Gate):
         reporter.section("roseinfer: times of decode steps")
         if self.results:
             reporter.line(f"there: {self.results[0].there}")
-            reporter.line(timing_report.table(self.results, "simple"))
+            reporter.line(self._table("simple"))
         for line in self._lines:
             reporter.line(line)
         show_problems(reporter, self.problems)

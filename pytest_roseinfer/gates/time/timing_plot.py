@@ -1,15 +1,19 @@
-"""The chart of a folder of timings: both sides in the newest run, and the ratio in every run."""
+"""The chart of a run's comparisons: both sides in this run, and the ratio in every kept run."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from matplotlib.axes import Axes
+
+    from pytest_roseinfer.gates.history.kept_runs import KeptRun
+    from pytest_roseinfer.gates.time.timing_report import Timed
 
 NAME = "timings.png"
 _OUTLIERS = 0.02
@@ -18,33 +22,33 @@ _COLOURS = {"SAME": "#4c72b0", "FASTER": "#2e8b57", "SLOWER": "#c44e52"}
 _UNDECIDED = "#999999"
 
 
-def draw(folder: Path) -> str:
-    """Draw ``timings.png`` into a folder of JSON files; return why there is none, if so."""
+def draw(folder: Path, newest: Sequence[Timed], runs: Sequence[KeptRun]) -> str:
+    """Draw ``timings.png`` into a folder; return why there is none, if so."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no plot: matplotlib is not installed (pip install 'roseinfer[plot]')"
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    runs = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")]
-    runs.sort(key=lambda run: str(run["when"]))
-    newest = runs[-1]["results"]
     figure = Figure(figsize=(11, 3.2 * len(newest)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(newest), 2, squeeze=False, width_ratios=(3, 2))
-    for (left, right), result in zip(axes, newest, strict=True):
-        _draw_turns(left, result)
-        own = [each for run in runs for each in run["results"] if each["test"] == result["test"]]
+    for (left, right), timed in zip(axes, newest, strict=True):
+        own = [each for run in runs for each in run.times if each["test"] == timed.test]
+        _draw_turns(left, timed, own[-1])
         _draw_ratios(right, own)
     figure.savefig(folder / NAME, dpi=120)
     return ""
 
 
-def _draw_turns(axes: Axes, result: dict[str, Any]) -> None:
-    turns = {side: sorted(result[side]["turns_us"]) for side in ("there", "here")}
+def _draw_turns(axes: Axes, timed: Timed, result: dict[str, Any]) -> None:
+    turns = {
+        side: sorted(1e6 * median(turn) for turn in timings.turns)
+        for side, timings, _ in timed.sides()
+    }
     end = max(each[int((1 - _OUTLIERS) * (len(each) - 1))] for each in turns.values())
     begin = min(each[0] for each in turns.values())
     for side, label in (("there", result["against"]), ("here", "here")):
-        label = f"{label}: {result[side]['tpot_p50_us']:.1f} us"
+        label = f"{label}: {result[side]['paired_tpot_us']:.1f} us"
         axes.hist(turns[side], bins=40, range=(begin, end + 1e-3), alpha=0.55, label=label)
     within = " ({:.3f} to {:.3f})".format(*result["interval"]) if result["interval"] else ""
     axes.set_title(

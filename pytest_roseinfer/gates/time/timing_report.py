@@ -1,11 +1,8 @@
-"""What was compared, for people and programs: a table, lines of words, a JSON document."""
+"""What was compared, for people and programs: a table, lines of words, an entry to be kept."""
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +10,10 @@ from pytest_roseinfer.gates.time.interval import UNBOUNDED, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from pytest_roseinfer.gates.time.paired import Comparison, Timings
 
-FORMAT = 1
+_SIDES = ("there", "here")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,7 @@ class Timed:
 
 
 def facts(timings: Timings, paired_tpot: Sequence[float]) -> dict[str, Any]:
-    """Return one side in numbers, for ``extra_info`` and the document."""
+    """Return one side in numbers, for ``extra_info`` and the kept entry."""
     steps = sorted(step for turn in timings.turns for step in turn)
     p50 = median(steps)
     floor = timings.ready.floor_seconds
@@ -102,47 +98,31 @@ def judged(timed: Timed) -> dict[str, Any]:
     }
 
 
-def document(results: Sequence[Timed]) -> dict[str, Any]:
+def entry_of(timed: Timed) -> dict[str, Any]:
+    """Return a comparison as it is kept."""
     return {
-        "format": FORMAT,
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "results": [
-            {
-                "test": timed.test,
-                **judged(timed),
-                **{side: _side(timings, paired) for side, timings, paired in timed.sides()},
-            }
-            for timed in results
-        ],
+        "test": timed.test,
+        **judged(timed),
+        "ratios": [round(ratio, 6) for ratio in timed.comparison.ratios],
+        **{side: facts(timings, paired) for side, timings, paired in timed.sides()},
     }
 
 
-def _side(timings: Timings, paired_tpot: Sequence[float]) -> dict[str, Any]:
-    turns = [round(1e6 * median(turn), 3) for turn in timings.turns]
-    return {**facts(timings, paired_tpot), "turns_us": turns}
-
-
-def write(folder: Path, results: Sequence[Timed]) -> Path:
-    """Write a file for this run; the files of a folder are the history."""
-    found = document(results)
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{found['when'].replace(':', '-')}-{os.getpid()}.json"
-    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return file
-
-
-def table(results: Sequence[Timed], form: str) -> str:
+def table(entries: Sequence[dict[str, Any]], form: str) -> str:
+    """Lay comparisons out as a table; ``form`` is one of tabulate's."""
     from tabulate import tabulate
 
     rows = [
         {
-            "test": timed.test,
-            **{f"TPOT {side}": f"{1e6 * median(each):.1f} us" for side, _, each in timed.sides()},
-            "here / there": f"{timed.comparison.ratio:.3f}",
-            "interval": str(timed.comparison.interval),
-            "series": len(timed.comparison.ratios),
-            "verdict": timed.comparison.verdict.value,
+            "test": each["test"],
+            **{f"TPOT {side}": f"{each[side]['paired_tpot_us']:.1f} us" for side in _SIDES},
+            "here / there": f"{each['ratio']:.3f}",
+            "interval": "{:.3f} to {:.3f}".format(*each["interval"])
+            if each["interval"]
+            else "none",
+            "series": each["series"],
+            "verdict": each["verdict"],
         }
-        for timed in results
+        for each in entries
     ]
     return tabulate(rows, headers="keys", tablefmt=form, disable_numparse=True)

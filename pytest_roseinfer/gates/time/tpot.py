@@ -13,6 +13,7 @@ import pytest
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates.gate import CannotCompare
+from pytest_roseinfer.gates.history.history_gate import HistoryGate
 from pytest_roseinfer.gates.time import absolute
 from pytest_roseinfer.gates.time.clocks import CpuClock, GpuClock
 from pytest_roseinfer.gates.time.interval import Verdict
@@ -81,6 +82,8 @@ class Tpot:
         comparison = compare(plan, start, self._clock().doubt, progress=self._progress())
         timed = Timed(self._test, there.label, comparison, plan.margin, asked.noise_floor)
         self._gate.results.append(timed)
+        if asked.folder:
+            HistoryGate.of(self._request.config).timed.append(timed)
         _record(self._request, timed)
         tolerated = asked.noise_floor or asked.report_slower
         if comparison.verdict is Verdict.SLOWER and not tolerated:

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pytest_roseinfer.gates.work.cost_file import Where
     from pytest_roseinfer.gates.work.moved.step_memory import Weights
-    from pytest_roseinfer.gates.work.step_work import StepWork
+    from pytest_roseinfer.gates.work.step_work import CostVerdict, StepWork
 
 
 class Costs:
@@ -35,6 +36,7 @@ class Costs:
     def __init__(self, item: pytest.Item, marked: Mapping[str, Sequence[str]]) -> None:
         """``marked`` holds the arguments of the test's markers."""
         self.checked: set[str] = set()
+        self._config = item.config
         self._gate = CostGate.of(item.config)
         self._asked = settings.current()
         self._device = self._asked.device.partition(":")[0]
@@ -107,9 +109,11 @@ class Costs:
         versions = versions_here(self._marked.get("keyed_by", ()))
         if self._asked.update_costs:
             self._gate.measured.append((str(self._file), where, as_entry(work, versions)))
+            self._keep(where, work, None)
             return
         was = read_baseline(self._file, where, versions)
         verdict = judge(work, was, must_not_drop)
+        self._keep(where, work, verdict)
         lines = "\n  ".join(verdict.worse + verdict.less)
         if verdict.worse:
             more = f"{name} does more work than its baseline in {self._file}:\n  {lines}"
@@ -118,3 +122,9 @@ class Costs:
         self._gate.compared += 1
         if lines:
             self._gate.less.append(f"{self._test}, {name} does less:\n  {lines}")
+
+    def _keep(self, where: Where, work: StepWork, verdict: CostVerdict | None) -> None:
+        if self._asked.timing.folder:
+            from pytest_roseinfer.gates.history.history_gate import HistoryGate
+
+            HistoryGate.of(self._config).keep_work(where, work, verdict)

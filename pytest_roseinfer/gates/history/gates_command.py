@@ -1,0 +1,61 @@
+"""``roseinfer gates``: what the figures that runs have kept say."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+
+HELP = "look at the figures that runs of pytest kept with --roseinfer-timings"
+DESCRIPTION = (
+    "Look at the times and the work of decode steps that runs of pytest kept with "
+    "--roseinfer-timings FOLDER."
+)
+_USAGE_ERROR = 4
+"""As pytest ends where its options make no sense."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="kind", metavar="history|report", required=True)
+    for name, what in (
+        ("history", "draw FOLDER/history.svg, and name the commits at which a figure changed"),
+        ("report", "write the newest run as Markdown, for a pull request"),
+    ):
+        kind = kinds.add_parser(name, help=what, description=what)
+        kind.add_argument("folder", type=Path, metavar="FOLDER", help="that of --roseinfer-timings")
+
+
+def run(args: argparse.Namespace) -> int:
+    from pytest_roseinfer.gates.gate import CannotCompare
+
+    try:
+        print(_report(args.folder) if args.kind == "report" else _history(args.folder))
+    except CannotCompare as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    return 0
+
+
+def _report(folder: Path) -> str:
+    from pytest_roseinfer.gates.history.kept_runs import read_runs
+    from pytest_roseinfer.gates.history.pull_request_report import in_markdown
+
+    return in_markdown(read_runs(folder))
+
+
+def _history(folder: Path) -> str:
+    from pytest_roseinfer.gates.history.change_points import change_points, require_library
+    from pytest_roseinfer.gates.history.history_chart import draw_history
+    from pytest_roseinfer.gates.history.kept_runs import read_runs
+    from pytest_roseinfer.gates.history.trends import trends_of
+
+    runs = read_runs(folder)
+    require_library()
+    trends = trends_of(runs)
+    changes = [change for trend in trends for change in change_points(trend)]
+    file = draw_history(folder, trends, changes)
+    said = [str(change) for change in changes] or ["no figure changed"]
+    return "\n".join([f"{len(runs)} runs, {len(trends)} figures, drawn in {file}", *said])

@@ -1,0 +1,57 @@
+"""The chart of a kept history: each figure over the runs, with its change points."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.gates.gate import CannotCompare
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+
+    from pytest_roseinfer.gates.history.change_points import ChangePoint
+    from pytest_roseinfer.gates.history.trends import Trend
+
+NAME = "history.svg"
+_LINE, _CHANGE = "#4c72b0", "#c44e52"
+_MOST_LABELS = 12
+"""Commits named along an axis; with more, some are left out."""
+
+
+def draw_history(folder: Path, trends: Sequence[Trend], changes: Sequence[ChangePoint]) -> Path:
+    """Draw ``history.svg`` into the folder, a chart for each trend, one below the other."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CannotCompare("no chart: matplotlib is not installed (pip install 'roseinfer[plot]')")
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 2.4 * len(trends)), layout="constrained")
+    FigureCanvasSVG(figure)
+    rows = figure.subplots(len(trends), 1, squeeze=False)
+    for (axes,), trend in zip(rows, trends, strict=True):
+        _draw(axes, trend, [change for change in changes if change.trend is trend])
+    file = folder / NAME
+    figure.savefig(file)
+    return file
+
+
+def _draw(axes: Axes, trend: Trend, changes: Sequence[ChangePoint]) -> None:
+    values = [point.value for point in trend.points]
+    axes.plot(values, "o-", color=_LINE, markersize=3, linewidth=1)
+    for change in changes:
+        axes.axvline(change.at - 0.5, color=_CHANGE, linewidth=1)
+        said = f"{change.before:g} -> {change.after:g}"
+        axes.annotate(
+            said, (change.at - 0.5, 1), xycoords=("data", "axes fraction"), fontsize=8,
+            color=_CHANGE, xytext=(3, -9), textcoords="offset points",
+        )  # fmt: skip
+    every = -(-len(values) // _MOST_LABELS)
+    shown = range(0, len(values), every)
+    axes.set_xticks(shown, [trend.points[at].run.label[:9] for at in shown], fontsize=7)
+    axes.set_title(trend.step, fontsize=9, loc="left")
+    axes.set_ylabel(trend.figure, fontsize=8)
+    axes.margins(y=0.25)

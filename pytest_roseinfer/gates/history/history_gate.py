@@ -1,0 +1,93 @@
+"""At the end of a run the figures of its gates join those of the runs before."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer import settings
+from pytest_roseinfer.gates.gate import CannotCompare, Gate, show_problems
+from pytest_roseinfer.gates.history.circumstances import commit_of, environment_here
+from pytest_roseinfer.gates.history.kept_runs import KeptRun, append_run, read_runs
+from pytest_roseinfer.gates.time import timing_plot
+from pytest_roseinfer.gates.time.timing_report import entry_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import pytest
+
+    from pytest_roseinfer.gates.time.timing_report import Timed
+    from pytest_roseinfer.gates.work.step_work import CostVerdict, StepWork
+
+OPTION = "--roseinfer-timings"
+
+
+class HistoryGate(Gate):
+    """Fails a run that was to keep figures and had none."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        super().__init__(config)
+        self.timed: list[Timed] = []
+        self._work: list[dict[str, Any]] = []
+        self._lines: list[str] = []
+
+    def keep_work(
+        self, where: tuple[str, str, str], work: StepWork, verdict: CostVerdict | None
+    ) -> None:
+        """Keep the counts of a step; ``verdict`` is what a baseline said of them, if one did."""
+        test, step, device = where
+        self._work.append(
+            {
+                "test": test,
+                "step": step,
+                "device": device,
+                "tokens": work.tokens,
+                "counts": {name: sum(each.values()) for name, each in work.groups.items()},
+                "more": verdict.worse if verdict else [],
+                "less": verdict.less if verdict else [],
+            }
+        )
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return self._work
+
+    def add(self, seen: list[dict[str, Any]]) -> None:
+        self._work += seen
+
+    def judge(self, *, passed: bool) -> Sequence[str]:
+        folder = settings.current().timing.folder
+        assert folder
+        if not (self.timed or self._work):
+            return [f"{OPTION}: no test of this run timed or counted a step"] if passed else []
+        try:
+            self._keep(Path(folder))
+        except (CannotCompare, OSError) as error:
+            return [f"{OPTION} {folder}: {error}"]
+        return []
+
+    def _keep(self, folder: Path) -> None:
+        commit, changed = commit_of(self.config.rootpath)
+        run = KeptRun(
+            when=datetime.now(UTC).isoformat(timespec="seconds"),
+            commit=commit,
+            changed=changed,
+            environment=environment_here(gpu=settings.current().gpu),
+            times=[entry_of(each) for each in self.timed],
+            work=self._work,
+        )
+        self._lines.append(f"written: {append_run(folder, run)}")
+        if self.timed:
+            why_not = timing_plot.draw(folder, self.timed, read_runs(folder))
+            self._lines.append(why_not or f"written: {folder / timing_plot.NAME}")
+
+    def in_markdown(self) -> Iterable[str]:
+        return self._lines
+
+    def show(self, reporter: pytest.TerminalReporter) -> None:
+        if self._lines or self.problems:
+            reporter.section("roseinfer: figures kept")
+            for line in self._lines:
+                reporter.line(line)
+            show_problems(reporter, self.problems)

@@ -1,0 +1,41 @@
+"""Runs as ``--roseinfer-timings`` would have kept them, a day apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.gates.history.kept_runs import KeptRun
+from pytest_roseinfer.gates.time.timing_report import Timed, entry_of
+from tests.gates.simulated import compare, quiet
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TEST = "test_speed.py::test_decode"
+
+
+def run(day: int, *, slower: float = 1.0, calls: int = 40, torch: str = "2.13.0") -> KeptRun:
+    """One in which a step that takes 1000 us there takes ``slower`` times as long here."""
+    timed = entry_of(Timed(TEST, "v1", compare(quiet(), slower), 0.02))
+    work = {
+        "test": TEST,
+        "step": "steady",
+        "device": "cpu",
+        "tokens": 4,
+        "counts": {"python_calls": calls, "graph_replays": 0},
+        "more": [f"Python calls: {calls} a step, baseline 40"] if calls > 40 else [],
+        "less": [],
+    }
+    return KeptRun(
+        when=f"2026-11-{day:02}T10:00:00+00:00",
+        commit=f"{day:02}".ljust(40, "0"),
+        changed=False,
+        environment={"python": "3.11.7", "torch": torch},
+        times=[timed],
+        work=[work],
+    )
+
+
+def without_times(runs: Sequence[KeptRun]) -> list[KeptRun]:
+    return [replace(each, times=[]) for each in runs]

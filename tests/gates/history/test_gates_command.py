@@ -1,0 +1,101 @@
+"""``roseinfer gates`` on folders of kept runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pytest_roseinfer.gates.history import gates_command
+from pytest_roseinfer.gates.history.kept_runs import append_run
+from tests.gates.history.runs import TEST, run, without_times
+from tests.python_process import ROOT
+
+
+def gates(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    gates_command.add_options(parser)
+    return gates_command.run(parser.parse_args(arguments))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    for each in (
+        *(run(day) for day in range(1, 7)),
+        *(run(day, slower=1.2, calls=44, torch="2.14.0") for day in range(7, 12)),
+    ):
+        append_run(tmp_path, each)
+    return str(tmp_path)
+
+
+def test_it_is_a_command_of_the_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["roseinfer.commands"]["gates"] == gates_command.__name__
+    assert set(project["optional-dependencies"]["history"]) <= set(
+        project["optional-dependencies"]["test"]
+    )
+
+
+def test_history_draws_and_names_changes(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ruptures", reason="finds changes of times: pip install '.[test]'")
+    assert gates("history", folder) == 0
+    at = "at 070000000 (2026-11-07T10:00:00+00:00), the run before was 060000000"
+    assert capsys.readouterr().out.splitlines() == [
+        f"11 runs, 3 figures, drawn in {folder}/history.svg",
+        f"{TEST} on cpu, TPOT (us): 1000 -> 1200 (+20.0%) {at}",
+        "  torch: 2.13.0 -> 2.14.0",
+        f"{TEST} against v1, here / there: 1 -> 1.2 (+20.0%) {at}",
+        "  torch: 2.13.0 -> 2.14.0",
+        f"{TEST}, steady on cpu, python_calls: 40 -> 44 (+10.0%) {at}",
+        "  torch: 2.13.0 -> 2.14.0",
+    ]
+    drawn = Path(folder, "history.svg").read_text()
+    assert drawn.startswith("<?xml")
+    assert [drawn.count(f"<!-- {each} -->") for each in ("40 -&gt; 44", "070000000")] == [1, 3]
+
+
+def test_without_the_library_it_says_how_to_get_it(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    hidden = {"ruptures"}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in hidden else find(name)
+    )
+    assert gates("history", folder) == 4
+    assert "pip install 'roseinfer[history]'" in capsys.readouterr().err
+
+
+def test_a_folder_that_keeps_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in ("history", "report"):
+        assert gates(kind, str(tmp_path)) == 4
+        assert f"ERROR: {tmp_path}/history.jsonl cannot be read" in capsys.readouterr().err
+
+
+def test_a_report_is_about_the_newest_run(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    append_run(Path(folder), run(12, slower=1.2, calls=44, torch="2.15.0"))
+    assert gates("report", folder) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("### Decode steps at 120000000\n")
+    for part in (
+        "| 1.200          | 1.200 to 1.200 |",
+        "**SLOWER** against `v1`, with a margin of 2.0% after 13 series, 0 s",
+        "1 of 1 steps do more work than their baselines.",
+        "\nPython calls: 44 a step, baseline 40\n",
+        "python 3.11.7, torch 2.15.0",
+        "- since the run before, at 110000000: torch: 2.14.0 -> 2.15.0",
+    ):
+        assert part in said
+
+
+def test_a_report_without_times_has_no_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    append_run(tmp_path, *without_times([run(1)]))
+    assert gates("report", str(tmp_path)) == 0
+    said = capsys.readouterr().out
+    assert "0 of 1 steps do more work" in said
+    assert "|" not in said
