@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Mapping
 
 WORKERS = 2
 """The search for one engine takes as long as all the others together, and is one test."""
+
+
+_DIE_BY_CTRL_C = "roseinfer_die_by_ctrl_c"
 
 
 class Workers:
@@ -28,6 +33,19 @@ class Workers:
         if starts and self.number > 1 and config.option.numprocesses is None:
             config.option.numprocesses = self.number
         return (yield)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput[_DIE_BY_CTRL_C] = True
+
+
+def die_by_ctrl_c(workerinput: Mapping[str, Any]) -> None:
+    """Have a worker of ``Workers`` end by Ctrl-C at once, whatever it is doing, and without a word.
+
+    It reaches all processes at a terminal; the one that started the worker says what happened.
+    """
+    if _DIE_BY_CTRL_C in workerinput and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def usable_cores() -> int:

@@ -26,9 +26,9 @@ from roseinfer.bench.serving.ways import offline
 from roseinfer.bench.timing import WrongPath, why_triton_cannot_be_timed
 from roseinfer.config import AppendPolicy, SamplingParams
 from roseinfer.errors import ConfigError, RoseinferError
+from roseinfer.how_far import counted
 from roseinfer.kv.paths import Path
 from roseinfer.models.loading import resolve_device
-from roseinfer.progress import counted
 
 if TYPE_CHECKING:
     import argparse
