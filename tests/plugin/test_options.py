@@ -101,7 +101,7 @@ MISTAKES = {
 @pytest.mark.parametrize("argument", MISTAKES)
 def test_a_mistake_is_a_usage_error_in_one_line(project: Project, argument: str) -> None:
     mine = "from pytest_roseinfer import KVCacheAdapter\nclass MyCache(KVCacheAdapter): pass"
-    project.write(broken="1 / 0", empty="", mine=mine)
+    project.write(broken="1 / 0\nclass Cache: pass", empty="", mine=mine)
     steps = {"old": '{"format": 0}', "cut": '{"format": 1,\n "steps": '}
     steps["odd"] = '{"format": 1, "steps": {"test_a": {"decode": {"cpu": {"tokens": "three"}}}}}'
     steps["flat"] = '{"format": 1, "steps": {"test_a": 3}}'
