@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.settings import PROFILES
-from roseinfer import did_you_mean as did_you_mean
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pytest_roseinfer.settings import Profile
 
 _REPORT_SUFFIXES = (".json", ".html")
@@ -19,6 +20,13 @@ _REPORT_SUFFIXES = (".json", ".html")
 
 class Mistake(ValueError):
     """An option makes no sense; the message says what would."""
+
+
+def did_you_mean(said: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return a question that names what is spelled most alike, or nothing."""
+    from roseinfer import did_you_mean as ask  # not in every pytest run
+
+    return ask(said, known, prefix)
 
 
 def profile_named(option: str, name: str) -> Profile:

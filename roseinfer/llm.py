@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from roseinfer.config import EngineConfig, SamplingParams
 from roseinfer.engine.engine import Engine
 from roseinfer.errors import BadArgument, RoseinferError
+from roseinfer.how_far import counting
 from roseinfer.models.loading import load
-from roseinfer.progress import counting
 
 if TYPE_CHECKING:
     import os

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ENGINE_LAYERS = (
     {"errors", "engine_paths"},
-    {"config", "text", "progress"},
+    {"config", "text", "how_far", "interrupts"},
     {"kernels"},
     {"kv"},
     {"attention"},

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """This number rises when a reader would misunderstand older files."""
+_LEAST_DEPTH = 3
+"""The steps, a test's, and what is known of one are objects."""
 
 
 def read_steps(file: Path) -> dict[str, Any]:
@@ -22,11 +24,23 @@ def read_steps(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise CannotCompare(f"{file} cannot be read: {error}") from error
+        raise CannotCompare(f"{file} cannot be read: {error}") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT or "steps" not in found:
         raise CannotCompare(f"{file} is not of format {FORMAT}: record it anew without that file")
     steps: dict[str, Any] = found["steps"]
+    if wrong := _wrong(steps, "steps", _LEAST_DEPTH):
+        raise CannotCompare(f"{file}: {wrong}")
     return steps
+
+
+def _wrong(found: object, place: str, depth: int) -> str:
+    """Say at which place there is neither an object nor a number, or return an empty text."""
+    if isinstance(found, dict):
+        within = (_wrong(each, f"{place}.{name}", depth - 1) for name, each in found.items())
+        return next(filter(None, within), "")
+    if depth > 0:
+        return f"{place} must be an object"
+    return "" if isinstance(found, int | float) else f"{place} must be a number"
 
 
 def write_steps(file: Path, steps: dict[str, Any]) -> None:

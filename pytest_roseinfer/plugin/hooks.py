@@ -40,6 +40,10 @@ def pytest_load_initial_conftests(args: list[str]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        from pytest_roseinfer.suite.workers import die_by_ctrl_c
+
+        die_by_ctrl_c(config.workerinput)
     for line in markers.LINES:
         config.addinivalue_line("markers", line)
     asked = options.read(config)

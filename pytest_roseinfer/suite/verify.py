@@ -15,6 +15,7 @@ from pytest_roseinfer.mistakes import (
     require_report,
 )
 from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, Settings
+from roseinfer import interrupts_kill
 
 if TYPE_CHECKING:
     import argparse
@@ -30,6 +31,8 @@ _SHARED = ("target", "profile", "examples", "seed", "report")
 """The plugin has each of these too, as ``--roseinfer-NAME``."""
 _USAGE_ERROR = 4
 """As pytest ends where its options make no sense."""
+_INTERRUPTED = 2
+"""As pytest ends by Ctrl-C."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     except (Mistake, TargetError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return _USAGE_ERROR
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def _refuse_mistakes(args: argparse.Namespace) -> None:
@@ -75,7 +80,8 @@ def _refuse_mistakes(args: argparse.Namespace) -> None:
 
 def _walk(names: list[str]) -> int:
     print("roseinfer verify: running every short history", flush=True)  # the import takes seconds
-    from pytest_roseinfer.suite import exhaustive
+    with interrupts_kill():
+        from pytest_roseinfer.suite import exhaustive
 
     return exhaustive.run(names)
 
@@ -85,7 +91,9 @@ def _search(args: argparse.Namespace) -> int:
     print(f"roseinfer verify: checking {names}", flush=True)  # the imports below take seconds
 
     import pytest
-    import torch
+
+    with interrupts_kill():
+        import torch
 
     from pytest_roseinfer.suite.workers import Workers, workers_for
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Mapping
 
 WORKERS = 2
 """The search for one engine takes as long as all the others together, and is one test."""
 GPU_WORKERS = 8
 """On a GPU a search mostly waits for compilers, which other cores are free to run meanwhile."""
+
+
+_DIE_BY_CTRL_C = "roseinfer_die_by_ctrl_c"
 
 
 class Workers:
@@ -32,6 +37,19 @@ class Workers:
             if self.number > WORKERS:  # tests are few, and some take long: none waits behind one
                 config.option.dist = "worksteal"
         return (yield)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput[_DIE_BY_CTRL_C] = True
+
+
+def die_by_ctrl_c(workerinput: Mapping[str, Any]) -> None:
+    """Have a worker of ``Workers`` end by Ctrl-C at once, whatever it is doing, and without a word.
+
+    It reaches all processes at a terminal; the one that started the worker says what happened.
+    """
+    if _DIE_BY_CTRL_C in workerinput and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def workers_for(*, gpu: bool) -> int:

@@ -16,8 +16,8 @@ from roseinfer.config import (
     require_dtype,
 )
 from roseinfer.errors import ConfigError, did_you_mean
+from roseinfer.how_far import say
 from roseinfer.models.source import locate
-from roseinfer.progress import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -26,9 +26,9 @@ from roseinfer.bench.serving.ways import offline
 from roseinfer.bench.timing import WrongPath, why_triton_cannot_be_timed
 from roseinfer.config import AppendPolicy, SamplingParams
 from roseinfer.errors import ConfigError, RoseinferError
+from roseinfer.how_far import counted
 from roseinfer.kv.paths import Path
 from roseinfer.models.loading import resolve_device
-from roseinfer.progress import counted
 
 if TYPE_CHECKING:
     import argparse
@@ -40,19 +40,20 @@ if TYPE_CHECKING:
     from roseinfer.llm import LLM
 
 _RUNGS = """\
-Decoding, all sequences in step; each rung keeps what those before it have. step ms: the median
-decode step; fastest, slowest: of the runs. floors: decode time over the time to read the weights
-once a step and the stored keys and values once a token. boundary: p99 in ms of the gaps in which a
-sequence goes on in a new block. same: the share of requests that got the tokens of the first
-rung; another order of additions may round another way, but in float32 all are the same."""
+Decoding, all sequences in step; each rung keeps what those before it have. ms: the median decode
+step; least, most: that of the fastest run and of the slowest. floors: decode time over the time to
+read the weights once a step and the stored keys and values once a token. spikes: p99 in ms of the
+gaps in which a sequence goes on in a new block. same: the share of requests that got the tokens
+of the first rung; another order of additions may round another way, but in float32 all are the
+same."""
 _HEADINGS = {
     "rung": "rung",
-    "step_ms": "step ms",
-    "fastest_ms": "fastest",
-    "slowest_ms": "slowest",
+    "step_ms": "ms",
+    "fastest_ms": "least",
+    "slowest_ms": "most",
     "tok_per_s": "tok/s",
     "times_floor": "floors",
-    "itl_at_boundary_p99_ms": "boundary",
+    "itl_at_boundary_p99_ms": "spikes",
     "same_tokens": "same",
 }
 _ASKED = (

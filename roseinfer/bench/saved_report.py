@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 _TEXT, _NUMBER, _MAYBE_NUMBER = "a text", "a number", "a number or null"
 _RANKS = dict.fromkeys(("p50_ms", "p95_ms", "p99_ms"), _MAYBE_NUMBER)
-_SHARED = {
+_SHARED: dict[str, Any] = {
     "config": {"model": _TEXT, "weights": _TEXT, "dtype": _TEXT},
     "machine": {"device": _TEXT, "torch": _TEXT},
     "date": _TEXT,
 }
-_SERVING = {
+_SERVING: dict[str, Any] = {
     "tables": {
         "throughput": [
             {
@@ -31,7 +31,7 @@ _SERVING = {
         "peers": [{"system": _TEXT, "completion_tok_per_s": _MAYBE_NUMBER}],
     }
 }
-_LADDER = {
+_LADDER: dict[str, Any] = {
     "facts": {"floor_ms": _NUMBER},
     "tables": {
         "rungs": [
@@ -46,7 +46,7 @@ _LADDER = {
         "peers": [{"system": _TEXT, "ms_per_step": _MAYBE_NUMBER}],
     },
 }
-_TRACE = {
+_TRACE: dict[str, Any] = {
     "tables": {
         "steps": [{"sequences": _NUMBER}],
         "spans": [{"sequences": _NUMBER, "who": _TEXT, "begin_us": _NUMBER, "end_us": _NUMBER}],

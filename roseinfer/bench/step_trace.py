@@ -21,7 +21,7 @@ from roseinfer.bench.serving.driving import random_prompts, require_positions
 from roseinfer.bench.timing import device_mark
 from roseinfer.config import SamplingParams
 from roseinfer.errors import ConfigError
-from roseinfer.progress import counted
+from roseinfer.how_far import counted
 
 if TYPE_CHECKING:
     import argparse

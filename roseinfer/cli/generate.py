@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import signal
 import sys
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +18,13 @@ from roseinfer.config import (
     require_dtype,
 )
 from roseinfer.errors import ConfigError, RoseinferError, UnsupportedModel
+from roseinfer.how_far import say
+from roseinfer.interrupts import interrupts_kill
 from roseinfer.models.source import locate
-from roseinfer.progress import say
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from roseinfer.llm import LLM, Prompt, RequestOutput
 
@@ -217,7 +217,7 @@ def _given(args: argparse.Namespace, settings: type) -> dict[str, Any]:
 def _load(args: argparse.Namespace) -> LLM:
     with redirect_stdout(sys.stderr):  # what libraries print meanwhile is no output
         say(f"{_NAME}: importing torch and transformers")
-        with _interrupts_kill():
+        with interrupts_kill():
             from roseinfer.llm import LLM
         say(f"{_NAME}: loading {args.model}")
         llm = LLM(args.model, device=args.device, dtype=args.dtype, **_given(args, EngineConfig))
@@ -227,19 +227,6 @@ def _load(args: argparse.Namespace) -> LLM:
             "--token-ids --prompt '17 42 8'"
         )
     return llm
-
-
-@contextmanager
-def _interrupts_kill() -> Iterator[None]:
-    """Let Ctrl-C kill the process: while torch is imported, an exception would abort and dump."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # interrupts are ignored, or handled by somebody else
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_ids: bool) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pytest_roseinfer.adapters.load_target import TargetError, load_target, require_target
 from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, choose_kernel_runtime
 from roseinfer.cli.parser import Parser
-from roseinfer.progress import counting
+from roseinfer.how_far import counting
 from tests.mutants import report
 from tests.mutants.catalogue import CATALOGUE, find
 from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, PROFILE, RANDOM, Job, Task

@@ -89,6 +89,9 @@ MISTAKES = {
     "--roseinfer-target=empty:Cache": "empty:Cache: empty has no Cache",
     "--roseinfer-target=json:JSONDecoder": "JSONDecoder is no subclass of KVCacheAdapter",
     "--roseinfer-costs=old.json": "old.json is not of format 1",
+    "--roseinfer-costs=cut.json": "cut.json cannot be read: Expecting value: line 2 column 11",
+    "--roseinfer-costs=odd.json": "odd.json: steps.test_a.decode.cpu.tokens must be a number",
+    "--roseinfer-tpot=flat.json": "flat.json: steps.test_a must be an object",
     "--roseinfer-tpot=empty.py": "empty.py cannot be read: Expecting value: line 1 column 1",
     "--roseinfer-replay=gone.json": "--roseinfer-replay gone.json: No such file or directory",
     "--roseinfer-replay=empty.py": "--roseinfer-replay empty.py is no trace",
@@ -98,8 +101,12 @@ MISTAKES = {
 @pytest.mark.parametrize("argument", MISTAKES)
 def test_a_mistake_is_a_usage_error_in_one_line(project: Project, argument: str) -> None:
     mine = "from pytest_roseinfer import KVCacheAdapter\nclass MyCache(KVCacheAdapter): pass"
-    project.write(broken="1 / 0", empty="", mine=mine)
-    (project.path / "old.json").write_text('{"format": 0}')
+    project.write(broken="1 / 0\nclass Cache: pass", empty="", mine=mine)
+    steps = {"old": '{"format": 0}', "cut": '{"format": 1,\n "steps": '}
+    steps["odd"] = '{"format": 1, "steps": {"test_a": {"decode": {"cpu": {"tokens": "three"}}}}}'
+    steps["flat"] = '{"format": 1, "steps": {"test_a": 3}}'
+    for name, text in steps.items():
+        (project.path / f"{name}.json").write_text(text)
     result = project.pytest(argument)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     errors = [line for line in result.errlines if line]

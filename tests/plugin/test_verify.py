@@ -14,8 +14,6 @@ from tests import warm_process
 from tests.python_process import run_python
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.plugin.conftest import Project
 
 MISTAKES = {
@@ -86,15 +84,3 @@ def test_a_mistake_is_refused_before_anything_heavy_is_imported() -> None:
         """
     )
     assert said == "[]\n"
-
-
-def test_a_target_without_such_a_class_ends_as_a_mistake(tmp_path: Path) -> None:
-    name = "pytest_roseinfer.targets.roseinfer_kv:GroupedManger"
-    done = warm_process.run(
-        ["-m", "roseinfer", "verify", "--cpu", f"--target={name}"],
-        cwd=tmp_path,
-        environment=os.environ,
-    )
-    assert done.returncode == 4
-    assert "did you mean GroupedManager?" in done.stderr
-    assert "Searched" not in done.stdout

@@ -32,6 +32,10 @@ def read_baseline(file: Path, where: Where, versions: Mapping[str, str]) -> Step
         raise CannotCompare(
             f"no baseline for {step!r} of {test} on {device} in {file}: {UPDATE} records one"
         )
+    if not isinstance(entry, dict) or TOKENS not in entry:
+        raise CannotCompare(
+            f"{file}: steps.{test}.{step}.{device} has no {TOKENS}: {UPDATE} adds it"
+        )
     groups: dict[str, Mapping[str, int]] = {}
     for name, group in GROUPS.items():
         version = versions[group.depends_on]

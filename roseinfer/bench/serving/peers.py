@@ -16,7 +16,7 @@ from roseinfer.bench.arguments import PEERS
 from roseinfer.bench.model_source import ModelSource, collect
 from roseinfer.bench.serving.isolation import in_process
 from roseinfer.bench.timing import synchronizer
-from roseinfer.progress import counted
+from roseinfer.how_far import counted
 
 if TYPE_CHECKING:
     import argparse

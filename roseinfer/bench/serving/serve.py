@@ -15,7 +15,7 @@ from roseinfer.bench.serving.driving import Work, perform, require_positions
 from roseinfer.bench.serving.figures import latencies, median_row, throughput
 from roseinfer.bench.serving.memory_floor import memory_floor
 from roseinfer.errors import ConfigError
-from roseinfer.progress import counted, say
+from roseinfer.how_far import counted, say
 
 if TYPE_CHECKING:
     import argparse

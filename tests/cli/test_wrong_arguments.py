@@ -1,0 +1,168 @@
+"""Wrong arguments of every command are refused before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from tests.python_process import run_python
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_KV = "pytest_roseinfer.targets.roseinfer_kv"
+_MODEL = {
+    "--hf-model-id ./nowhere": "there is no such directory",
+    "--hf-model-id .": "it holds no config.json",
+    "--random-weights --hf-model-id gpt3": "did you mean gpt2?",
+    "--device gpu": "the engine runs on cpu, cuda or cuda:1",
+    "--dtype float23": "did you mean float32?",
+    "--json no/where.json": "make the directory no first",
+}
+_RUNS = {
+    "--repeat-runs 0": "must be at least 1, not 0",
+    "--warmup-runs some": "invalid whole_number value",
+    "--peers vlm": "did you mean vllm?",
+    "--plot chart.jpg": "must end in .png",
+}
+_SERVING = {
+    **_MODEL,
+    **_RUNS,
+    "--num-requests 0": "must be at least 1, not 0",
+    "--max-new-tokens x": "invalid whole_number value",
+    "--top-k 3": "add --do-sample",
+    "--do-sample --temperature -1": "temperature is -1.0",
+    "--do-sample --top-p 2": "top_p is 2.0",
+    "--block-size 0": "must be at least 1, not 0",
+    "--run-ahead 99": "run_ahead must be 0 to 16",
+    "--max-batch-sise 3": "did you mean --max-batch-size?",
+}
+_STREAMS = {
+    "--prompt-repeats 1,0": "must be at least 1, not 0",
+    "--tokenize-workers -1": "must be at least 0, not -1",
+    "--submit-interval-ms -1": "must be at least 0, not -1",
+    "--stream-interval 0": "must be at least 1, not 0",
+    "--prefill-admission-policy lifo": "invalid choice: 'lifo'",
+}
+MISTAKES = {
+    "roseinfer": {
+        "generat": "invalid choice: 'generat'",
+        "--vresion": "did you mean --version?",
+        "generate --prompt x --temprature 1": "did you mean --temperature?",
+        "generate --prompt x --device cpux": "did you mean cpu?",
+        "generate --prompt x --dtype bfloat": "did you mean bfloat16?",
+        "generate --prompt x --model ./nowhere": "there is no such directory",
+        "generate --prompt x --model .": "it holds no config.json",
+        "generate --prompt x --top-k -1": "top_k is -1",
+        "generate --prompt x --top-p 2": "top_p is 2.0",
+        "generate --prompt x --min-p 2": "min_p is 2.0",
+        "generate --prompt x --repetition-penalty 0": "repetition_penalty is 0.0",
+        "generate --prompt x --temperature hot": "invalid float value: 'hot'",
+        "generate --prompt x --max-new-tokens 0": "max_new_tokens is 0",
+        "generate --prompt x --block-size 0": "block_size must be",
+        "generate --prompt x --max-batch-size 0": "max_batch_size must be",
+        "generate --prompt x --kv-cache-tokens 0": "kv_cache_tokens must be",
+        "generate --prompt x --max-length 0": "max_length must be",
+        "generate --prompt x --prefill-admission-policy lifo": "invalid choice: 'lifo'",
+        "generate --prompt x --logprobs": "--logprobs are printed with --json alone",
+        "generate --prompts-file ./nowhere": "cannot be read",
+        "verify --profile nightl": "did you mean nightly?",
+        "verify --examples 0": "must be at least 1",
+        "verify --seed -1": "must be at least 0",
+        "verify --report kv.text": "must end in .json or .html",
+        "verify --target Cache": "is no target",
+        f"verify --target {_KV}:GroupedManger": "did you mean GroupedManager?",
+        f"verify --exhaustive {_KV[:-1]}:GroupedManager": f"did you mean {_KV}?",
+        "verify --profil dev --sed 3": "did you mean --seed?",
+    },
+    "roseinfer.bench": {
+        "laddr": "invalid choice: 'laddr'",
+        **{f"ladder {words}": said for words, said in {**_MODEL, **_RUNS}.items()},
+        "ladder --max-new-tokens 1": "must be at least 2, not 1",
+        "ladder --run-ahead 99": "run_ahead must be 0 to 16",
+        **{f"trace {words}": said for words, said in _MODEL.items()},
+        "trace --steps 7": "must be at least 8, not 7",
+        "append --device gpu": "the engine runs on cpu, cuda or cuda:1",
+        "append --dtype fp8": "invalid choice: 'fp8'",
+        "append --block-size 1": "must be at least 2, not 1",
+        "attention --device gpu": "the engine runs on cpu, cuda or cuda:1",
+        "attention --shapes 64x1024": "is no shape such as",
+        "plot nowhere.json chart.png": "cannot be read",
+    },
+    "roseinfer.benchmark_scheduler": {**_SERVING, "--mode ofline": "invalid choice: 'ofline'"},
+    "roseinfer.benchmark_streaming": {**_SERVING, **_STREAMS},
+    "tests.mutants": {
+        "key-and-valeu-swapped": "no mutant is called",
+        "--seeds 0": "must be at least 1, not 0",
+        "--quik": "did you mean --quick?",
+        "--write-docs nowhere.md": "nowhere.md cannot be read",
+        "--targets a:B": "it goes with --false-alarms",
+        f"--false-alarms 1 --targets {_KV}:GroupedManger": "did you mean GroupedManager?",
+    },
+}
+RUN = """
+    import contextlib, importlib, io, json, os, sys
+
+    HOMES = {{
+        "roseinfer": "roseinfer.cli",
+        "roseinfer.bench": "roseinfer.bench.__main__",
+        "tests.mutants": "tests.mutants.command",
+    }}
+    os.chdir({folder!r})
+    said = []
+    for command, words in {mistakes!r}:
+        module = importlib.import_module(HOMES.get(command, command))
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            try:
+                status = module.main(words.split())
+            except SystemExit as ended:
+                status = ended.code
+        said.append((status, errors.getvalue(), "torch" in sys.modules))
+    print(json.dumps(said))
+"""
+
+
+def test_every_mistake_is_refused_before_torch_is_there(tmp_path: Path) -> None:
+    expected = {
+        (command, words): said for command, each in MISTAKES.items() for words, said in each.items()
+    }
+    found = json.loads(run_python(RUN.format(folder=str(tmp_path), mistakes=list(expected))))
+    for (command, words), (status, error, torch) in zip(expected, found, strict=True):
+        assert status == (4 if error.startswith("ERROR: ") else 2), (command, words)
+        assert expected[command, words] in error, (command, words)
+        assert not torch, (command, words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_pytest_refuses_mistakes_before_torch_is_there(tmp_path: Path) -> None:
+    """One that is misspelled is even refused before a conftest.py is there, which may import it."""
+    for folder, imports in (("plain", ""), ("heavy", "import torch")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "conftest.py").write_text(imports)
+    mistakes = {
+        "--roseinfer-profle=dev": "--roseinfer-profle=dev; did you mean --roseinfer-profile?",
+        "--roseinfer-profile=nightl": "did you mean nightly?",
+        "--roseinfer-examples=0": "must be at least 1",
+        f"--roseinfer-target={_KV}:GroupedManger": "did you mean GroupedManager?",
+        "--roseinfer-target=no.where:Cache": "there is no module no.where",
+        "--roseinfer-report=kv.text": "must end in .json or .html",
+        "--roseinfer-update-tpot": "add --roseinfer-tpot FILE",
+    }
+    printed = run_python(
+        f"""
+        import contextlib, io, json, os, sys
+        import pytest
+
+        os.chdir({str(tmp_path)!r})
+        said = {{}}
+        for mistake in {list(mistakes)}:
+            with contextlib.redirect_stderr(io.StringIO()) as errors:
+                folder = "heavy" if "profle" in mistake else "plain"
+                status = int(pytest.main([mistake, folder]))
+            said[mistake] = status, errors.getvalue(), "torch" in sys.modules
+        print(json.dumps(said))
+        """
+    )
+    for mistake, (status, error, torch) in json.loads(printed.splitlines()[-1]).items():
+        assert (status, torch) == (4, False), mistake
+        assert mistakes[mistake] in error
