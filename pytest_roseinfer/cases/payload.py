@@ -236,8 +236,13 @@ class Payload:
         if self.tolerance and (times := times_as_large(right, row)):
             return f"{times:.4g} times that"
         off = f"up to {(row.double() - right.double()).abs().max():.3g} off"
+        if not row.isfinite().all():
+            off = "in part not finite"
         if rounded := rounded_to(right, row):
             return f"that rounded to {rounded}, {off}"
+        wrong = (as_bits(row) != as_bits(right)).nonzero().flatten().tolist()
+        if not self.tolerance and len(wrong) < len(row):
+            return f"that but for elements {_listed(wrong)}: {self._words(row[wrong])}"
         return f"{bits_of_none}, {off}"
 
     def _belongs(
@@ -259,6 +264,14 @@ class Payload:
         assert self.tolerance
         limit = coded.abs().amax((-1, -2), keepdim=True) * self.tolerance.of_greatest
         return (row - coded).abs() <= limit
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """List ascending numbers, as a range where none is left out."""
+    first, last = numbers[0], numbers[-1]
+    if last - first + 1 == len(numbers) > 2:
+        return f"{first} to {last}"
+    return ", ".join(map(str, numbers))
 
 
 def _equal(coded: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,11 @@ class Finding:
     """What the cache raised."""
 
 
+def in_words(error: BaseException) -> str:
+    """Return what an error is called and what it says, if that is anything."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
 def location_of_block(
     seen: Observation,
     layer: int,

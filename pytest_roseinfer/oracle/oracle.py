@@ -236,7 +236,8 @@ class Oracle:
 
     def room(self, rows: Sequence[tuple[int, int]]) -> str:
         """Say in words how much room there is for rows, and how much they need."""
-        return f"{self.pages_needed(rows)} blocks needed, {self.pages_free()} free"
+        needed = self.pages_needed(rows)
+        return f"{needed} block{'s' * (needed != 1)} needed, {self.pages_free()} free"
 
     def fits(self, rows: Sequence[tuple[int, int]]) -> bool:
         return self.pages_needed(rows) <= self.pages_free()

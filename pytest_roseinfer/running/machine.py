@@ -23,7 +23,7 @@ from pytest_roseinfer.cases.payload import Payload
 from pytest_roseinfer.cases.weak_hash import Collisions
 from pytest_roseinfer.discover import import_all
 from pytest_roseinfer.findings.divergence import Divergence
-from pytest_roseinfer.findings.finding import Finding
+from pytest_roseinfer.findings.finding import Finding, in_words
 from pytest_roseinfer.findings.observation import Declared, Observation, Outcome, Snapshot
 from pytest_roseinfer.invariants.counts import conditions_met
 from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANTS, OPERATION
@@ -158,10 +158,11 @@ class Machine:
         oracle, driven, rows = self.oracle, self.driven, operation.rows()
         said = operation.said(oracle)
         name, room = ("write", f" ({oracle.room(rows)})") if rows else ("step", "")
-        errors, why, refused = self.adapter.full_errors, f"does not fit{room}", f"no room{room}"
+        listed, why, refused = "full_errors", f"does not fit{room}", f"no room{room}"
         if not operation.allowed(oracle):
-            errors, why = self.adapter.untrimmable_errors, "it must refuse"
+            listed, why = "untrimmable_errors", "it must refuse"
             refused = "it cannot be trimmed"
+        errors: tuple[type[BaseException], ...] = getattr(self.adapter, listed)
         admitted, written = operation.admitted(oracle), operation.written(oracle)
         fits, stored, met = admitted is operation, None, Counter[str]()
         # It may find blocks that hold the same already.
@@ -185,11 +186,15 @@ class Machine:
                 answer = operation.drive(driven)
         except errors as error:
             if fits:
-                self.fail(Finding(f"refused a {name} that fits{room}: {error}", cause=error))
+                what = f"refused a {name} that fits{room}: {in_words(error)}"
+                self.fail(Finding(what, cause=error))
             behind = f" behind its first {len(admitted.rows())} rows" if admitted else ""
             self.refused[len(self.done)] = f"refused{behind}: {refused}"
         except Exception as error:
-            what = f"the {name} raised {type(error).__name__}: {error}"
+            what = f"the {name} raised {in_words(error)}"
+            due = " or ".join(each.__name__ for each in errors)
+            may = fits or may_fit
+            what += room if may else f", where one of {listed} ({due}) is due: {refused}"
             self.fail(Finding(what, cause=error))
         else:
             if not fits and not may_fit:

@@ -158,7 +158,7 @@ FULL = after(Prefill(0, 3), Fork(0, 1), blocks=2)
 def test_a_fork_that_finds_no_room_is_refused_and_changes_nothing() -> None:
     run_history(SharesFullBlocks, FULL)
     run_history(SharesNothing, FULL)
-    with pytest.raises(Divergence, match="refused a step that fits: not today"):
+    with pytest.raises(Divergence, match="refused a step that fits: CacheFull: not today"):
         run_history(RefusesForks, after(Prefill(0, 3), Fork(0, 1)))
     with pytest.raises(Divergence, match="accepted a step that does not fit"):
         run_history(ForksAnyway, FULL)

@@ -61,6 +61,18 @@ def of(keys: torch.Tensor, layer: int, token: int, head: int) -> torch.Tensor:
             lambda k, _: of(k, 0, 3, 1).bfloat16().float(),
             r"that rounded to bfloat16, up to 0\.00\d+ off",
         ),
+        (
+            lambda k, _: (1e30 * of(k, 0, 3, 1)).half().float(),
+            r"bits no token has \(\[.*\]\.\.\.\), in part not finite",
+        ),
+        (
+            lambda k, _: of(k, 0, 3, 1) * torch.tensor([1, 0, 0, 0]) + 0.0,
+            "that but for elements 1 to 3: zeros",
+        ),
+        (
+            lambda k, _: of(k, 0, 3, 1) + torch.tensor([2, 0, 0, 2]),
+            r"that but for elements 0, 3: bits no token has \(\[.*\]\.\.\.\)",
+        ),
         (lambda k, _: of(k, 0, 3, 1) + 2, r"bits no token has \(\[.*\]\.\.\.\), up to 2 off"),
         (lambda k, _: of(k, 0, 3, 1) * float("nan"), re.escape(ANY_NAN)),
     ],

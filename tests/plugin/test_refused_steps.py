@@ -53,7 +53,7 @@ class LosesAllThatItCannotTrim(StateCache):
         (
             LosesAllWhenFull,
             [Append((0, 1)), Append((0, 1)), Append((0,))],
-            r"3\. append .*; refused: no room \(1 blocks needed, 0 free\)",
+            r"3\. append .*; refused: no room \(1 block needed, 0 free\)",
         ),
         (
             LosesAllButTheRowsAhead,
@@ -75,6 +75,49 @@ def test_a_step_that_was_refused_says_why(
     said = str(found.value).splitlines()
     assert [line.strip() for line in said if "; refused" in line and re.search(marked, line)]
     assert sum("; refused" in line for line in said) == 1
+
+
+class HasNoWords(PagedCache):
+    def append(self, *_: object) -> None:
+        raise CacheFull
+
+
+class Breaks(PagedCache):
+    def append(self, *_: object) -> None:
+        raise IndexError("pop from empty list")
+
+
+class RunsOut(PagedCache):
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        try:
+            super().append(seqs, key, value)
+        except CacheFull:
+            raise IndexError("pop from empty list") from None
+
+
+@pytest.mark.parametrize(
+    ("cache", "seqs", "said"),
+    [
+        (HasNoWords, (0,), "refused a write that fits (1 block needed, 2 free): CacheFull"),
+        (
+            Breaks,
+            (0,),
+            "the write raised IndexError: pop from empty list (1 block needed, 2 free)",
+        ),
+        (
+            RunsOut,
+            (0, 1, 2),
+            "the write raised IndexError: pop from empty list, where one of full_errors "
+            "(CacheFull) is due: no room (3 blocks needed, 2 free)",
+        ),
+    ],
+)
+def test_a_wrong_refusal_says_what_is_due(
+    cache: type[KVCacheAdapter], seqs: tuple[int, ...], said: str
+) -> None:
+    with pytest.raises(Divergence) as found:
+        run_history(cache, History(SPEC, (Append(seqs),)))
+    assert found.value.what == said
 
 
 class LosesAllWhenItFrees(PagedCache):

@@ -27,22 +27,28 @@ def _wrong_books(seen: Observation, layer: int) -> Finding | None:
     if held != dict(owners):
         first = min(block for block, _ in held.items() ^ owners.items())
         where = location_of_block(seen, layer, first)
-        whose = f" (sequence {', '.join(map(str, where.holders))})" if where.holders else ""
-        counts = f"refcount {held.get(first, 0)}, and tables name it {owners[first]} times{whose}"
+        times = f"{owners[first]} time{'s' * (owners[first] != 1)}"
+        counts = f"refcount {held.get(first, 0)}, and tables name it {times}{_by(where)}"
         return Finding(f"layer {layer}: block {first} has {counts}", where)
     if len(set(ledger.free)) < len(ledger.free):
         twice = max(ledger.free, key=list(ledger.free).count)
         what = f"layer {layer}: the free list names a block twice: {ledger.free}"
         return Finding(what, location_of_block(seen, layer, twice))
     if both := set(ledger.free) & set(owners):
-        what = f"layer {layer}: blocks {sorted(both)} are free and held"
-        return Finding(what, location_of_block(seen, layer, min(both)))
+        where = location_of_block(seen, layer, min(both))
+        return Finding(f"layer {layer}: block {where.block} is free, and held{_by(where)}", where)
     if len(ledger.free) + len(owners) != ledger.total:
         return Finding(
             f"layer {layer}: {len(ledger.free)} free + {len(owners)} held blocks are not "
             f"the {ledger.total} there are"
         )
     return None
+
+
+def _by(where: Location) -> str:
+    """Say which sequences have a block in their tables, if any has."""
+    every = ", ".join(map(str, where.holders))
+    return f" (sequence{'s' * (len(where.holders) > 1)} {every})" if every else ""
 
 
 def _wrong_sharing(seen: Observation, layer: int) -> Finding | None:

@@ -122,9 +122,17 @@ WRONG: Wrong = [
         on_ranks(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [], 4)]),
         "rank 1, layer 0: block 3 is not free, and free on rank 0",
     ),
-    (ownership, after(**CHANGED), "layer 0: block 2 has refcount 2, and tables name it"),
+    (
+        ownership,
+        after(**CHANGED),
+        "layer 0: block 2 has refcount 2, and tables name it 1 time (sequence 0)",
+    ),
     (ownership, after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3, 3], 4)]), "names a block twice"),
-    (ownership, after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [2], 4)]), "[2] are free and held"),
+    (
+        ownership,
+        after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [2], 4)]),
+        "layer 0: block 2 is free, and held (sequence 0)",
+    ),
     (ownership, after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [], 4)]), "are not the 4 there are"),
     (
         ownership,
