@@ -28,7 +28,7 @@ ENGINE_LAYERS = (
     {"cli", "bench", "benchmark_scheduler", "benchmark_streaming", "__main__"},
 )
 PLUGIN_LAYERS = (
-    {"settings", "mistakes", "discover"},
+    {"settings", "mistakes", "discover", "target_source"},
     {"oracle"},
     {"environment"},
     {"adapters"},

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.adapters.base import Adapter
-from pytest_roseinfer.adapters.target_source import Names, find_module
 from pytest_roseinfer.mistakes import did_you_mean
 from pytest_roseinfer.settings import SHIPPED_TARGETS
+from pytest_roseinfer.target_source import Names, find_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
