@@ -101,10 +101,11 @@ class CoverageGate(Gate):
         if not target.searched:
             return NOT_SEARCHED
         asked = self._asked
-        return (
+        how_hard = (
             f"{target.histories} histories of up to {asked.steps} steps on "
             f"{describe_device(asked)}, profile {asked.profile}, seed {asked.seed}"
         )
+        return "\n".join(filter(None, [how_hard, target.cut_short]))
 
 
 def _table(target: TargetCoverage, style: str) -> str:

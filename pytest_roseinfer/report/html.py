@@ -72,6 +72,8 @@ def page(verdict: Verdict) -> str:
 def _target(target: Target) -> str:
     name, distribution = escape(target["name"]), escape(target["distribution"])
     state = f"{target['histories']} histories" if target["searched"] else NOT_SEARCHED
+    if target["cut_short"]:
+        state += f"; {target['cut_short']}"
     if target["failed"]:
         state += "; a check failed, as the output of the run shows"
     facts = {

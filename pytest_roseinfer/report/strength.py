@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pytest_roseinfer.running import coverage
+
 FILE = Path(__file__).with_name("strength.json")
 """Only ``python -m tests.mutants --write-docs`` writes it."""
 
@@ -35,3 +37,25 @@ class Strength:
             f"the profile {self.profile} finds {self.found} of {self.planted} planted bugs, each "
             f"with all of {self.seeds} seeds (roseinfer {self.version}, {self.date})"
         )
+
+
+class Searched:
+    """A plugin of a run that says at its end how much its searches find."""
+
+    def __init__(self, profile: str) -> None:
+        self.profile = profile
+        self.cut_short = False
+
+    def pytest_terminal_summary(self) -> None:
+        """Look at what the run and its workers saw, while it is there."""
+        targets = coverage.current().targets.values()
+        self.cut_short = any(target.cut_short for target in targets)
+
+    def __str__(self) -> str:
+        known = f"How much a search finds: {Strength.read()}."
+        if self.cut_short:
+            known = (
+                "Some searches ended early, as said above, and nobody measured how much such a "
+                "search finds."
+            )
+        return f"Searched with the profile {self.profile}. {known}"

@@ -29,6 +29,12 @@ class Target(TypedDict):
     histories: int
     searched: bool
     failed: bool
+    examples: int
+    """How many examples its searches were to try."""
+    left_out: int
+    """How many of them were left out, since the time was over."""
+    cut_short: str
+    """The same in words; empty where none was left out."""
     problems: list[str]
     tested: list[str]
     not_offered: list[str]
@@ -87,6 +93,9 @@ def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Targe
         "histories": target.histories,
         "searched": target.searched,
         "failed": target.failed,
+        "examples": target.examples,
+        "left_out": target.left_out,
+        "cut_short": target.cut_short,
         "problems": list(problems),
         "tested": target.tested,
         "not_offered": target.not_offered,

@@ -83,7 +83,7 @@ def _search(args: argparse.Namespace) -> int:
     import pytest
     import torch
 
-    from pytest_roseinfer.report.strength import Strength
+    from pytest_roseinfer.report.strength import Searched
     from pytest_roseinfer.suite.workers import WORKERS, Workers, usable_cores
 
     gpu = torch.cuda.is_available() and not args.cpu
@@ -98,8 +98,8 @@ def _search(args: argparse.Namespace) -> int:
         arguments += [f"--roseinfer-{name}={value}" for value in values if value is not None]
     # Tests that share one GPU would wait for each other.
     workers = 1 if gpu else min(WORKERS, usable_cores())
-    status = int(pytest.main(arguments, plugins=[Workers(workers)]))
+    searched = Searched(args.profile)
+    status = int(pytest.main(arguments, plugins=[Workers(workers), searched]))
     if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        known = f"How much a search finds: {Strength.read()}."
-        print(f"Searched with the profile {args.profile}. {known}")
+        print(searched)
     return status
