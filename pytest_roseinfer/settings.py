@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import dataclass, field
+from time import monotonic
 
 SHIPPED_TARGETS = (
     # First what takes longest, so that two workers end at the same time.
@@ -25,13 +27,15 @@ class Profile:
     """Histories for each search."""
     steps: int
     """The most steps of one history."""
+    search_seconds: float = 0.0
+    """The time for the searches of one test; 0 for any."""
 
 
 PROFILES = {
     # Seconds, for the edit-test loop.
-    "dev": Profile(examples=100, steps=12),
+    "dev": Profile(examples=100, steps=12, search_seconds=120.0),
     # A minute or two: what a change must pass.
-    "ci": Profile(examples=500, steps=20),
+    "ci": Profile(examples=500, steps=20, search_seconds=600.0),
     # As long as a night allows: rare coincidences of small probability.
     "nightly": Profile(examples=10_000, steps=40),
 }
@@ -70,6 +74,8 @@ class Settings:
     steps: int = PROFILES["dev"].steps
     step_seconds: float = STEP_SECONDS
     """The time that a step may take; 0 for any."""
+    search_seconds: float = PROFILES["dev"].search_seconds
+    """The time for the searches of one test; 0 for any."""
     seed: int | None = None
     gpu: bool = False
     gpu_index: int | None = None
@@ -91,6 +97,10 @@ class Settings:
     def chosen_targets(self) -> tuple[str, ...]:
         """The targets, unless they are those that the plugin ships."""
         return () if self.targets == SHIPPED_TARGETS else self.targets
+
+    def search_ends(self) -> float:
+        """Return when a test that begins now must have searched, on the clock of ``monotonic``."""
+        return monotonic() + self.search_seconds if self.search_seconds else math.inf
 
     @property
     def device(self) -> str:

@@ -43,6 +43,10 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"type": float, "metavar": "S"},
         "a step that takes longer hangs, which is a failure; the default is 60, and 0 is no limit",
     ),
+    "search-seconds": (
+        {"type": float, "metavar": "S"},
+        "no test searches longer; the default is the profile's, and 0 is no limit",
+    ),
     "seed": (_NUMBER, "make the search repeatable; else drawn"),
     "required-paths": (
         {"choices": ["on", "off"]},
@@ -84,7 +88,9 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "update-tpot": (_FLAG, "make the times of this run those of the file"),
 }
 """The options, without ``--roseinfer-``, their arguments to argparse and their help."""
-_INI = dict.fromkeys(("profile", "examples", "steps", "step_seconds", "seed", "costs"), "string")
+_INI = dict.fromkeys(
+    ("profile", "examples", "steps", "step_seconds", "search_seconds", "seed", "costs"), "string"
+)
 _INI |= {"targets": "linelist", "report": "linelist", "required_paths": "bool"}
 """Ini options and their types; each does what the command-line option of its name does."""
 
@@ -107,6 +113,7 @@ def configured(config: pytest.Config) -> bool:
         "examples",
         "steps",
         "step-seconds",
+        "search-seconds",
         "seed",
         "required-paths",
         "report",
@@ -147,6 +154,7 @@ def _read(config: pytest.Config) -> Settings:
         examples=_number(config, "examples", at_least=1) or usual.examples,
         steps=_number(config, "steps", at_least=1) or usual.steps,
         step_seconds=step_seconds(config),
+        search_seconds=_seconds(config, "search-seconds", usual.search_seconds),
         seed=_seed(config),
         gpu=gpu,
         gpu_index=_gpu_index(config) if gpu else None,
@@ -303,13 +311,17 @@ def _number(config: pytest.Config, name: str, *, at_least: int) -> int | None:
 
 
 def step_seconds(config: pytest.Config) -> float:
-    said = _chosen(config, "step-seconds", STEP_SECONDS)
+    return _seconds(config, "step-seconds", STEP_SECONDS)
+
+
+def _seconds(config: pytest.Config, name: str, usual: float) -> float:
+    said = _chosen(config, name, usual)
     try:
         seconds = float(said)
     except ValueError:
-        raise pytest.UsageError(f"roseinfer_step_seconds = {said}: not a number") from None
+        raise pytest.UsageError(f"{_said_as(config, name)} {said}: not a number") from None
     if not 0 <= seconds < math.inf:
-        raise pytest.UsageError(f"roseinfer step-seconds = {seconds:g}: must be 0 or more")
+        raise pytest.UsageError(f"roseinfer {name} = {seconds:g}: must be 0 or more")
     return seconds
 
 

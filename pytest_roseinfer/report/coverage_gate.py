@@ -102,11 +102,12 @@ class CoverageGate(Gate):
             return NOT_SEARCHED
         asked = self._asked
         compiled = f", {target.compiled} kernels compiled" if asked.gpu else ""
-        return (
+        how_hard = (
             f"{target.histories} histories of up to {asked.steps} steps on "
             f"{describe_device(asked)} in {target.seconds:.0f} s{compiled}, profile "
             f"{asked.profile}, seed {asked.seed}"
         )
+        return "\n".join(filter(None, [how_hard, target.cut_short]))
 
 
 def _table(target: TargetCoverage, style: str) -> str:

@@ -76,6 +76,8 @@ def _target(target: Target) -> str:
     if target["searched"]:
         state = f"{target['histories']} histories in {target['seconds']:.0f} s"
         state += f", {target['compiled']} kernels compiled" if target["compiled"] else ""
+    if target["cut_short"]:
+        state += f"; {target['cut_short']}"
     if target["failed"]:
         state += "; a check failed, as the output of the run shows"
     facts = {

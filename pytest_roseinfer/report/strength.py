@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_roseinfer.running import coverage
 from pytest_roseinfer.settings import PROFILES
 
 if TYPE_CHECKING:
@@ -66,13 +67,37 @@ class Strength:
         )
 
 
-def how_strong(asked: Settings) -> str:
-    """Say how much a search as asked is known to find."""
+def how_strong(asked: Settings, *, cut_short: bool) -> str:
+    """Say how much a search as asked is known to find, and one that was not cut short."""
     usual = PROFILES[asked.profile]
+    if cut_short:
+        return "not measured: some searches ended before they had tried all examples"
     if (asked.examples, asked.steps) != (usual.examples, usual.steps):
         return f"not measured: {asked.examples} examples in place of {usual.examples}"
     measured = Strength.of(asked.profile)
     return str(measured) if measured else f"not measured for the profile {asked.profile}"
+
+
+class Searched:
+    """A plugin of a run that says behind it how hard it looked, and how much that finds."""
+
+    def __init__(self, asked: Settings) -> None:
+        self._asked = asked
+        self._histories = 0
+        self._cut_short = False
+
+    def pytest_terminal_summary(self) -> None:
+        """Look at what the run and its workers saw, while it is there."""
+        targets = coverage.current().targets.values()
+        self._histories = sum(target.histories for target in targets)
+        self._cut_short = any(target.cut_short for target in targets)
+
+    def in_words(self, seconds: float) -> str:
+        return (
+            f"Looked at {self._histories} histories and mixes of requests in {seconds:.0f} s, "
+            f"profile {self._asked.profile}.\n"
+            f"How much such a look finds: {how_strong(self._asked, cut_short=self._cut_short)}."
+        )
 
 
 def _read() -> dict[str, dict[str, Any]]:

@@ -34,6 +34,12 @@ class Target(TypedDict):
     """The kernels that had to be compiled for it."""
     searched: bool
     failed: bool
+    examples: int
+    """How many examples its searches were to try."""
+    left_out: int
+    """How many of them were left out, since the time was over."""
+    cut_short: str
+    """The same in words; empty where none was left out."""
     problems: list[str]
     tested: list[str]
     not_offered: list[str]
@@ -78,7 +84,9 @@ def verdict(
         "steps": asked.steps,
         "seed": asked.seed,
         "required_paths": asked.require_paths,
-        "strength": how_strong(asked),
+        "strength": how_strong(
+            asked, cut_short=any(target.cut_short for target in seen.targets.values())
+        ),
         "versions": versions(),
         "environment": variables(),
         "targets": [
@@ -97,6 +105,9 @@ def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Targe
         "compiled": target.compiled,
         "searched": target.searched,
         "failed": target.failed,
+        "examples": target.examples,
+        "left_out": target.left_out,
+        "cut_short": target.cut_short,
         "problems": list(problems),
         "tested": target.tested,
         "not_offered": target.not_offered,

@@ -6,6 +6,7 @@ import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
 from itertools import product
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
@@ -56,6 +57,10 @@ class TargetCoverage:
     """The run began to search this target's histories, which is what reaches paths."""
     failed: bool = False
     """A search found a difference, and stopped there."""
+    examples: int = 0
+    """How many examples its searches were to try, those left out included."""
+    left_out: int = 0
+    """How many of them were left out, since the time of their test was over."""
 
     def note(self, ran: Mapping[str, int]) -> None:
         """Add the paths that ran and the conditions that were met in one step."""
@@ -64,6 +69,20 @@ class TargetCoverage:
         for name in (*self.paths, *self.twins):
             if ran.get(name):
                 self.together[name].update(met)
+
+    def searched_for(self, examples: int, left_out: int) -> None:
+        self.examples += examples
+        self.left_out += left_out
+
+    @property
+    def cut_short(self) -> str:
+        """That not all examples were tried, in words; empty where they were."""
+        if not self.left_out:
+            return ""
+        return (
+            f"searched {self.examples - self.left_out} of {self.examples} examples in the time "
+            "there was (--roseinfer-search-seconds): this is less than its full strength"
+        )
 
     @property
     def twins(self) -> list[str]:
@@ -133,6 +152,7 @@ class TargetCoverage:
             setattr(self, name, getattr(self, name) + seen[name])
         self.searched |= seen["searched"]
         self.failed |= seen["failed"]
+        self.searched_for(seen["examples"], seen["left_out"])
 
 
 class Coverage:
@@ -216,12 +236,12 @@ def in_turns(
 
 
 def turns_again(
-    still_missing: Callable[[], Iterable[str | None]], of_a_turn: int
+    still_missing: Callable[[], Iterable[str | None]], of_a_turn: int, ends: float
 ) -> Iterator[tuple[str | None, str, int]]:
-    """Yield further searches, aimed at what is still missing, until nothing is.
+    """Yield further searches, aimed at what is still missing, until nothing is or time is over.
 
     Bad luck with the examples is no verdict. What so many more do not reach, none will.
     """
     for turn in range(_TURNS_AGAIN):
-        for aim in still_missing():
+        for aim in still_missing() if monotonic() < ends else ():
             yield aim, f"again {turn}", of_a_turn

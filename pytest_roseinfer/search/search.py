@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from time import monotonic
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from hypothesis import HealthCheck, Phase, given
@@ -14,23 +14,30 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.errors import Flaky
 
 from pytest_roseinfer import settings
+from pytest_roseinfer.adapters.mix import RequestMix
+from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 from pytest_roseinfer.search import reproduce
 from pytest_roseinfer.search.compilations import compiled_so_far
+from pytest_roseinfer.search.smaller_histories import passes_of_histories
+from pytest_roseinfer.search.smaller_mixes import passes_of_mixes
+from pytest_roseinfer.search.smallest import Smallest
 from pytest_roseinfer.search.tried import kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from hypothesis.strategies import SearchStrategy
 
     from pytest_roseinfer.adapters.base import Adapter
-    from pytest_roseinfer.adapters.mix import RequestMix
-    from pytest_roseinfer.cases.history import History
 
 _Example = TypeVar("_Example", "History", "RequestMix")
+_PASSES: dict[type, Callable[[type[Any]], Any]] = {
+    History: passes_of_histories,
+    RequestMix: passes_of_mixes,
+}
 _OBJECTS = 20_000
 """New objects between two garbage collections, in place of CPython's 700: Triton's interpreter
 makes thousands in every operation and leaves hardly a cycle behind."""
@@ -44,8 +51,8 @@ frames inside fit into the rest of it.
 """
 
 
-class _NotShrunk(BaseException):
-    """It takes a failure past Hypothesis, which would try hundreds of smaller examples."""
+class _Hung(BaseException):
+    """It takes the failure of a step that hung past Hypothesis, which would try it again."""
 
 
 def search(
@@ -56,13 +63,18 @@ def search(
     examples: int,
     replayed_by: str,
     salt: str,
-) -> None:
+    ends: float,
+) -> int:
     """Look for a history, or mix of requests, on which ``check`` fails, and save it.
 
     ``replayed_by`` names the one of ``reproduce.CHECKS`` that is to run it again. Searches that
-    differ in nothing else need different ``salt``, so that they do not draw the same.
+    differ in nothing else need different ``salt``, so that they do not draw the same. No example
+    begins after ``ends``; return how many were left out for that.
     """
+    if monotonic() > ends:
+        return examples
     tried: list[_Example] = []
+    left_out = 0
     folder = settings.current().failures_dir
     keeping = (
         kept(adapter, check, replayed_by, folder)
@@ -70,12 +82,21 @@ def search(
         else nullcontext(check)
     )
     try:
-        with keeping as each:
-            try_examples(adapter, each, drawn, examples, name=replayed_by, salt=salt, tried=tried)
-    except (Exception, KeyboardInterrupt, _NotShrunk) as failure:
+        with keeping as each, _made_smaller(adapter, each, tried):
+
+            def in_time(example: _Example) -> None:
+                nonlocal left_out
+                if monotonic() > ends and tried != [example]:  # what failed is tried once more
+                    left_out += 1
+                    return
+                tried[:] = [example]
+                each(example)
+
+            try_examples(adapter, in_time, drawn, examples, name=replayed_by, salt=salt)
+    except (Exception, KeyboardInterrupt, _Hung) as failure:
         if not tried:
             raise
-        (example,) = tried  # the last that was tried is the shrunk one
+        (example,) = tried
         found = _difference(failure)
         message = repr(failure) if found is None else str(found)
         saved = reproduce.save(adapter, example, replayed_by, message, folder) if folder else ""
@@ -85,6 +106,41 @@ def search(
             raise
         found.added.append(saved)
         raise found from found.__cause__
+    return left_out
+
+
+@contextmanager
+def _made_smaller(
+    adapter: type[Adapter], check: Callable[[_Example], object], tried: list[_Example]
+) -> Iterator[None]:
+    """Raise how the check fails on the smallest example like that on which it failed inside.
+
+    That replaces the one in ``tried``.
+    """
+    try:
+        yield
+    except Exception as failure:
+        if not tried or isinstance(failure, Flaky):
+            raise
+        smallest = Smallest(tried[0], failure, _watched(check))
+        passes = _PASSES[type(tried[0])](adapter)
+        undisturbed(lambda: smallest.shrink(passes))
+        tried[:] = [smallest.example]
+        smallest.say_if_cut_short()
+        raise smallest.failure from smallest.failure.__cause__
+
+
+def _watched(check: Callable[[_Example], object]) -> Callable[[_Example], None]:
+    """Have the watchdog know of each example while it is checked."""
+
+    def watched(example: _Example) -> None:
+        WATCHED.example, WATCHED.began = example, monotonic()
+        try:
+            check(example)
+        finally:
+            WATCHED.began = WATCHED.example = None
+
+    return watched
 
 
 def try_examples(
@@ -95,28 +151,22 @@ def try_examples(
     *,
     name: str,
     salt: str,
-    tried: list[_Example],
 ) -> None:
-    """Hand examples to ``check`` until one fails, made as small as possible then.
+    """Hand examples to ``check`` until one fails.
 
-    ``tried`` holds the latest. Searches with the same ``name`` and ``salt`` draw the same
-    examples.
+    Searches with the same ``name`` and ``salt`` draw the same examples.
     """
-    seed = settings.current().seed
+    seed, watched = settings.current().seed, _watched(check)
 
     # Each search has a function of its own: Hypothesis rejects one that is run for two classes.
     def attempt(example: _Example) -> None:
-        tried[:] = [example]
-        WATCHED.example, WATCHED.began = example, monotonic()
         try:
-            check(example)
+            watched(example)
         except Difference as failure:
             if not isinstance(failure.__cause__, StepHung):
                 raise
             failure.added.append("It was not made smaller: every attempt would take as long.")
-            raise _NotShrunk from failure
-        finally:
-            WATCHED.began = WATCHED.example = None
+            raise _Hung from failure
 
     attempt.__qualname__ = f"{name}[{coverage.name_of(adapter)}]"
     test = given(drawn)(attempt)
@@ -129,7 +179,8 @@ def try_examples(
         print_blob=False,
         # Where it sees a CI, Hypothesis would draw the same histories in every run.
         derandomize=False,
-        phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+        # It would change what was drawn; ``Smallest`` makes the example itself smaller.
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
     )(test)
     if seed is not None:
         # Searches of one run must not all draw the same histories.
@@ -139,7 +190,7 @@ def try_examples(
     began, before = monotonic(), compiled()
     try:
         undisturbed(test)
-    except (Exception, KeyboardInterrupt, _NotShrunk):
+    except (Exception, KeyboardInterrupt, _Hung):
         target.failed = True
         raise
     finally:
@@ -151,7 +202,7 @@ def _difference(failure: BaseException | None) -> Difference | None:
     """Return the difference that ended a search, also from Hypothesis's error for flaky tests."""
     if isinstance(failure, Difference):
         return failure
-    if isinstance(failure, _NotShrunk):
+    if isinstance(failure, _Hung):
         return _difference(failure.__cause__)
     parts = getattr(failure, "exceptions", ()) if isinstance(failure, Flaky) else ()
     found = next((part for part in parts if isinstance(part, Difference)), None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, overload
 
 from pytest_roseinfer import settings
@@ -49,11 +48,13 @@ class ConformanceTests(ShippedTests):
             target.histories += 1
 
         missing = partial(target.still_missing, since=Counter(target.counts))
-        examples = settings.current().examples
-        turns = coverage.in_turns(self.adapter, examples, _EXAMPLES_OF_A_TURN)
-        again = coverage.turns_again(missing, _EXAMPLES_OF_A_TURN)
-        for aim, turn, due in chain(turns, again):
-            self._search(check, "run_history", due, aim, turn)
+        asked = settings.current()
+        ends = asked.search_ends()
+        for aim, turn, due in coverage.in_turns(self.adapter, asked.examples, _EXAMPLES_OF_A_TURN):
+            left_out = self._search(check, "run_history", due, ends, aim, turn)
+            target.searched_for(due, left_out)
+        for aim, turn, due in coverage.turns_again(missing, _EXAMPLES_OF_A_TURN, ends):
+            self._search(check, "run_history", due, ends, aim, turn)
 
     def test_permuting_a_batch_permutes_the_result(self) -> None:
         self._compare("check_permuted", share=0.1)
@@ -78,28 +79,33 @@ class ConformanceTests(ShippedTests):
         def compare(history: History) -> None:
             target.checked.update(check(self.adapter, history))
 
-        self._search(compare, name, max(1, int(settings.current().examples * share)))
+        asked = settings.current()
+        examples = max(1, int(asked.examples * share))
+        target.searched_for(examples, self._search(compare, name, examples, asked.search_ends()))
 
     def _search(
         self,
         check: Callable[[History], object],
         replayed_by: str,
         examples: int,
+        ends: float,
         aim: str | None = None,
         turn: str = "0",
-    ) -> None:
+    ) -> int:
+        """Check histories; return how many were left out, since they would begin after ``ends``."""
         from pytest_roseinfer.cases.strategies import histories
         from pytest_roseinfer.search.search import search
 
         settings.require_plugin()
         asked = settings.current()
-        search(
+        return search(
             self.adapter,
             check,
             histories(self.adapter, most_steps=asked.steps, device=asked.device, aim=aim),
             examples=examples,
             replayed_by=replayed_by,
             salt=f"{aim} {turn}",
+            ends=ends,
         )
 
 

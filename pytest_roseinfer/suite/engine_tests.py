@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from functools import partial
 from itertools import count
@@ -43,12 +42,13 @@ class EngineTests(ShippedTests):
         target.searched = True
         examples = round(settings.current().examples * _SHARE)
         missing = partial(target.still_missing, since=Counter(target.counts))
+        ends = settings.current().search_ends()
         for aim, turn, due in coverage.in_turns(self.adapter, examples, _EXAMPLES_OF_A_TURN):
-            self._search(run_mix, due, aim, turn)
-        for aim, turn, due in coverage.turns_again(missing, _EXAMPLES_OF_A_TURN):
-            self._search(run_mix, due, aim, turn)
+            target.searched_for(due, self._search(run_mix, due, aim, turn, ends=ends))
+        for aim, turn, due in coverage.turns_again(missing, _EXAMPLES_OF_A_TURN, ends):
+            self._search(run_mix, due, aim, turn, ends=ends)
             if self.adapter.defines("forked"):  # which may be all that takes this path
-                self._search(run_forks, 2, aim, turn)
+                self._search(run_forks, 2, aim, turn, ends=ends)
 
     def test_requests_of_any_size_get_what_they_get_alone(self) -> None:
         """No size of blocks, prompts, batches or the cache changes it (on a GPU alone)."""
@@ -67,7 +67,10 @@ class EngineTests(ShippedTests):
     def test_forks_get_what_requests_of_their_own_get(self) -> None:
         if not self.adapter.defines("forked"):
             _skip(f"{self.adapter.__name__} does not offer forked()")
-        self._search(run_forks, round(settings.current().examples * _FORK_SHARE))
+        asked = settings.current()
+        examples = max(1, round(asked.examples * _FORK_SHARE))
+        left_out = self._search(run_forks, examples, ends=asked.search_ends())
+        coverage.current().of(self.adapter).searched_for(examples, left_out)
 
     def _search(
         self,
@@ -77,37 +80,31 @@ class EngineTests(ShippedTests):
         turn: str = "0",
         *,
         drawn: SearchStrategy[RequestMix] | None = None,
-        ends: float = math.inf,
-    ) -> None:
-        """Check mixes as ``drawn``, else small ones; none begins after ``ends``."""
+        ends: float,
+    ) -> int:
+        """Check mixes as ``drawn``, else small ones; return how many ``ends`` left out."""
         from pytest_roseinfer.engines.strategies import request_mixes
         from pytest_roseinfer.search.search import search
 
         settings.require_plugin()
-        target, asked, failed = coverage.current().of(self.adapter), settings.current(), False
+        target, asked = coverage.current().of(self.adapter), settings.current()
         if drawn is None:
             share = self.adapter.paths[aim].share if aim else 1
             steps = max(_LEAST_STEPS, round(asked.steps * share))
             drawn = request_mixes(self.adapter, most_steps=steps, device=asked.device, aim=aim)
 
         def attempt(mix: RequestMix) -> None:
-            nonlocal failed
-            if monotonic() > ends and not failed:  # what fails is made smaller all the same
-                return
-            try:
-                target.note(check(self.adapter, mix))
-            except Exception:
-                failed = True
-                raise
+            target.note(check(self.adapter, mix))
             target.histories += 1
 
-        search(
+        return search(
             self.adapter,
             attempt,
             drawn,
-            examples=max(1, examples),
+            examples=examples,
             replayed_by=check.__name__,
             salt=f"{aim} {turn}",
+            ends=ends,
         )
 
 

@@ -95,6 +95,7 @@ def _search(args: argparse.Namespace) -> int:
     with interrupts_kill():
         import torch
 
+    from pytest_roseinfer.report.strength import Searched
     from pytest_roseinfer.suite.workers import Workers, workers_for
 
     gpu = torch.cuda.is_available() and not args.cpu
@@ -107,22 +108,11 @@ def _search(args: argparse.Namespace) -> int:
         said = getattr(args, name)
         values = said if isinstance(said, list) else [said]
         arguments += [f"--roseinfer-{name}={value}" for value in values if value is not None]
-    began = monotonic()
-    status = int(pytest.main(arguments, plugins=[Workers(workers_for(gpu=gpu))]))
-    if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        print(_looked_at(args, monotonic() - began))
-    return status
-
-
-def _looked_at(args: argparse.Namespace, seconds: float) -> str:
-    """Say how hard this run looked, and how much such a look is known to find."""
-    from pytest_roseinfer.report.strength import how_strong
-    from pytest_roseinfer.running import coverage
-
-    tried = sum(target.histories for target in coverage.current().targets.values())
     usual = PROFILES[args.profile]
-    asked = Settings(args.profile, args.examples or usual.examples, usual.steps)
-    return (
-        f"Looked at {tried} histories and mixes of requests in {seconds:.0f} s, profile "
-        f"{args.profile}.\nHow much such a look finds: {how_strong(asked)}."
-    )
+    examples = args.examples or usual.examples
+    searched = Searched(Settings(args.profile, examples, usual.steps))
+    began = monotonic()
+    status = int(pytest.main(arguments, plugins=[Workers(workers_for(gpu=gpu)), searched]))
+    if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        print(searched.in_words(monotonic() - began))
+    return status

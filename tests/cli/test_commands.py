@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -61,7 +62,7 @@ def test_help_lists_every_command_and_imports_nothing_heavy(tmp_path: Path) -> N
     *said, answer = run_python(HELP.format(heavy=heavy), PYTHONPATH=path).splitlines()
     assert json.loads(answer) == [0, []]
     listed = [line.split()[0] for line in said if line.startswith("    ")]
-    assert listed == ["gates", "generate", "verify"]
+    assert listed == ["generate", "gates", "verify"]
 
 
 @pytest.mark.usefixtures("installed")
@@ -128,8 +129,9 @@ def test_verify_says_what_its_search_is_known_to_find(
     assert "--roseinfer-gpu" not in asked
     said = capsys.readouterr().out
     assert said.startswith("roseinfer verify: checking RoseinferEngine, GroupedManager, ")
-    assert "\nSearched with the profile dev. " in said
-    assert " planted bugs, each with all of " in said
+    assert re.search(
+        r"\nLooked at 0 histories .*, profile dev.\nHow much .* planted bugs with ", said
+    )
 
 
 @pytest.mark.usefixtures("installed")

@@ -43,7 +43,7 @@ def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
         "token 0, layer 0, head 0, K, found sequence 1, token 0, layer 0, head 0, K"
     )
     assert shown[1] == "after step 1 of"
-    assert shown[2].startswith("a cache with num_layers=1, num_heads=1, head_dim=4, block_size=")
+    assert shown[2].startswith("a cache with num_layers=1, num_heads=1, head_dim=1, block_size=")
     assert shown[3] == "1. append one token to sequences 0, 1"
     assert shown[4] == (
         "> < marks what is wrong in layer 0, head 0, K: expected sequence 0, token 0, layer 0, "

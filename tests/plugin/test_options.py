@@ -16,7 +16,7 @@ SHOW = """
     def test_show():
         asked = settings.current()
         print("\\nSEEN", asked.profile, asked.examples, asked.steps, asked.step_seconds,
-              asked.seed,              asked.require_paths, asked.targets, asked.reports)
+              asked.search_seconds, asked.seed, asked.require_paths, asked.targets, asked.reports)
 """
 SUITE = ("--pyargs", "pytest_roseinfer.suite")
 
@@ -33,9 +33,9 @@ def seen(project: Project, *arguments: str) -> str:
 def test_every_option_has_an_effect(project: Project) -> None:
     arguments = ["--roseinfer-profile=ci", "--roseinfer-examples=7", "--roseinfer-steps=3"]
     arguments += ["--roseinfer-seed=5", "--roseinfer-required-paths=off"]
-    arguments += ["--roseinfer-step-seconds=0.5"]
+    arguments += ["--roseinfer-step-seconds=0.5", "--roseinfer-search-seconds=9"]
     arguments += ["--roseinfer-report=a.json", "--roseinfer-report=b.html"]
-    assert seen(project, *arguments).startswith("ci 7 3 0.5 5 False ")
+    assert seen(project, *arguments).startswith("ci 7 3 0.5 9.0 5 False ")
     assert {file.name for file in project.path.iterdir()} >= {"a.json", "b.html"}
 
 
@@ -45,6 +45,7 @@ def test_the_ini_file_has_the_same_effect(project: Project) -> None:
         "roseinfer_examples = 8",
         "roseinfer_steps = 4",
         "roseinfer_step_seconds = 0",
+        "roseinfer_search_seconds = 4.5",
         "roseinfer_seed = 6",
         "roseinfer_required_paths = false",
         "roseinfer_targets =",
@@ -52,19 +53,20 @@ def test_the_ini_file_has_the_same_effect(project: Project) -> None:
         "    two:Cache",
         "roseinfer_report = c.json",
     )
-    assert seen(project) == "nightly 8 4 0.0 6 False ('one:Cache', 'two:Cache') ('c.json',)"
+    assert seen(project) == "nightly 8 4 0.0 4.5 6 False ('one:Cache', 'two:Cache') ('c.json',)"
     said = [
         "--roseinfer-step-seconds=2",
+        "--roseinfer-search-seconds=3",
         "--roseinfer-profile=dev",
         "--roseinfer-examples=9",
         "--roseinfer-steps=5",
     ]
     said += ["--roseinfer-seed=7", "--roseinfer-required-paths=on", "--roseinfer-report=d.json"]
-    assert seen(project, *said).startswith("dev 9 5 2.0 7 True ")
+    assert seen(project, *said).startswith("dev 9 5 2.0 3.0 7 True ")
 
 
-def test_a_profile_brings_its_examples_and_steps(project: Project) -> None:
-    assert seen(project, "--roseinfer-profile=ci").startswith("ci 500 20 ")
+def test_a_profile_brings_its_examples_steps_and_seconds(project: Project) -> None:
+    assert seen(project, "--roseinfer-profile=ci").startswith("ci 500 20 60.0 600.0 ")
 
 
 def test_the_seed_of_hypothesis_holds_where_there_is_no_other(project: Project) -> None:
@@ -75,6 +77,7 @@ def test_the_seed_of_hypothesis_holds_where_there_is_no_other(project: Project) 
 MISTAKES = {
     "--roseinfer-examples=0": "--roseinfer-examples 0: must be at least 1",
     "--roseinfer-step-seconds=-1": "roseinfer step-seconds = -1: must be 0 or more",
+    "--roseinfer-search-seconds=-1": "roseinfer search-seconds = -1: must be 0 or more",
     "--roseinfer-seed=-1": "--roseinfer-seed -1: must be at least 0",
     "--roseinfer-profile=nigthly": "--roseinfer-profile nigthly: choose one of dev, ci, nightly; "
     "did you mean nightly?",

@@ -34,7 +34,7 @@ def asked(profile: str) -> Settings:
 
 def test_a_bug_is_found_where_nine_of_ten_seeds_find_it() -> None:
     measure(missed={"mostly-found": 9, "luck": 8, "too-rare": 0})
-    assert how_strong(asked("dev")) == (
+    assert how_strong(asked("dev"), cut_short=False) == (
         "when it was last measured (roseinfer 1.2, 2026-01-31), dev found 38 of 40 planted bugs "
         "with at least 90% of 10 seeds; luck with 8 of them; too-rare with 0 of them"
     )
@@ -42,16 +42,18 @@ def test_a_bug_is_found_where_nine_of_ten_seeds_find_it() -> None:
 
 def test_every_bug_with_every_seed() -> None:
     measure()
-    assert how_strong(asked("dev")).endswith(
+    assert how_strong(asked("dev"), cut_short=False).endswith(
         "dev found 40 of 40 planted bugs with each of 10 seeds"
     )
 
 
 def test_what_was_not_measured_is_not_said() -> None:
     measure("ci")
-    assert how_strong(asked("nightly")) == "not measured for the profile nightly"
+    assert how_strong(asked("nightly"), cut_short=False) == "not measured for the profile nightly"
     fewer = Settings("ci", examples=7, steps=PROFILES["ci"].steps)
-    assert how_strong(fewer) == "not measured: 7 examples in place of 500"
+    assert how_strong(fewer, cut_short=False) == "not measured: 7 examples in place of 500"
+    measure("dev")
+    assert how_strong(asked("dev"), cut_short=True).startswith("not measured: some searches ended")
 
 
 def test_profiles_are_measured_one_by_one(file: Path) -> None:

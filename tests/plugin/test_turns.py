@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -104,12 +105,12 @@ def test_only_what_is_missing_has_more_turns() -> None:
     before = Counter(fast=10, rare=10, met=10)
     target.note(before + Counter(fast=REQUIRED_TIMES, rare=REQUIRED_TIMES - 1, met=1))
     aims = []
-    for aim, _, _ in turns_again(lambda: target.still_missing(before), 4):
+    for aim, _, _ in turns_again(lambda: target.still_missing(before), 4, math.inf):
         aims.append(aim)
         target.note({aim or "met": 1})
     assert aims == ["rare", None, None]
 
 
 def test_no_two_turns_draw_the_same() -> None:
-    names = [(aim, turn) for aim, turn, _ in turns_again(lambda: ["never", None], 4)]
+    names = [(aim, turn) for aim, turn, _ in turns_again(lambda: ["never", None], 4, math.inf)]
     assert len(names) == len(set(names)) > 2

@@ -28,6 +28,8 @@ Rows = list[tuple[int, int]]
 Tokens = Sequence[int]
 MOST_SEQUENCES = 6
 """The most sequences that a history has at a time."""
+NAMING = ("seq", "seqs", "parent", "child")
+"""The fields of operations that name sequences, whatever the operation."""
 _T = TypeVar("_T")
 _Kind = TypeVar("_Kind", bound="Operation")
 
@@ -152,6 +154,10 @@ class Operation:
 
     looks: ClassVar[bool] = False
     """Everything is looked at behind it, for which the device must finish."""
+    of_tokens: ClassVar[bool] = False
+    """The sequences that it uses must hold a token."""
+    least: ClassVar[int] = 1
+    """The smallest number that its fields may hold, those in ``NAMING`` apart."""
 
     def words(self) -> str:
         raise NotImplementedError
@@ -186,13 +192,25 @@ class Operation:
 
         A cache that shares by prefix may have had no room where the drawing had.
         """
-        if any(seq in oracle.away.stages for seq in self.changed()):
+        away = {*oracle.away.stages, *oracle.looked_up}
+        if not away.isdisjoint([*self.changed(), *self.uses()]):
             return False
-        return all(seq in oracle.sequences for seq in self.uses())
+        if not (away | oracle.sequences.keys()).isdisjoint(self.begins()):
+            return False
+        there = {seq for seq in oracle.sequences if oracle.length(seq) or not self.of_tokens}
+        return there.issuperset(self.uses())
 
     def uses(self) -> list[int]:
         """List the sequences that must be there."""
         return []
+
+    def begins(self) -> list[int]:
+        """List the names that no sequence may have yet."""
+        return []
+
+    def fitted(self, oracle: Oracle) -> Operation:  # noqa: ARG002
+        """Return the same with the numbers that follow from what the oracle holds."""
+        return self
 
     def allowed(self, oracle: Oracle) -> bool:  # noqa: ARG002
         """Return False if a cache must refuse it, however much room there is."""

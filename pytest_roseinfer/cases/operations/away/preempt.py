@@ -11,6 +11,7 @@ class Preempt(operation.Operation):
     seq: int
 
     needs = frozenset({"preempt", "resume"})
+    of_tokens = True
 
     def words(self) -> str:
         return f"preempt sequence {self.seq}"

@@ -26,6 +26,10 @@ class Resume(operation.Write):
         preempted = oracle.away.stages.get(self.seq) is Stage.PREEMPTED
         return preempted and len(oracle.away.tokens[self.seq]) == self.count
 
+    def fitted(self, oracle: operation.Oracle) -> operation.Operation:
+        tokens = oracle.away.tokens.get(self.seq, ())
+        return Resume(self.seq, len(tokens) or self.count, self.layout)
+
     def tokens(self, oracle: operation.Oracle) -> operation.Tokens:
         return oracle.away.tokens[self.seq]
 

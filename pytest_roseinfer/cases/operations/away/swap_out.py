@@ -10,6 +10,7 @@ from pytest_roseinfer.oracle.away import Stage
 class SwapOut(operation.Operation):
     seq: int
 
+    of_tokens = True
     needs = frozenset({"swap_out", "swapped_out", "swap_in", "swapped_in"})
 
     def words(self) -> str:
@@ -17,6 +18,12 @@ class SwapOut(operation.Operation):
 
     def uses(self) -> list[int]:
         return [self.seq]
+
+    def possible(self, oracle: operation.Oracle) -> bool:
+        if not operation.Operation.possible(self, oracle):
+            return False
+        taken = oracle.away.swapped_blocks(oracle.block_size)
+        return taken + len(oracle.sequences[self.seq]) <= oracle.capacity
 
     def changed(self) -> list[int]:
         return [self.seq]
@@ -34,7 +41,5 @@ class SwapOut(operation.Operation):
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
-        oracle = writer.oracle
-        room = oracle.capacity - oracle.away.swapped_blocks(oracle.block_size)
-        if fitting := [seq for seq in writer.filled if len(oracle.sequences[seq]) <= room]:
+        if fitting := [seq for seq in writer.filled if cls(seq).possible(writer.oracle)]:
             yield operation.Move(13, 6, lambda: cls(writer.pick(fitting)))

@@ -19,6 +19,9 @@ class LookUp(operation.Operation):
     def words(self) -> str:
         return f"look up the first {self.count} tokens of what sequence {self.seq} will say"
 
+    def begins(self) -> list[int]:
+        return [self.seq]
+
     def change(self, oracle: operation.Oracle) -> None:
         oracle.looked_up[self.seq] = self.count
 

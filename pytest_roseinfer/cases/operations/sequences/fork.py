@@ -12,9 +12,13 @@ class Fork(operation.Operation):
     child: int
 
     needs = frozenset({"fork"})
+    of_tokens = True
 
     def words(self) -> str:
         return f"fork sequence {self.parent} as sequence {self.child}"
+
+    def begins(self) -> list[int]:
+        return [self.child]
 
     def uses(self) -> list[int]:
         return [self.parent]

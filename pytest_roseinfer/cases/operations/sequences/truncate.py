@@ -11,6 +11,7 @@ class Truncate(operation.Operation):
     length: int
 
     needs = frozenset({"truncate"})
+    least = 0
 
     def words(self) -> str:
         return f"cut sequence {self.seq} down to {self.length} tokens"
@@ -20,6 +21,9 @@ class Truncate(operation.Operation):
 
     def changed(self) -> list[int]:
         return [self.seq]
+
+    def fitted(self, oracle: operation.Oracle) -> operation.Operation:
+        return Truncate(self.seq, min(self.length, oracle.length(self.seq)))
 
     def allowed(self, oracle: operation.Oracle) -> bool:
         return oracle.may_truncate(self.seq, self.length)

@@ -11,6 +11,7 @@ class TruncateMany(operation.Operation):
     lengths: tuple[int, ...]
 
     needs = frozenset({"truncate_many"})
+    least = 0
 
     def cuts(self) -> list[tuple[int, int]]:
         return list(zip(self.seqs, self.lengths, strict=True))
@@ -24,6 +25,10 @@ class TruncateMany(operation.Operation):
 
     def changed(self) -> list[int]:
         return list(self.seqs)
+
+    def fitted(self, oracle: operation.Oracle) -> operation.Operation:
+        lengths = (min(length, oracle.length(seq)) for seq, length in self.cuts())
+        return TruncateMany(self.seqs, tuple(lengths))
 
     def allowed(self, oracle: operation.Oracle) -> bool:
         return all(oracle.may_truncate(*cut) for cut in self.cuts())

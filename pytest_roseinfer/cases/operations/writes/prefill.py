@@ -19,6 +19,9 @@ class Prefill(operation.Write):
     def words(self) -> str:
         return f"prefill sequence {self.seq} with {self.count} tokens{self.laid_out()}"
 
+    def begins(self) -> list[int]:
+        return [self.seq]
+
     def drive(self, cache: operation.Driven) -> None:
         cache.adapter.prefill(self.seq, cache.key, cache.value)
 

@@ -1,0 +1,206 @@
+"""What fails is made as small as it goes, within a time."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_roseinfer import (
+    Asked,
+    CacheSpec,
+    Divergence,
+    History,
+    RequestMix,
+    conformance,
+    settings,
+)
+from pytest_roseinfer.adapters.mix import Sampling, WiderSampling
+from pytest_roseinfer.cases.operations.away.preempt import Preempt
+from pytest_roseinfer.cases.operations.away.resume import Resume
+from pytest_roseinfer.cases.operations.sequences.fork import Fork
+from pytest_roseinfer.cases.operations.sequences.free import Free
+from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
+from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.cases.operations.writes.prefill import Prefill
+from pytest_roseinfer.cases.operations.writes.reserve import Reserve
+from pytest_roseinfer.engines.run import MixDivergence
+from pytest_roseinfer.findings.divergence import Difference
+from pytest_roseinfer.running import coverage
+from pytest_roseinfer.search import smallest
+from pytest_roseinfer.search.smaller_histories import passes_of_histories, what_makes_sense
+from pytest_roseinfer.search.smaller_mixes import passes_of_mixes
+from pytest_roseinfer.search.smallest import Smallest
+from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
+from tests.plugin.caches.broken_caches import LosesTheBlock, SwapsRows
+from tests.plugin.caches.broken_swap_caches import BringsBackOneLayer, KeepsTheOldLength
+from tests.plugin.caches.swap_cache import SwapCache
+from tests.plugin.engines import broken_engines
+from tests.plugin.engines.toy_engine import ToyAdapter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_roseinfer.adapters.base import Adapter
+    from pytest_roseinfer.adapters.engine import EngineAdapter
+    from pytest_roseinfer.cases.operations.operation import Operation
+
+
+@pytest.fixture(autouse=True)
+def searching() -> Iterator[None]:
+    asked, seen = settings.current(), coverage.current()
+    settings.set_current(settings.Settings(examples=60, seed=1))
+    coverage.set_current(coverage.Coverage())
+    try:
+        yield
+    finally:
+        settings.set_current(asked)
+        coverage.set_current(seen)
+
+
+def found(adapter: type[Adapter]) -> Difference:
+    """Return how the first test fails that a target's searches make fail."""
+    tests = conformance(adapter)()
+    name = next(iter(tests.shipped()))
+    with pytest.raises(Difference) as caught:
+        getattr(tests, name)()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("adapter", "steps"),
+    [
+        (SwapsRows, ["append one token to sequences 0, 1"]),
+        (LosesTheBlock, ["append one token to sequence 0", "free sequence 0"]),
+        (
+            KeepsTheOldLength,
+            [
+                "append one token to sequence 0",
+                "preempt sequence 0",
+                "resume sequence 0, with its 1 tokens",
+            ],
+        ),
+        (
+            BringsBackOneLayer,
+            [
+                "append one token to sequence 0",
+                "begin to swap sequence 0 out",
+                "finish swapping sequence 0 out",
+                "begin to swap sequence 0 in",
+                "finish swapping sequence 0 in",
+            ],
+        ),
+    ],
+)
+def test_a_history_is_the_one_that_one_would_write(
+    adapter: type[Adapter], steps: list[str]
+) -> None:
+    failure = found(adapter)
+    assert isinstance(failure, Divergence)
+    assert [step.words() for step in failure.history.operations] == steps
+
+
+@pytest.mark.parametrize(
+    ("adapter", "prompts", "new"),
+    [
+        (broken_engines.ANeighboursTokenLeaksIn, [1, 1], [1, 1]),
+        (broken_engines.TakesAnothersPrefix, [2, 2], [1, 1]),
+        (broken_engines.LosesTheLastToken, [1], [1]),
+        (broken_engines.EndsOthersWithTheCancelled, [1, 1], [2, 1]),
+        (broken_engines.RaisesInAStep, [1, 1, 1], [1, 1, 1]),
+        (broken_engines.KeepsALease, [1, 1], [1, 2]),
+    ],
+)
+def test_a_mix_has_no_request_and_no_token_too_many(
+    adapter: type[EngineAdapter], prompts: list[int], new: list[int]
+) -> None:
+    failure = found(adapter)
+    assert isinstance(failure, MixDivergence)
+    asked = failure.mix.requests
+    assert [len(each.prompt) for each in asked] == prompts
+    assert [each.sampling.max_new_tokens for each in asked] == new
+
+
+# --------------------------------------------------------------------------- what is tried
+
+STEPS: tuple[Operation, ...] = (Append((0,)), Append((0,)), Fork(0, 1), Free(0), Append((1, 2)))
+
+
+def shrunk(history: History, *needed: type[Operation]) -> History:
+    """Make a history smaller that fails as long as these kinds of steps are in it."""
+
+    def check(case: History) -> None:
+        if {*needed} <= {type(step) for step in case.operations}:
+            raise Difference("it fails", str)
+
+    small = Smallest(history, Difference("it fails", str), check)
+    small.shrink(passes_of_histories(GroupedManager))
+    return small.example
+
+
+def test_no_step_is_left_that_is_not_needed() -> None:
+    spec = CacheSpec(
+        options={name: values[-1] for name, values in GroupedManager.option_choices.items()}
+    )
+    small = shrunk(History(spec, STEPS, finite=False), Fork)
+    assert small.operations == (Append((0,)), Fork(0, 1))
+    usual = {name: values[0] for name, values in GroupedManager.option_choices.items()}
+    assert (small.spec.num_blocks, small.spec.options, small.finite) == (2, usual, True)
+
+
+def test_what_makes_no_sense_without_a_step_goes_with_it() -> None:
+    def sensible(*steps: Operation) -> list[Operation]:
+        history = History(CacheSpec(), steps)
+        return [*what_makes_sense(SwapCache, history).operations]
+
+    assert sensible(Fork(0, 1), Append((1,)), Fork(1, 2)) == [Append((1,)), Fork(1, 2)]
+    assert sensible(Append((0,)), Prefill(0, 3), Free(1)) == [Append((0,))]
+    away: list[Operation] = [Append((0,)), Preempt(0), Resume(0, 5)]
+    assert sensible(*away, Append((0,))) == [*away[:2], Resume(0, 1), Append((0,))]
+    assert sensible(*away[:2], Append((0,))) == away[:2]
+
+
+def test_what_is_begun_is_ended() -> None:
+    history = History(CacheSpec(), (Reserve((0,), (2,)), Append((0,)), Truncate(0, 1)))
+    kept = what_makes_sense(GroupedManager, history).operations
+    assert [type(step).__name__ for step in kept] == ["Reserve", "Fill"]
+
+
+def test_every_part_of_a_request_is_left_out_that_can_be() -> None:
+    sampling = WiderSampling(9, 3.0, 5, 0.8, 1.5, 3, ignore_eos=True, min_p=0.4, logprobs=True)
+    busy = Asked((1, 2, 3), sampling, 3, 2, stops=((0, 1), (2, 1)), ends_early=True)
+    mix = RequestMix((busy, busy, busy), block_size=8, cache_tokens=99, options={"batch_size": 3})
+    small = Smallest(mix, Difference("it fails", str), fail_always)
+    small.shrink(passes_of_mixes(ToyAdapter))
+    (asked,) = small.example.requests
+    assert asked == Asked((1,), Sampling())
+    assert (small.example.block_size, small.example.cache_tokens) == (1, 2)
+
+
+def fail_always(_: object) -> None:
+    raise Difference("it fails", str)
+
+
+# ------------------------------------------------------------------------------- its time
+
+
+def test_it_keeps_to_its_time_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(SwapsRows):
+        def write(self, *arguments: object) -> None:
+            time.sleep(0.002)
+            super().write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(smallest, "SECONDS", 0.0)
+    assert "There may be a smaller one: making it smaller ended after 0 s." in str(found(Slow))
+
+
+def test_what_fails_in_another_way_is_no_smaller_example() -> None:
+    def check(case: History) -> None:
+        if len(case.operations) < len(STEPS):
+            raise ZeroDivisionError
+        raise Difference("it fails", str)
+
+    small = Smallest(History(CacheSpec(), STEPS), Difference("it fails", str), check)
+    small.shrink(passes_of_histories(GroupedManager))
+    assert small.example.size == len(STEPS)
