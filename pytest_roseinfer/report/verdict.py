@@ -15,10 +15,11 @@ from pytest_roseinfer.environment import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pytest_roseinfer.findings.found import Found
     from pytest_roseinfer.running.coverage import Coverage, TargetCoverage
     from pytest_roseinfer.settings import Settings
 
-FORMAT = 1
+FORMAT = 2
 """This number rises when a field changes its meaning."""
 NOT_SEARCHED = "its histories were not searched in this run, so its paths are not judged"
 
@@ -26,11 +27,14 @@ NOT_SEARCHED = "its histories were not searched in this run, so its paths are no
 class Target(TypedDict):
     name: str
     distribution: str
+    kind: str
+    """``cache`` or ``engine``."""
     histories: int
     searched: bool
     failed: bool
     problems: list[str]
-    tested: list[str]
+    tested: dict[str, int]
+    """How often each method was called."""
     not_offered: list[str]
     checked: dict[str, int]
     """How often each invariant was checked."""
@@ -54,6 +58,7 @@ class Verdict(TypedDict):
     required_paths: bool
     versions: dict[str, str]
     environment: dict[str, str]
+    findings: list[Found]
     targets: list[Target]
 
 
@@ -73,6 +78,7 @@ def verdict(
         "required_paths": asked.require_paths,
         "versions": versions(),
         "environment": variables(),
+        "findings": [found for target in seen.targets.values() for found in target.found],
         "targets": [
             _target(name, target, problems.get(name, ())) for name, target in seen.targets.items()
         ],
@@ -84,11 +90,12 @@ def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Targe
     return {
         "name": name,
         "distribution": distribution_of(name),
+        "kind": target.kind,
         "histories": target.histories,
         "searched": target.searched,
         "failed": target.failed,
         "problems": list(problems),
-        "tested": target.tested,
+        "tested": target.abilities,
         "not_offered": target.not_offered,
         "checked": dict(target.checked),
         "rows": [asdict(row) for row in target.rows()],

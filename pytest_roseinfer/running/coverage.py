@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
+from pytest_roseinfer.adapters.engine import EngineAdapter
+from pytest_roseinfer.findings.found import add
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pytest_roseinfer.adapters.base import Adapter
+    from pytest_roseinfer.findings.found import Found
 
 _REQUIRED_WITH = {"hash_collision": "use_hash", "calls_in_flight": "use_queue"}
 """Conditions that are required of a cache that defines these methods, without being named."""
@@ -42,6 +46,10 @@ class TargetCoverage:
     conditions: list[str]
     tested: list[str] = field(default_factory=list)
     not_offered: list[str] = field(default_factory=list)
+    kind: str = "cache"
+    """Or ``engine``."""
+    called: Counter[str] = field(default_factory=Counter)
+    """How often each method of the adapter was called."""
     counts: Counter[str] = field(default_factory=Counter)
     together: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """For every path, in how many of the steps that took it each condition was met."""
@@ -52,6 +60,11 @@ class TargetCoverage:
     """The run began to search this target's histories, which is what reaches paths."""
     failed: bool = False
     """A search found a difference, and stopped there."""
+    found: list[Found] = field(default_factory=list)
+    """The differences that searches found, each once."""
+
+    def note_found(self, found: Found) -> None:
+        add(self.found, found)
 
     def note(self, ran: Mapping[str, int]) -> None:
         """Add the paths that ran and the conditions that were met in one step."""
@@ -65,6 +78,16 @@ class TargetCoverage:
     def twins(self) -> list[str]:
         """The slow paths that others must equal."""
         return [name for name in dict.fromkeys(self.paths.values()) if name not in self.paths]
+
+    @property
+    def abilities(self) -> dict[str, int]:
+        """The methods that were tested, and how often each was called."""
+        return {name: self.called[name] for name in self.tested}
+
+    @property
+    def searches(self) -> str:
+        """What a search runs, in words."""
+        return "mixes of requests" if self.kind == "engine" else "histories"
 
     @property
     def checks(self) -> str:
@@ -125,9 +148,12 @@ class TargetCoverage:
         for name, met in seen["together"].items():
             self.together[name].update(met)
         self.checked.update(seen["checked"])
+        self.called.update(seen["called"])
         self.histories += seen["histories"]
         self.searched |= seen["searched"]
         self.failed |= seen["failed"]
+        for found in seen["found"]:
+            self.note_found(found)
 
 
 class Coverage:
@@ -135,6 +161,7 @@ class Coverage:
 
     def __init__(self) -> None:
         self._targets: dict[str, TargetCoverage] = {}
+        self._called: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     @property
     def targets(self) -> dict[str, TargetCoverage]:
@@ -154,8 +181,16 @@ class Coverage:
                 ],
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],
                 [each for each in adapter.optional if each not in offered],
+                "engine" if issubclass(adapter, EngineAdapter) else "cache",
+                self._called[name],
             )
         return self._targets[name]
+
+    def count_calls(self, adapter: Adapter) -> None:
+        """Count from here on how often each method of an adapter is called."""
+        called = self._called[name_of(type(adapter))]
+        for name in (*adapter.required, *adapter.abilities):
+            vars(adapter)[name] = _counted(adapter, name, called)
 
     def problems(self, *, require_paths: bool) -> dict[str, list[str]]:
         return {
@@ -169,8 +204,21 @@ class Coverage:
 
     def add(self, data: Mapping[str, Any]) -> None:
         for name, seen in data.items():
-            declared = (seen[each] for each in ("paths", "conditions", "tested", "not_offered"))
+            names = ("paths", "conditions", "tested", "not_offered", "kind")
+            declared = (seen[each] for each in names)
             self._targets.setdefault(name, TargetCoverage(*declared)).add(seen)
+
+
+def _counted(adapter: Adapter, name: str, called: Counter[str]) -> Callable[..., Any]:
+    method = getattr(type(adapter), name)
+    # A cache that held itself would keep its tensors until the next garbage collection.
+    owner = weakref.ref(adapter)
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        called[name] += 1
+        return method(owner(), *arguments, **named)
+
+    return counted
 
 
 _current = Coverage()

@@ -17,7 +17,7 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
-from pytest_roseinfer.search import reproduce
+from pytest_roseinfer.search import recorder
 from pytest_roseinfer.search.tried import kept
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ def search(
             raise
         (example,) = tried  # the last that was tried is the shrunk one
         found = _difference(failure)
-        message = repr(failure) if found is None else str(found)
-        saved = reproduce.save(adapter, example, replayed_by, message, folder) if folder else ""
+        saved = recorder.record(adapter, example, replayed_by, found or failure, folder)
         if found is None:
             # This takes the place of Hypothesis's own note.
             vars(failure)["__notes__"] = [f"\non {example.words()}\n\n{saved}".rstrip()]

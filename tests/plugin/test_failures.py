@@ -54,6 +54,7 @@ def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
     named = "--roseinfer-target caches.broken_caches:SwapsRows"
     again = f"replay with: pytest --roseinfer-replay {project.saved('.json')} {named}"
     assert again in shown
+    assert f"drawn: {project.saved('.svg')}" in shown
     # The short summary has the first line of it.
     assert any(
         line.startswith("FAILED test_it.py::TestIt::test_histories - peek:") for line in shown
