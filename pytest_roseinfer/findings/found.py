@@ -43,6 +43,6 @@ def add(known: list[Found], new: Found) -> None:
     """Add what was found; of what is known already, add the tests that met it."""
     for each in known:
         if each["what"] == new["what"] or each["example"] == new["example"]:
-            each["tests"] += [test for test in new["tests"] if test not in each["tests"]]
+            each["tests"] = sorted({*each["tests"], *new["tests"]})
             return
     known.append(new)

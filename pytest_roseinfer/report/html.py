@@ -72,7 +72,7 @@ def _target(target: Target) -> str:
         "searched": state,
         "tested": _pairs(target["tested"], " "),
         "not offered": ", ".join(target["not_offered"]),
-        "checked": _pairs(target["checked"], " "),
+        "checked": _pairs({name: n for name, n in target["checked"].items() if n}, " "),
     }
     figure = (
         f"<figure>{plot(target)}<figcaption>Steps in which a path (row) ran while a condition "

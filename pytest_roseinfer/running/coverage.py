@@ -7,6 +7,7 @@ import weakref
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
 from itertools import product
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
@@ -91,8 +92,8 @@ class TargetCoverage:
 
     @property
     def checks(self) -> str:
-        """How often each invariant was checked, in words."""
-        return ", ".join(f"{name} {times}" for name, times in self.checked.items())
+        """How often each invariant was checked that was, in words."""
+        return ", ".join(f"{name} {times}" for name, times in self.checked.items() if times)
 
     def rows(self) -> list[Reached]:
         paths = [self._row("path", name, twin) for name, twin in self.paths.items()]
@@ -190,7 +191,7 @@ class Coverage:
         """Count from here on how often each method of an adapter is called."""
         called = self._called[name_of(type(adapter))]
         for name in (*adapter.required, *adapter.abilities):
-            vars(adapter)[name] = _counted(adapter, name, called)
+            vars(adapter)[name] = _counted(getattr(adapter, name), name, called)
 
     def problems(self, *, require_paths: bool) -> dict[str, list[str]]:
         return {
@@ -209,14 +210,13 @@ class Coverage:
             self._targets.setdefault(name, TargetCoverage(*declared)).add(seen)
 
 
-def _counted(adapter: Adapter, name: str, called: Counter[str]) -> Callable[..., Any]:
-    method = getattr(type(adapter), name)
+def _counted(method: Callable[..., Any], name: str, called: Counter[str]) -> Callable[..., Any]:
     # A cache that held itself would keep its tensors until the next garbage collection.
-    owner = weakref.ref(adapter)
+    found: Any = weakref.WeakMethod(method) if isinstance(method, MethodType) else lambda: method
 
     def counted(*arguments: Any, **named: Any) -> Any:
         called[name] += 1
-        return method(owner(), *arguments, **named)
+        return found()(*arguments, **named)
 
     return counted
 

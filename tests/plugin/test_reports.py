@@ -75,7 +75,7 @@ def test_every_file_that_was_asked_for_is_written(
     }
     summary = (project.path / "summary.md").read_text()
     assert summary.startswith("# from an earlier step\n### roseinfer: `caches.paged_cache:Paged")
-    told = ", ".join(f"{name} {count}" for name, count in checked.items())
+    told = ", ".join(f"{name} {count}" for name, count in checked.items() if count)
     assert f"\nchecked: {told}\n" in summary
     assert told in (project.path / "out/reached.html").read_text()
     result.stdout.fnmatch_lines([f"checked: {told}"])
@@ -150,6 +150,20 @@ def test_the_page_says_where_a_check_failed() -> None:
     assert "a check failed" not in page(data, {}, {})
     data["targets"][0]["failed"] = True
     assert "41 histories; a check failed, as said above" in page(data, {}, {})
+
+
+def test_each_method_is_listed_once_with_its_calls_and_an_engine_as_one() -> None:
+    target = TargetCoverage({}, [], ["make", "step"], ["forked"], "engine", searched=True)
+    target.called.update(make=3, step=40)
+    target.histories = 3
+    seen = Coverage()
+    seen._targets["mine:Engine"] = target
+    data = verdict(seen, Settings(seed=9), {}, passed=True)
+    assert data["targets"][0]["tested"] == {"make": 3, "step": 40}
+    text = page(data, {}, {})
+    assert "<td>3 mixes of requests</td>" in text
+    assert text.count("step 40") == text.count("make 3") == text.count("forked") == 1
+    assert target.searches == "mixes of requests"
 
 
 def test_figures_of_gates_stand_on_the_page() -> None:

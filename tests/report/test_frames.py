@@ -43,7 +43,7 @@ def test_frames_show_who_holds_what_before_and_after_each_step() -> None:
     assert [frame["words"] for frame in frames[1:]] == [step.words() for step in FORKED]
     assert frames[0]["sequences"] == []
     assert {tuple(each["states"]) for each in frames[0]["blocks"]} == {("free", "poisoned")}
-    (first,) = row(frames[1], 0)["blocks"] or ()
+    (first,) = row(frames[1], 0)["blocks"] or [None]
     assert first is not None
     assert block(frames[2], first)["states"] == ["held"]
     assert row(frames[3], 3)["blocks"] == [first]

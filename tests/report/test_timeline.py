@@ -92,7 +92,8 @@ def test_a_stage_is_what_the_adapter_says_or_what_can_be_seen() -> None:
 def test_a_request_is_shown_until_it_ends() -> None:
     class EndsLate(TellsNone):
         def ended(self, request: Any) -> bool:
-            return request.over
+            over: bool = request.over
+            return over
 
     _, timeline = recorded(EndsLate)
     for line in timeline["requests"]:

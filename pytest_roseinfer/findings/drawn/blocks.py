@@ -146,13 +146,14 @@ class _Picture:
             self._break(_HEAD + _CELL + _GAP)
         number = _block_at(row, page)
         block = None if number is None else self.blocks.get(number)
+        room = width
         top = self.y + _HEAD
         if gone:
             middle = self.x + width / 2
-            self.marks += [box(self.x, top, width, _CELL, "cached")]
-            self.marks += [centred(middle, top + _CELL / 2, "given back", "faint")]
+            self.marks.append(box(self.x, top, width, _CELL, "cached"))
+            self.marks.append(centred(middle, top + _CELL / 2, "given back", "faint"))
         else:
-            self._head(number, block, page, width)
+            room = self._head(number, block, page, width)
             for at, slot in enumerate(slots):
                 self.marks.append(self._drawn(slot, self.x + at * self.cell, top))
             shared = block is not None and "shared" in block["states"]
@@ -160,26 +161,26 @@ class _Picture:
             kind = "wrong" if wrong else f"block{' shared' * shared}"
             self.marks.append(box(self.x, top, width, _CELL, kind))
             self._outline_wrong(slots, top)
-        self.x += width + _GAP
+        self.x += room + _GAP
         self.width = max(self.width, self.x)
 
-    def _head(self, number: int | None, block: Block | None, page: int, width: float) -> None:
-        """Say over a block which it is, and who else has it."""
+    def _head(self, number: int | None, block: Block | None, page: int, width: float) -> float:
+        """Say over a block which it is, and how many have it; return the width that this takes."""
         middle = self.y + _HEAD / 2
-        name = f"page {page}" if number is None else f"block {number}"
-        short = name if width_of(name) <= width else name.partition(" ")[2]
-        self.marks.append(text(self.x, middle, short, "faint" if number is None else ""))
-        if block is None:
-            return
-        count = "" if block["refcount"] is None else f"x{block['refcount']}"
-        room = width - width_of(short) - 8
-        notes = [f"{count} shared".strip()] if "shared" in block["states"] else [count]
-        if "free" in block["states"]:
-            notes.insert(0, f"{count} free too".strip())
-        said = next((note for note in [*notes, count] if width_of(note) <= room), "")
-        kind = "bad strong" if block["marked"] or "free" in block["states"] else "faint"
-        at = self.x + width - width_of(said)
-        self.marks.append(titled(_about(block), text(at, middle, said, kind)))
+        short, name = (
+            (str(page), f"page {page}") if number is None else (str(number), f"block {number}")
+        )
+        noted = [""] if block is None else _notes(block)
+        ways = [(name, noted[0]), (short, noted[0]), (name, noted[-1]), (short, noted[-1])]
+        widths = [width_of(said) + 8 * bool(note) + width_of(note) for said, note in ways]
+        at = next((at for at, each in enumerate(widths) if each <= width), len(ways) - 1)
+        (said, note), room = ways[at], max(width, widths[at])
+        self.marks.append(text(self.x, middle, said, "faint" if number is None else ""))
+        if block is not None:
+            kind = "bad strong" if block["marked"] or "free" in block["states"] else "faint"
+            end = self.x + room - width_of(note)
+            self.marks.append(titled(_about(block), text(end, middle, note, kind)))
+        return room
 
     def _slots(self, row: Row, page: int) -> Iterator[_Slot]:
         """Return what is drawn of a page, slot by slot."""
@@ -257,6 +258,14 @@ class _Picture:
         self.marks.append(titled(_about(block), marks))
         self.x += _FREE + 4
         self.width = max(self.width, self.x)
+
+
+def _notes(block: Block) -> list[str]:
+    """Return what is said over a block of who has it, the longest first."""
+    count = "" if block["refcount"] is None else f"x{block['refcount']}"
+    if "free" in block["states"]:
+        return [f"{count} free too".strip(), "free too"]
+    return [f"{count} shared".strip(), count] if "shared" in block["states"] else [count]
 
 
 def _about(block: Block) -> str:

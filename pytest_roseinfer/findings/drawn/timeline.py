@@ -59,7 +59,7 @@ def draw_timeline(timeline: Timeline) -> Drawing:
     for line in timeline["requests"]:
         marks += _row(line, kept, y)
         y += _ROW + _GAP
-    width = _LABEL + _STEP * len(kept)
+    width = float(_LABEL + _STEP * len(kept))
     drawn, width, y = _key(timeline, y, width)
     marks += drawn
     for line in timeline["requests"]:
