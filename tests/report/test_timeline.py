@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 from xml.etree import ElementTree
 
 import pytest
 
 from pytest_roseinfer import Asked, MixDivergence, RequestMix, Sampling, run_mix
+from pytest_roseinfer.engines.watch import timeline_of
 from pytest_roseinfer.findings.drawn.poster import poster
 from pytest_roseinfer.findings.drawn.timeline import draw_timeline, timeline_words
 from pytest_roseinfer.report.findings_html import findings_html
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.search.recorder import record
+from pytest_roseinfer.targets.roseinfer_engine import RoseinferEngine
 from tests.plugin.engines.broken_engines import ANeighboursTokenLeaksIn
 from tests.plugin.engines.toy_engine import ToyAdapter, ToyEngine
 
@@ -119,3 +122,17 @@ def test_it_is_drawn_with_the_parted_token_marked() -> None:
     ElementTree.fromstring(poster(found))
     assert "request 2: at step 1: 1 tokens [4]" in poster(found)
     assert timeline_words(timeline) in findings_html([found], {})
+
+
+def test_our_engine_says_who_waits_is_prefilled_and_is_preempted() -> None:
+    usual = {name: values[0] for name, values in RoseinferEngine.option_choices.items()}
+    options = {**usual, "prefix_cache": False, "prefill_max_tokens": 3, "max_batch_size": 2}
+    long, short = Sampling(9, ignore_eos=True), Sampling(8, ignore_eos=True)
+    requests = (Asked(tuple(range(1, 8)), long), Asked((8, 9, 10), short), Asked((11,), short))
+    mix = RequestMix(requests, cache_tokens=20, options=options)
+    lines = timeline_of(RoseinferEngine, mix)["requests"]
+    stages = [[stage for stage, _ in groupby(filter(None, line["stages"]))] for line in lines]
+    assert stages[0] == ["arrived", "prefilling", "decoding", "ended"]
+    assert stages[1] == ["arrived", "waiting", "decoding", "preempted", "decoding", "ended"]
+    assert stages[2] == ["arrived", "waiting", "decoding", "ended"]
+    assert not any(line["wrong"] for line in lines)
