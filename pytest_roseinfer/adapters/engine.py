@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class EngineAdapter(Adapter):
-    """Override all but the last six, which are optional.
+    """Override all but the last seven, which are optional.
 
     A token is a number below ``vocabulary``. What a request gets must be what ``alone``
     gives for it, whatever else the engine has to do.
@@ -110,4 +110,12 @@ class EngineAdapter(Adapter):
     @optional
     def decoded(self, tokens: Sequence[int]) -> str:
         """Return the text of a whole request's tokens, by the tokenizer alone."""
+        raise NotImplementedError
+
+    @optional
+    def stage(self, request: Any) -> str:
+        """Return what a request that goes on is at, for the timeline of a failure.
+
+        That is "waiting", "prefilling", "decoding" or "preempted".
+        """
         raise NotImplementedError

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pytest_roseinfer.engines.asking import settle
 from pytest_roseinfer.engines.checks import wrong_choice, wrong_logprob, wrong_text
 from pytest_roseinfer.findings.divergence import Difference
+from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class MixDivergence(Difference):
 
 
 @dataclass(slots=True)
-class _Served:
+class Served:
     """A request that was submitted."""
 
     number: int
@@ -53,14 +54,27 @@ class _Served:
     """It had shown these pieces of text when it was last looked at."""
 
 
-class _MixRun:
+class MixRun:
+    """An engine that serves a mix, and what was seen of its requests."""
+
     def __init__(self, adapter_type: type[EngineAdapter], mix: RequestMix) -> None:
         self.mix = mix
-        self.adapter = adapter_type()
+        self.adapter = _made(adapter_type)
         self.adapter.make(mix)
-        self.served: list[_Served] = []
+        self.served: list[Served] = []
+        self.comparing: Served | None = None
+        """The request that is looked at now."""
 
     def run(self) -> Counter[str]:
+        """Serve all requests; return the paths that the engine took."""
+        for _ in self.steps():
+            pass
+        if left := self.adapter.leftovers():
+            self.fail(f"every request has ended, and the engine still holds {left}")
+        return _paths(self.adapter, self.mix)
+
+    def steps(self) -> Iterator[int]:
+        """Let the engine do one step after the other; yield each number before the step is done."""
         asked = self.mix.requests
         # A request that is preempted is computed again, at worst for each token of the others.
         tokens = sum(each.most_tokens for each in asked) * len(asked)
@@ -71,7 +85,10 @@ class _MixRun:
             self._arrive(step)
             self._cancel(step)
             for each in self.served:
+                self.comparing = each
                 self._compare(each)
+            self.comparing = None
+            yield step
             if len(self.served) == len(asked) and all(each.ended for each in self.served):
                 break
             if step < most:
@@ -82,9 +99,6 @@ class _MixRun:
         else:
             waiting = [each.number for each in self.served if not each.ended]
             self.fail(f"requests {waiting} have not ended after {most} steps")
-        if left := self.adapter.leftovers():
-            self.fail(f"every request has ended, and the engine still holds {left}")
-        return _paths(self.adapter, self.mix)
 
     def _arrive(self, step: int) -> None:
         for number, asked in enumerate(self.mix.requests):
@@ -95,7 +109,7 @@ class _MixRun:
                 except Exception as error:
                     said = f"request {number} was refused: {type(error).__name__}: {error}"
                     self.fail(said, error)
-                self.served.append(_Served(number, asked, request, sampling, expected, stops))
+                self.served.append(Served(number, asked, request, sampling, expected, stops))
 
     def _cancel(self, step: int) -> None:
         for each in self.served:
@@ -106,7 +120,7 @@ class _MixRun:
                 if not self.adapter.ended(each.request):
                     self.fail(f"request {each.number} was cancelled and goes on")
 
-    def _compare(self, each: _Served) -> None:
+    def _compare(self, each: Served) -> None:
         found, name = self.adapter.tokens(each.request), f"request {each.number}"
         if each.ended and len(found) > each.tokens:
             self.fail(f"{name} had ended and got token {each.tokens}: {found[each.tokens]}")
@@ -127,7 +141,7 @@ class _MixRun:
         if each.ended and not enough:
             self.fail(f"{name} ended after {len(found)} tokens; alone it gets {len(each.expected)}")
 
-    def _check_choices(self, each: _Served, found: list[int]) -> None:
+    def _check_choices(self, each: Served, found: list[int]) -> None:
         """Check the new tokens, and how likely the engine says they were."""
         if not self.adapter.defines("logits"):
             return
@@ -144,7 +158,7 @@ class _MixRun:
             if wrong:
                 self.fail(f"{name}, token {at}: {wrong}")
 
-    def _check_text(self, each: _Served, found: list[int]) -> None:
+    def _check_text(self, each: Served, found: list[int]) -> None:
         if not self.adapter.defines("pieces"):
             return
         whole = each.ended and not each.cancelled
@@ -156,6 +170,12 @@ class _MixRun:
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
         raise MixDivergence(self.mix, what) from cause
+
+
+def _made(kind: type[EngineAdapter]) -> EngineAdapter:
+    adapter = kind()
+    coverage.current().count_calls(adapter)
+    return adapter
 
 
 def _paths(engine: EngineAdapter, mix: RequestMix) -> Counter[str]:
@@ -175,7 +195,7 @@ def _paths(engine: EngineAdapter, mix: RequestMix) -> Counter[str]:
 def run_mix(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
     """Serve a mix and return the paths it took; raise where a request is served wrongly."""
     with _coming_back(mix):
-        return _MixRun(adapter, mix).run()
+        return MixRun(adapter, mix).run()
 
 
 @contextmanager
@@ -197,7 +217,7 @@ def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
     each = len(prompt) + max(sampling.max_new_tokens for sampling in samplings) + mix.block_size
     mix = replace(mix, cache_tokens=each * len(samplings))
     with _coming_back(mix):
-        return _run_forks(adapter(), mix, prompt, samplings)
+        return _run_forks(_made(adapter), mix, prompt, samplings)
 
 
 def _run_forks(

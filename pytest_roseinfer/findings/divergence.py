@@ -53,3 +53,4 @@ class Divergence(Difference):
 
         super().__init__(finding.what, details)
         self.history = history
+        self.location = finding.location

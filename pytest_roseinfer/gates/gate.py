@@ -62,6 +62,10 @@ class Gate(ABC):
     def in_markdown(self) -> Iterable[str]:
         """Return the lines of a GitHub step summary."""
 
+    def figures(self) -> Mapping[str, str]:
+        """Return figures for the page of the run, as SVG, by their titles."""
+        return {}
+
     @abstractmethod
     def show(self, reporter: pytest.TerminalReporter) -> None:
         """Write a section of the terminal's summary, if there is anything to say."""
@@ -103,6 +107,11 @@ def take_over(config: pytest.Config, output: Mapping[str, Any]) -> None:
 def show(reporter: pytest.TerminalReporter) -> None:
     for gate in _gates(reporter.config):
         gate.show(reporter)
+
+
+def figures_of(config: pytest.Config) -> dict[str, str]:
+    """Return the figures of all gates of this run."""
+    return {title: drawn for gate in _gates(config) for title, drawn in gate.figures().items()}
 
 
 def require_checks(item: pytest.Item) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
@@ -10,14 +12,13 @@ from tabulate import tabulate
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.load_target import load_target
 from pytest_roseinfer.environment import describe_device, describe_target
-from pytest_roseinfer.gates.gate import Gate, show_problems
+from pytest_roseinfer.gates.gate import Gate, figures_of, show_problems
 from pytest_roseinfer.report.html import page
 from pytest_roseinfer.report.verdict import NOT_SEARCHED, verdict
 from pytest_roseinfer.running import coverage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Mapping, Sequence
 
     import pytest
 
@@ -54,7 +55,8 @@ class CoverageGate(Gate):
             problems[""] = unchecked
         found = verdict(seen, asked, problems, passed=passed and not problems)
         here = self.config.invocation_params.dir
-        failures = [_write(here / name, found) for name in asked.reports]
+        figures = figures_of(self.config)
+        failures = [_write(here / name, found, figures) for name in asked.reports]
         if unwritten := [failure for failure in failures if failure]:
             problems.setdefault("", []).extend(unwritten)
         _add_junit_properties(self.config, seen)
@@ -72,6 +74,7 @@ class CoverageGate(Gate):
     def in_markdown(self) -> Iterable[str]:
         for name, target in self._seen.targets.items():
             yield from (f"### roseinfer: `{name}`", "", self._searched(target), "")
+            yield from (f"tested: {_pairs(target.abilities)}", "")
             if target.checked:
                 yield from (f"checked: {target.checks}", "")
             yield from (_table(target, "github"), "")
@@ -84,7 +87,7 @@ class CoverageGate(Gate):
         for name, target in self._seen.targets.items():
             reporter.section(f"roseinfer: {describe_target(name)}")
             reporter.line(self._searched(target))
-            reporter.line(f"tested: {', '.join(target.tested)}")
+            reporter.line(f"tested: {_pairs(target.abilities)}")
             if target.not_offered:
                 reporter.line(f"not offered: {', '.join(target.not_offered)}")
             if target.checked:
@@ -103,11 +106,15 @@ class CoverageGate(Gate):
         asked = self._asked
         compiled = f", {target.compiled} kernels compiled" if asked.gpu else ""
         how_hard = (
-            f"{target.histories} histories of up to {asked.steps} steps on "
+            f"{target.histories} {target.searches} of up to {asked.steps} steps on "
             f"{describe_device(asked)} in {target.seconds:.0f} s{compiled}, profile "
             f"{asked.profile}, seed {asked.seed}"
         )
         return "\n".join(filter(None, [how_hard, target.cut_short]))
+
+
+def _pairs(times: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in times.items())
 
 
 def _table(target: TargetCoverage, style: str) -> str:
@@ -118,15 +125,28 @@ def _table(target: TargetCoverage, style: str) -> str:
     )
 
 
-def _write(file: Path, verdict: Verdict) -> str:
+def _write(file: Path, verdict: Verdict, figures: Mapping[str, str]) -> str:
     """Write a report in the format its suffix names; return why that failed, if so."""
-    text = page(verdict) if file.suffix == ".html" else json.dumps(verdict, indent=1) + "\n"
+    if file.suffix == ".html":
+        text = page(verdict, _saved(verdict), figures)
+    else:
+        text = json.dumps(verdict, indent=1) + "\n"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         return f"--roseinfer-report {file}: {error.strerror}"
     return ""
+
+
+def _saved(verdict: Verdict) -> dict[str, str]:
+    """Return the files that were saved of findings, by the paths that these have."""
+    folder, saved = settings.current().failures_dir, {}
+    for found in verdict["findings"]:
+        for path in filter(None, (found["trace"], found["script"], found["drawing"])):
+            with suppress(OSError):  # somebody took it away, which is no reason to fail
+                saved[path] = (Path(folder or "").parent / path).read_text(encoding="utf-8")
+    return saved
 
 
 def _add_junit_properties(config: pytest.Config, seen: Coverage) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pytest_roseinfer.report.verdict import Target
 
-_WIDTH, _HEIGHT = 62, 30
-"""The size of a cell."""
+_WIDTH, _HEIGHT, _NAME = 48, 26, 20
+"""The size of a cell, and the height of a path's name, which stands over its row: beside it, a
+phone would have no room for the cells."""
 _CHARACTER = 7.3
 """The width of a character in a label."""
 _SLANT = 35
@@ -25,24 +26,25 @@ def plot(target: Target) -> str:
     paths = list(target["times"])
     conditions = [row["name"] for row in target["rows"] if row["kind"] == "condition"]
     columns = ["times run", *conditions]
-    left = 16 + _CHARACTER * max(map(len, paths))
+    row = _NAME + _HEIGHT
     longest, slant = _CHARACTER * max(map(len, columns)), math.radians(_SLANT)
     top = 16 + longest * math.sin(slant)
-    width = left + _WIDTH * len(columns) + longest * math.cos(slant)
-    height = top + _HEIGHT * len(paths) + 6
+    cells = _WIDTH * len(columns) + longest * math.cos(slant)
+    width = max(cells, _CHARACTER * max(map(len, paths)))
+    height = top + row * len(paths) + 6
     most = max([1, *target["times"].values()])
     marks = []
     for at, name in enumerate(columns):
-        x, y = left + _WIDTH * (at + 0.5), top - 10
+        x, y = _WIDTH * (at + 0.5), top - 10
         marks.append(_text(x, y, name, f'transform="rotate(-{_SLANT} {x:.0f} {y:.0f})"'))
     for at, path in enumerate(paths):
-        y = top + _HEIGHT * at
-        marks.append(_text(left - 10, y + _HEIGHT / 2, path, 'text-anchor="end"'))
+        y = top + row * at
+        marks.append(_text(2, y + _NAME / 2, path, ""))
         counts = {f"{path} ran": target["times"][path]} | {
             f"{path} while {name}: steps": target["together"][path][name] for name in conditions
         }
         for column, (what, count) in enumerate(counts.items()):
-            marks.append(_cell(left + _WIDTH * column, y, count, most, what))
+            marks.append(_cell(_WIDTH * column, y + _NAME, count, most, what))
     return (
         f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img" '
         f'aria-label="paths x conditions reached">{"".join(marks)}</svg>'

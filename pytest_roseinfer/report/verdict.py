@@ -16,10 +16,11 @@ from pytest_roseinfer.report.strength import how_strong
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pytest_roseinfer.findings.found import Found
     from pytest_roseinfer.running.coverage import Coverage, TargetCoverage
     from pytest_roseinfer.settings import Settings
 
-FORMAT = 1
+FORMAT = 2
 """This number rises when a field changes its meaning."""
 NOT_SEARCHED = "its histories were not searched in this run, so its paths are not judged"
 
@@ -27,6 +28,8 @@ NOT_SEARCHED = "its histories were not searched in this run, so its paths are no
 class Target(TypedDict):
     name: str
     distribution: str
+    kind: str
+    """``cache`` or ``engine``."""
     histories: int
     seconds: float
     """The time that its searches took, added up over workers."""
@@ -41,7 +44,8 @@ class Target(TypedDict):
     cut_short: str
     """The same in words; empty where none was left out."""
     problems: list[str]
-    tested: list[str]
+    tested: dict[str, int]
+    """How often each method was called."""
     not_offered: list[str]
     checked: dict[str, int]
     """How often each invariant was checked."""
@@ -67,6 +71,7 @@ class Verdict(TypedDict):
     """How much such a search is known to find."""
     versions: dict[str, str]
     environment: dict[str, str]
+    findings: list[Found]
     targets: list[Target]
 
 
@@ -89,6 +94,7 @@ def verdict(
         ),
         "versions": versions(),
         "environment": variables(),
+        "findings": [found for target in seen.targets.values() for found in target.found],
         "targets": [
             _target(name, target, problems.get(name, ())) for name, target in seen.targets.items()
         ],
@@ -100,6 +106,7 @@ def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Targe
     return {
         "name": name,
         "distribution": distribution_of(name),
+        "kind": target.kind,
         "histories": target.histories,
         "seconds": round(target.seconds, 2),
         "compiled": target.compiled,
@@ -109,7 +116,7 @@ def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Targe
         "left_out": target.left_out,
         "cut_short": target.cut_short,
         "problems": list(problems),
-        "tested": target.tested,
+        "tested": target.abilities,
         "not_offered": target.not_offered,
         "checked": dict(target.checked),
         "rows": [asdict(row) for row in target.rows()],

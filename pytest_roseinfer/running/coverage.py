@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
 from itertools import product
 from time import monotonic
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
+from pytest_roseinfer.adapters.engine import EngineAdapter
+from pytest_roseinfer.findings.found import add
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pytest_roseinfer.adapters.base import Adapter
+    from pytest_roseinfer.findings.found import Found
 
 _REQUIRED_WITH = {"hash_collision": "use_hash", "calls_in_flight": "use_queue"}
 """Conditions that are required of a cache that defines these methods, without being named."""
@@ -43,6 +48,10 @@ class TargetCoverage:
     conditions: list[str]
     tested: list[str] = field(default_factory=list)
     not_offered: list[str] = field(default_factory=list)
+    kind: str = "cache"
+    """Or ``engine``."""
+    called: Counter[str] = field(default_factory=Counter)
+    """How often each method of the adapter was called."""
     counts: Counter[str] = field(default_factory=Counter)
     together: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """For every path, in how many of the steps that took it each condition was met."""
@@ -61,6 +70,11 @@ class TargetCoverage:
     """How many examples its searches were to try, those left out included."""
     left_out: int = 0
     """How many of them were left out, since the time of their test was over."""
+    found: list[Found] = field(default_factory=list)
+    """The differences that searches found, each once."""
+
+    def note_found(self, found: Found) -> None:
+        add(self.found, found)
 
     def note(self, ran: Mapping[str, int]) -> None:
         """Add the paths that ran and the conditions that were met in one step."""
@@ -90,9 +104,19 @@ class TargetCoverage:
         return [name for name in dict.fromkeys(self.paths.values()) if name not in self.paths]
 
     @property
+    def abilities(self) -> dict[str, int]:
+        """The methods that were tested, and how often each was called."""
+        return {name: self.called[name] for name in self.tested}
+
+    @property
+    def searches(self) -> str:
+        """What a search runs, in words."""
+        return "mixes of requests" if self.kind == "engine" else "histories"
+
+    @property
     def checks(self) -> str:
-        """How often each invariant was checked, in words."""
-        return ", ".join(f"{name} {times}" for name, times in self.checked.items())
+        """How often each invariant was checked that was, in words."""
+        return ", ".join(f"{name} {times}" for name, times in self.checked.items() if times)
 
     def rows(self) -> list[Reached]:
         paths = [self._row("path", name, twin) for name, twin in self.paths.items()]
@@ -148,11 +172,14 @@ class TargetCoverage:
         for name, met in seen["together"].items():
             self.together[name].update(met)
         self.checked.update(seen["checked"])
+        self.called.update(seen["called"])
         for name in ("histories", "seconds", "compiled"):
             setattr(self, name, getattr(self, name) + seen[name])
         self.searched |= seen["searched"]
         self.failed |= seen["failed"]
         self.searched_for(seen["examples"], seen["left_out"])
+        for found in seen["found"]:
+            self.note_found(found)
 
 
 class Coverage:
@@ -160,6 +187,7 @@ class Coverage:
 
     def __init__(self) -> None:
         self._targets: dict[str, TargetCoverage] = {}
+        self._called: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     @property
     def targets(self) -> dict[str, TargetCoverage]:
@@ -179,8 +207,16 @@ class Coverage:
                 ],
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],
                 [each for each in adapter.optional if each not in offered],
+                "engine" if issubclass(adapter, EngineAdapter) else "cache",
+                self._called[name],
             )
         return self._targets[name]
+
+    def count_calls(self, adapter: Adapter) -> None:
+        """Count from here on how often each method of an adapter is called."""
+        called = self._called[name_of(type(adapter))]
+        for name in (*adapter.required, *adapter.abilities):
+            vars(adapter)[name] = _counted(getattr(adapter, name), name, called)
 
     def problems(self, *, require_paths: bool) -> dict[str, list[str]]:
         return {
@@ -194,8 +230,20 @@ class Coverage:
 
     def add(self, data: Mapping[str, Any]) -> None:
         for name, seen in data.items():
-            declared = (seen[each] for each in ("paths", "conditions", "tested", "not_offered"))
+            names = ("paths", "conditions", "tested", "not_offered", "kind")
+            declared = (seen[each] for each in names)
             self._targets.setdefault(name, TargetCoverage(*declared)).add(seen)
+
+
+def _counted(method: Callable[..., Any], name: str, called: Counter[str]) -> Callable[..., Any]:
+    # A cache that held itself would keep its tensors until the next garbage collection.
+    found: Any = weakref.WeakMethod(method) if isinstance(method, MethodType) else lambda: method
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        called[name] += 1
+        return found()(*arguments, **named)
+
+    return counted
 
 
 _current = Coverage()

@@ -30,6 +30,7 @@ from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANT
 from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
 from pytest_roseinfer.invariants.stored.attention import EVERY
 from pytest_roseinfer.oracle.windowed import ORACLES
+from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.ask_for_attention import ask_for_attention
 from pytest_roseinfer.running.books import BOOKS, books_of
 from pytest_roseinfer.running.kept_texts import KeptTexts, look_up_all, tell
@@ -73,6 +74,7 @@ class Machine:
         self.refused: dict[int, str] = {}
         """Why the cache had to refuse steps, by their numbers."""
         self.adapter = adapter_type()
+        coverage.current().count_calls(self.adapter)
         with self._watched("make()"):
             self.adapter.make(spec)
         self.driven = Driven(self.adapter, spec.options)

@@ -6,6 +6,7 @@ import inspect
 import json
 import sys
 import sysconfig
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from pprint import pformat
@@ -64,14 +65,27 @@ print("it ran through: nothing differed")
 '''
 
 
-def save(adapter: type[Adapter], example: Example, check: str, message: str, folder: str) -> str:
-    """Write the trace and the script; say how to run them, or why there are none."""
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The files that were written of a failure, from the root of the project."""
+
+    trace: str = ""
+    script: str = ""
+    drawing: str = ""
+    words: str = ""
+    """How to run it again, or why there are none."""
+
+
+def save(
+    adapter: type[Adapter], example: Example, check: str, message: str, folder: str, drawing: str
+) -> Saved:
+    """Write the trace, the script and the ``drawing``, if there is one."""
     try:
         trace = {**trace_of(adapter, check, folder), "example": example.to_json()}
-        return _write(trace, message, Path(folder))
+        return _write(trace, message, Path(folder), drawing)
     except (OSError, TypeError) as error:
         # Failing to save must not hide what was found.
-        return f"no replay was saved: {error}"
+        return Saved(words=f"no replay was saved: {error}")
 
 
 def trace_of(adapter: type[Adapter], check: str, folder: str) -> dict[str, Any]:
@@ -111,7 +125,7 @@ def _kind(trace: dict[str, Any]) -> type[Example]:
     return RequestMix if CHECKS[trace["check"]] in _OF_MIXES else History
 
 
-def _write(trace: dict[str, Any], message: str, folder: Path) -> str:
+def _write(trace: dict[str, Any], message: str, folder: Path, drawing: str) -> Saved:
     text = json.dumps(trace, indent=1)
     make_folder(folder)
     class_name = trace["adapter"].partition(":")[2]
@@ -127,7 +141,17 @@ def _write(trace: dict[str, Any], message: str, folder: Path) -> str:
         example=pformat(trace["example"], width=96, sort_dicts=False),
     )
     script_file.write_text(script, encoding="utf-8")
-    return f"{how_to_replay(trace_file, trace['adapter'])}\n         or: python {script_file}"
+    words = [how_to_replay(trace_file, trace["adapter"]), f"         or: python {script_file}"]
+    if drawing:
+        drawing_file = folder / f"{stem}.svg"
+        drawing_file.write_text(drawing, encoding="utf-8")
+        words.append(f"      drawn: {drawing_file}")
+    return Saved(
+        trace=f"{folder.name}/{trace_file.name}",
+        script=f"{folder.name}/{script_file.name}",
+        drawing=f"{folder.name}/{stem}.svg" if drawing else "",
+        words="\n".join(words),
+    )
 
 
 def how_to_replay(file: Path, adapter: str) -> str:

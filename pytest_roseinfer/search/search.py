@@ -19,7 +19,7 @@ from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
-from pytest_roseinfer.search import reproduce
+from pytest_roseinfer.search import recorder
 from pytest_roseinfer.search.compilations import compiled_so_far
 from pytest_roseinfer.search.smaller_histories import passes_of_histories
 from pytest_roseinfer.search.smaller_mixes import passes_of_mixes
@@ -98,8 +98,7 @@ def search(
             raise
         (example,) = tried
         found = _difference(failure)
-        message = repr(failure) if found is None else str(found)
-        saved = reproduce.save(adapter, example, replayed_by, message, folder) if folder else ""
+        saved = recorder.record(adapter, example, replayed_by, found or failure, folder)
         if found is None:
             # This takes the place of Hypothesis's own note.
             vars(failure)["__notes__"] = [f"\non {example.words()}\n\n{saved}".rstrip()]

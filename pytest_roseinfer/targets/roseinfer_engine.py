@@ -244,6 +244,12 @@ class RoseinferEngine(EngineAdapter):
         )
         return text
 
+    def stage(self, request: Any) -> str:
+        if not (request.session.stored or request.in_flight):
+            return "preempted" if request.preempted else "waiting"
+        stored = request.session.stored >= request.prompt_length
+        return "decoding" if stored or request.in_flight else "prefilling"
+
 
 # The engine makes the network that it serves its own, so the slow twin has another one.
 _served = lru_cache(maxsize=16)(models.network)

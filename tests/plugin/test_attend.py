@@ -149,7 +149,7 @@ def test_a_search_reaches_it_and_reports_what_it_finds(project: Project) -> None
         [
             "attend: sequence *, layer *, query head * of KV head *, element * (* wrong): expected "
             "*, found *, as it would be without the last token",
-            "tested: make, append, peek, table, ledger, free, path_counts, attend, *",
+            "tested: make *, append *, peek *, table *, ledger *, free *, path_counts *, attend *",
             "path * in_one_go * one_by_one * equal",
         ]
     )

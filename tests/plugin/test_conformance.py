@@ -54,7 +54,7 @@ def test_the_tutorial_works_as_it_is_printed(project: Project) -> None:
             "*= roseinfer: test_mine:ListCache =*",
             "100 histories of up to 12 steps on cpu (Triton interpreted) in * s, "
             "profile dev, seed *",
-            "tested: make, append, peek",
+            "tested: make *, append *, peek *",
             "not offered: table, ledger, gather, fork, free, prefill, *append_many, *path_counts*",
         ]
     )

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
-from pytest_roseinfer import FastPath, settings
+from pytest_roseinfer import CacheSpec, FastPath, settings
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.coverage import REQUIRED_TIMES, Coverage, TargetCoverage
+from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.caches.paged_cache import PagedCache
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from tests.plugin.conftest import Project
 
@@ -221,3 +224,26 @@ def test_workers_spread_over_the_gpus(project: Project) -> None:
     alone.stdout.fnmatch_lines(["roseinfer: device cuda (2 x Imaginary GPU), *"])
     seen = {file.name for file in project.path.iterdir() if " " in file.name}
     assert seen == {"gw0 cuda:0", "gw1 cuda:1", "gw2 cuda:0", "alone cuda"}
+
+
+def test_calls_are_counted_and_a_cache_is_gone_with_its_last_user() -> None:
+    class Counted(ListCache):
+        @staticmethod
+        def matched(said: Sequence[int]) -> int:
+            return len(said)
+
+    seen = Coverage()
+    cache = Counted()
+    seen.count_calls(cache)
+    cache.make(CacheSpec())
+    assert cache.matched((1, 2)) == 2
+    assert cache.matched((1,)) == 1
+    abilities = seen.of(Counted).abilities
+    assert (abilities["make"], abilities["matched"], abilities["append"]) == (1, 2, 0)
+    gone = weakref.ref(cache)
+    gc.disable()
+    try:
+        del cache
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -89,15 +89,15 @@ def test_an_engine_that_is_right_passes_on_all_its_paths(engines: Project) -> No
     result.stdout.fnmatch_lines(
         [
             "*= roseinfer: tests.plugin.engines.toy_engine:ToyAdapter *=*",
-            "96 histories *",
-            "tested: make, submit, cancel, step, tokens, ended, leftovers, path_counts, alone",
-            "not offered: forked, undecided, logits, logprobs, pieces, decoded",
+            "96 mixes of requests of *",
+            "tested: make 96, submit *, cancel *, step *, tokens *, ended *, leftovers *, alone *",
+            "not offered: forked, undecided, logits, logprobs, pieces, decoded, stage",
             "path * together * by itself * equal",
             "path * from a prefix * from the start * equal",
             "condition * crowded * met",
             "*= roseinfer: tests.plugin.engines.toy_engine:ToyForks *=*",
-            "105 histories *",
-            "tested: *, alone, forked",
+            "105 mixes of requests of *",
+            "tested: *, alone *, forked *",
             "SKIPPED * ToyAdapter does not offer forked()",
         ]
     )
@@ -139,7 +139,7 @@ def test_the_example_works_as_it_is_printed(project: Project, how_to: tuple[str,
     result = project.pytest("-W", "error", "--roseinfer-seed=1")
     assert result.ret == pytest.ExitCode.OK
     result.assert_outcomes(passed=1, skipped=2)
-    result.stdout.fnmatch_lines(["160 histories *", "path * batch * single * equal"])
+    result.stdout.fnmatch_lines(["160 mixes of requests of *", "path * batch * single * equal"])
 
 
 def test_the_example_fails_as_it_says(project: Project, how_to: tuple[str, str]) -> None:

@@ -34,7 +34,8 @@ def fail(project: Project, name: str, *arguments: str) -> pytest.RunResult:
 
 
 def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
-    result = fail(project, "SwapsRows", "-k", "histories")
+    reports = ("--roseinfer-report=kv.json", "--roseinfer-report=kv.html")
+    result = fail(project, "SwapsRows", "-k", "histories", *reports)
     lines = result.outlines
     start = next(at for at, line in enumerate(lines) if "TestIt.test_histories ___" in line)
     shown = [line.strip() for line in lines[start + 1 :] if line]
@@ -54,6 +55,7 @@ def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
     named = "--roseinfer-target caches.broken_caches:SwapsRows"
     again = f"replay with: pytest --roseinfer-replay {project.saved('.json')} {named}"
     assert again in shown
+    assert f"drawn: {project.saved('.svg')}" in shown
     # The short summary has the first line of it.
     assert any(
         line.startswith("FAILED test_it.py::TestIt::test_histories - peek:") for line in shown
@@ -61,6 +63,18 @@ def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
     # And of the harness, neither its frames nor the history as Hypothesis prints it.
     for noise in ("search.py", "Hypothesis", "Failing test case", "History(", "Traceback"):
         assert noise not in "".join(shown)
+    # The reports have it too.
+    (found,) = json.loads((project.path / "kv.json").read_text())["findings"]
+    assert found["tests"] == ["test_it.py::TestIt::test_histories"]
+    assert found["what"] == shown[0]
+    assert [project.path / found["trace"], project.path / found["script"]] == [
+        project.saved(".json"),
+        project.saved(".py"),
+    ]
+    assert [frame["words"] for frame in found["frames"][1:]] == [shown[3][len("1. ") :]]
+    page = (project.path / "kv.html").read_text()
+    assert found["expected"] in page
+    assert f'download="{project.saved(".svg").name}"' in page
 
 
 def test_an_error_in_the_cache_is_shown_where_it_was_raised(project: Project) -> None:

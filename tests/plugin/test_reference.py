@@ -31,6 +31,9 @@ from pytest_roseinfer.adapters import engine as engine_adapter_module
 from pytest_roseinfer.adapters.standard_bad_calls import STANDARD_BAD_CALLS
 from pytest_roseinfer.cases import strategies
 from pytest_roseinfer.engines import strategies as engine_strategies
+from pytest_roseinfer.findings.drawn.frame import Frame
+from pytest_roseinfer.findings.drawn.timeline import Line
+from pytest_roseinfer.findings.found import Found
 from pytest_roseinfer.gates.history import gates_command, kept_runs
 from pytest_roseinfer.gates.history.kept_runs import KeptRun
 from pytest_roseinfer.gates.time.timing_report import Timed, entry_of
@@ -175,7 +178,16 @@ def test_fields_of_a_wider_sampling() -> None:
     assert names("WiderSampling") == more
 
 
-@pytest.mark.parametrize(("heading", "kind"), [("JSON report", Verdict), ("JSON target", Target)])
+@pytest.mark.parametrize(
+    ("heading", "kind"),
+    [
+        ("JSON report", Verdict),
+        ("JSON finding", Found),
+        ("JSON frame", Frame),
+        ("JSON request", Line),
+        ("JSON target", Target),
+    ],
+)
 def test_reports(heading: str, kind: Any) -> None:
     assert names(heading) == list(inspect.get_annotations(kind))
     assert f"| `format` | {FORMAT};" in REFERENCE

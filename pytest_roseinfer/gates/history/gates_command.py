@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import argparse
 
-HELP = "look at the figures that runs of pytest kept with --roseinfer-timings"
+HELP = "what runs of pytest kept of their gates, over time"
 DESCRIPTION = (
     "Look at the times and the work of decode steps that runs of pytest kept with "
     "--roseinfer-timings FOLDER."

@@ -1,0 +1,1 @@
+"""What was found, drawn step by step."""

@@ -1,0 +1,98 @@
+"""Records what a search found: as files to replay, as a drawing, and for the report of the run."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer.cases.history import History
+from pytest_roseinfer.engines.run import run_mix
+from pytest_roseinfer.engines.watch import timeline_of
+from pytest_roseinfer.findings.divergence import Difference, Divergence
+from pytest_roseinfer.findings.drawn.poster import poster
+from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.watchdog import WATCHED, StepHung
+from pytest_roseinfer.search import reproduce
+from pytest_roseinfer.search.frames import frames_of
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.adapters.base import Adapter
+    from pytest_roseinfer.findings.drawn.frame import Frame
+    from pytest_roseinfer.findings.drawn.timeline import Timeline
+    from pytest_roseinfer.findings.finding import Location
+    from pytest_roseinfer.findings.found import Found
+    from pytest_roseinfer.search.reproduce import Example
+
+
+def record(
+    adapter: type[Adapter], example: Example, check: str, failure: BaseException, folder: str | None
+) -> str:
+    """Note the failure of ``check`` on the smallest ``example`` for the report, and save it.
+
+    Returns how to run it again. Without a folder nothing is saved.
+    """
+    found = _found(adapter, example, check, failure)
+    saved = reproduce.Saved()
+    if folder:
+        saved = reproduce.save(adapter, example, check, found["message"], folder, poster(found))
+    found |= {"trace": saved.trace, "script": saved.script, "drawing": saved.drawing}
+    if not isinstance(failure, KeyboardInterrupt):
+        coverage.current().of(adapter).note_found(found)
+    return saved.words
+
+
+def _found(adapter: type[Adapter], example: Example, check: str, failure: BaseException) -> Found:
+    said = isinstance(failure, Difference)
+    location = failure.location if isinstance(failure, Divergence) else None
+    contents = location.contents if location else None
+    history = failure.history if isinstance(failure, Divergence) else example
+    frames, timeline = _drawn(adapter, check, history, location, failure)
+    return {
+        "target": coverage.name_of(adapter),
+        "check": check,
+        "tests": _test(),
+        "what": failure.what if isinstance(failure, Difference) else repr(failure),
+        "message": str(failure) if said else f"{failure!r}\non {example.words()}",
+        "expected": contents.expected if contents else "",
+        "found": contents.found if contents else "",
+        "example": json.loads(json.dumps(example.to_json())),
+        "trace": "",
+        "script": "",
+        "drawing": "",
+        "layer": location.layer if location else 0,
+        "block_size": history.spec.block_size if isinstance(history, History) else 0,
+        "frames": frames,
+        "timeline": timeline,
+    }
+
+
+def _test() -> list[str]:
+    """Name the test that runs, as pytest does in this variable, with the phase behind it."""
+    said = os.environ.get("PYTEST_CURRENT_TEST", "")
+    return [said.rpartition(" ")[0]] if said else []
+
+
+def _drawn(
+    adapter: type[Any],
+    check: str,
+    history: Example,
+    location: Location | None,
+    failure: BaseException,
+) -> tuple[list[Frame], Timeline | None]:
+    """Run it once more to draw it; nothing is drawn where it hangs, or cannot even begin."""
+    if isinstance(failure, KeyboardInterrupt) or isinstance(failure.__cause__, StepHung):
+        return [], None
+    WATCHED.example, WATCHED.began = history, monotonic()
+    try:
+        # What cannot be drawn must not hide what was found.
+        with suppress(Exception, StepHung):
+            if isinstance(history, History):
+                return frames_of(adapter, history, location), None
+            if check == run_mix.__name__:
+                return [], timeline_of(adapter, history)
+    finally:
+        WATCHED.began = WATCHED.example = None
+    return [], None

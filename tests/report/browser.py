@@ -1,0 +1,69 @@
+"""Opens a page in a headless Chromium, and returns what that makes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import escape, unescape
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_OPTIONS = (
+    "--headless",
+    "--no-sandbox",  # root may start none with it
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--no-first-run",
+)
+_ANSWER = """<script>
+addEventListener("load", () => {{
+  const answer = parent.document.createElement("pre");
+  answer.id = "answer";
+  answer.textContent = JSON.stringify((() => {{ {script} }})());
+  parent.document.body.append(answer);
+}});
+</script>"""
+_AROUND = '<!doctype html><iframe width="{width}" height="900" style="border:0" srcdoc="{page}">'
+"""A window cannot be as narrow as a phone, and a frame in it can."""
+
+
+def require_browser() -> str:
+    """Return the browser's path; skip a test where there is none."""
+    found = next(filter(None, map(shutil.which, _NAMES)), None)
+    if found is None:
+        pytest.skip("needs a headless Chromium, as Debian's package chromium is")
+    return found
+
+
+def asked(page: str, script: str, folder: Path, *, width: int = 1100, dark: bool = False) -> Any:
+    """Open a page in a frame so wide, run a script in it, and return what that returns."""
+    browser, file = require_browser(), folder / "page.html"
+    asking = page.replace("</body>", f"{_ANSWER.format(script=script)}</body>")
+    file.write_text(_AROUND.format(width=width, page=escape(asking)))
+    done = subprocess.run(
+        [
+            browser,
+            *_OPTIONS,
+            f"--user-data-dir={folder / 'profile'}",
+            "--window-size=1200,900",
+            *["--blink-settings=preferredColorScheme=0"] * dark,
+            "--dump-dom",
+            file.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    answer = re.search(r'<pre id="answer">(.*?)</pre>', done.stdout, re.S)
+    assert answer, done.stdout[-2000:]
+    return json.loads(unescape(answer[1]))
