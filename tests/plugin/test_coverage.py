@@ -123,7 +123,7 @@ def test_workers_add_up() -> None:
     target = whole.targets["mine:Cache"]
     assert (target.histories, target.searched, target.failed) == (20, True, False)
     assert target.counts == {"fast": 3, "rare": 4}
-    assert target.checks == "read_back 8, attention 0"
+    assert target.checks == "read_back 8"
 
 
 def test_the_same_verdict_with_workers_as_without(project: Project) -> None:

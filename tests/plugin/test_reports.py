@@ -161,7 +161,7 @@ def test_each_method_is_listed_once_with_its_calls_and_an_engine_as_one() -> Non
     data = verdict(seen, Settings(seed=9), {}, passed=True)
     assert data["targets"][0]["tested"] == {"make": 3, "step": 40}
     text = page(data, {}, {})
-    assert "<td>3 mixes of requests</td>" in text
+    assert "<td>3 mixes of requests in 0 s</td>" in text
     assert text.count("step 40") == text.count("make 3") == text.count("forked") == 1
     assert target.searches == "mixes of requests"
 
