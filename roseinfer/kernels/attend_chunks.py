@@ -32,7 +32,7 @@ def _chunks_moved(given: Given) -> dict[str, int | Callable[[], int]]:
     """Count every sequence's keys and values up to its last new token, however many read them."""
     query, tables, k_cache = (given[name] for name in ("query", "tables", "k_cache"))
     columns = [given[name] for name in ("sequences", "rows", "counts", "positions")]
-    token = taken(k_cache, k_cache.shape[1] * given["D"])
+    token, block = taken(k_cache, k_cache.shape[1] * given["D"]), given["BLOCK"]
 
     def lengths() -> list[int]:
         found: dict[int, int] = {}
@@ -44,7 +44,7 @@ def _chunks_moved(given: Given) -> dict[str, int | Callable[[], int]]:
         return token * sum(lengths())
 
     def listed() -> int:
-        return taken(tables, sum(-(-length // given["BLOCK"]) for length in lengths()))
+        return taken(tables, sum(-(-length // block) for length in lengths()))
 
     return {
         **{name: taken(given[name], query.numel()) for name in ("query", "out")},

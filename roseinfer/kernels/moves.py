@@ -3,7 +3,7 @@
 A declaration takes a launch's arguments by name. It returns the bytes that are read and written
 of each tensor among them, every place once, as a number; or as a function of nothing, where they
 depend on what a tensor holds when the kernel runs. It reads no tensor itself: a launch may be one
-that a CUDA graph captures.
+that a CUDA graph captures, and such a function, kept as long as the graph, holds no activations.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +21,7 @@ from pytest_roseinfer.gates.work.moved.captured_graphs import (
 )
 from pytest_roseinfer.gates.work.moved.measure_bytes import measure_bytes
 from pytest_roseinfer.gates.work.moved.step_memory import StepMemory
+from pytest_roseinfer.gates.work.triton_launches import Launch, compiled_launches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -176,6 +178,30 @@ def test_a_kernel_moves_what_it_declares(monkeypatch: pytest.MonkeyPatch) -> Non
         recorded(sum_rows)
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_a_compiled_launch_is_heard_of_with_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton describes a launch to its hooks by name alone, so the description is listened to."""
+    from triton import knobs
+    from triton.compiler.compiler import CompiledKernel, LazyDict
+
+    monkeypatch.setattr(
+        CompiledKernel, "launch_metadata", lambda *_: LazyDict({"name": "sum_of_rows"})
+    )
+    compiled = SimpleNamespace(src=SimpleNamespace(fn=_sum_rows))
+    launches: list[Launch] = []
+    with compiled_launches(launches.append):
+        (hook,) = knobs.runtime.launch_enter_hook.calls
+        args = (NUMBERS, LENGTHS, OUT, 4)
+        hook(CompiledKernel.launch_metadata(compiled, (2, 1, 1), 0, *args))
+        hook(LazyDict({"name": "of_another_path"}))
+    names = ("numbers", "lengths", "out", "TILE")
+    assert launches == [
+        Launch("sum_of_rows", _sum_rows.fn, dict(zip(names, args, strict=True))),
+        Launch("of_another_path", None, {}),
+    ]
+    assert knobs.runtime.launch_enter_hook.calls == []
+
+
 # ------------------------------------------------------------------------------------- graphs
 
 
@@ -292,5 +318,5 @@ def test_contexts_that_grow_compare_nothing() -> None:
         length[0] += 1
         (TABLE[: length[0]] * ONES).sum()
 
-    with pytest.raises(CannotCompare, match=r"(?s)values, mul: 24 and 32.*before= has to bring"):
+    with pytest.raises(CannotCompare, match=r"(?s)values, mul: 16 and 24.*before= has to bring"):
         measure_bytes(Step(step, 1), StepMemory(ONES, [TABLE], lambda: 0), "cpu")

@@ -28,13 +28,16 @@ def noting_captures() -> Iterator[None]:
     """Note what is captured meanwhile, whoever captures it."""
     kind = torch.cuda.CUDAGraph
     begin, end = kind.capture_begin, kind.capture_end
+    under_way: dict[Any, ByteRecorder] = {}
 
     def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
         begin(graph, *args, **kwargs)
-        _captured[graph] = ByteRecorder(DEVICE_TYPE, captures=True).__enter__()
+        under_way[graph] = ByteRecorder(DEVICE_TYPE, captures=True).__enter__()
 
     def capture_end(graph: Any) -> None:
-        _captured[graph].__exit__(None, None, None)
+        if graph in under_way:  # it began meanwhile too
+            _captured[graph] = under_way.pop(graph)
+            _captured[graph].__exit__(None, None, None)
         end(graph)
 
     with (
