@@ -165,7 +165,7 @@ def test_pairs_that_start_together_are_ready_before_one_is_measured() -> None:
 
     class Noting(SimulatedWorker):
         @property
-        def ready(self) -> Ready:  # type: ignore[override]
+        def ready(self) -> Ready:
             events.append("ready")
             return READY
 
@@ -196,7 +196,7 @@ def test_pairs_that_nobody_took_are_stopped_where_one_breaks() -> None:
 
     class Broken(SimulatedWorker):
         @property
-        def ready(self) -> Ready:  # type: ignore[override]
+        def ready(self) -> Ready:
             raise CannotCompare("no weights")
 
         @ready.setter
