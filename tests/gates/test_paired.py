@@ -28,8 +28,9 @@ from pytest_roseinfer.gates.time.paired import (
 )
 from pytest_roseinfer.gates.time.paired import compare as compare_sides
 from pytest_roseinfer.gates.time.progress import Progress
+from pytest_roseinfer.gates.time.started_ahead import started_ahead
 from pytest_roseinfer.gates.time.timing_report import Timed
-from pytest_roseinfer.gates.time.worker_process import cpus_for
+from pytest_roseinfer.gates.time.worker_process import Ready, cpus_for, pairs_side_by_side
 from tests.gates.simulated import READY, Machine, SimulatedWorker, compare, pairs_of, quiet
 
 
@@ -157,6 +158,65 @@ def test_every_process_is_stopped_and_each_series_has_its_own() -> None:
     started.clear()
     compare_sides(Plan(series_per_process=5), start)
     assert len(started) == 2 * math.ceil(Plan().looks[0].series / 5)
+
+
+def test_pairs_that_start_together_are_ready_before_one_is_measured() -> None:
+    events: list[str] = []
+
+    class Noting(SimulatedWorker):
+        @property
+        def ready(self) -> Ready:
+            events.append("ready")
+            return READY
+
+        @ready.setter
+        def ready(self, _: Ready) -> None: ...
+
+        def stop(self) -> None:
+            events.append("stopped")
+
+    def start(number: int) -> tuple[SimulatedWorker, SimulatedWorker]:
+        events.append(f"start {number}")
+        return Noting(quiet(), 1e-3), Noting(quiet(), 1e-3)
+
+    with started_ahead(start, 2) as take:
+        assert events == []
+        first = take(0)
+        assert events == ["start 0", "start 1", *["ready"] * 4]
+        assert take(1)[0] is not first[0]
+        assert len(events) == 6
+        take(2)
+        assert events[6:] == ["start 2", "start 3", *["ready"] * 4]
+        assert "stopped" not in events
+    assert events[12:] == ["stopped"] * 2  # the fourth pair, which nobody took
+
+
+def test_pairs_that_nobody_took_are_stopped_where_one_breaks() -> None:
+    started: list[SimulatedWorker] = []
+
+    class Broken(SimulatedWorker):
+        @property
+        def ready(self) -> Ready:
+            raise CannotCompare("no weights")
+
+        @ready.setter
+        def ready(self, _: Ready) -> None: ...
+
+    def start(number: int) -> tuple[SimulatedWorker, SimulatedWorker]:
+        kind = Broken if number else SimulatedWorker
+        started.extend((kind(quiet(), 1e-3), kind(quiet(), 1e-3)))
+        return started[-2], started[-1]
+
+    with pytest.raises(CannotCompare, match="no weights"), started_ahead(start, 2) as take:
+        take(0)
+    assert [worker.stopped for worker in started] == [True] * 4
+
+
+def test_as_many_pairs_start_together_as_have_cpus_of_their_own() -> None:
+    assert pairs_side_by_side(1, [0, 1, 2]) == 3
+    assert pairs_side_by_side(2, [0, 1, 2]) == 1
+    assert pairs_side_by_side(4, [0, 1]) == 1
+    assert pairs_side_by_side(1, []) == pairs_side_by_side(None, [0, 1]) == 1
 
 
 def test_processes_are_stopped_where_one_of_them_breaks() -> None:

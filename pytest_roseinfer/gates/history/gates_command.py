@@ -56,6 +56,9 @@ def _history(folder: Path) -> str:
     require_library()
     trends = trends_of(runs)
     changes = [change for trend in trends for change in change_points(trend)]
-    file = draw_history(folder, trends, changes)
-    said = [str(change) for change in changes] or ["no figure changed"]
-    return "\n".join([f"{len(runs)} runs, {len(trends)} figures, drawn in {file}", *said])
+    moving = [change.trend for change in changes]
+    drawn = [trend for trend in trends if not trend.exact or trend in moving]
+    lines = [f"runs: {len(runs)}, figures: {len(trends)}"]
+    if drawn:  # counts that never changed are a line that says nothing
+        lines[0] += f", drawn: {len(drawn)}, in {draw_history(folder, drawn, changes)}"
+    return "\n".join([*lines, *(map(str, changes) if changes else ["no figure changed"])])

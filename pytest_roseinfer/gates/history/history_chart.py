@@ -44,7 +44,8 @@ def _draw(axes: Axes, trend: Trend, changes: Sequence[ChangePoint]) -> None:
     axes.plot(values, "o-", color=_LINE, markersize=3, linewidth=1)
     for change in changes:
         axes.axvline(change.at - 0.5, color=_CHANGE, linewidth=1)
-        said = f"{change.before:g} -> {change.after:g}"
+        commit = trend.points[change.at].run.label
+        said = f"{commit}: {change.before:g} -> {change.after:g}"
         axes.annotate(
             said, (change.at - 0.5, 1), xycoords=("data", "axes fraction"), fontsize=8,
             color=_CHANGE, xytext=(3, -9), textcoords="offset points",

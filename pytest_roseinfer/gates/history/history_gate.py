@@ -83,7 +83,7 @@ class HistoryGate(Gate):
             self._lines.append(why_not or f"written: {folder / timing_plot.NAME}")
 
     def in_markdown(self) -> Iterable[str]:
-        return self._lines
+        return [f"- {line}" for line in self._lines]
 
     def show(self, reporter: pytest.TerminalReporter) -> None:
         if self._lines or self.problems:

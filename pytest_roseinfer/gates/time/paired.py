@@ -195,8 +195,9 @@ def compare(
 ) -> Comparison:
     """Compare two sides as ``plan`` says.
 
-    ``start`` starts the workers of both sides for a series, there and here; ``doubt`` returns
-    why times cannot be trusted, or ""; ``progress`` is told how far the comparison is.
+    ``start`` starts the workers of both sides, there and here, and is told how many pairs it
+    started before; ``doubt`` returns why times cannot be trusted, or ""; ``progress`` is told how
+    far the comparison is.
     """
     budget = _Budget(plan, clock)
     measuring = Measuring(plan)
@@ -205,7 +206,7 @@ def compare(
     for look in plan.looks:
         while len(ratios) < look.series and budget.allows(len(ratios)):
             with budget.taking():
-                series = measuring.run(start(len(ratios)))
+                series = measuring.run(start(len(ratios) // plan.series_per_process))
             ratios += [paired_ratio(there, here) for there, here in series]
             if progress:
                 progress.note(partial(so_far, ratios, look))

@@ -19,9 +19,15 @@ from pytest_roseinfer.gates.time.clocks import CpuClock, GpuClock
 from pytest_roseinfer.gates.time.interval import Verdict
 from pytest_roseinfer.gates.time.paired import Plan, compare
 from pytest_roseinfer.gates.time.progress import Progress, terminal_of
+from pytest_roseinfer.gates.time.started_ahead import MOST_PAIRS, started_ahead
 from pytest_roseinfer.gates.time.timing_gate import NEXT_TO_OTHERS, TimingGate
 from pytest_roseinfer.gates.time.timing_report import Timed, facts, judged
-from pytest_roseinfer.gates.time.worker_process import Side, WorkerProcess, cpus_for
+from pytest_roseinfer.gates.time.worker_process import (
+    Side,
+    WorkerProcess,
+    cpus_for,
+    pairs_side_by_side,
+)
 
 _NOTHING_ASKED = (
     "nothing to compare with: --roseinfer-against REF, --roseinfer-noise-floor or "
@@ -76,10 +82,12 @@ class Tpot:
         if asked.noise_floor:  # goes to its end, even if the ratio is clear before
             plan = replace(plan, looks=plan.looks[-1:])
 
-        def start(series: int) -> tuple[WorkerProcess, WorkerProcess]:
-            return self._worker(there, factory, series), self._worker(here, factory, series)
+        def start(pair: int) -> tuple[WorkerProcess, WorkerProcess]:
+            return self._worker(there, factory, pair), self._worker(here, factory, pair)
 
-        comparison = compare(plan, start, self._clock().doubt, progress=self._progress())
+        progress = self._progress()
+        with started_ahead(start, min(MOST_PAIRS, pairs_side_by_side(self._cpus))) as pairs:
+            comparison = compare(plan, pairs, self._clock().doubt, progress=progress)
         timed = Timed(self._test, there.label, comparison, plan.margin, asked.noise_floor)
         self._gate.results.append(timed)
         if asked.folder:
@@ -100,7 +108,7 @@ class Tpot:
         clock = self._clock()
         _, here = self._gate.sides
         timings = absolute.measure_alone(
-            self._plan, lambda series: self._worker(here, factory, series), self._progress()
+            self._plan, lambda number: self._worker(here, factory, number), self._progress()
         )
         doubt = clock.doubt()
         if self._asked.timing.update_tpot:
@@ -113,13 +121,13 @@ class Tpot:
         verdict = f"UNDECIDED because {doubt}" if doubt else f"within its baseline in {file}"
         self._gate.held_to_baseline(f"{self._test}: {verdict}")
 
-    def _worker(self, side: Side, factory: str, series: int) -> WorkerProcess:
+    def _worker(self, side: Side, factory: str, number: int) -> WorkerProcess:
         return WorkerProcess(
             side,
             factory,
             file=_file_of(factory.partition(":")[0]),
             cuda=self._asked.gpu,
-            cpus=cpus_for(series, self._cpus),
+            cpus=cpus_for(number, self._cpus),
         )
 
     def _progress(self) -> Progress:

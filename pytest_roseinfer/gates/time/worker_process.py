@@ -127,17 +127,25 @@ class WorkerProcess:
 
 
 def cpus_for(
-    series: int, wanted: int | None, available: Sequence[int] | None = None
+    pair: int, wanted: int | None, available: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Return the CPUs that both workers of a series keep to, or none if they may use all.
+    """Return the CPUs that both workers of a pair keep to, or none if they may use all.
 
     Two workers on two CPUs would compare the CPUs, since one may share its core with somebody
-    busy. Every series has other CPUs, so that none of them decides.
+    busy. Every pair has other CPUs than the one before, so that none of them decides.
     """
-    if available is None:
-        can_choose = hasattr(os, "sched_getaffinity")
-        available = sorted(os.sched_getaffinity(0)) if can_choose else []
+    available = _usable() if available is None else available
     if wanted is None or wanted >= len(available):
         return ()
-    first = series * wanted
+    first = pair * wanted
     return tuple(available[(first + at) % len(available)] for at in range(wanted))
+
+
+def pairs_side_by_side(wanted: int | None, available: Sequence[int] | None = None) -> int:
+    """Return how many pairs find CPUs that no other of them keeps to."""
+    available = _usable() if available is None else available
+    return max(1, len(available) // wanted) if wanted else 1
+
+
+def _usable() -> Sequence[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

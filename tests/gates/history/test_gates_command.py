@@ -44,7 +44,7 @@ def test_history_draws_and_names_changes(folder: str, capsys: pytest.CaptureFixt
     assert gates("history", folder) == 0
     at = "at 070000000 (2026-11-07T10:00:00+00:00), the run before was 060000000"
     assert capsys.readouterr().out.splitlines() == [
-        f"11 runs, 3 figures, drawn in {folder}/history.svg",
+        f"runs: 11, figures: 3, drawn: 3, in {folder}/history.svg",
         f"{TEST} on cpu, TPOT (us): 1000 -> 1200 (+20.0%) {at}",
         "  torch: 2.13.0 -> 2.14.0",
         f"{TEST} against v1, here / there: 1 -> 1.2 (+20.0%) {at}",
@@ -54,7 +54,20 @@ def test_history_draws_and_names_changes(folder: str, capsys: pytest.CaptureFixt
     ]
     drawn = Path(folder, "history.svg").read_text()
     assert drawn.startswith("<?xml")
-    assert [drawn.count(f"<!-- {each} -->") for each in ("40 -&gt; 44", "070000000")] == [1, 3]
+    assert [
+        drawn.count(f"<!-- {each} -->") for each in ("070000000: 40 -&gt; 44", "070000000")
+    ] == [1, 3]
+
+
+def test_counts_that_never_changed_are_not_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ruptures", reason="finds changes of times: pip install '.[test]'")
+    for each in without_times([run(1), run(2)]):
+        append_run(tmp_path, each)
+    assert gates("history", str(tmp_path)) == 0
+    assert capsys.readouterr().out == "runs: 2, figures: 1\nno figure changed\n"
+    assert not (tmp_path / "history.svg").exists()
 
 
 def test_without_the_library_it_says_how_to_get_it(
