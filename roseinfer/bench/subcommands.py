@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     import argparse
 
     from roseinfer.bench.reporting import Report
+    from roseinfer.cli.parser import Parser
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+    Subparsers = argparse._SubParsersAction[Parser]
 
 _WORK_OF_A_RUNG = {
     "batch": (1, 64),
