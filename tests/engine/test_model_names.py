@@ -177,23 +177,13 @@ def test_offline_the_cache_is_all_there_is(cache: Path, monkeypatch: pytest.Monk
 # ---------------------------------------------------------------------- before torch is there
 
 
-def test_generate_refuses_all_of_these_before_torch_is_imported(hub: str, tmp_path: Path) -> None:
-    mistakes = [
-        ["--model", str(tmp_path)],
-        ["--model", "./nowhere"],
-        ["--model", "no/such-model"],
-        ["--device", "gpu"],
-        ["--dtype", "float9"],
-        ["--block-size", "0"],
-        ["--top-p", "2"],
-    ]
+def test_generate_asks_the_hub_before_torch_is_imported(hub: str) -> None:
     said = run_python(
-        f"""
+        """
         import sys
         from roseinfer.cli import main
 
-        for mistake in {mistakes}:
-            assert main(["generate", "--prompt", "x", *mistake]) == 2
+        assert main(["generate", "--prompt", "x", "--model", "no/such-model"]) == 2
         print("torch" in sys.modules)
         """,
         HF_ENDPOINT=hub,
