@@ -12,8 +12,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hypothesis import Phase, Verbosity, seed
 from hypothesis import settings as hypothesis_settings
@@ -21,8 +20,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from pytest_roseinfer import settings
 from tests.plugin.first_minutes.by_hand import ByHand
-from tests.plugin.first_minutes.planted_bugs import PLANTED, SOURCE
-from tests.plugin.first_minutes.printed import adapter_of_paged_kv
+from tests.plugin.first_minutes.planted_bugs import PLANTED, SOURCE, load
+from tests.plugin.first_minutes.printed import harness_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,13 +36,9 @@ def main() -> None:
 
 
 def _row(source: str) -> str:
-    library: Any = ModuleType("paged_kv")
-    exec(source, vars(library))
-    sys.modules["paged_kv"] = library
-    test: dict[str, Any] = {"__name__": "test_paged_kv"}
-    exec(adapter_of_paged_kv(), test)
+    library = load(source)
     settings.set_current(settings.Settings(seed=1))
-    said, slow = _tried(test["TestPaged"]().test_histories)
+    said, slow = _tried(harness_on(library).test_histories)
 
     by_hand = type("ByHandOfThis", (ByHand,), {"library": library})
     asked = hypothesis_settings(

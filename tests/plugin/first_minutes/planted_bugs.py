@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 SOURCE = Path(__file__).with_name("paged_kv.py").read_text(encoding="utf-8")
+
+
+def load(source: str) -> Any:
+    """Return a module that has this source."""
+    library = ModuleType("paged_kv")
+    exec(source, vars(library))
+    return library
 
 
 @dataclass(frozen=True, slots=True)

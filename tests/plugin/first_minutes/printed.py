@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
@@ -32,3 +35,11 @@ def adapter_of_paged_kv() -> str:
     """Return the test file of the tutorial for a cache that one brings along."""
     (code,) = blocks(page("tutorial.md"), "Bring your own", "python")
     return code
+
+
+def harness_on(library: Any) -> Any:
+    """Return the tutorial's tests of a cache, for a module in place of ``paged_kv``."""
+    there: dict[str, Any] = {"__name__": "test_paged_kv"}
+    with patch.dict(sys.modules, paged_kv=library):
+        exec(adapter_of_paged_kv(), there)
+    return there["TestPaged"]()

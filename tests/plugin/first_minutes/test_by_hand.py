@@ -5,19 +5,20 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
-from hypothesis import Phase, seed, settings
+from hypothesis import Phase, seed
+from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from pytest_roseinfer import settings
+from tests.plugin.first_minutes import paged_kv
 from tests.plugin.first_minutes.by_hand import ByHand
-from tests.plugin.first_minutes.planted_bugs import PLANTED, PlantedBug
-from tests.plugin.first_minutes.printed import adapter_of_paged_kv, page
+from tests.plugin.first_minutes.planted_bugs import PLANTED, PlantedBug, load
+from tests.plugin.first_minutes.printed import adapter_of_paged_kv, harness_on, page
 
 PAGE = page("by-hand.md")
-SHORT = settings(
+SHORT = hypothesis_settings(
     max_examples=15, stateful_step_count=12, phases=[Phase.generate], database=None, deadline=None
 )
 
@@ -26,10 +27,14 @@ def test_the_cache_passes_the_test_by_hand() -> None:
     run_state_machine_as_test(seed(1)(ByHand), settings=SHORT)
 
 
+@pytest.mark.usefixtures("short_run")
+def test_the_cache_passes_the_tests_of_the_harness() -> None:
+    settings.set_current(settings.Settings(examples=20, seed=1))
+    harness_on(paged_kv).test_histories()
+
+
 def test_the_test_by_hand_finds_a_planted_bug() -> None:
-    library: Any = ModuleType("paged_kv")
-    exec(PLANTED[0].source(), vars(library))
-    broken = type("Broken", (ByHand,), {"library": library})
+    broken = type("Broken", (ByHand,), {"library": load(PLANTED[0].source())})
     with pytest.raises(AssertionError):
         run_state_machine_as_test(seed(1)(broken), settings=SHORT)
 
