@@ -12,8 +12,8 @@ To test a cache of your own, write one class and one line in a test file::
         def append(self, seqs, key, value):              # [layers, len(seqs), heads, head_dim]
             dtype = getattr(torch, self.spec.dtype)
             for i, seq in enumerate(seqs):
-                self.rows.setdefault(seq, []).append(
-                    torch.stack([key[:, i], value[:, i]]).to(dtype))
+                new = torch.stack([key[:, i], value[:, i]]).to(dtype)
+                self.rows.setdefault(seq, []).append(new)
 
         def peek(self, seq, layer):                      # [tokens, heads, head_dim], K and V
             kv = torch.stack(self.rows[seq], dim=2)

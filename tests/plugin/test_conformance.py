@@ -7,15 +7,14 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from textwrap import dedent
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-import pytest_roseinfer
 from pytest_roseinfer import CacheSpec, FastPath, History, KVCacheAdapter, conformance, run_history
 from pytest_roseinfer.cases.operations.writes.append import Append
 from tests.plugin.caches.list_cache import ListCache
+from tests.plugin.first_minutes.printed import list_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,42 +33,11 @@ def _keep_the_kernel_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
-def tutorial() -> str:
-    """The example in the docstring of pytest_roseinfer, word for word."""
-    indented = str(pytest_roseinfer.__doc__).partition("::\n")[2].partition("\nRun ``pytest``")[0]
-    return dedent(indented)
-
-
-def test_the_tutorial_works_as_it_is_printed(project: Project) -> None:
-    project.write(test_mine=tutorial())
-    result = project.pytest("-W", "error")
-    assert result.ret == pytest.ExitCode.OK
-    result.assert_outcomes(passed=3, skipped=2)
-    result.stdout.fnmatch_lines(
-        [
-            # With no option given, only the tests show that there is something to say.
-            "collected 5 items",
-            "roseinfer: target test_mine:ListCache",
-            "roseinfer: device cpu *",
-            "*= roseinfer: test_mine:ListCache =*",
-            "100 histories of up to 12 steps on cpu (Triton interpreted) in * s, "
-            "profile dev, seed *",
-            "tested: make *, append *, peek *",
-            "not offered: table, ledger, gather, fork, free, prefill, *append_many, *path_counts*",
-        ]
-    )
-
-
-def test_the_tutorial_takes_ten_lines() -> None:
-    code = [line for line in tutorial().splitlines() if line.strip() and "import" not in line]
-    assert len(code) <= 12  # with the class and the line that makes tests of it
-
-
 def test_the_suite_needs_no_file_and_hides_no_target(project: Project) -> None:
     """``pytest``, unlike ``python -m pytest``, does not import from the folder it is started in."""
     for name in ("one", "two"):
         (project.path / name).mkdir()
-        (project.path / name / "caches.py").write_text(tutorial().partition("TestListCache")[0])
+        (project.path / name / "caches.py").write_text(list_cache().partition("TestListCache")[0])
     targets = [f"--roseinfer-target={name}.caches:ListCache" for name in ("one", "two")]
     arguments = ["--pyargs", "pytest_roseinfer.suite", "-k", "histories", *targets, *FEW]
     done = subprocess.run(

@@ -1,0 +1,1 @@
+"""What a newcomer reads and does in the first minutes, kept true."""
