@@ -151,12 +151,13 @@ class TargetCoverage:
         if not self.histories:
             return ["its search ran no history: a check that did not run is no pass"]
         problems = []
+        early = f"; {self.cut_short}" if self.left_out else ""
         for row in self.rows():
             if require_paths and row.verdict == "NOT REACHED":
                 reached = f"reached {row.times} time{'s' * (row.times > 1)}"
                 problems.append(
                     f"{row.kind} {row.name!r} was {reached if row.times else 'never reached'} and "
-                    f"must be {REQUIRED_TIMES} times: a check that did not run is no pass"
+                    f"must be {REQUIRED_TIMES} times: a check that did not run is no pass{early}"
                 )
         return problems
 

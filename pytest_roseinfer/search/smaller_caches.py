@@ -26,6 +26,7 @@ def smaller_caches(adapter: type[KVCacheAdapter], history: History) -> Iterator[
         yield replace(history, finite=True)
     yield from (replace(history, texts=history.texts[:few]) for few in range(1, len(history.texts)))
     yield from (_with(history, **layers) for layers in _fewer_layers(spec))
+    yield from (_with(history, windows=windows) for windows in _smaller_windows(spec))
     for name, sizes in _shapes(adapter).items():
         now = getattr(spec, name)
         yield from (_with(history, **{name: size}) for size in sorted(sizes) if size < now)
@@ -54,6 +55,12 @@ def _fewer_layers(spec: CacheSpec) -> Iterator[dict[str, Any]]:
             yield {"num_layers": layers}
         for begin in {0, spec.num_layers - layers} if spec.windows else ():
             yield {"num_layers": layers, "windows": spec.windows[begin : begin + layers]}
+
+
+def _smaller_windows(spec: CacheSpec) -> Iterator[tuple[int | None, ...]]:
+    for window in {*spec.windows} - {None}:
+        for smaller in smaller_numbers(window or 0, 1):
+            yield tuple(smaller if each == window else each for each in spec.windows)
 
 
 def _with_blocks_of(size: int, history: History) -> History:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pytest_roseinfer.cases.operations.lookups.take import Take
 from pytest_roseinfer.cases.operations.operation import NAMING, Write
+from pytest_roseinfer.cases.operations.set_options import SetOptions
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
 from pytest_roseinfer.cases.operations.writes.fill import Fill
@@ -41,6 +42,7 @@ def passes_of_histories(
         _without_a_sequence,
         _without_steps,
         _with_one_sequence_for_two,
+        _with_switches_set_before,
         smaller_caches,
         _with_simpler_steps,
         _with_all_numbers_lower,
@@ -58,7 +60,7 @@ def _sensible(
 ) -> Iterator[History]:
     for smaller in way(adapter, history):
         sensible = what_makes_sense(adapter, smaller)
-        if sensible.size <= history.size:
+        if 0 < sensible.size <= history.size:
             yield sensible
 
 
@@ -144,6 +146,15 @@ def _without_two_steps(_: type[KVCacheAdapter], history: History) -> Iterator[Hi
         yield _with(history, (step for at, step in enumerate(steps) if at not in pair))
 
 
+def _with_switches_set_before(_: type[KVCacheAdapter], history: History) -> Iterator[History]:
+    """Build the cache with the switches that a step sets."""
+    steps = history.operations
+    for at, step in enumerate(steps):
+        if isinstance(step, SetOptions):
+            spec = replace(history.spec, options=step.options)
+            yield _with(replace(history, spec=spec), (*steps[:at], *steps[at + 1 :]))
+
+
 def _with_joined_steps(adapter: type[KVCacheAdapter], history: History) -> Iterator[History]:
     """Have one step that writes be a plain append, or two be one."""
     steps = history.operations
@@ -165,7 +176,8 @@ def _writes(rows: Mapping[int, int]) -> Iterator[Operation]:
         yield Append(tuple(rows))
     if len(rows) == 1:
         yield from (Prefill(seq, count) for seq, count in rows.items())
-    yield AppendMany(tuple(rows), tuple(rows.values()))
+    for names in dict.fromkeys([tuple(rows), tuple(reversed(rows))]):
+        yield AppendMany(names, tuple(rows[seq] for seq in names))
 
 
 def _with_simpler_steps(adapter: type[KVCacheAdapter], history: History) -> Iterator[History]:

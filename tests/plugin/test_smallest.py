@@ -22,6 +22,7 @@ from pytest_roseinfer.cases.operations.away.resume import Resume
 from pytest_roseinfer.cases.operations.sequences.fork import Fork
 from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
+from pytest_roseinfer.cases.operations.set_options import SetOptions
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.operations.writes.reserve import Reserve
@@ -36,12 +37,14 @@ from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 from tests.plugin.caches.broken_caches import LosesTheBlock, SwapsRows
 from tests.plugin.caches.broken_swap_caches import BringsBackOneLayer, KeepsTheOldLength
 from tests.plugin.caches.swap_cache import SwapCache
+from tests.plugin.caches.window_cache import WindowCache
 from tests.plugin.engines import broken_engines
 from tests.plugin.engines.toy_engine import ToyAdapter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from pytest_roseinfer import KVCacheAdapter
     from pytest_roseinfer.adapters.base import Adapter
     from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.cases.operations.operation import Operation
@@ -125,28 +128,67 @@ def test_a_mix_has_no_request_and_no_token_too_many(
 # --------------------------------------------------------------------------- what is tried
 
 STEPS: tuple[Operation, ...] = (Append((0,)), Append((0,)), Fork(0, 1), Free(0), Append((1, 2)))
+USUAL, UNUSUAL = (
+    {name: values[at] for name, values in GroupedManager.option_choices.items()} for at in (0, -1)
+)
 
 
-def shrunk(history: History, *needed: type[Operation]) -> History:
-    """Make a history smaller that fails as long as these kinds of steps are in it."""
+def shrunk(
+    history: History,
+    fails: Callable[[History], bool],
+    adapter: type[KVCacheAdapter] = GroupedManager,
+) -> History:
+    """Make a history smaller whose check fails for another reason than a cache's."""
 
     def check(case: History) -> None:
-        if {*needed} <= {type(step) for step in case.operations}:
+        if fails(case):
             raise Difference("it fails", str)
 
     small = Smallest(history, Difference("it fails", str), check)
-    small.shrink(passes_of_histories(GroupedManager))
+    small.shrink(passes_of_histories(adapter))
     return small.example
 
 
+def has(*kinds: type[Operation], tokens: int = 0) -> Callable[[History], bool]:
+    def fails(case: History) -> bool:
+        written = sum(count for step in case.operations for _, count in step.rows())
+        return {*kinds} <= {type(step) for step in case.operations} and written >= tokens
+
+    return fails
+
+
 def test_no_step_is_left_that_is_not_needed() -> None:
-    spec = CacheSpec(
-        options={name: values[-1] for name, values in GroupedManager.option_choices.items()}
-    )
-    small = shrunk(History(spec, STEPS, finite=False), Fork)
+    small = shrunk(History(CacheSpec(options=UNUSUAL), STEPS, finite=False), has(Fork))
     assert small.operations == (Append((0,)), Fork(0, 1))
-    usual = {name: values[0] for name, values in GroupedManager.option_choices.items()}
-    assert (small.spec.num_blocks, small.spec.options, small.finite) == (2, usual, True)
+    assert (small.spec.num_blocks, small.spec.options, small.finite) == (2, USUAL, True)
+
+
+def test_one_sequence_is_enough_where_two_are_not_needed() -> None:
+    steps = (Append((3,)), Fork(3, 1), Truncate(1, 0))
+    small = shrunk(History(CacheSpec(options=USUAL), steps), has(Truncate))
+    assert small.operations == (Append((0,)), Truncate(0, 0))
+
+
+def test_what_is_written_in_two_steps_is_written_in_one() -> None:
+    small = shrunk(History(CacheSpec(options=USUAL), STEPS), has(Fork, tokens=2))
+    assert small.operations == (Prefill(0, 2), Fork(0, 1))
+
+
+def test_switches_are_set_from_the_beginning() -> None:
+    def fails(case: History) -> bool:
+        sets = [step.options for step in case.operations if isinstance(step, SetOptions)]
+        off = [case.spec.options, *sets][-1]["triton"] is False
+        return off and has(Append)(case)
+
+    steps = (Append((0,)), SetOptions(UNUSUAL), Append((0,)))
+    small = shrunk(History(CacheSpec(options=USUAL), steps), fails)
+    assert (small.operations, small.spec.options) == (STEPS[:1], {**USUAL, "triton": False})
+
+
+def test_windows_and_layers_are_no_more_than_need_be() -> None:
+    spec = CacheSpec(num_layers=3, windows=(9, None, 5))
+    small = shrunk(History(spec, STEPS), has(Append), WindowCache)
+    assert (small.spec.num_layers, small.spec.windows) == (1, (1,))
 
 
 def test_what_makes_no_sense_without_a_step_goes_with_it() -> None:
