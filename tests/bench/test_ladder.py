@@ -6,6 +6,7 @@ import json
 import math
 from argparse import Namespace
 from collections import Counter
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -120,8 +121,8 @@ def test_the_place_where_a_report_is_damaged_is_named(
 
 
 def test_the_table_is_narrow_and_the_reasons_stand_below_it() -> None:
-    numbers: Any = [1234.5] * 9
-    row = RungRow(NAMES[3], *numbers, "no " * 70)
+    measured: dict[str, Any] = {each.name: 1234.5 for each in fields(RungRow)[1:-1]}
+    row = RungRow(NAMES[3], not_available="no " * 70, **measured)
     text = Table("rungs", "", [row], headings=ladder._HEADINGS).text()
     assert "| identity and scalar position | 1,234 |" in text
     assert max(map(len, text.splitlines())) <= 100
