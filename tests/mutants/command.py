@@ -14,10 +14,11 @@ from roseinfer.cli.parser import Parser
 from roseinfer.how_far import counting
 from tests.mutants import report
 from tests.mutants.catalogue import CATALOGUE, find
-from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, PROFILE, RANDOM, Job, Task
+from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, PROFILE, RANDOM, SHRINK, Job, Task
 from tests.mutants.options import DESCRIPTION, add_options
 from tests.mutants.results import sum_up
 from tests.mutants.runner import WorkerFailed, run
+from tests.mutants.shortest import SHORTEST, Made
 
 if TYPE_CHECKING:
     import argparse
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if asked.false_alarms:
             return _look_for_false_alarms(asked)
+        if asked.smallest:
+            return _make_smallest(asked)
         return _look_for_bugs(asked, mutants)
     except WorkerFailed as error:
         print(error, file=sys.stderr)
@@ -149,6 +152,22 @@ def _look_for_false_alarms(asked: argparse.Namespace) -> int:
     return int(any(outcome.killed for outcome in outcomes))
 
 
+def _make_smallest(asked: argparse.Namespace) -> int:
+    known = [each for each in SHORTEST if each.bug in (asked.names or [each.bug])]
+    tasks = tuple(Task(SHRINK, seed) for seed in range(asked.seeds))
+    mutants = [find(each.bug) for each in known]
+    jobs = [Job(mutant, mutant.targets, tasks) for mutant in mutants]
+    outcomes, _ = _do(jobs, asked.jobs, "bugs whose smallest example is known")
+    made = Made(known, outcomes)
+    print(report.smallest(made))
+    for outcome in outcomes:
+        if not made.small_enough(outcome):
+            print(f"\n{outcome.mutant}, seed {outcome.seed}: {outcome.what}")
+    if asked.write_docs:
+        report.write_smallest(Path(asked.write_docs), made, _command(asked))
+    return int(not made.nearly_all)
+
+
 def _do(jobs: Sequence[Job], processes: int, what: str) -> tuple[list[Outcome], float]:
     start = time.perf_counter()
     todo = sum(len(job.tasks) for job in jobs)
@@ -167,8 +186,6 @@ def _command(asked: argparse.Namespace) -> str:
         parts += ["--targets", *asked.targets] if asked.targets else []
     else:
         parts += [f"--profile {asked.profile}"] if asked.profile != PROFILE else []
-        if asked.quick:
-            parts.append("--quick")
-        elif asked.seeds != 10:
-            parts.append(f"--seeds {asked.seeds}")
+        parts += ["--quick"] * asked.quick + ["--smallest"] * asked.smallest
+        parts += [f"--seeds {asked.seeds}"] * (asked.seeds != 10 and not asked.quick)
     return " ".join([*parts, f"--write-docs {asked.write_docs}"])

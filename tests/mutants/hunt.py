@@ -39,7 +39,7 @@ class Found:
 
 
 class Stop(BaseException):
-    """Leaves a search past Hypothesis, which would go on to shrink the example."""
+    """Leaves a search, which would go on to make the example smaller."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)

@@ -50,6 +50,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="instead, run the dev profile with so many seeds on targets without a planted bug",
     )
     parser.add_argument(
+        "--smallest",
+        action="store_true",
+        help="instead, make what fails as small as it goes, of the bugs whose smallest example is "
+        "known, and say which are made that small",
+    )
+    parser.add_argument(
         "--targets",
         nargs="+",
         metavar="TARGET",

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
     from tests.mutants.jobs import Outcome
     from tests.mutants.results import Result
+    from tests.mutants.shortest import Made
 
 _RESULTS, _ALARMS, _KNOWN, _LEFT_OUT = "results", "false-alarms", "known-bugs", "not-planted"
+_SMALLEST = "smallest"
 
 
 class NoPage(ValueError):
@@ -125,6 +127,29 @@ def strength(results: Sequence[Result], seeds: int, profile: str) -> Strength:
 def write_alarms(file: Path, said: str, command: str) -> None:
     """Put what ``alarms`` said into the page."""
     _put(file, _ALARMS, f"{_how(command)}\n{said}\n")
+
+
+def smallest(made: Made, *, style: str = "simple") -> str:
+    """Say of each bug how small an example can be, and how many seeds made it that small."""
+    rows = [
+        (
+            each.bug,
+            each.example,
+            *each.size,
+            f"{sum(map(made.small_enough, made.of(each.bug)))}/{len(made.of(each.bug))}",
+        )
+        for each in made.known
+    ]
+    headers = ["bug", "smallest example, by hand", "steps", "tokens", "made as small"]
+    return (
+        f"{len(made.as_small)} of {len(rows)} are made as small as can be by every seed.\n\n"
+        + tabulate(rows, headers, tablefmt=style, disable_numparse=True)
+    )
+
+
+def write_smallest(file: Path, made: Made, command: str) -> None:
+    """Put what ``smallest`` says into the page."""
+    _put(file, _SMALLEST, f"{_how(command)}\n{smallest(made, style='github')}\n")
 
 
 def _how(command: str) -> str:

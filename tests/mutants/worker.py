@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_roseinfer.settings import Settings
 from tests.mutants.forking import in_child
 from tests.mutants.install import import_from, plant
-from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Outcome, Task
+from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, SHRINK, Job, Outcome, Task
 from tests.mutants.runner import DONE
 from tests.mutants.tally import Tally
 
@@ -111,11 +111,15 @@ class _Bench:
 
         job = self.job
         engines = [target for target in self.targets if issubclass(target, EngineAdapter)]
+        asked = Settings(
+            examples=job.examples, steps=job.steps, seed=task.seed, targets=job.targets
+        )
         if task.kind == HUNT:
-            asked = Settings(
-                examples=job.examples, steps=job.steps, seed=task.seed, targets=job.targets
-            )
             return hunt.hunt(self.targets, asked, tally)
+        if task.kind == SHRINK:
+            from tests.mutants import shrinking
+
+            return shrinking.shrink(self.targets, asked, tally)
         if task.kind == DIRECTED:
             return directed.run(job.mutant.directed if job.mutant else None, tally)
         if task.kind == RANDOM:

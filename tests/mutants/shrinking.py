@@ -1,0 +1,61 @@
+"""Searches one broken copy as a user's run would, and says how small what failed was made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from pytest_roseinfer import settings
+from pytest_roseinfer.adapters.mix import RequestMix
+from pytest_roseinfer.findings.divergence import Difference, Divergence
+from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.interpreter import remembering
+from pytest_roseinfer.search import smallest
+from pytest_roseinfer.suite.conformance import conformance
+from tests.mutants.hunt import Found
+from tests.mutants.shortest import Size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_roseinfer.adapters.base import Adapter
+    from pytest_roseinfer.cases.history import History
+    from pytest_roseinfer.settings import Settings
+    from tests.mutants.tally import Tally
+
+_SECONDS = 300.0
+"""The time for making one example smaller: a machine that others use is no measure."""
+
+
+def shrink(targets: Sequence[type[Adapter]], asked: Settings, tally: Tally) -> Found | None:
+    """Search every target until a test fails; return how small its example was made, and that."""
+    settings.set_current(asked)
+    coverage.set_current(coverage.Coverage())
+    with remembering(), patch.object(smallest, "SECONDS", _SECONDS):
+        for target in targets:
+            tests = conformance(target)()
+            for name in tests.shipped():
+                tally.check = name.removeprefix("test_")
+                if example := _failing(getattr(tests, name)):
+                    return Found(tally.check, f"{size_of(example)}\n{example.words()}")
+    return None
+
+
+def _failing(test: Any) -> History | RequestMix | None:
+    import pytest
+
+    try:
+        test()
+    except pytest.skip.Exception:
+        return None
+    except Difference as failure:
+        return failure.history if isinstance(failure, Divergence) else vars(failure)["mix"]
+    return None
+
+
+def size_of(example: History | RequestMix) -> Size:
+    """Count the steps or requests, and the tokens that are written or asked for."""
+    if isinstance(example, RequestMix):
+        return Size(example.size, sum(each.most_tokens for each in example.requests))
+    rows = [row for step in example.operations for row in step.rows()]
+    return Size(example.size, sum(count for _, count in rows))
