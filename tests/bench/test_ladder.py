@@ -120,8 +120,8 @@ def test_the_place_where_a_report_is_damaged_is_named(
 
 
 def test_the_table_is_narrow_and_the_reasons_stand_below_it() -> None:
-    numbers: Any = [1234.5] * 9
-    row = RungRow(NAMES[3], *numbers, "no " * 70)
+    numbers: dict[str, Any] = dict.fromkeys(ladder._HEADINGS.keys() - {"rung"}, 1234.5)
+    row = RungRow(NAMES[3], **numbers, not_available="no " * 70)
     text = Table("rungs", "", [row], headings=ladder._HEADINGS).text()
     assert "| identity and scalar position | 1,234 |" in text
     assert max(map(len, text.splitlines())) <= 100
