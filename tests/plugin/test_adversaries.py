@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 POISONED = "expected sequence 0, token 0, layer 0, head 0, K, found poison"
 REASONS = {
     "ReturnsItsInputs": POISONED,
-    "IgnoresAppends": "expected shape [1, 1, 4], found [0, 1, 4]",
+    "IgnoresAppends": "expected shape [1, 1, 1], found [0, 1, 1]",
     "WritesNothing": POISONED,
     "PeekSharesMemory": POISONED,
     "ClaimsAPathItsRowsRuleOut": (
