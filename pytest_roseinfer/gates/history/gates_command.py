@@ -47,18 +47,16 @@ def _report(folder: Path) -> str:
 
 
 def _history(folder: Path) -> str:
-    from pytest_roseinfer.gates.history.change_points import change_points, require_library
-    from pytest_roseinfer.gates.history.history_chart import draw_history
+    from pytest_roseinfer.gates.history.history_chart import History
     from pytest_roseinfer.gates.history.kept_runs import read_runs
-    from pytest_roseinfer.gates.history.trends import trends_of
 
     runs = read_runs(folder)
-    require_library()
-    trends = trends_of(runs)
-    changes = [change for trend in trends for change in change_points(trend)]
-    moving = [change.trend for change in changes]
-    drawn = [trend for trend in trends if not trend.exact or trend in moving]
-    lines = [f"runs: {len(runs)}, figures: {len(trends)}"]
-    if drawn:  # counts that never changed are a line that says nothing
-        lines[0] += f", drawn: {len(drawn)}, in {draw_history(folder, drawn, changes)}"
-    return "\n".join([*lines, *(map(str, changes) if changes else ["no figure changed"])])
+    history = History.of(runs)
+    lines = [f"runs: {len(runs)}, figures: {len(history.trends)}"]
+    if history.drawn:
+        chart = folder / "history.svg"
+        chart.write_text(history.chart(), encoding="utf-8")
+        lines[0] += f", drawn: {len(history.drawn)}, in {chart}"
+    return "\n".join(
+        [*lines, *(map(str, history.changes) if history.changes else ["no figure changed"])]
+    )

@@ -3,40 +3,63 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.gates.gate import CannotCompare
+from pytest_roseinfer.gates.history.change_points import change_points, require_library
+from pytest_roseinfer.gates.history.trends import trends_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from matplotlib.axes import Axes
 
     from pytest_roseinfer.gates.history.change_points import ChangePoint
+    from pytest_roseinfer.gates.history.kept_runs import KeptRun
     from pytest_roseinfer.gates.history.trends import Trend
 
-NAME = "history.svg"
 _LINE, _CHANGE = "#4c72b0", "#c44e52"
 _MOST_LABELS = 12
 """Commits named along an axis; with more, some are left out."""
 
 
-def draw_history(folder: Path, trends: Sequence[Trend], changes: Sequence[ChangePoint]) -> Path:
-    """Draw ``history.svg`` into the folder, a chart for each trend, one below the other."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CannotCompare("no chart: matplotlib is not installed (pip install 'roseinfer[plot]')")
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a folder's runs say over time."""
 
-    figure = Figure(figsize=(10, 2.4 * len(trends)), layout="constrained")
-    FigureCanvasSVG(figure)
-    rows = figure.subplots(len(trends), 1, squeeze=False)
-    for (axes,), trend in zip(rows, trends, strict=True):
-        _draw(axes, trend, [change for change in changes if change.trend is trend])
-    file = folder / NAME
-    figure.savefig(file)
-    return file
+    trends: Sequence[Trend]
+    changes: Sequence[ChangePoint]
+
+    @classmethod
+    def of(cls, runs: Sequence[KeptRun]) -> History:
+        require_library()
+        trends = trends_of(runs)
+        return cls(trends, [change for trend in trends for change in change_points(trend)])
+
+    @property
+    def drawn(self) -> Sequence[Trend]:
+        """All but the counts that never changed, whose line says nothing."""
+        moving = [change.trend for change in self.changes]
+        return [trend for trend in self.trends if not trend.exact or trend in moving]
+
+    def chart(self) -> str:
+        """Return SVG with a chart for each trend, one below the other."""
+        if importlib.util.find_spec("matplotlib") is None:
+            missing = "no chart: matplotlib is not installed (pip install 'roseinfer[plot]')"
+            raise CannotCompare(missing)
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 2.4 * len(self.drawn)), layout="constrained")
+        FigureCanvasSVG(figure)
+        rows = figure.subplots(len(self.drawn), 1, squeeze=False)
+        for (axes,), trend in zip(rows, self.drawn, strict=True):
+            _draw(axes, trend, [change for change in self.changes if change.trend is trend])
+        text = io.StringIO()
+        figure.savefig(text, format="svg")
+        return text.getvalue()
 
 
 def _draw(axes: Axes, trend: Trend, changes: Sequence[ChangePoint]) -> None:

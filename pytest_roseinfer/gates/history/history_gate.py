@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates.gate import CannotCompare, Gate, show_problems
 from pytest_roseinfer.gates.history.circumstances import commit_of, environment_here
+from pytest_roseinfer.gates.history.history_chart import History
 from pytest_roseinfer.gates.history.kept_runs import KeptRun, append_run, read_runs
 from pytest_roseinfer.gates.time import timing_plot
 from pytest_roseinfer.gates.time.timing_report import entry_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import pytest
 
@@ -32,6 +33,7 @@ class HistoryGate(Gate):
         self.timed: list[Timed] = []
         self._work: list[dict[str, Any]] = []
         self._lines: list[str] = []
+        self._chart = ""
 
     def keep_work(
         self, where: tuple[str, str, str], work: StepWork, verdict: CostVerdict | None
@@ -78,9 +80,25 @@ class HistoryGate(Gate):
             work=self._work,
         )
         self._lines.append(f"written: {append_run(folder, run)}")
+        runs = read_runs(folder)
         if self.timed:
-            why_not = timing_plot.draw(folder, self.timed, read_runs(folder))
+            why_not = timing_plot.draw(folder, self.timed, runs)
             self._lines.append(why_not or f"written: {folder / timing_plot.NAME}")
+        if settings.current().reports:
+            self._draw(runs)
+
+    def _draw(self, runs: Sequence[KeptRun]) -> None:
+        """Draw the chart for the page of the run, or say what is missing for it."""
+        try:
+            history = History.of(runs)
+            drawn = history.chart() if history.drawn else ""
+        except CannotCompare as error:
+            self._lines.append(str(error))
+            return
+        self._chart = drawn[drawn.find("<svg") :]  # what comes before is for a file of its own
+
+    def figures(self) -> Mapping[str, str]:
+        return {"What runs kept of their gates": self._chart} if self._chart else {}
 
     def in_markdown(self) -> Iterable[str]:
         return [f"- {line}" for line in self._lines]

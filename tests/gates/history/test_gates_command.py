@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pytest_roseinfer import settings
 from pytest_roseinfer.gates.history import gates_command
+from pytest_roseinfer.gates.history.history_gate import HistoryGate
 from pytest_roseinfer.gates.history.kept_runs import append_run
+from pytest_roseinfer.settings import Settings, Timing
 from tests.gates.history.runs import TEST, run, without_times
 from tests.python_process import ROOT
 
@@ -112,3 +116,23 @@ def test_a_report_without_times_has_no_table(
     said = capsys.readouterr().out
     assert "0 of 1 steps do more work" in said
     assert "|" not in said
+
+
+def test_the_page_of_a_run_shows_the_history(
+    folder: str, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ruptures", reason="finds changes of times: pip install '.[test]'")
+    asked = Settings(reports=("kv.html",), timing=Timing(folder=folder))
+    monkeypatch.setattr(settings, "_current", asked)
+    gate = HistoryGate(pytestconfig)
+    gate.add([*run(12, calls=50).work])
+    assert gate.judge(passed=True) == []
+    ((title, drawn),) = gate.figures().items()
+    assert title == "What runs kept of their gates"
+    assert drawn.startswith("<svg")
+    assert "44 -&gt; 50" in drawn
+    monkeypatch.setattr(settings, "_current", replace(asked, reports=()))
+    other = HistoryGate(pytestconfig)
+    other.add([*run(12).work])
+    assert other.judge(passed=True) == []
+    assert other.figures() == {}
