@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from contextlib import contextmanager, nullcontext
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import seed as seeded
 from hypothesis import settings as hypothesis_settings
-from hypothesis.errors import Flaky
+from hypothesis.errors import Flaky, HypothesisWarning
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.mix import RequestMix
@@ -188,7 +189,10 @@ def try_examples(
     compiled = compiled_so_far if settings.current().gpu else int
     began, before = monotonic(), compiled()
     try:
-        undisturbed(test)
+        with warnings.catch_warnings():
+            # Of the example that failed, which is not the one that is shown.
+            warnings.filterwarnings("ignore", "Generating overly large repr", HypothesisWarning)
+            undisturbed(test)
     except (Exception, KeyboardInterrupt, _Hung):
         target.failed = True
         raise

@@ -14,7 +14,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pytest_roseinfer.findings.divergence import Difference
-from pytest_roseinfer.running.watchdog import StepHung
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -79,7 +78,8 @@ class Smallest(Generic[_Case]):
         try:
             self.check(candidate)
         except type(self.failure) as failure:
-            if isinstance(failure.__cause__, StepHung):
+            # Who raises an error has another mistake than who holds what is wrong.
+            if type(failure.__cause__) is not type(self.failure.__cause__):
                 return False
             self.example, self.failure = candidate, failure
             return True
