@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.oracle.oracle import Oracle
 
-_Passes = "list[Callable[[History], Iterator[History]]]"
-
 
 def passes_of_histories(
     adapter: type[KVCacheAdapter],

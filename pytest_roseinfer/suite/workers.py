@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Generator, Iterator, Mapping
+    from types import FrameType
 
 WORKERS = 2
 """The search for one engine takes as long as all the others together, and is one test."""
@@ -36,11 +38,35 @@ class Workers:
             config.option.numprocesses = self.number
             if self.number > WORKERS:  # tests are few, and some take long: none waits behind one
                 config.option.dist = "worksteal"
-        return (yield)
+        with _noting_ctrl_c() as pressed:
+            status = yield
+        # A worker that has died may be reported first, as a test that failed.
+        return pytest.ExitCode.INTERRUPTED if pressed else status
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         node.workerinput[_DIE_BY_CTRL_C] = True
+
+
+@contextmanager
+def _noting_ctrl_c() -> Iterator[list[int]]:
+    """Yield a list that is empty until Ctrl-C, which does what it did."""
+    pressed: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
+    does = before
+
+    def note(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        does(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def die_by_ctrl_c(workerinput: Mapping[str, Any]) -> None:
