@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping
-    from types import FrameType
+    from collections.abc import Generator, Mapping
 
 WORKERS = 2
 """The search for one engine takes as long as all the others together, and is one test."""
@@ -38,43 +36,21 @@ class Workers:
             config.option.numprocesses = self.number
             if self.number > WORKERS:  # tests are few, and some take long: none waits behind one
                 config.option.dist = "worksteal"
-        with _noting_ctrl_c() as pressed:
-            status = yield
-        # A worker that has died may be reported first, as a test that failed.
-        return pytest.ExitCode.INTERRUPTED if pressed else status
+        return (yield)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         node.workerinput[_DIE_BY_CTRL_C] = True
 
 
-@contextmanager
-def _noting_ctrl_c() -> Iterator[list[int]]:
-    """Yield a list that is empty until Ctrl-C, which does what it did."""
-    pressed: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield pressed
-        return
-    does = before
-
-    def note(number: int, frame: FrameType | None) -> None:
-        pressed.append(number)
-        does(number, frame)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def die_by_ctrl_c(workerinput: Mapping[str, Any]) -> None:
     """Have a worker of ``Workers`` end by Ctrl-C at once, whatever it is doing, and without a word.
 
     It reaches all processes at a terminal; the one that started the worker says what happened.
+    Where it is ignored, as by what runs in the background, it stays so.
     """
-    if _DIE_BY_CTRL_C in workerinput and threading.current_thread() is threading.main_thread():
+    main = threading.current_thread() is threading.main_thread()
+    if main and _DIE_BY_CTRL_C in workerinput and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

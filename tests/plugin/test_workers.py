@@ -95,8 +95,9 @@ STUBBORN = """
         test_that_nothing_interrupts()
 """
 SHARED_OUT = """
-import sys, pytest
+import signal, sys, pytest
 from pytest_roseinfer.suite.workers import Workers
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background
 sys.exit(pytest.main(["-p", "no:cacheprovider", "test_stubborn.py"], plugins=[Workers(2)]))
 """
 
