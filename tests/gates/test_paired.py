@@ -116,8 +116,8 @@ def test_a_comparison_that_takes_long_says_how_far_it_is() -> None:
     said: list[str] = []
     progress = Progress(said.append, itertools.count().__next__)
     compare_sides(Plan(), pairs_of(quiet(), 1.5), progress=progress)
-    assert said[0] == "2 series of the 13 to the next look: here / there 1.500 (2 s)"
-    assert said[-1] == "12 series of the 13 to the next look: here / there 1.500 (12 s)"
+    assert said[0] == "2 series, a look after 13: here / there 1.500 (2 s)"
+    assert said[-1] == "12 series, a look after 13: here / there 1.500 (12 s)"
     assert len(said) == 3
     said.clear()
     compare_sides(Plan(), pairs_of(quiet(), 1.5), progress=Progress(said.append, lambda: 0.0))

@@ -118,11 +118,11 @@ def test_a_comparison_says_how_far_it_is_to_a_pipe_too(timed: Project) -> None:
     result = against(timed, "-v")
     result.stdout.fnmatch_lines(
         [
-            "test_speed.py::test_decode: 5 series of the 13 to the next look: here / there 2.000 *",
+            "test_speed.py::test_decode: 5 series, a look after 13: here / there 2.000 *",
             "*test_decode FAILED *",
         ]
     )
-    assert result.stdout.str().count("to the next look") == 1
+    assert result.stdout.str().count("a look after") == 1
 
 
 def test_time_that_is_up_decides_nothing(timed: Project) -> None:

@@ -1,4 +1,4 @@
-"""Of an engine's failure, a timeline shows what became of each request, and where one parted."""
+"""A timeline of an engine's failure shows what became of each request, and where one parted."""
 
 from __future__ import annotations
 

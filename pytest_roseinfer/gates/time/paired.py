@@ -228,7 +228,7 @@ def so_far(ratios: Sequence[float], look: Look) -> str:
     """Say what the series of a comparison come to, and which look is next."""
     interval = median_interval(ratios, look.error)
     within = "" if interval == UNBOUNDED else f", in {interval}"
-    count = f"{len(ratios)} series of the {look.series} to the next look"
+    count = f"{len(ratios)} series, a look after {look.series}"
     return f"{count}: here / there {median(ratios):.3f}{within}"
 
 
