@@ -7,6 +7,10 @@ import os
 import sys
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SHIPPED_TARGETS = (
     # First what takes longest, so that two workers end at the same time.
@@ -39,6 +43,24 @@ PROFILES = {
     # As long as a night allows: rare coincidences of small probability.
     "nightly": Profile(examples=10_000, steps=40),
 }
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of a test's searches a process takes, where several share them."""
+
+    number: int = 1
+    of: int = 1
+
+    def share_of(self, aims: Sequence[_T]) -> Sequence[_T]:
+        """Choose from all that searches aim at: what aims at one path compiles the same kernels."""
+        return aims[self.number - 1 :: self.of]
+
+    def __str__(self) -> str:
+        return f"{self.number}of{self.of}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +99,7 @@ class Settings:
     search_seconds: float = PROFILES["dev"].search_seconds
     """The time for the searches of one test; 0 for any."""
     seed: int | None = None
+    part: Part = field(default_factory=Part)
     gpu: bool = False
     gpu_index: int | None = None
     """The GPU of this worker of pytest-xdist; None if there are no workers."""

@@ -66,6 +66,14 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
+def all_same_bits(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Compare many pairs at once: a GPU is waited for once, and not for every pair."""
+    if any(one.shape != other.shape or one.dtype != other.dtype for one, other in pairs):
+        return False
+    sides = [[as_bits(pair[side]).flatten() for pair in pairs] for side in (0, 1)]
+    return not pairs or torch.equal(*map(torch.cat, sides))
+
+
 def _exponent_bits(dtype: torch.dtype) -> tuple[int, int]:
     """Return the bits that must be on in a number of moderate size, and the one that must be off.
 

@@ -10,13 +10,14 @@ import os
 import sys
 import traceback
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates import gate
-from pytest_roseinfer.plugin import markers, options
+from pytest_roseinfer.plugin import markers, options, parts
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
@@ -131,6 +132,11 @@ def _describe(targets: Iterable[str], asked: settings.Settings | None) -> list[s
     return lines + (environment.describe_run(asked) if asked else [])
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if settings.current().gpu and markers.is_shipped(metafunc.definition):
+        parts.cut_up(metafunc)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     try:
         markers.check(items)
@@ -143,12 +149,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.clear()
     if not settings.current().gpu:
         markers.skip_without_gpu(items)
+    elif hasattr(config, "workerinput"):
+        parts.long_beside_short(items)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     asked = settings.current()
-    settings.set_current(markers.budget(item, asked))
+    settings.set_current(replace(markers.budget(item, asked), part=parts.part_of(item)))
     searching = _searching(item) if markers.is_shipped(item) else nullcontext()
     try:
         with searching:

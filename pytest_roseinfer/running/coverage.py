@@ -6,8 +6,6 @@ import json
 import weakref
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
-from itertools import product
-from time import monotonic
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,7 @@ from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.findings.found import add
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from pytest_roseinfer.adapters.base import Adapter
     from pytest_roseinfer.findings.found import Found
@@ -25,7 +23,6 @@ _REQUIRED_WITH = {"hash_collision": "use_hash", "calls_in_flight": "use_queue"}
 """Conditions that are required of a cache that defines these methods, without being named."""
 REQUIRED_TIMES = 3
 """How often a path or condition must be reached: once may be luck."""
-_TURNS_AGAIN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +127,9 @@ class TargetCoverage:
         def short(name: str) -> bool:
             return self.counts[name] - since.get(name, 0) < REQUIRED_TIMES
 
-        return [*filter(short, self.paths), *[None] * any(map(short, self.conditions))]
+        part = settings.current().part
+        for_conditions = [None] if any(map(short, self.conditions)) else []
+        return [*filter(short, part.share_of([*self.paths])), *part.share_of(for_conditions)]
 
     def _row(self, kind: str, name: str, twin: str) -> Reached:
         times = self.counts[name]
@@ -261,36 +260,3 @@ def set_current(coverage: Coverage) -> None:
 
 def name_of(adapter: type[Adapter]) -> str:
     return f"{adapter.__module__}:{adapter.__qualname__}"
-
-
-def in_turns(
-    adapter: type[Adapter], examples: int, of_a_turn: int
-) -> Iterator[tuple[str | None, str, int]]:
-    """Share out examples to searches: (path to aim at, name of the turn, examples due).
-
-    Paths take turns, so that a bug on the last one is found before all examples of the others ran.
-    Without paths the aim is None.
-    """
-    paths = current().of(adapter).paths
-    shares: Mapping[str | None, float] = {name: adapter.paths[name].share for name in paths}
-    shares = shares or {None: 1.0}
-    each = examples / sum(shares.values())
-    turns = max(1, round(each / of_a_turn))
-    searches = {aim: max(1, round(turns * min(1, share))) for aim, share in shares.items()}
-    for turn, (aim, share) in product(range(turns), shares.items()):
-        before, then = (-(-at * searches[aim] // turns) for at in (turn, turn + 1))
-        if then > before:
-            due = [round(at * each * share / searches[aim]) for at in (before, then)]
-            yield aim, str(turn), max(1, due[1] - due[0])
-
-
-def turns_again(
-    still_missing: Callable[[], Iterable[str | None]], of_a_turn: int, ends: float
-) -> Iterator[tuple[str | None, str, int]]:
-    """Yield further searches, aimed at what is still missing, until nothing is or time is over.
-
-    Bad luck with the examples is no verdict. What so many more do not reach, none will.
-    """
-    for turn in range(_TURNS_AGAIN):
-        for aim in still_missing() if monotonic() < ends else ():
-            yield aim, f"again {turn}", of_a_turn

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 from pytest_roseinfer import settings
 from pytest_roseinfer.engines.run import run_forks, run_mix
 from pytest_roseinfer.running import coverage
+from pytest_roseinfer.search.turns import in_turns, turns_again
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from hypothesis.strategies import SearchStrategy
 
@@ -35,6 +36,7 @@ class EngineTests(ShippedTests):
     """``conformance(Adapter)`` returns a subclass of this for an engine."""
 
     adapter: ClassVar[type[EngineAdapter]]
+    most_parts: ClassVar[Mapping[str, int]] = {"test_requests_get_what_they_get_alone": 6}
 
     def test_requests_get_what_they_get_alone(self) -> None:
         """Neither other requests nor a lack of room change what a request gets."""
@@ -43,9 +45,9 @@ class EngineTests(ShippedTests):
         examples = round(settings.current().examples * _SHARE)
         missing = partial(target.still_missing, since=Counter(target.counts))
         ends = settings.current().search_ends()
-        for aim, turn, due in coverage.in_turns(self.adapter, examples, _EXAMPLES_OF_A_TURN):
+        for aim, turn, due in in_turns(self.adapter, examples, _EXAMPLES_OF_A_TURN):
             target.searched_for(due, self._search(run_mix, due, aim, turn, ends=ends))
-        for aim, turn, due in coverage.turns_again(missing, _EXAMPLES_OF_A_TURN, ends):
+        for aim, turn, due in turns_again(missing, _EXAMPLES_OF_A_TURN, ends):
             self._search(run_mix, due, aim, turn, ends=ends)
             if self.adapter.defines("forked"):  # which may be all that takes this path
                 self._search(run_forks, 2, aim, turn, ends=ends)

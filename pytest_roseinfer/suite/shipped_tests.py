@@ -6,8 +6,11 @@ import inspect
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pytest_roseinfer import settings
+from pytest_roseinfer.settings import Part
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import pytest
 
@@ -17,6 +20,8 @@ class ShippedTests:
 
     adapter: ClassVar[type[Any]]
     """A subclass of ``KVCacheAdapter`` or ``EngineAdapter``."""
+    most_parts: ClassVar[Mapping[str, int]] = {}
+    """The tests that can be cut up, and into how many parts."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -33,6 +38,14 @@ class ShippedTests:
         """The tests of the class right under ``ShippedTests``, in their order."""
         own = cls.__mro__[cls.__mro__.index(ShippedTests) - 1]
         return {name: test for name, test in vars(own).items() if name.startswith("test_")}
+
+    @classmethod
+    def parts(cls, test: str) -> list[Part]:
+        """Cut up a test's searches, which are for paths, so that processes share them."""
+        device = settings.current().device
+        paths = sum(path.runs_on(device) for path in cls.adapter.paths.values())
+        number = max(1, min(paths, cls.most_parts.get(test, 1)))
+        return [Part(each, number) for each in range(1, number + 1)]
 
 
 def _refuse_replaced_parts(derived: tuple[type, ...], shipped: tuple[type, ...]) -> None:

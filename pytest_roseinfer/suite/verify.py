@@ -101,7 +101,7 @@ def _search(args: argparse.Namespace) -> int:
     gpu = torch.cuda.is_available() and not args.cpu
     arguments = ["--pyargs", "pytest_roseinfer.suite", "-p", "no:cacheprovider", "-v", "-rfEs"]
     # The configuration of the folder it is called from is meant for other tests.
-    arguments += ["-c", os.devnull, "--rootdir", "."]
+    arguments += ["-c", os.devnull, "--rootdir", ".", "--noconftest"]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # roseinfer is running
     arguments += ["--roseinfer-gpu"] if gpu else []
     for name in _SHARED:

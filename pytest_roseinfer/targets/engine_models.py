@@ -40,6 +40,7 @@ _LONG: dict[str, _Shape] = {
     "qwen3 16:8x128": ("qwen3", 16, 8, 128),
     "qwen3 16:1x64": ("qwen3", 16, 1, 64),
 }
+SMALL = tuple(_SHORT)
 OF_MANY_SHAPES = tuple(_LONG)
 """Kernels depend on these shapes: one query head to 16 for each KV head, and heads of 16 to 256.
 Models whose kernels compile soonest come first."""

@@ -274,6 +274,8 @@ def _goes_on(tokens: Sequence[int], prompted: int, sampling: Sampling) -> bool:
 @lru_cache(maxsize=1 << 15)
 def _logits(name: str, device: str, tokens: tuple[int, ...]) -> Floats:
     """Compute the logits of the next token from all tokens anew."""
+    # A GPU that processes share keeps each of them waiting: small models do without it.
+    device = "cpu" if name in models.SMALL else device
     ids = torch.tensor([tokens], device=device)
     logits = _original(name, device)(ids, use_cache=False).logits[0, -1]
     return np.asarray(logits.double().cpu())

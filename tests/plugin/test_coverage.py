@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from collections import Counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,10 +13,9 @@ from pytest_roseinfer import CacheSpec, FastPath, settings
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.coverage import REQUIRED_TIMES, Coverage, TargetCoverage
 from tests.plugin.caches.list_cache import ListCache
-from tests.plugin.caches.paged_cache import PagedCache
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from tests.plugin.conftest import Project
 
@@ -37,31 +35,6 @@ def reached(**counts: int) -> TargetCoverage:
     target.counts.update(counts)
     target.histories = 10
     return target
-
-
-class _Shares(PagedCache):
-    paths: ClassVar[Mapping[str, FastPath]] = {
-        "often": FastPath("slow", share=2),
-        "usual": FastPath("slow"),
-        "rare": FastPath("slow", share=0.25),
-    }
-
-
-@pytest.mark.usefixtures("short_run")
-def test_paths_take_turns_and_get_their_shares() -> None:
-    turns = list(coverage.in_turns(_Shares, 130, 4))
-    due = Counter[str | None]()
-    for aim, _, examples in turns:
-        due[aim] += examples
-    assert due == {"often": 80, "usual": 40, "rare": 10}
-    assert len({(aim, turn) for aim, turn, _ in turns}) == len(turns)
-    assert [aim for aim, turn, _ in turns if turn == "0"] == ["often", "usual", "rare"]
-    # Of one example alone Hypothesis tries the simplest, which shows little.
-    assert {aim: [n for each, _, n in turns if each == aim] for aim in due} == {
-        "often": [8] * 10,
-        "usual": [4] * 10,
-        "rare": [5, 5],
-    }
 
 
 def test_a_path_without_a_share_is_a_mistake() -> None:

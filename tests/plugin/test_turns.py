@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
-from pytest_roseinfer.running.coverage import REQUIRED_TIMES, TargetCoverage, turns_again
+from pytest_roseinfer import FastPath, settings
+from pytest_roseinfer.running.coverage import REQUIRED_TIMES, TargetCoverage
+from pytest_roseinfer.search.turns import in_turns, turns_again
+from pytest_roseinfer.settings import Part
+from tests.plugin.caches.paged_cache import PagedCache
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tests.plugin.conftest import Project
 
 LATE_CACHE = """
@@ -114,3 +122,86 @@ def test_only_what_is_missing_has_more_turns() -> None:
 def test_no_two_turns_draw_the_same() -> None:
     names = [(aim, turn) for aim, turn, _ in turns_again(lambda: ["never", None], 4, math.inf)]
     assert len(names) == len(set(names)) > 2
+
+
+class _Shares(PagedCache):
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        "often": FastPath("slow", share=2),
+        "usual": FastPath("slow"),
+        "rare": FastPath("slow", share=0.25),
+    }
+
+
+@pytest.mark.usefixtures("short_run")
+def test_paths_take_turns_and_get_their_shares() -> None:
+    turns = list(in_turns(_Shares, 130, 4))
+    due = Counter[str | None]()
+    for aim, _, examples in turns:
+        due[aim] += examples
+    assert due == {"often": 80, "usual": 40, "rare": 10}
+    assert len({(aim, turn) for aim, turn, _ in turns}) == len(turns)
+    assert [aim for aim, turn, _ in turns if turn == "0"] == ["often", "usual", "rare"]
+    # Of one example alone Hypothesis tries the simplest, which shows little.
+    assert {aim: [n for each, _, n in turns if each == aim] for aim in due} == {
+        "often": [8] * 10,
+        "usual": [4] * 10,
+        "rare": [5, 5],
+    }
+
+
+@pytest.mark.usefixtures("short_run")
+def test_parts_are_the_whole_and_keep_a_path_together() -> None:
+    whole = list(in_turns(_Shares, 130, 4))
+    parts = []
+    for number in (1, 2):
+        settings.set_current(replace(settings.current(), part=Part(number, 2)))
+        parts.append(list(in_turns(_Shares, 130, 4)))
+    assert sorted(parts[0] + parts[1]) == sorted(whole)
+    assert [{aim for aim, _, _ in part} for part in parts] == [{"often", "rare"}, {"usual"}]
+
+
+@pytest.mark.usefixtures("short_run")
+def test_only_one_part_goes_on_for_what_is_missing() -> None:
+    target = TargetCoverage({"fast": "slow", "rare": "slow"}, ["met"])
+    missing = []
+    for number in (1, 2):
+        settings.set_current(replace(settings.current(), part=Part(number, 2)))
+        missing.append(target.still_missing({}))
+    assert missing == [["fast", None], ["rare"]]
+
+
+MANY_PATHS = """
+    from collections import Counter
+
+    from caches.paged_cache import PagedCache
+    from pytest_roseinfer import FastPath, conformance
+
+    class Many(PagedCache):
+        paths = {**PagedCache.paths, "all_rows_again": FastPath(equals="row_by_row")}
+
+        def path_counts(self):
+            counts = super().path_counts()
+            return Counter(counts) + Counter(all_rows_again=counts["all_rows"])
+
+    TestMany = conformance(Many)
+"""
+OF_HISTORIES = ("-v", "-k", "histories", "--roseinfer-examples=40", "--roseinfer-seed=1")
+IN_PARTS = """
+    from pytest_roseinfer.plugin import parts
+
+    def pytest_generate_tests(metafunc):
+        parts.cut_up(metafunc)
+"""
+
+
+def test_a_test_in_parts_tries_the_same_examples(project: Project) -> None:
+    project.copy_caches()
+    project.write(test_cache=MANY_PATHS)
+    whole = project.pytest(*OF_HISTORIES)
+    project.write(conftest=IN_PARTS)
+    parts = project.pytest(*OF_HISTORIES)
+    parts.assert_outcomes(passed=2)
+    parts.stdout.fnmatch_lines(["*::test_histories?1of2? PASSED*"])
+    shown = re.compile(r"(path|condition) .* (equal|met)$|tested:|checked:")
+    lines = [[*filter(shown.match, result.outlines)] for result in (whole, parts)]
+    assert lines[0] == lines[1] != []

@@ -33,6 +33,9 @@ MISTAKES = {
 
 def test_every_option_has_an_effect(project: Project) -> None:
     project.copy_caches()
+    project.ini("addopts = --no-such-option")  # for other tests, as is the conftest.py
+    (project.path / "tests").mkdir()
+    (project.path / "tests" / "conftest.py").write_text("raise RuntimeError")
     asked = ["--target=caches.list_cache:ListCache", "--seed=5", "--examples=3", "--profile=ci"]
     done = warm_process.run(
         ["-m", "roseinfer", "verify", "--cpu", *asked, "--report=kv.json", "--report=kv.html"],

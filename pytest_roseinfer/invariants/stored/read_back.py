@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_roseinfer.cases.payload import as_bits, same_bits
+from pytest_roseinfer.cases.payload import all_same_bits, as_bits, same_bits
 from pytest_roseinfer.findings.finding import Location
 from pytest_roseinfer.findings.rounded import beyond
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
@@ -15,42 +16,51 @@ if TYPE_CHECKING:
     from pytest_roseinfer.findings.observation import Pair
 
 
+class _Compared(NamedTuple):
+    """Keys or values of one sequence in one layer, ``[tokens, heads, head_dim]``."""
+
+    route: str
+    seq: int
+    layer: int
+    kind: str
+    want: torch.Tensor
+    got: torch.Tensor
+
+
 @invariant(rank=1)
 def read_back(seen: Observation) -> Finding | None:
-    expected: dict[int, Pair] = {}
+    raised = None
+    compared: list[_Compared] = []
+    written = cache(partial(_written, seen))
     for (route, seq, layer), found in seen.after.reads.items():
         if isinstance(found, Exception):
             what = f"{route}({seq}, {layer}) raised {type(found).__name__}: {found}"
-            return Finding(what, Location(layer, {seq: None}), found)
-        unwritten = seen.oracle.unwritten(seq)
-        if seq not in expected:
-            tokens = seen.oracle.tokens(seq)
-            expected[seq] = seen.payload.all_layers(tokens[: len(tokens) - unwritten])
-        start = seen.oracle.first_live(seq, layer)
-        for kind, stored, got in zip("KV", expected[seq], found, strict=True):
+            raised = Finding(what, Location(layer, {seq: None}), found)
+            break
+        start, unwritten = seen.oracle.first_live(seq, layer), seen.oracle.unwritten(seq)
+        for kind, stored, got in zip("KV", written(seq), found, strict=True):
             want = stored[layer, start:]
             # Room that was reserved holds anything until it is filled.
             own = got[: len(want)] if unwritten else got
-            if same_bits(want, own.contiguous()):
-                continue
-            if wrong := _difference(seen, route, seq, layer, kind, want, own):
-                return wrong
-    return None
+            compared.append(_Compared(route, seq, layer, kind, want, own.contiguous()))
+    if all_same_bits([(each.want, each.got) for each in compared]):
+        return raised
+    different = (each for each in compared if not same_bits(each.want, each.got))
+    return next(filter(None, (_difference(seen, each) for each in different)), raised)
 
 
-def _difference(
-    seen: Observation,
-    route: str,
-    seq: int,
-    layer: int,
-    kind: str,
-    want: torch.Tensor,
-    got: torch.Tensor,
-) -> Finding | None:
-    """Say where two ``[tokens, heads, head_dim]`` first differ, and what each holds there.
+def _written(seen: Observation, seq: int) -> Pair:
+    """Return what a sequence must read back in all layers."""
+    tokens = seen.oracle.tokens(seq)
+    return seen.payload.all_layers(tokens[: len(tokens) - seen.oracle.unwritten(seq)])
+
+
+def _difference(seen: Observation, compared: _Compared) -> Finding | None:
+    """Say where the two first differ, and what each holds there.
 
     Those of a quantised cache may differ a little.
     """
+    route, seq, layer, kind, want, got = compared
     where = f"{route}: sequence {seq}, layer {layer}, {kind}"
     whole = Location(layer, {seq: None})
     if want.shape != got.shape:
@@ -63,7 +73,7 @@ def _difference(
         if not wrong.any():
             return None
     else:
-        wrong = (as_bits(want) != as_bits(got.contiguous())).any(-1)
+        wrong = (as_bits(want) != as_bits(got)).any(-1)
     row, head = wrong.nonzero()[0].tolist()
     at = row + seen.oracle.first_live(seq, layer)
     known = [*seen.oracle.tokens(seq), *seen.seen]
