@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 WORKERS = 2
 """The search for one engine takes as long as all the others together, and is one test."""
-GPU_WORKERS = 8
+GPU_WORKERS = 10
 """On a GPU a search mostly waits for compilers, which other cores are free to run meanwhile."""
 
 
