@@ -16,7 +16,6 @@ from pytest_roseinfer.adapters.validate import refuse_mistakes
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.machine import Machine
 from pytest_roseinfer.search.reproduce import CHECKS
-from pytest_roseinfer.search.turns import in_turns, turns_again
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
 if TYPE_CHECKING:
@@ -52,10 +51,10 @@ class ConformanceTests(ShippedTests):
         missing = partial(target.still_missing, since=Counter(target.counts))
         asked = settings.current()
         ends = asked.search_ends()
-        for aim, turn, due in in_turns(self.adapter, asked.examples, _EXAMPLES_OF_A_TURN):
+        for aim, turn, due in coverage.in_turns(self.adapter, asked.examples, _EXAMPLES_OF_A_TURN):
             left_out = self._search(check, "run_history", due, ends, aim, turn)
             target.searched_for(due, left_out)
-        for aim, turn, due in turns_again(missing, _EXAMPLES_OF_A_TURN, ends):
+        for aim, turn, due in coverage.turns_again(missing, _EXAMPLES_OF_A_TURN, ends):
             self._search(check, "run_history", due, ends, aim, turn)
 
     def test_permuting_a_batch_permutes_the_result(self) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 from pytest_roseinfer import settings
 from pytest_roseinfer.engines.run import run_forks, run_mix
 from pytest_roseinfer.running import coverage
-from pytest_roseinfer.search.turns import in_turns, turns_again
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
 if TYPE_CHECKING:
@@ -45,9 +44,9 @@ class EngineTests(ShippedTests):
         examples = round(settings.current().examples * _SHARE)
         missing = partial(target.still_missing, since=Counter(target.counts))
         ends = settings.current().search_ends()
-        for aim, turn, due in in_turns(self.adapter, examples, _EXAMPLES_OF_A_TURN):
+        for aim, turn, due in coverage.in_turns(self.adapter, examples, _EXAMPLES_OF_A_TURN):
             target.searched_for(due, self._search(run_mix, due, aim, turn, ends=ends))
-        for aim, turn, due in turns_again(missing, _EXAMPLES_OF_A_TURN, ends):
+        for aim, turn, due in coverage.turns_again(missing, _EXAMPLES_OF_A_TURN, ends):
             self._search(run_mix, due, aim, turn, ends=ends)
             if self.adapter.defines("forked"):  # which may be all that takes this path
                 self._search(run_forks, 2, aim, turn, ends=ends)

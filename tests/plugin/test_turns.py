@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
@@ -11,8 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 
 from pytest_roseinfer import FastPath, settings
-from pytest_roseinfer.running.coverage import REQUIRED_TIMES, TargetCoverage
-from pytest_roseinfer.search.turns import in_turns, turns_again
+from pytest_roseinfer.running.coverage import REQUIRED_TIMES, TargetCoverage, in_turns, turns_again
 from pytest_roseinfer.settings import Part
 from tests.plugin.caches.paged_cache import PagedCache
 from tests.python_process import ROOT
@@ -168,40 +166,3 @@ def test_only_one_part_goes_on_for_what_is_missing() -> None:
         settings.set_current(replace(settings.current(), part=Part(number, 2)))
         missing.append(target.still_missing({}))
     assert missing == [["fast", None], ["rare"]]
-
-
-MANY_PATHS = """
-    from collections import Counter
-
-    from caches.paged_cache import PagedCache
-    from pytest_roseinfer import FastPath, conformance
-
-    class Many(PagedCache):
-        paths = {**PagedCache.paths, "all_rows_again": FastPath(equals="row_by_row")}
-
-        def path_counts(self):
-            counts = super().path_counts()
-            return Counter(counts) + Counter(all_rows_again=counts["all_rows"])
-
-    TestMany = conformance(Many)
-"""
-OF_HISTORIES = ("-v", "-k", "histories", "--roseinfer-examples=40", "--roseinfer-seed=1")
-IN_PARTS = """
-    from pytest_roseinfer.plugin import parts
-
-    def pytest_generate_tests(metafunc):
-        parts.cut_up(metafunc)
-"""
-
-
-def test_a_test_in_parts_tries_the_same_examples(project: Project) -> None:
-    project.copy_caches()
-    project.write(test_cache=MANY_PATHS)
-    whole = project.pytest(*OF_HISTORIES)
-    project.write(conftest=IN_PARTS)
-    parts = project.pytest(*OF_HISTORIES)
-    parts.assert_outcomes(passed=2)
-    parts.stdout.fnmatch_lines(["*::test_histories?1of2? PASSED*"])
-    shown = re.compile(r"(path|condition) .* (equal|met)$|tested:|checked:")
-    lines = [[*filter(shown.match, result.outlines)] for result in (whole, parts)]
-    assert lines[0] == lines[1] != []

@@ -58,7 +58,7 @@ def test_a_gpu_has_more_of_them_as_far_as_there_are_cores(monkeypatch: pytest.Mo
     for cores in (1, 2, 4, 16):
         monkeypatch.setattr(workers, "usable_cores", lambda cores=cores: cores)
         asked.append((workers_for(gpu=False), workers_for(gpu=True)))
-    assert asked == [(1, 1), (2, 2), (2, 4), (2, 8)]
+    assert asked == [(1, 1), (2, 2), (2, 4), (2, 10)]
 
 
 def test_a_worker_asks_for_none() -> None:
