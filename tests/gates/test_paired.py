@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections import Counter
 from dataclasses import replace
 from statistics import median
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -30,8 +32,17 @@ from pytest_roseinfer.gates.time.paired import compare as compare_sides
 from pytest_roseinfer.gates.time.progress import Progress
 from pytest_roseinfer.gates.time.started_ahead import started_ahead
 from pytest_roseinfer.gates.time.timing_report import Timed
-from pytest_roseinfer.gates.time.worker_process import Ready, cpus_for, pairs_side_by_side
+from pytest_roseinfer.gates.time.worker_process import (
+    Ready,
+    Side,
+    WorkerProcess,
+    cpus_for,
+    pairs_side_by_side,
+)
 from tests.gates.simulated import READY, Machine, SimulatedWorker, compare, pairs_of, quiet
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def verdicts(runs: int, slower: float) -> Counter[Verdict]:
@@ -314,3 +325,17 @@ def test_both_sides_of_a_series_share_cpus_and_the_next_series_has_others() -> N
     assert cpus_for(1, 2, [0, 1, 2]) == (2, 0)
     assert cpus_for(0, 2, [0, 1]) == ()  # all there are
     assert cpus_for(0, None, [0, 1]) == ()
+
+
+def test_a_worker_ends_by_its_exit_handlers(tmp_path: Path) -> None:
+    """It leaves its modules as they are, but what a step has open may have to be closed."""
+    (tmp_path / "own_step.py").write_text(
+        "import atexit\nfrom pathlib import Path\n\n"
+        "def decode():\n"
+        "    atexit.register(Path(__file__).with_name('left').touch)\n"
+        "    return {'step': int, 'tokens': 1}\n"
+    )
+    worker = WorkerProcess(Side("here", (os.path.realpath(tmp_path),)), "own_step:decode", cpus=())
+    assert worker.ready.own_modules == ["own_step"]
+    worker.stop()
+    assert (tmp_path / "left").exists()
