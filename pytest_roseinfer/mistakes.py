@@ -36,9 +36,9 @@ def profile_named(option: str, name: str) -> Profile:
     return PROFILES[name]
 
 
-def require_at_least(option: str, number: int, least: int) -> None:
+def require_at_least(option: str, number: float, least: int) -> None:
     if number < least:
-        raise Mistake(f"{option} {number}: must be at least {least}")
+        raise Mistake(f"{option} {number:g}: must be at least {least}")
 
 
 def require_report(option: str, file: str) -> None:

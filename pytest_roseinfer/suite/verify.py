@@ -26,8 +26,8 @@ DESCRIPTION = (
     "on a GPU when there is one, else Triton's interpreter on the CPU. Needs no network. Exit "
     "status 0 only when all paths were reached and all were equal."
 )
-_LEAST = {"examples": 1, "seed": 0}
-_SHARED = ("target", "profile", "examples", "seed", "report")
+_LEAST = {"examples": 1, "seed": 0, "search_seconds": 0}
+_SHARED = ("target", "profile", "examples", "search_seconds", "seed", "report")
 """The plugin has each of these too, as ``--roseinfer-NAME``."""
 _USAGE_ERROR = 4
 """As pytest ends where its options make no sense."""
@@ -42,6 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--target", action="append", metavar="MODULE:CLASS", help=adapter)
     add("--profile", default="dev", help=f"how hard to look: {', '.join(PROFILES)} (default: dev)")
     add("--examples", type=int, metavar="N", help="histories for each search")
+    add("--search-seconds", type=float, metavar="N", help="no test searches longer; 0 is no limit")
     add("--seed", type=int, metavar="N", help="make the search repeatable")
     reports = "write what was reached to FILE.json or FILE.html; may be repeated"
     add("--report", action="append", metavar="FILE", help=reports)
@@ -71,11 +72,15 @@ def _refuse_mistakes(args: argparse.Namespace) -> None:
     profile_named("--profile", args.profile)
     for name, least in _LEAST.items():
         if (number := getattr(args, name)) is not None:
-            require_at_least(f"--{name}", number, least)
+            require_at_least(_dashed(f"--{name}"), number, least)
     for file in args.report or ():
         require_report("--report", file)
     for name in (*(args.target or ()), *(args.exhaustive or ())):
         require_target(name)
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def _walk(names: list[str]) -> int:
@@ -107,7 +112,8 @@ def _search(args: argparse.Namespace) -> int:
     for name in _SHARED:
         said = getattr(args, name)
         values = said if isinstance(said, list) else [said]
-        arguments += [f"--roseinfer-{name}={value}" for value in values if value is not None]
+        option = _dashed(f"--roseinfer-{name}")
+        arguments += [f"{option}={value}" for value in values if value is not None]
     usual = PROFILES[args.profile]
     examples = args.examples or usual.examples
     searched = Searched(Settings(args.profile, examples, usual.steps))

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,10 +59,23 @@ class UnavailableRow:
     not_available: str
 
 
-def unavailable_table(reasons: Iterable[tuple[str, str]]) -> Table:
-    """Tabulate paths and why each is not timed."""
+@dataclass(frozen=True, slots=True)
+class UnavailableTable(Table):
+    """Each reason is printed once, since most hold for many paths."""
+
+    def text(self) -> str:
+        paths: dict[str, list[str]] = {}
+        for row in self.rows:
+            paths.setdefault(row.not_available, []).append(row.path)
+        said = (f"- {', '.join(of_reason)}: {reason}" for reason, of_reason in paths.items())
+        lines = (fill(each, 100, subsequent_indent="  ", break_long_words=False) for each in said)
+        return "\n".join([f"{self.caption}\n", *lines])
+
+
+def unavailable_table(reasons: Iterable[tuple[str, str]]) -> UnavailableTable:
+    """List paths and why each is not timed."""
     rows = [UnavailableRow(*row) for row in reasons]
-    return Table("unavailable", "Paths that cannot be timed here.", rows)
+    return UnavailableTable("unavailable", "Paths that cannot be timed here.", rows)
 
 
 class Report:

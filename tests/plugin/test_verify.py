@@ -20,6 +20,7 @@ MISTAKES = {
     "--profile=deev": "--profile deev: choose one of dev, ci, nightly; did you mean dev?",
     "--examples=0": "--examples 0: must be at least 1",
     "--seed=-1": "--seed -1: must be at least 0",
+    "--search-seconds=-1": "--search-seconds -1: must be at least 0",
     "--report=kv.txt": "--report kv.txt: the name must end in .json or .html",
     "--target=Cache": "'Cache' is no target: expected package.module:Class",
     "--target=no.where:Cache": "no.where:Cache: there is no module no.where",
@@ -57,6 +58,18 @@ def test_every_option_has_an_effect(project: Project) -> None:
     said = (report["profile"], report["seed"], report["examples"], report["steps"])
     assert said == ("ci", 5, 3, 20)
     assert target["name"] == "caches.list_cache:ListCache"
+
+
+def test_the_time_of_a_search_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[str] = []
+
+    def run(arguments: list[str], **_: object) -> int:
+        handed.extend(arguments)
+        return 5
+
+    monkeypatch.setattr(pytest, "main", run)
+    assert main(["verify", "--cpu", "--search-seconds=60.5"]) == 5
+    assert "--roseinfer-search-seconds=60.5" in handed
 
 
 @pytest.mark.parametrize("argument", MISTAKES)
