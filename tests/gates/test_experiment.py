@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def test_it_compares_real_processes() -> None:
     """Twice the work, which no machine is busy enough to hide, in as few series as can tell."""
-    plan = Plan(looks=(Look(5, 0.05),), rounds=2)
+    plan = Plan(looks=(Look(5, 0.05), Look(20, 0.05)), rounds=2)
     (comparison,) = experiment.comparisons(1, 100, plan)
     assert comparison.verdict.value == "SLOWER"
     assert 1.5 < comparison.ratio < 2.5

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from pytest_roseinfer.gates.work.listening import Listening
 from pytest_roseinfer.gates.work.triton_launches import compiled_launches, interpreted_launches
 
 if TYPE_CHECKING:
@@ -38,31 +38,23 @@ _FROM_HOST = "lift_fresh"
 """Torch dispatches this for every tensor that is made of the host's data."""
 
 
-class TensorWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TensorWork(Listening):  # type: ignore[no-untyped-call]
     """Counts by group what torch does while ``count`` runs a step."""
 
     def __init__(self, device: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._kind = device.partition(":")[0]
-        self._listening = True
         self._reading = False
         self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def count(self, step: Callable[[], object]) -> None:
         with (
-            interpreted_launches(self._note_launch, self._uncounted),
+            interpreted_launches(self._note_launch, self.deaf),
             compiled_launches(self._note_launch),
             self,
             _Reads(self),
         ):
             step()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if self._listening:
-            self._note_operation(func, args, kwargs, result)
-        return result
 
     def _note_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func.overloadpacket.__name__
@@ -89,14 +81,6 @@ class TensorWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._reading = False
-
-    @contextmanager
-    def _uncounted(self) -> Iterator[None]:
-        before, self._listening = self._listening, False
-        try:
-            yield
-        finally:
-            self._listening = before
 
     def _note(self, group: str, name: str, times: int = 1) -> None:
         if self._listening:

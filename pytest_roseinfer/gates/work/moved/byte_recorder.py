@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_roseinfer.gates.gate import CannotCompare
+from pytest_roseinfer.gates.work.listening import Listening
 from pytest_roseinfer.gates.work.moved.operation_bytes import address, operation_moves, tensors_in
 from pytest_roseinfer.gates.work.triton_launches import compiled_launches, interpreted_launches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from typing import Self
 
     from torch import Tensor
@@ -40,17 +40,16 @@ class Move(NamedTuple):
         return self if isinstance(amount, int) else self._replace(amount=int(amount()))
 
 
-class ByteRecorder(TorchDispatchMode):
+class ByteRecorder(Listening):
     """Notes what is moved on a kind of device while it is entered."""
 
     def __init__(self, device_type: str, *, captures: bool = False) -> None:
         """In a capture nothing runs yet, so that amounts stay open which depend on values."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.moves: list[Move] = []
         self.not_counted: Counter[str] = Counter()
         self._device_type = device_type
         self._captures = captures
-        self._listening = True
         self._watch = ExitStack()
 
     def __enter__(self) -> Self:
@@ -62,22 +61,6 @@ class ByteRecorder(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._watch.close()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if self._listening:
-            self._note_operation(func, args, kwargs, result)
-        return result
-
-    @contextmanager
-    def deaf(self) -> Iterator[None]:
-        """Note nothing: what runs now is no work of the step."""
-        before, self._listening = self._listening, False
-        try:
-            yield
-        finally:
-            self._listening = before
 
     def note(self, move: Move) -> None:
         """Note a move that happens now."""
