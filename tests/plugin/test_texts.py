@@ -19,7 +19,7 @@ from pytest_roseinfer.oracle.texts import WHOLE, Texts
 from pytest_roseinfer.running import coverage
 from tests.plugin.caches import broken_text_caches
 from tests.plugin.caches.paged_cache import PagedCache
-from tests.plugin.caches.text_cache import HashedTextCache, TextCache
+from tests.plugin.caches.text_cache import HashedTextCache, RenewedTextCache, TextCache
 
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
@@ -37,7 +37,7 @@ def test_texts_are_equal_as_long_as_they_are_drawn_so() -> None:
 
 
 @pytest.mark.usefixtures("short_run")
-@pytest.mark.parametrize("cache", [TextCache, HashedTextCache])
+@pytest.mark.parametrize("cache", [TextCache, HashedTextCache, RenewedTextCache])
 def test_a_cache_that_shares_by_prefix_passes(cache: type[KVCacheAdapter]) -> None:
     settings.set_current(settings.Settings(examples=60, steps=20, seed=1))
     tests = conformance(cache)()

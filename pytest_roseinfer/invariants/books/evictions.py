@@ -18,7 +18,7 @@ def evictions(seen: Observation) -> Finding | None:
     kept = seen.after.ledger(0).cached
     staying = {block: each for block, each in seen.released.items() if block in kept}
     for block, gone in seen.released.items():
-        if block in kept or _found_again(seen, block, gone):
+        if block in kept or _still_there(seen, gone):
             continue
         for other, stays in staying.items():
             if stays.goes_before(gone):
@@ -30,14 +30,16 @@ def evictions(seen: Observation) -> Finding | None:
     return None
 
 
-def _found_again(seen: Observation, block: int, was: Released) -> bool:
-    """Return True if a sequence that holds a block by now says what the block held all along."""
-    for seq, table in seen.after.tables_of(0).items():
-        if block in table:
-            pages = seen.oracle.sequences[seq]
-            at = table.index(block)
-            return at < len(pages) and tuple(pages[at].tokens[: len(was.tokens)]) == was.tokens
-    return False
+def _still_there(seen: Observation, was: Released) -> bool:
+    """Return True if a sequence has by now, in that block or another, what the block held.
+
+    Where it stored that anew, the block is one too many and not evicted.
+    """
+    return any(
+        tuple(page.tokens[: len(was.tokens)]) == was.tokens
+        for seq, table in seen.after.tables_of(0).items()
+        for page, _ in zip(seen.oracle.sequences[seq], table, strict=False)
+    )
 
 
 def _why(stays: Released, gone: Released) -> str:

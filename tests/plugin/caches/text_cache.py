@@ -180,3 +180,15 @@ class HashedTextCache(TextCache):
     def find(self, said: Sequence[int]) -> int | None:
         key = self.key(said)
         return self.block_of.get(key) if self.holds.get(key) == list(said) else None
+
+
+class RenewedTextCache(TextCache):
+    """A block that is stored anew takes the place of one that nobody holds, which goes first."""
+
+    def register(self, table: list[int], said: Sequence[int]) -> None:
+        older = self.find(said)
+        if older is not None and not self.holders[older]:
+            del self.key_of[older], self.block_of[self.key(said)]
+            self.unused.remove(older)
+            self.unused.insert(0, older)
+        super().register(table, said)
