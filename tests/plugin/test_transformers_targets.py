@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -27,6 +26,7 @@ from pytest_roseinfer.targets.paged_attention_cache import (
     UnsharedPagedAttentionCacheAdapter,
 )
 from pytest_roseinfer.targets.sliding_paged_attention_cache import SlidingPagedAttentionCacheAdapter
+from tests.others.found_scripts import PAGE, scripts_about
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,9 +45,9 @@ OFFERED = {
     ForkedPagedAttentionCacheAdapter: PAGED | {"table", "ledger", "arena", "fork"},
     SlidingPagedAttentionCacheAdapter: PAGED | {"fork"},
 }
-FOUND = Path(__file__).parents[2] / "docs" / "found.md"
 VERSION = "5.23.0"
 """The version that docs/found.md is about."""
+SCRIPTS = scripts_about(f"transformers {VERSION}")
 
 
 @pytest.fixture(autouse=True)
@@ -259,15 +259,10 @@ def test_the_step_that_found_md_names() -> None:
     assert len(failure.value.history.operations) == 3
 
 
-def scripts() -> list[tuple[str, str]]:
-    """Return every script of docs/found.md, and the output that is printed there."""
-    return re.findall(r"```python\n(.*?)```.*?```text\n(.*?)```", FOUND.read_text(), re.DOTALL)
-
-
 @only_that_version
-@pytest.mark.parametrize(("script", "printed"), scripts(), ids=range(len(scripts())))
+@pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=range(len(SCRIPTS)))
 def test_a_script_of_found_md_prints_what_it_says(script: str, printed: str) -> None:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        exec(compile(script, str(FOUND), "exec"), {})
+        exec(compile(script, str(PAGE), "exec"), {})
     assert output.getvalue() == printed

@@ -1,0 +1,49 @@
+"""The keys and values of a cache whose own part is the books: which block is whose.
+
+A block manager names blocks, and a kernel writes to them. This stands in for the kernel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_roseinfer.adapters.cache import CacheSpec
+
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+
+
+class BlockStore:
+    """Blocks of zeros, written and read by tables."""
+
+    def __init__(self, spec: CacheSpec, num_blocks: int | None = None) -> None:
+        """``num_blocks`` counts those too that no sequence may use."""
+        blocks = spec.num_blocks if num_blocks is None else num_blocks
+        shape = (spec.num_layers, blocks, spec.num_heads, spec.block_size, spec.head_dim)
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.block_size = spec.block_size
+        self.arena: KeysAndValues = (
+            torch.zeros(shape, dtype=dtype, device=spec.device),
+            torch.zeros(shape, dtype=dtype, device=spec.device),
+        )
+
+    def write(
+        self, table: Sequence[int], begin: int, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Write ``[layers, tokens, heads, head_dim]`` of one sequence, from position ``begin``."""
+        for at in range(key.shape[1]):
+            block, slot = table[(begin + at) // self.block_size], (begin + at) % self.block_size
+            for stored, new in zip(self.arena, (key, value), strict=True):
+                stored[:, block, :, slot] = new[:, at]
+
+    def read(self, table: Sequence[int], layer: int, length: int) -> KeysAndValues:
+        """Read the first ``length`` tokens of a sequence, ``[length, heads, head_dim]`` each."""
+        keys, values = (
+            stored[layer, list(table)].transpose(1, 2).flatten(0, 1)[:length]
+            for stored in self.arena
+        )
+        return keys, values

@@ -1,0 +1,1 @@
+"""Caches of other projects, held to the harness; ``fetch`` brings the projects here."""

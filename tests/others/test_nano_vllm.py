@@ -1,0 +1,85 @@
+"""nano-vllm's block manager fits the harness, which finds what docs/found.md says of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, ClassVar
+
+import pytest
+
+from pytest_roseinfer import CacheSpec, Divergence, conformance, settings
+from pytest_roseinfer.running import coverage
+from pytest_roseinfer.targets import without_its_top
+from pytest_roseinfer.targets.nano_vllm import NanoVllmAdapter, WeaklyHashedNanoVllmAdapter
+from tests.others.fetch import FOLDER
+from tests.others.found_scripts import scripts_about
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+THERE = FOLDER / "nano-vllm"
+SCRIPTS = scripts_about("nano-vllm 0.2.0")
+
+needs_it = pytest.mark.skipif(
+    not THERE.exists(), reason="nano-vllm is not there: python -m tests.others.fetch nano-vllm"
+)
+
+
+@pytest.fixture(autouse=True)
+def long_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    asked, seen = settings.current(), coverage.current()
+    settings.set_current(settings.Settings(examples=500, steps=20, seed=1))
+    coverage.set_current(coverage.Coverage())
+    monkeypatch.syspath_prepend(THERE)
+    yield
+    settings.set_current(asked)
+    coverage.set_current(seen)
+
+
+class MissesSome(NanoVllmAdapter):
+    """What is known of it is no finding."""
+
+    match_finds: ClassVar[str] = "some"
+
+
+@needs_it
+def test_it_conforms_but_for_what_it_does_not_find() -> None:
+    tests = conformance(MissesSome)()
+    tests.test_histories()
+    tests.test_permuting_a_batch_permutes_the_result()
+    tests.test_one_batch_equals_its_split_in_two()
+
+
+@needs_it
+def test_a_text_that_stays_is_not_found_any_more() -> None:
+    with pytest.raises(Divergence, match=r"matched\(\) of text .* found .*, though .* are stored"):
+        conformance(NanoVllmAdapter)().test_histories()
+
+
+@needs_it
+def test_equal_tokens_behind_other_ones_are_taken_for_a_hit() -> None:
+    with pytest.raises(Divergence):
+        conformance(WeaklyHashedNanoVllmAdapter)().test_histories()
+
+
+@needs_it
+@pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=range(len(SCRIPTS)))
+def test_a_script_of_found_md_prints_what_it_says(script: str, printed: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=THERE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == printed, done.stderr
+
+
+def test_where_it_is_missing_the_adapter_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "nanovllm", raising=False)
+    monkeypatch.setattr(without_its_top, "find_spec", lambda _: None)
+    with pytest.raises(ModuleNotFoundError, match=r"nanovllm is not there: clone .*nano-vllm"):
+        NanoVllmAdapter().make(CacheSpec())
