@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,8 +48,7 @@ PROFILES = {
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Which part of a test's searches a process takes, where several share them."""
 
     number: int = 1

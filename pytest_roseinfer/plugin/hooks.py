@@ -17,7 +17,7 @@ import pytest
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates import gate
-from pytest_roseinfer.plugin import markers, options, parts
+from pytest_roseinfer.plugin import markers, options
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
@@ -134,6 +134,8 @@ def _describe(targets: Iterable[str], asked: settings.Settings | None) -> list[s
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if settings.current().gpu and markers.is_shipped(metafunc.definition):
+        from pytest_roseinfer.plugin import parts
+
         parts.cut_up(metafunc)
 
 
@@ -150,13 +152,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not settings.current().gpu:
         markers.skip_without_gpu(items)
     elif hasattr(config, "workerinput"):
+        from pytest_roseinfer.plugin import parts
+
         parts.long_beside_short(items)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     asked = settings.current()
-    settings.set_current(replace(markers.budget(item, asked), part=parts.part_of(item)))
+    settings.set_current(markers.budget(item, asked))
     searching = _searching(item) if markers.is_shipped(item) else nullcontext()
     try:
         with searching:
@@ -169,10 +173,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @contextmanager
 def _searching(item: pytest.Item) -> Iterator[None]:
-    """End steps of a shipped test that do not come back; last words go past pytest's capture."""
+    """Have a shipped test search its part, and end steps of it that do not come back.
+
+    Last words go past pytest's capture.
+    """
+    from pytest_roseinfer.plugin.parts import part_of
     from pytest_roseinfer.running.interpreter import remembering
     from pytest_roseinfer.running.watchdog import watching
 
+    settings.set_current(replace(settings.current(), part=part_of(item)))
     capture = item.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else nullcontext():
         stderr = os.dup(2)

@@ -25,7 +25,6 @@ ALLOWED = {
     "pytest_roseinfer.plugin.fixtures",
     "pytest_roseinfer.plugin.markers",
     "pytest_roseinfer.plugin.options",
-    "pytest_roseinfer.plugin.parts",
     "pytest_roseinfer.plugin.hooks",
     "pytest_roseinfer.mistakes",
     "pytest_roseinfer.settings",
