@@ -15,7 +15,7 @@ from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
@@ -208,33 +208,49 @@ def _coming_back(mix: RequestMix) -> Iterator[None]:
 
 
 def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
-    """Fork the mix's first prompt for each of its samplings; compare the forks with requests.
+    """Fork the mix's first prompt for each of its samplings; compare the forks with requests."""
+    mix = room_for_forks(mix)
+    with _coming_back(mix):
+        engine = _made(adapter)
+        for number, fork in enumerate(served_forks(engine, mix)):
+            if fork.parted is not None:
+                got = f"got {fork.found}; alone it gets {fork.expected}"
+                raise MixDivergence(mix, f"fork {number} of request 0's prompt {got}")
+        if left := engine.leftovers():
+            raise MixDivergence(mix, f"every fork was released, and left are {left}")
+        return _paths(engine, mix)
 
-    The cache is large enough for all: no engine promises anything for forks that run out of blocks.
+
+def room_for_forks(mix: RequestMix) -> RequestMix:
+    """Return the mix with a cache that is large enough for all forks.
+
+    No engine promises anything for forks that run out of blocks.
     """
+    most = max(asked.sampling.max_new_tokens for asked in mix.requests)
+    each = len(mix.requests[0].prompt) + most + mix.block_size
+    return replace(mix, cache_tokens=each * len(mix.requests))
+
+
+@dataclass(frozen=True, slots=True)
+class ServedFork:
+    expected: list[int]
+    found: list[int]
+    parted: int | None
+    """The first token that is not as alone and that rounding did not decide."""
+
+
+def served_forks(engine: EngineAdapter, mix: RequestMix) -> Iterator[ServedFork]:
+    """Serve the forks of the mix's first prompt, and each as a request alone."""
+    engine.make(mix)
     prompt = mix.requests[0].prompt
     samplings = [asked.sampling for asked in mix.requests]
-    each = len(prompt) + max(sampling.max_new_tokens for sampling in samplings) + mix.block_size
-    mix = replace(mix, cache_tokens=each * len(samplings))
-    with _coming_back(mix):
-        return _run_forks(_made(adapter), mix, prompt, samplings)
-
-
-def _run_forks(
-    engine: EngineAdapter, mix: RequestMix, prompt: Sequence[int], samplings: Sequence[Sampling]
-) -> Counter[str]:
-    engine.make(mix)
-    for number, (found, sampling) in enumerate(
-        zip(engine.forked(prompt, samplings), samplings, strict=True)
-    ):
+    for found, sampling in zip(engine.forked(prompt, samplings), samplings, strict=True):
         WATCHED.began = monotonic()
-        wanted = engine.alone(prompt, sampling, mix)
-        pairs = zip(wanted, found, strict=False)
-        at = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
-        undecided = at is not None and engine.undecided([*prompt, *found[:at]], sampling, mix)
-        if (at is not None or len(found) != len(wanted)) and not undecided:
-            what = f"fork {number} of request 0's prompt got {found}; alone it gets {wanted}"
-            raise MixDivergence(mix, what)
-    if left := engine.leftovers():
-        raise MixDivergence(mix, f"every fork was released, and left are {left}")
-    return _paths(engine, mix)
+        expected = engine.alone(prompt, sampling, mix)
+        same = enumerate(zip(expected, found, strict=False))
+        at = next((at for at, (a, b) in same if a != b), None)
+        if at is not None and engine.undecided([*prompt, *found[:at]], sampling, mix):
+            at = None
+        elif at is None and len(found) != len(expected):
+            at = min(len(found), len(expected))
+        yield ServedFork(expected, found, at)

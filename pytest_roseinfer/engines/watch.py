@@ -1,11 +1,11 @@
-"""Serves a mix of requests once more, and notes what becomes of each, step by step."""
+"""Serves a mix of requests once more, and notes what becomes of each."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.engines.run import MixRun
+from pytest_roseinfer.engines.run import MixRun, room_for_forks, served_forks
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.engine import EngineAdapter
@@ -29,6 +29,19 @@ def timeline_of(adapter: type[EngineAdapter], mix: RequestMix) -> Timeline:
         if run.comparing:
             lines[run.comparing.number]["wrong"] = True
     return {"steps": step + 1, "requests": lines}
+
+
+def timeline_of_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Timeline:
+    """Return how the forks of a mix's first prompt ended; its engine serves them in one call."""
+    lines: list[Line] = [
+        _line(at, f"fork {at} of request 0's prompt") for at in range(len(mix.requests))
+    ]
+    for line, fork in zip(lines, served_forks(adapter(), room_for_forks(mix)), strict=True):
+        line["stages"], line["tokens"] = ["arrived", "ended"], [0, len(fork.found)]
+        line["expected"], line["found"] = list(fork.expected), list(fork.found)
+        if fork.parted is not None:
+            line["parted"], line["parted_step"], line["wrong"] = fork.parted, 1, True
+    return {"steps": 2, "requests": lines}
 
 
 def _line(number: int, words: str) -> Line:

@@ -9,8 +9,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.cases.history import History
-from pytest_roseinfer.engines.run import run_mix
-from pytest_roseinfer.engines.watch import timeline_of
+from pytest_roseinfer.engines.run import run_forks, run_mix
+from pytest_roseinfer.engines.watch import timeline_of, timeline_of_forks
 from pytest_roseinfer.findings.divergence import Difference, Divergence
 from pytest_roseinfer.findings.drawn.poster import poster
 from pytest_roseinfer.running import coverage
@@ -93,6 +93,8 @@ def _drawn(
                 return frames_of(adapter, history, location), None
             if check == run_mix.__name__:
                 return [], timeline_of(adapter, history)
+            if check == run_forks.__name__:
+                return [], timeline_of_forks(adapter, history)
     finally:
         WATCHED.began = WATCHED.example = None
     return [], None

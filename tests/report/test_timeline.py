@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 from xml.etree import ElementTree
 
 import pytest
 
-from pytest_roseinfer import Asked, MixDivergence, RequestMix, Sampling, run_mix
+from pytest_roseinfer import Asked, MixDivergence, RequestMix, Sampling, run_forks, run_mix
 from pytest_roseinfer.engines.watch import timeline_of
 from pytest_roseinfer.findings.drawn.poster import poster
 from pytest_roseinfer.findings.drawn.timeline import draw_timeline, timeline_words
@@ -16,10 +17,13 @@ from pytest_roseinfer.report.findings_html import findings_html
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.search.recorder import record
 from pytest_roseinfer.targets.roseinfer_engine import RoseinferEngine
-from tests.plugin.engines.broken_engines import ANeighboursTokenLeaksIn
+from tests.plugin.engines.broken_engines import ANeighboursTokenLeaksIn, ForksShareTheirDraws
 from tests.plugin.engines.toy_engine import ToyAdapter, ToyEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_roseinfer import EngineAdapter
     from pytest_roseinfer.findings.drawn.timeline import Timeline
     from pytest_roseinfer.findings.found import Found
     from tests.plugin.engines.toy_engine import ToyRequest
@@ -56,13 +60,17 @@ class TellsNone(ToyAdapter):
     engine_type: ClassVar[type[ToyEngine]] = OffByOneLate
 
 
-def recorded(adapter: type[ToyAdapter], mix: RequestMix = MIX) -> tuple[Found, Timeline]:
+def recorded(
+    adapter: type[ToyAdapter],
+    mix: RequestMix = MIX,
+    check: Callable[[type[EngineAdapter], RequestMix], object] = run_mix,
+) -> tuple[Found, Timeline]:
     seen = coverage.current()
     coverage.set_current(coverage.Coverage())
     try:
         with pytest.raises(MixDivergence) as caught:
-            run_mix(adapter, mix)
-        record(adapter, mix, "run_mix", caught.value, None)
+            check(adapter, mix)
+        record(adapter, mix, check.__name__, caught.value, None)
         (found,) = coverage.current().of(adapter).found
     finally:
         coverage.set_current(seen)
@@ -110,6 +118,20 @@ def test_a_mix_that_shrank_under_a_search_is_drawn_too() -> None:
     found, timeline = recorded(ANeighboursTokenLeaksIn, two)
     assert "alone it gets" in found["what"]
     assert any(line["wrong"] for line in timeline["requests"])
+
+
+def test_forks_are_drawn_beside_what_they_get_alone() -> None:
+    drawn = Sampling(4, ignore_eos=True, temperature=1.0, seed=3)
+    both = (Asked((1, 2), drawn), Asked((1, 2), replace(drawn, seed=4)))
+    forks = RequestMix(both, options=OPTIONS)
+    found, timeline = recorded(ForksShareTheirDraws, forks, run_forks)
+    assert found["what"].startswith("fork 1")
+    first, second = timeline["requests"]
+    assert (first["wrong"], second["wrong"]) == (False, True)
+    assert first["found"] == first["expected"]
+    assert second["found"] != second["expected"]
+    assert second["parted_step"] == 1
+    assert "fork 1 of request 0" in draw_timeline(timeline).marks
 
 
 def test_it_is_drawn_with_the_parted_token_marked() -> None:
