@@ -152,7 +152,8 @@ class KVCacheAdapter(Adapter):
     window_gives_back: ClassVar[str] = "at once"
     """A block that left the window is given back ``"at once"``, by the write that moved it out and
     when that is stored, or by the sequence's ``"next write"``. That makes room for the write's own
-    row and for later ones; a write that is refused gives nothing back."""
+    row and for later ones; a write that is refused gives nothing back. With ``"next try"`` the row
+    that found no room has given back all the same, as in vLLM."""
     tolerance: ClassVar[Mapping[str, Tolerance]] = {}
     """For each of ``dtypes`` that is quantised, under any name: how far what is read back may be
     off. All else must come back bit for bit."""

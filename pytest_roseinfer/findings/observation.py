@@ -133,8 +133,9 @@ class Observation:
     payload: Payload
     seen: frozenset[int] | set[int] = frozenset()
     """Every token that was ever to be written."""
-    contents: Contents = field(default_factory=dict)
-    """What blocks hold after the step, known where lookups are asked for."""
+    contents: Mapping[int, Contents] = field(default_factory=dict)
+    """What blocks hold after the step, by a layer of each group of them that has the same blocks;
+    known where lookups are asked for."""
     released: Mapping[int, Released] = field(default_factory=dict)
     """The blocks that were kept for later texts before the step, where their order is declared."""
     declared: Declared = field(default_factory=Declared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
+from pytest_roseinfer.oracle.windows import first_live
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,14 +31,23 @@ def _stored(seen: Observation, text: int, count: int) -> int:
     """Count the first tokens of a text that blocks hold, as many as a lookup may find."""
     size = seen.spec.block_size
     wanted = seen.oracle.text_tokens(text, count - seen.declared.match_leaves)
-    stored = 0
-    while stored < len(wanted):
-        block = wanted[stored : stored + size]
-        longest = max((_common(block, held) for held in seen.contents.values()), default=0)
-        if longest < size:
-            return stored + (longest if seen.declared.match_granularity == "token" else 0)
-        stored += size
+    blocks = [tuple(wanted[at : at + size]) for at in range(0, len(wanted), size)]
+    full = len(wanted) // size
+    while full and not all(_holds(seen, layer, blocks[:full]) for layer in seen.contents):
+        full -= 1
+    stored = full * size
+    if seen.declared.match_granularity == "token" and full < len(blocks):
+        every = (held for contents in seen.contents.values() for held in contents.values())
+        stored += max((_common(blocks[full], held) for held in every), default=0)
     return stored
+
+
+def _holds(seen: Observation, layer: int, blocks: Sequence[tuple[int, ...]]) -> bool:
+    """Return True if a layer has all that is live there once a sequence has these full blocks."""
+    size = seen.spec.block_size
+    window = seen.spec.windows[layer] if seen.spec.windows else None
+    live = blocks[first_live(window, len(blocks) * size) // size :]
+    return {tuple(held) for held in seen.contents[layer].values()}.issuperset(live)
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from typing import Self
 
     from pytest_roseinfer.oracle.declares import Declares, Shape
-    from pytest_roseinfer.oracle.pages import Written
+    from pytest_roseinfer.oracle.pages import Table, Written
     from pytest_roseinfer.oracle.texts import Branch, Said
+    from pytest_roseinfer.oracle.windows import Window
 
 _POSITIONS = 1 << 16
 """The longest sequence whose tokens have numbers of their own."""
@@ -292,6 +293,9 @@ class Oracle:
     def slide_written(self, rows: Sequence[tuple[int, int]]) -> None:
         """Give back what left the windows of rows that were written, if a cache does so at once."""
 
+    def try_in_vain(self, seq: int) -> None:
+        """Give back what left the windows of a row that found no room, if a cache does so first."""
+
     def _append_token(self, seq: int, pages: list[Page], token: int) -> None:
         if not pages or self.on_last(seq) == self.block_size:
             pages.append(Page([token]))
@@ -333,9 +337,21 @@ class Oracle:
         if self.texts:
             self.texts.fork(self._text_of(parent), child, self.length(parent))
 
-    def adopt_sharing(self, tables: Mapping[int, Sequence[int | None]]) -> None:
-        """Share pages as a cache shares blocks, once that was found right."""
-        share_as(self.sequences, tables)
+    @property
+    def groups(self) -> list[int]:
+        """List layers, one of each group whose layers have the same blocks."""
+        return [0]
+
+    def adopt_sharing(self, tables_of: Callable[[int], Mapping[int, Table]]) -> None:
+        """Share pages as a cache shares blocks, once that was found right.
+
+        ``tables_of`` returns the table of each sequence in a layer.
+        """
+        share_as(self.sequences, tables_of(0))
+
+    def block(self, window: Window, seq: int, at: int) -> object:  # noqa: ARG002
+        """Return what two sequences have in common where they share a block."""
+        return id(self.sequences[seq][at])
 
     def fork_fits(self, parent: int) -> bool:
         return self.blocks().fork(parent)

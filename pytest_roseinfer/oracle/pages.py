@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
+
+
+Table = Sequence[int | None]
+"""The blocks of a sequence; None for one that was given back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,9 +28,7 @@ class Page:
         return Page(list(seen), cut=[*self.cut, *self.tokens[len(seen) :]])
 
 
-def share_as(
-    sequences: Mapping[int, list[Page]], tables: Mapping[int, Sequence[int | None]]
-) -> None:
+def share_as(sequences: Mapping[int, list[Page]], tables: Mapping[int, Table]) -> None:
     """Share pages as a cache shares blocks."""
     pages: dict[int | None, Page] = {}
     for seq, blocks in tables.items():

@@ -32,6 +32,7 @@ class Stored(Protocol):
     def length(self, seq: int, /) -> int: ...
     def unwritten(self, seq: int, /) -> int: ...
     def shares(self, parent: int, at: int, /) -> bool: ...
+    def block(self, window: Window, seq: int, at: int, /) -> object: ...
 
 
 class Room:
@@ -48,10 +49,10 @@ class Room:
         self.given_back = given_back
         self.shared_pool = shared_pool
         self.holders = Counter(
-            (window, id(page))
+            (window, block)
             for window, given in given_back.items()
-            for seq, pages in stored.sequences.items()
-            for page in pages[given[seq] :]
+            for seq in stored.sequences
+            for block in self._blocks(window, seq)[given[seq] :]
         )
         self.free = Counter(dict.fromkeys(map(self._pool, given_back), stored.capacity))
         """By group; by the name None where all groups share one pool."""
@@ -60,32 +61,36 @@ class Room:
     def _pool(self, window: Window) -> Window:
         return None if self.shared_pool else window
 
+    def _blocks(self, window: Window, seq: int) -> list[object]:
+        pages = self.stored.sequences.get(seq, ())
+        return [self.stored.block(window, seq, at) for at in range(len(pages))]
+
     def _take(self, window: Window, blocks: int) -> None:
         self.free[self._pool(window)] -= blocks
 
-    def _drop(self, window: Window, pages: Sequence[object]) -> None:
-        for page in pages:
-            self.holders[window, id(page)] -= 1
-            self.free[self._pool(window)] += not self.holders[window, id(page)]
+    def _drop(self, window: Window, blocks: Sequence[object]) -> None:
+        for block in blocks:
+            self.holders[window, block] -= 1
+            self.free[self._pool(window)] += not self.holders[window, block]
 
-    def _own(self, window: Window, page: object, *, found: bool = False) -> None:
-        """Copy a page for a sequence that is not alone on it, or that found it."""
-        if found or self.holders[window, id(page)] > 1:
-            self.holders[window, id(page)] -= 1  # its block is not free before the copy is made
+    def _own(self, window: Window, block: object, *, found: bool = False) -> None:
+        """Copy a block for a sequence that is not alone on it, or that found it."""
+        if found or self.holders[window, block] > 1:
+            self.holders[window, block] -= 1  # it is not free before the copy is made
             self._take(window, 1)
 
     def _is_enough(self) -> bool:
         return min(self.free.values()) >= 0
 
     def append(self, seq: int, count: int) -> bool:
-        pages, size = self.stored.sequences.get(seq, ()), self.stored.block_size
-        length = self.stored.length(seq)
+        size, length = self.stored.block_size, self.stored.length(seq)
+        held = {window: self._blocks(window, seq) for window in self.given_back}
         for window, given in self.given_back.items():
-            self._drop(window, pages[given[seq] : first_live(window, length) // size])
-        for window in self.given_back:
+            self._drop(window, held[window][given[seq] : first_live(window, length) // size])
+        for window, blocks in held.items():
             if length % size:
-                self._own(window, pages[-1])
-            self._take(window, -(-(length + count) // size) - len(pages))
+                self._own(window, blocks[-1])
+            self._take(window, -(-(length + count) // size) - len(blocks))
         return self._is_enough()
 
     def fork(self, parent: int) -> bool:
@@ -95,11 +100,12 @@ class Room:
         return self._is_enough()
 
     def truncate(self, seq: int, length: int) -> bool:
-        pages, size = self.stored.sequences[seq], self.stored.block_size
+        size = self.stored.block_size
         kept = -(-length // size)
         cut = length % size and length < self.stored.length(seq)
         for window, given in self.given_back.items():
-            self._drop(window, pages[max(kept, given[seq]) :])
+            blocks = self._blocks(window, seq)
+            self._drop(window, blocks[max(kept, given[seq]) :])
             if cut and self.stored.truncate_copies and kept > given[seq]:
-                self._own(window, pages[kept - 1], found=self.stored.found.has(seq, kept - 1))
+                self._own(window, blocks[kept - 1], found=self.stored.found.has(seq, kept - 1))
         return self._is_enough()

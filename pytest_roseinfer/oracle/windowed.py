@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.oracle.oracle import Oracle
 from pytest_roseinfer.oracle.room import Room
-from pytest_roseinfer.oracle.windows import Windows, first_live
+from pytest_roseinfer.oracle.windows import AT_ONCE, NEXT_TRY, Windows, first_live
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Self
 
     from pytest_roseinfer.oracle.declares import Declares, Shape
+    from pytest_roseinfer.oracle.pages import Table
     from pytest_roseinfer.oracle.texts import Branch
+    from pytest_roseinfer.oracle.windows import Window
 
 
 @dataclass(kw_only=True)
@@ -29,11 +31,8 @@ class WindowedOracle(Oracle):
     def of(
         cls, adapter: Declares, spec: Shape, branches: tuple[Branch, ...] = (), **own: Any
     ) -> Self:
-        shared, at_once = (
-            adapter.window_pools == "shared",
-            adapter.window_gives_back == "at once",
-        )
-        windows = Windows(spec.windows, shared, at_once)
+        shared = adapter.window_pools == "shared"
+        windows = Windows(spec.windows, shared, adapter.window_gives_back)
         return super().of(adapter, spec, branches, windows=windows, **own)
 
     @property
@@ -48,6 +47,19 @@ class WindowedOracle(Oracle):
 
     def take_left(self) -> int:
         return self.windows.take_left()
+
+    @property
+    def groups(self) -> list[int]:
+        return [self.windows.of_layer.index(window) for window in self.windows.given_back]
+
+    def adopt_sharing(self, tables_of: Callable[[int], Mapping[int, Table]]) -> None:
+        """Note what each group shares: pages are those of all groups, so none is shared."""
+        for layer in self.groups:
+            self.windows.adopt(self.windows.of_layer[layer], tables_of(layer))
+
+    def block(self, window: Window, seq: int, at: int) -> object:
+        table = self.windows.tables[window].get(seq, ())
+        return table[at] if at < len(table) else super().block(window, seq, at)
 
     def pool_of(self, layer: int) -> list[int]:
         return self.windows.pool_of(layer)
@@ -81,8 +93,12 @@ class WindowedOracle(Oracle):
     def slide_written(self, rows: Sequence[tuple[int, int]]) -> None:
         """Give back at once, where a cache does so; room that was reserved is kept till then."""
         for seq, _ in rows:
-            if self.windows.at_once and not self.unwritten(seq):
+            if self.windows.gives_back == AT_ONCE and not self.unwritten(seq):
                 self._slide(seq)
+
+    def try_in_vain(self, seq: int) -> None:
+        if self.windows.gives_back == NEXT_TRY and seq in self.sequences:
+            self._slide(seq)
 
     def _slide(self, seq: int) -> None:
         self.windows.slide(seq, self.length(seq), self.block_size)

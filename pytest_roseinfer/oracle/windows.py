@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from pytest_roseinfer.oracle.pages import Table
 
 WINDOW_POOLS = ("own", "shared")
-WINDOW_GIVES_BACK = ("at once", "next write")
+AT_ONCE, NEXT_WRITE, NEXT_TRY = WINDOW_GIVES_BACK = ("at once", "next write", "next try")
 Window = int | None
 """The window of a layer, which names its group; None where a layer attends to all."""
 
@@ -33,15 +35,18 @@ class Windows:
     of_layer: Sequence[Window]
     shared_pool: bool = False
     """All groups take their blocks from one pool, in which a block belongs to one of them."""
-    at_once: bool = True
-    """A write gives back what it moved out of a window; else the sequence's next one does."""
+    gives_back: str = AT_ONCE
+    """As ``KVCacheAdapter.window_gives_back``."""
     given_back: dict[Window, Counter[int]] = field(init=False)
     """By group and sequence: how many of its first pages."""
+    tables: dict[Window, dict[int, Table]] = field(init=False)
+    """By group and sequence: its blocks, as far as a cache that knows texts showed them."""
     left: int = field(init=False, default=0)
     """How many pages were given back since that was last taken."""
 
     def __post_init__(self) -> None:
         self.given_back = {window: Counter() for window in self.of_layer}
+        self.tables = {window: {} for window in self.of_layer}
 
     def pool_of(self, layer: int) -> list[int]:
         """List this layer, and one of each other group that takes blocks from the same pool."""
@@ -55,6 +60,13 @@ class Windows:
             gone = first_live(window, length) // block_size
             self.left += max(0, gone - given[seq])
             given[seq] = max(given[seq], gone)
+
+    def adopt(self, window: Window, tables: Mapping[int, Table]) -> None:
+        """Take from the tables of a group what is shared there, and what no text's end needed."""
+        self.tables[window] = dict(tables)
+        for seq, table in tables.items():
+            gone = next((at for at, block in enumerate(table) if block is not None), len(table))
+            self.given_back[window][seq] = gone
 
     def take_left(self) -> int:
         left, self.left = self.left, 0
@@ -71,3 +83,5 @@ class Windows:
     def forget(self, seq: int) -> None:
         for given in self.given_back.values():
             del given[seq]
+        for tables in self.tables.values():
+            tables.pop(seq, None)

@@ -25,8 +25,8 @@ class KeptTexts:
     oracle: Oracle
     in_order: bool
     """The cache declares in which order it gives up what it keeps."""
-    contents: Contents = field(default_factory=dict)
-    """What blocks held after the latest step."""
+    contents: dict[int, Contents] = field(default_factory=dict)
+    """What blocks held after the latest step, by a layer of each group."""
     released: Mapping[int, Released] = field(default_factory=dict)
     """What was kept for later texts then."""
 
@@ -34,12 +34,18 @@ class KeptTexts:
         """Take what the cache showed before and after a step of this number."""
         if self.in_order:
             kept = before.tables_of(0), after.ledger(0).cached
-            self.released = released_of(self.released, *kept, self.contents, step)
+            self.released = released_of(self.released, *kept, self.contents.get(0, {}), step)
         self.contents = self.contents_after(after)
 
-    def contents_after(self, after: Snapshot) -> Contents:
-        cached = after.ledger(0).cached
-        return contents_of(self.oracle, after.tables_of(0), cached, self.contents)
+    def contents_after(self, after: Snapshot) -> dict[int, Contents]:
+        found: dict[int, Contents] = {}
+        for layer in self.oracle.groups:
+            tables, before = after.tables_of(layer), self.contents.get(layer, {})
+            # A block that another group has got by now is no longer kept for this one.
+            others = after.owners(*self.oracle.pool_of(layer)[1:]) if before else {}
+            cached = {*after.ledger(layer).cached} - {*others}
+            found[layer] = contents_of(self.oracle, tables, cached, before)
+        return found
 
 
 def tell(adapter: KVCacheAdapter, said: Sequence[Said], *, written: bool) -> None:

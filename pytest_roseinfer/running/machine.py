@@ -143,7 +143,7 @@ class Machine:
         if self.kept:
             self.kept.note(before, self.now, len(self.done))
         if self.shares_prefixes:
-            self.oracle.adopt_sharing(self.now.tables_of(0))
+            self.oracle.adopt_sharing(self.now.tables_of)
         if self.used_again:
             met = self.used_again.met(self.driven, self.now, self.oracle.away.stages)
             counted.update({name: met[name] for name in self.shown_again if met[name]})
@@ -190,6 +190,7 @@ class Machine:
             if fits:
                 what = f"refused a {name} that fits{room}: {in_words(error)}"
                 self.fail(Finding(what, cause=error))
+            operation.refuse(oracle, admitted)
             behind = f" behind its first {len(admitted.rows())} rows" if admitted else ""
             self.refused[len(self.done)] = f"refused{behind}: {refused}"
         except Exception as error:

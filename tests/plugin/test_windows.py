@@ -36,13 +36,16 @@ from pytest_roseinfer.findings.picture import picture
 from pytest_roseinfer.oracle.windowed import WindowedOracle
 from pytest_roseinfer.oracle.windows import Windows, first_live
 from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.machine import Machine
 from tests.plugin.caches.broken_window_caches import (
     BROKEN,
     AttendsToATokenTooMany,
     CutsWhatItGaveBack,
 )
+from tests.plugin.caches.broken_windowed_text_caches import BROKEN as BROKEN_WITH_TEXTS
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.caches.window_cache import RIGHT, LazyCache, WindowCache
+from tests.plugin.caches.windowed_text_cache import WindowedTextCache
 from tests.plugin.drawn import drawn
 from tests.plugin.test_truncate import short_run as short_run
 
@@ -53,7 +56,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("adapter", BROKEN)
+@pytest.mark.parametrize("adapter", [*BROKEN, *BROKEN_WITH_TEXTS])
 def test_a_cache_that_gets_windows_wrong_is_found(
     adapter: type[KVCacheAdapter], number: int
 ) -> None:
@@ -74,6 +77,30 @@ def test_a_cache_that_gets_windows_right_passes(adapter: type[KVCacheAdapter]) -
     assert (row.name, row.verdict) == ("left_a_window", "met")
 
 
+@pytest.mark.usefixtures("short_run")
+def test_a_cache_that_finds_texts_in_every_window_passes() -> None:
+    tests = conformance(WindowedTextCache)()
+    tests.test_histories()
+    tests.test_permuting_a_batch_permutes_the_result()
+    tests.test_one_batch_equals_its_split_in_two()
+
+
+def test_what_a_window_needs_of_a_text_is_stored_or_it_is_not_found() -> None:
+    """Of 6 tokens in blocks of 2, a window of 3 needs the last two tokens alone."""
+    spec = CacheSpec(num_layers=2, block_size=2, num_blocks=16, windows=(3, None))
+    steps = (Prefill(0, 6), Append((0,)), Prefill(2, 7), Append((2,)))
+    history = History(spec, steps, texts=((0, 0), (0, 4)))
+    run_history(WindowedTextCache, history)
+    machine = Machine(WindowedTextCache, history)
+    machine.run()
+    tables = [machine.now.tables_of(layer)[2] for layer in (0, 1)]
+    assert [[block is None for block in table] for table in tables] == [
+        [True, True, False, False],
+        [False] * 4,
+    ]
+    assert machine.oracle.blocks().free == {None: 16 - (4 + 1) - (2 + 1)}
+
+
 # ------------------------------------------------------------------------------ what is live
 
 
@@ -92,7 +119,9 @@ def test_as_many_blocks_are_skipped_as_in_vllm() -> None:
 
 def windowed(*windows: int | None, capacity: int = 8, **declared: Any) -> WindowedOracle:
     """Blocks of two tokens."""
-    of_windows = {name: declared.pop(name) for name in ("shared_pool", "at_once") & declared.keys()}
+    of_windows = {
+        name: declared.pop(name) for name in ("shared_pool", "gives_back") & declared.keys()
+    }
     return WindowedOracle(2, capacity, windows=Windows(windows, **of_windows), **declared)
 
 
@@ -117,7 +146,7 @@ def test_each_group_gives_back_what_left_its_window() -> None:
 
 
 def test_what_is_given_back_by_the_next_write_makes_room_for_it() -> None:
-    oracle = windowed(2, capacity=3, at_once=False)
+    oracle = windowed(2, capacity=3, gives_back="next write")
     write(oracle, 0, 6)
     assert (given_back(oracle), oracle.pages_free()) == ([0], 0)
     assert oracle.fits([(0, 1), (1, 1)])
@@ -276,8 +305,16 @@ class UnknownTime(WindowCache):
     window_gives_back = "never"
 
 
-class HearsTexts(WindowCache):
+class HearsTextsOfForks(WindowCache):
     def texts(self, said: object) -> None: ...
+
+
+class FindsAll(WindowedTextCache):
+    match_finds = "all"
+
+
+class EvictsInOrder(WindowedTextCache):
+    evicts = "least recent"
 
 
 class Preempts(WindowCache):
@@ -298,6 +335,10 @@ class CountsRows(WindowCache):
     row_conditions: ClassVar[Mapping[str, str]] = {"fresh": "fresh"}
 
 
+class TriesAllRows(WindowCache):
+    window_gives_back = "next try"
+
+
 class CopiesInParts(LazyCache):
     prefill: Any = ListCache.prefill  # not offered
 
@@ -307,8 +348,11 @@ class CopiesInParts(LazyCache):
     [
         (NegativeGroups, "window_groups is -1"),
         (UnknownPools, "window_pools is 'both', and must be 'own' or 'shared'"),
-        (UnknownTime, "window_gives_back is 'never', and must be 'at once' or 'next write'"),
-        (HearsTexts, "defines texts, which cannot be judged with windows yet"),
+        (UnknownTime, "window_gives_back is 'never', and must be 'at once' or 'next write' or"),
+        (TriesAllRows, "window_gives_back is 'next try', which is said of a cache that admits row"),
+        (HearsTextsOfForks, "defines fork, which cannot be judged with windows and texts yet"),
+        (FindsAll, "match_finds is 'all'; with windows and texts, 'some' alone can be judged yet"),
+        (EvictsInOrder, "evicts is 'least recent'; with windows and texts, 'any' alone can be"),
         (Preempts, "defines preempt, which cannot be judged with windows yet"),
         (SwapsOut, "defines swap_out, which cannot be judged with windows yet"),
         (Rounds, "has a tolerance, which cannot be judged with windows yet"),

@@ -245,7 +245,15 @@ class Operation:
         admitted = self.admitted(oracle)
         if admitted:
             admitted.change(oracle)
+        if admitted is not self:
+            self.refuse(oracle, admitted)
         return admitted is self
+
+    def refuse(self, oracle: Oracle, admitted: Operation | None) -> None:
+        """Do to the oracle what the first row does that is not admitted."""
+        behind = self.rows()[len(admitted.rows()) if admitted else 0 :]
+        if behind and self.allowed(oracle):
+            oracle.try_in_vain(behind[0][0])
 
     def change(self, oracle: Oracle) -> None:
         """Do it to an oracle in which it fits."""

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .window_cache import EagerSharedCache, Group, LazyCache, SharedPoolCache, WindowCache
+from .window_cache import (
+    EagerSharedCache,
+    Group,
+    LazyCache,
+    SharedPoolCache,
+    TryingCache,
+    WindowCache,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -236,6 +243,13 @@ class SlidesThoughItRefuses(LazyCache):
         return super().reserve(seqs, counts)
 
 
+class SlidesOnlyWhatItAdmits(TryingCache):
+    """A row that finds no room for want of what it would give back gives nothing back."""
+
+    def give_back_for(self, seq: int) -> None:
+        pass
+
+
 BROKEN = (
     FreesATokenEarly,
     FreesATokenLate,
@@ -258,4 +272,5 @@ BROKEN = (
     SlidesBeforeItIsWritten,
     CutsWhatItGaveBack,
     SlidesThoughItRefuses,
+    SlidesOnlyWhatItAdmits,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -243,7 +243,7 @@ class WindowCache(KVCacheAdapter):
 
 
 class SharedPoolCache(WindowCache):
-    """All groups take their blocks from one pool and give them back as vLLM's do. It is right."""
+    """All groups share a pool, and give blocks back by the next write. It is right."""
 
     window_pools = "shared"
     window_gives_back = "next write"
@@ -261,4 +261,26 @@ class EagerSharedCache(WindowCache):
     window_pools = "shared"
 
 
-RIGHT = (WindowCache, SharedPoolCache, LazyCache, EagerSharedCache)
+class TryingCache(SharedPoolCache):
+    """It admits row by row, and a row gives back before it is known that it fits. It is right."""
+
+    window_gives_back = "next try"
+    atomic_batches = False
+    reserve: Any = KVCacheAdapter.reserve  # not offered
+    fill: Any = KVCacheAdapter.fill  # not offered
+
+    def append_many(
+        self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        begin = 0
+        for seq, count in zip(seqs, counts, strict=True):
+            self.give_back_for(seq)
+            rows = slice(begin, begin + count)
+            super().fill(super().reserve([seq], [count]), key[:, rows], value[:, rows])
+            begin += count
+
+    def give_back_for(self, seq: int) -> None:
+        self.slide(seq)
+
+
+RIGHT = (WindowCache, SharedPoolCache, LazyCache, EagerSharedCache, TryingCache)

@@ -58,7 +58,7 @@ def looking_up(found: Any, count: int = 3, **declared: Any) -> Observation:
     return replace(
         after(matched={(0, count): found}),
         oracle=said,
-        contents={0: held[:2], 1: [token_of(1, 0)], 2: held[2:]},
+        contents={0: {0: held[:2], 1: [token_of(1, 0)], 2: held[2:]}},
         declared=replace(DECLARED, sharing="equal prefixes", **declared),
     )
 
