@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.oracle import Oracle as Oracle
     from pytest_roseinfer.running.machine import run_history as run_history
     from pytest_roseinfer.suite.conformance import conformance as conformance
+    from pytest_roseinfer.targets.block_manager import BlockManagerAdapter as BlockManagerAdapter
 
 _NAMES = {
     "adapters.cache": ("BadCall", "CacheFull", "CacheSpec", "KVCacheAdapter", "Ledger"),
@@ -68,6 +69,7 @@ _NAMES = {
     "oracle.oracle": ("Oracle",),
     "running.machine": ("run_history",),
     "suite.conformance": ("conformance",),
+    "targets.block_manager": ("BlockManagerAdapter",),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOMES)

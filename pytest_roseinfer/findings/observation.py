@@ -38,6 +38,7 @@ class Declared:
     match_leaves: int = 0
     match_finds: str = "all"
     evicts: str = "any"
+    window_gives_back: str = "at once"
     scratch_blocks: frozenset[int] = frozenset()
 
     @property

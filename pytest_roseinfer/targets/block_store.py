@@ -32,18 +32,30 @@ class BlockStore:
         )
 
     def write(
-        self, table: Sequence[int], begin: int, key: torch.Tensor, value: torch.Tensor
+        self,
+        table: Sequence[int | None],
+        begin: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layers: slice | Sequence[int] = slice(None),
     ) -> None:
-        """Write ``[layers, tokens, heads, head_dim]`` of one sequence, from position ``begin``."""
+        """Write ``[layers, tokens, heads, head_dim]`` of one sequence, from position ``begin``.
+
+        Only some ``layers`` of it are written, where not all have this table.
+        """
         for at in range(key.shape[1]):
             block, slot = table[(begin + at) // self.block_size], (begin + at) % self.block_size
             for stored, new in zip(self.arena, (key, value), strict=True):
-                stored[:, block, :, slot] = new[:, at]
+                stored[layers, block, :, slot] = new[layers, at].to(stored.dtype)
 
-    def read(self, table: Sequence[int], layer: int, length: int) -> KeysAndValues:
-        """Read the first ``length`` tokens of a sequence, ``[length, heads, head_dim]`` each."""
+    def read(
+        self, table: Sequence[int | None], layer: int, length: int, begin: int = 0
+    ) -> KeysAndValues:
+        """Read tokens ``begin`` to ``length`` of a sequence, ``[tokens, heads, head_dim]`` each."""
+        left_out = begin // self.block_size
+        tokens = slice(begin - left_out * self.block_size, length - left_out * self.block_size)
         keys, values = (
-            stored[layer, list(table)].transpose(1, 2).flatten(0, 1)[:length]
+            stored[layer, list(table[left_out:])].transpose(1, 2).flatten(0, 1)[tokens]
             for stored in self.arena
         )
         return keys, values

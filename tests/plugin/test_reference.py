@@ -15,6 +15,7 @@ import pytest_roseinfer
 from pytest_roseinfer import (
     Asked,
     BadCall,
+    BlockManagerAdapter,
     CacheSpec,
     EngineAdapter,
     FastPath,
@@ -166,6 +167,18 @@ def test_standard_bad_calls() -> None:
 )
 def test_fields(kind: Any) -> None:
     assert names(kind.__name__) == [each.name for each in fields(kind)]
+
+
+def test_what_a_block_manager_adapter_says() -> None:
+    said = dict(row[:2] for row in table("BlockManagerAdapter"))
+    (attribute, *methods) = names("BlockManagerAdapter")
+    assert BlockManagerAdapter.spare_blocks == 0
+    assert attribute == "spare_blocks"
+    assert said
+    for method in methods:
+        name, _, rest = method.partition("(")
+        own = inspect.signature(getattr(BlockManagerAdapter, name)).parameters
+        assert ["self", *rest.rstrip(")").split(", ")] == list(own)
 
 
 def test_what_a_sharded_adapter_says() -> None:

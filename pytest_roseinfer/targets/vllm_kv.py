@@ -1,0 +1,118 @@
+"""vLLM's block manager (V1), driven as its scheduler drives it.
+
+A waiting request is looked up, and gets blocks for what was not found; a running one has its new
+token before there is room for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from pytest_roseinfer.adapters.cache import CacheFull, CacheSpec, Ledger
+from pytest_roseinfer.targets.block_manager import BlockManagerAdapter
+from pytest_roseinfer.targets.without_its_top import part_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_INSTALL = "run python -m tests.others.fetch vllm in a clone of roseinfer, or install vllm"
+_ENDLESS = 1 << 20
+
+
+def _part(name: str) -> Any:
+    return part_of("vllm", name, _INSTALL)
+
+
+class VllmAdapter(BlockManagerAdapter):
+    """All layers attend to all tokens."""
+
+    evicts: ClassVar[str] = "least recent"
+    spare_blocks: ClassVar[int] = 1  # the first stands for those that were given back
+    namespaces = BlockManagerAdapter.hear_namespaces
+
+    def manage(self, spec: CacheSpec) -> None:
+        utils, sha256 = _part("v1.core.kv_cache_utils"), _part("utils.hashing").sha256
+        utils.init_none_hash(sha256)
+        self.hasher = utils.get_request_block_hasher(spec.block_size, sha256)
+        self.sampling = _part("sampling_params").SamplingParams(max_tokens=_ENDLESS)
+        self.kinds = list(dict.fromkeys(self.windows))
+        group = _part("v1.kv_cache_interface").KVCacheGroupSpec
+        groups = [group([], _layers(spec, window)) for window in self.kinds]
+        self.manager = _part("v1.core.kv_cache_manager").KVCacheManager(
+            _part("v1.kv_cache_interface").KVCacheConfig(spec.num_blocks + 1, [], groups),
+            max_model_len=_ENDLESS,
+            scheduler_block_size=spec.block_size,
+            hash_block_size=spec.block_size,
+        )
+        self.requests: dict[int, Any] = {}
+        self.numbers = itertools.count()
+
+    def begin(self, seq: int, said: Sequence[int], namespace: int) -> int:
+        again = seq in self.preempted
+        request = self.requests[seq] if again else self._request(said, namespace)
+        found, count, _ = self.manager.get_computed_blocks(request)
+        if self.manager.allocate_slots(request, len(said) - count, count, found) is None:
+            raise CacheFull
+        request.num_computed_tokens = count
+        self.requests[seq] = request
+        return int(count)
+
+    def _request(self, said: Sequence[int], namespace: int) -> Any:
+        name, salt = str(next(self.numbers)), str(namespace)
+        own = self.sampling, None  # nothing that pools
+        return _part("v1.request").Request(
+            name, list(said), *own, cache_salt=salt, block_hasher=self.hasher
+        )
+
+    def extend(self, seq: int, token: int) -> None:
+        request = self.requests[seq]
+        hashes = len(request.block_hashes)
+        request.append_output_token_ids(token)
+        if self.manager.allocate_slots(request, 1) is None:
+            # Its scheduler would try again in the next step; here the token comes anew then.
+            del request._output_token_ids[-1], request._all_token_ids[-1]
+            del request.block_hashes[hashes:]
+            raise CacheFull
+
+    def stored(self, seq: int, tokens: int) -> None:
+        self.requests[seq].num_computed_tokens += tokens
+
+    def release(self, seq: int) -> None:
+        self.manager.free(self.requests[seq])
+        self.requests[seq].num_computed_tokens = 0
+
+    def matched(self, said: Sequence[int]) -> int:
+        return int(self.manager.get_computed_blocks(self._request(said, self.namespace(0)))[1])
+
+    def table(self, seq: int, layer: int) -> list[int | None]:
+        tables = self.manager.get_block_ids(self.requests[seq].request_id)
+        return [block or None for block in tables[self.kinds.index(self.windows[layer])]]
+
+    def ledger(self, layer: int) -> Ledger:  # noqa: ARG002  all layers share a pool
+        pool = self.manager.block_pool
+        free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+        held = {each.block_id: each.ref_cnt for each in pool.blocks if each.ref_cnt}
+        cached = {block for block in free if pool.blocks[block].block_hash is not None}
+        return Ledger(held, free, pool.num_gpu_blocks - 1, cached)
+
+
+class HybridVllmAdapter(VllmAdapter):
+    """Layers have windows, and the layers of each are a group."""
+
+    evicts: ClassVar[str] = "any"
+    match_finds: ClassVar[str] = "some"
+    window_groups: ClassVar[int] = 3
+    window_pools: ClassVar[str] = "shared"
+    window_gives_back: ClassVar[str] = "next try"
+
+
+def _layers(spec: CacheSpec, window: int | None) -> Any:
+    interface = _part("v1.kv_cache_interface")
+    shape = spec.block_size, spec.num_heads, spec.head_dim, getattr(torch, spec.dtype)
+    names = dict(zip(("block_size", "num_kv_heads", "head_size", "dtype"), shape, strict=True))
+    if window is None:
+        return interface.FullAttentionSpec(**names)
+    return interface.SlidingWindowSpec(**names, sliding_window=window)
