@@ -13,7 +13,7 @@ import torch
 
 from pytest_roseinfer.adapters.cache import CacheFull, CacheSpec, Ledger
 from pytest_roseinfer.targets.block_manager import BlockManagerAdapter
-from pytest_roseinfer.targets.without_its_top import part_of
+from pytest_roseinfer.targets.others.without_its_top import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,14 +41,19 @@ class VllmAdapter(BlockManagerAdapter):
         self.kinds = list(dict.fromkeys(self.windows))
         group = _part("v1.kv_cache_interface").KVCacheGroupSpec
         groups = [group([], _layers(spec, window)) for window in self.kinds]
+        config = _part("v1.kv_cache_interface").KVCacheConfig(spec.num_blocks + 1, [], groups)
         self.manager = _part("v1.core.kv_cache_manager").KVCacheManager(
-            _part("v1.kv_cache_interface").KVCacheConfig(spec.num_blocks + 1, [], groups),
+            self.configured(config, spec),
             max_model_len=_ENDLESS,
             scheduler_block_size=spec.block_size,
             hash_block_size=spec.block_size,
+            use_eagle=spec.options.get("eagle", False),
         )
         self.requests: dict[int, Any] = {}
         self.numbers = itertools.count()
+
+    def configured(self, config: Any, spec: CacheSpec) -> Any:  # noqa: ARG002
+        return config
 
     def begin(self, seq: int, said: Sequence[int], namespace: int) -> int:
         again = seq in self.preempted
@@ -97,16 +102,6 @@ class VllmAdapter(BlockManagerAdapter):
         held = {each.block_id: each.ref_cnt for each in pool.blocks if each.ref_cnt}
         cached = {block for block in free if pool.blocks[block].block_hash is not None}
         return Ledger(held, free, pool.num_gpu_blocks - 1, cached)
-
-
-class HybridVllmAdapter(VllmAdapter):
-    """Layers have windows, and the layers of each are a group."""
-
-    evicts: ClassVar[str] = "any"
-    match_finds: ClassVar[str] = "some"
-    window_groups: ClassVar[int] = 3
-    window_pools: ClassVar[str] = "shared"
-    window_gives_back: ClassVar[str] = "next try"
 
 
 def _layers(spec: CacheSpec, window: int | None) -> Any:

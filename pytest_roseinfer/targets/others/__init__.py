@@ -1,0 +1,1 @@
+"""Caches and engines of other projects, which import them when they are built."""
