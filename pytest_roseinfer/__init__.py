@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.running.machine import run_history as run_history
     from pytest_roseinfer.suite.conformance import conformance as conformance
     from pytest_roseinfer.targets.block_manager import BlockManagerAdapter as BlockManagerAdapter
+    from pytest_roseinfer.targets.paged_kernels import PagedKernelsAdapter as PagedKernelsAdapter
 
 _NAMES = {
     "adapters.cache": ("BadCall", "CacheFull", "CacheSpec", "KVCacheAdapter", "Ledger"),
@@ -70,6 +71,7 @@ _NAMES = {
     "running.machine": ("run_history",),
     "suite.conformance": ("conformance",),
     "targets.block_manager": ("BlockManagerAdapter",),
+    "targets.paged_kernels": ("PagedKernelsAdapter",),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOMES)

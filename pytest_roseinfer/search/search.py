@@ -20,7 +20,7 @@ from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
-from pytest_roseinfer.search import recorder
+from pytest_roseinfer.search import gpu_context, recorder
 from pytest_roseinfer.search.compilations import compiled_so_far
 from pytest_roseinfer.search.smaller_histories import passes_of_histories
 from pytest_roseinfer.search.smaller_mixes import passes_of_mixes
@@ -52,8 +52,8 @@ frames inside fit into the rest of it.
 """
 
 
-class _Hung(BaseException):
-    """It takes the failure of a step that hung past Hypothesis, which would try it again."""
+class _Ended(BaseException):
+    """It takes a failure past Hypothesis, which would try again what cannot be tried again."""
 
 
 def search(
@@ -74,6 +74,8 @@ def search(
     """
     if monotonic() > ends:
         return examples
+    if gpu_context.is_lost():
+        raise gpu_context.GpuLostError
     tried: list[_Example] = []
     left_out = 0
     folder = settings.current().failures_dir
@@ -94,19 +96,29 @@ def search(
                 each(example)
 
             try_examples(adapter, in_time, drawn, examples, name=replayed_by, salt=salt)
-    except (Exception, KeyboardInterrupt, _Hung) as failure:
+    except (Exception, KeyboardInterrupt, _Ended) as raised:
         if not tried:
             raise
         (example,) = tried
+        ended = isinstance(raised, _Ended)
+        failure: BaseException = (raised.__cause__ if ended else None) or raised
         found = _difference(failure)
         saved = recorder.record(adapter, example, replayed_by, found or failure, folder)
         if found is None:
             # This takes the place of Hypothesis's own note.
-            vars(failure)["__notes__"] = [f"\non {example.words()}\n\n{saved}".rstrip()]
-            raise
+            words = f"\non {example.words()}\n\n{raised if ended else ''}\n{saved}"
+            vars(failure)["__notes__"] = [words.rstrip()]
+            raise failure from failure.__cause__
         found.added.append(saved)
         raise found from found.__cause__
     return left_out
+
+
+def _never_again(failure: Exception) -> str:
+    """Say why what failed cannot be tried again in this process; nothing if it can."""
+    if isinstance(failure, Difference) and isinstance(failure.__cause__, StepHung):
+        return "It was not made smaller: every attempt would take as long."
+    return gpu_context.LOST if gpu_context.is_lost() else ""
 
 
 @contextmanager
@@ -162,11 +174,13 @@ def try_examples(
     def attempt(example: _Example) -> None:
         try:
             watched(example)
-        except Difference as failure:
-            if not isinstance(failure.__cause__, StepHung):
+        except Exception as failure:
+            why = _never_again(failure)
+            if not why:
                 raise
-            failure.added.append("It was not made smaller: every attempt would take as long.")
-            raise _Hung from failure
+            if isinstance(failure, Difference):
+                failure.added.append(why)
+            raise _Ended(why) from failure
 
     attempt.__qualname__ = f"{name}[{coverage.name_of(adapter)}]"
     test = given(drawn)(attempt)
@@ -193,7 +207,7 @@ def try_examples(
             # Of the example that failed, which is not the one that is shown.
             warnings.filterwarnings("ignore", "Generating overly large repr", HypothesisWarning)
             undisturbed(test)
-    except (Exception, KeyboardInterrupt, _Hung):
+    except (Exception, KeyboardInterrupt, _Ended):
         target.failed = True
         raise
     finally:
@@ -205,8 +219,6 @@ def _difference(failure: BaseException | None) -> Difference | None:
     """Return the difference that ended a search, also from Hypothesis's error for flaky tests."""
     if isinstance(failure, Difference):
         return failure
-    if isinstance(failure, _Hung):
-        return _difference(failure.__cause__)
     parts = getattr(failure, "exceptions", ()) if isinstance(failure, Flaky) else ()
     found = next((part for part in parts if isinstance(part, Difference)), None)
     if found:

@@ -21,6 +21,7 @@ from pytest_roseinfer import (
     FastPath,
     KVCacheAdapter,
     Ledger,
+    PagedKernelsAdapter,
     RequestMix,
     Sampling,
     ShardedAdapter,
@@ -170,14 +171,20 @@ def test_fields(kind: Any) -> None:
 
 
 def test_what_a_block_manager_adapter_says() -> None:
-    said = dict(row[:2] for row in table("BlockManagerAdapter"))
     (attribute, *methods) = names("BlockManagerAdapter")
-    assert BlockManagerAdapter.spare_blocks == 0
     assert attribute == "spare_blocks"
-    assert said
+    assert BlockManagerAdapter.spare_blocks == 0
+    check_signatures(BlockManagerAdapter, methods)
+
+
+def test_what_an_adapter_of_kernels_says() -> None:
+    check_signatures(PagedKernelsAdapter, names("PagedKernelsAdapter"))
+
+
+def check_signatures(kind: type, methods: list[str]) -> None:
     for method in methods:
         name, _, rest = method.partition("(")
-        own = inspect.signature(getattr(BlockManagerAdapter, name)).parameters
+        own = inspect.signature(getattr(kind, name)).parameters
         assert ["self", *rest.rstrip(")").split(", ")] == list(own)
 
 

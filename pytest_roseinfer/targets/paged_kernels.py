@@ -1,0 +1,96 @@
+"""Drives kernels that write to pages and attend to them; the books are kept here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
+
+from pytest_roseinfer.adapters.cache import CacheFull, CacheSpec, KVCacheAdapter, Ledger
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+class PagedKernelsAdapter(KVCacheAdapter):
+    """Override ``allocate``, ``write`` and ``arena``; ``attend`` is worth adding.
+
+    ``tables`` and ``lengths`` say which pages a sequence has, and how many tokens.
+    """
+
+    fork_shares: ClassVar[str] = "full blocks"
+
+    def allocate(self, spec: CacheSpec) -> None:
+        """Build the storage."""
+        raise NotImplementedError
+
+    def write(
+        self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Write the last ``counts[i]`` tokens of ``seqs[i]``, which have their pages by now."""
+        raise NotImplementedError
+
+    def make(self, spec: CacheSpec) -> None:
+        self.spec = spec
+        self.tables: dict[int, list[int]] = {}
+        self.lengths: Counter[int] = Counter()
+        self.holders: Counter[int] = Counter()
+        self.unused = list(range(spec.num_blocks))
+        self.allocate(spec)
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        self.append_many(seqs, [1] * len(seqs), key, value)
+
+    def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.append_many([seq], [key.shape[1]], key, value)
+
+    def append_many(
+        self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        lengths = [self.lengths[seq] + count for seq, count in zip(seqs, counts, strict=True)]
+        needed = [-(-length // self.spec.block_size) for length in lengths]
+        more = [n - len(self.tables.get(seq, ())) for seq, n in zip(seqs, needed, strict=True)]
+        if sum(more) > len(self.unused):
+            raise CacheFull
+        for seq, length, pages in zip(seqs, lengths, more, strict=True):
+            self.tables.setdefault(seq, []).extend(self._take() for _ in range(pages))
+            self.lengths[seq] = length
+        self.write(seqs, counts, key, value)
+
+    def _take(self) -> int:
+        page = self.unused.pop()
+        self.holders[page] = 1
+        return page
+
+    def fork(self, parent: int, child: int) -> None:
+        full, rest = divmod(self.lengths[parent], self.spec.block_size)
+        if rest and not self.unused:
+            raise CacheFull
+        table = self.tables[parent][:full]
+        self.holders.update(table)
+        if rest:
+            table.append(self._take())
+            for stored in self.arena():
+                stored[:, table[-1]] = stored[:, self.tables[parent][-1]]
+        self.tables[child], self.lengths[child] = table, self.lengths[parent]
+
+    def free(self, seq: int) -> None:
+        del self.lengths[seq]
+        for page in self.tables.pop(seq):
+            self.holders[page] -= 1
+            if not self.holders[page]:
+                self.unused.append(page)
+
+    def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (
+            stored[layer, self.tables[seq]].transpose(1, 2).flatten(0, 1)[: self.lengths[seq]]
+            for stored in self.arena()
+        )
+        return keys, values
+
+    def table(self, seq: int, layer: int) -> list[int]:  # noqa: ARG002  one for all
+        return self.tables[seq]
+
+    def ledger(self, layer: int) -> Ledger:  # noqa: ARG002
+        return Ledger(self.holders, self.unused, self.spec.num_blocks)

@@ -1,0 +1,46 @@
+"""FlashInfer's append and decode conform, and do what docs/found.md says of them, on a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from pytest_roseinfer import conformance
+from pytest_roseinfer.running import coverage
+from pytest_roseinfer.targets.others.flashinfer_pages import FlashInferAdapter
+from tests.others.found_scripts import scripts_about
+
+SCRIPTS = scripts_about("FlashInfer")
+pytestmark = [
+    pytest.mark.roseinfer_gpu,
+    pytest.mark.skipif(
+        find_spec("flashinfer") is None,
+        reason="FlashInfer is not there: pip install flashinfer-python ninja",
+    ),
+]
+
+
+def test_it_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = coverage.current()
+    coverage.set_current(coverage.Coverage())
+    monkeypatch.setenv("FLASHINFER_LOGGING_LEVEL", "warning")
+    try:
+        tests = conformance(FlashInferAdapter)()
+        tests.test_histories()
+        tests.test_permuting_a_batch_permutes_the_result()
+        tests.test_one_batch_equals_its_split_in_two()
+        tests.test_fork_then_append_equals_copy_then_append()
+        tests.test_every_option_ends_in_the_same_bits()
+    finally:
+        coverage.set_current(seen)
+
+
+@pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=range(len(SCRIPTS)))
+def test_a_script_of_found_md_prints_what_it_says(script: str, printed: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == printed, done.stderr
