@@ -16,10 +16,11 @@ FOLDER = Path(__file__).parents[2] / ".others"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    repository: str
-    revision: str
+    repository: str | None = None
+    """None where it comes as one of ``wheels``."""
+    revision: str = ""
     wheels: tuple[str, ...] = ()
-    """What it imports that this project has not; it comes without its own dependencies."""
+    """What it imports that this project has not; all come without their own dependencies."""
 
 
 PROJECTS = {
@@ -28,18 +29,29 @@ PROJECTS = {
         "bb823b3e06983d71485a8e1f23715ebd87d98ef8",
         ("xxhash",),
     ),
+    "sglang": Origin(
+        wheels=(
+            "sglang==0.5.23",
+            *("IPython", "traitlets", "apache-tvm-ffi==0.1.11", "certifi", "charset_normalizer"),
+            *("compressed_tensors", "loguru", "dill", "gguf", "idna", "msgspec", "openai"),
+            *("sniffio", "orjson", "partial_json_parser", "pillow", "psutil", "pybase64", "pyzmq"),
+            *("requests", "sentencepiece", "starlette", "urllib3"),
+        ),
+    ),
 }
 
 
 def fetch(name: str, source: str | None = None) -> Path:
-    """Clone a project from ``source``, or from where it is published, and return its folder."""
+    """Bring a project from ``source``, or from where it is published, and return its folder."""
     project, folder = PROJECTS[name], FOLDER / name
-    if not folder.exists():
-        _run("git", "clone", "--quiet", source or project.repository, str(folder))
-    _run("git", "-C", str(folder), "checkout", "--quiet", project.revision)
+    if project.repository:
+        if not folder.exists():
+            _run("git", "clone", "--quiet", source or project.repository, str(folder))
+        _run("git", "-C", str(folder), "checkout", "--quiet", project.revision)
     if project.wheels:
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade")
-        _run(*pip, "--target", str(folder), *project.wheels)
+        there = ("--find-links", source) if source and not project.repository else ()
+        _run(*pip, *there, "--target", str(folder), *project.wheels)
     return folder
 
 
@@ -50,6 +62,8 @@ def _run(*command: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("project", choices=PROJECTS)
-    parser.add_argument("--source", metavar="CLONE", help="a clone of it that is there already")
+    parser.add_argument(
+        "--source", metavar="FOLDER", help="a clone, or wheels, that are there already"
+    )
     asked = parser.parse_args()
     print(fetch(asked.project, asked.source))

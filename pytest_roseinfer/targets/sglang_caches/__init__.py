@@ -1,0 +1,1 @@
+"""SGLang's caches, and what it takes to drive them without its server."""
