@@ -59,3 +59,25 @@ class BlockStore:
             for stored in self.arena
         )
         return keys, values
+
+    def write_slots(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write ``[layers, tokens, heads, head_dim]`` to the last of a sequence's slots.
+
+        Slots count the tokens of all blocks.
+        """
+        blocks, places = self._places(slots[-key.shape[1] :])
+        for stored, new in zip(self.arena, (key, value), strict=True):
+            stored[:, blocks, :, places] = new.transpose(0, 1).to(stored.dtype)
+
+    def read_slots(self, slots: torch.Tensor, layer: int) -> KeysAndValues:
+        """Read the tokens of some slots, ``[tokens, heads, head_dim]`` each."""
+        blocks, places = self._places(slots)
+        keys, values = (stored[layer, blocks, :, places] for stored in self.arena)
+        return keys, values
+
+    def table(self, slots: torch.Tensor) -> list[int]:
+        """Return the blocks of slots that begin with the first one of a block."""
+        return [slot // self.block_size for slot in slots[:: self.block_size].tolist()]
+
+    def _places(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return slots // self.block_size, slots % self.block_size

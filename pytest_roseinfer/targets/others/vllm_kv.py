@@ -99,7 +99,7 @@ class VllmAdapter(BlockManagerAdapter):
     def ledger(self, layer: int) -> Ledger:  # noqa: ARG002  all layers share a pool
         pool = self.manager.block_pool
         free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
-        held = {each.block_id: each.ref_cnt for each in pool.blocks if each.ref_cnt}
+        held = {each.block_id: each.ref_cnt for each in pool.blocks[1:] if each.ref_cnt}
         cached = {block for block in free if pool.blocks[block].block_hash is not None}
         return Ledger(held, free, pool.num_gpu_blocks - 1, cached)
 
