@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.targets.block_store import KeysAndValues
 
-_INSTALL = "clone github.com/GeeeekExplorer/nano-vllm to a folder of PYTHONPATH, and install xxhash"
+INSTALL = "clone github.com/GeeeekExplorer/nano-vllm to a folder of PYTHONPATH, and install xxhash"
 
 
 class NanoVllmAdapter(KVCacheAdapter):
@@ -32,7 +32,7 @@ class NanoVllmAdapter(KVCacheAdapter):
     block_sizes: ClassVar[Sequence[int]] = (4, 2, 3, 5, 8, 16)
 
     def make(self, spec: CacheSpec) -> None:
-        manager = part_of("nanovllm", "engine.block_manager", _INSTALL)
+        manager = part_of("nanovllm", "engine.block_manager", INSTALL)
         self.new_sequence: Any = manager.Sequence
         self.new_sequence.block_size = spec.block_size  # as its engine sets it, for all
         self.manager = manager.BlockManager(spec.num_blocks, spec.block_size)
