@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class EngineAdapter(Adapter):
-    """Override all but the last seven, which are optional.
+    """Override all but the last nine, which are optional.
 
     A token is a number below ``vocabulary``. What a request gets must be what ``alone``
     gives for it, whatever else the engine has to do.
@@ -30,11 +30,19 @@ class EngineAdapter(Adapter):
     conditions: ClassVar[Sequence[str]] = ()
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Switches to vary; the first value of each is the usual one."""
+    block_sizes: ClassVar[Sequence[int]] = (4, 1, 2, 3, 8)
+    """Numbers of tokens in a block that the engine can be built with."""
     sizes: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Switches that change the sizes of what the engine allocates. On a GPU, a second search draws
     them from the first three values of each, and up to a hundred requests of up to ``longest``
     tokens. Without any there is no such search."""
     longest: ClassVar[int] = 1000
+    takes_sampling: ClassVar[bool] = True
+    """Requests say how their tokens are chosen, by seeds of their own where they are drawn. False
+    for an engine that is held to the likeliest tokens alone: of ``Sampling``, a request then has
+    ``max_new_tokens`` and ``ignore_eos`` only."""
+    end: ClassVar[int | None] = None
+    """The token that ends a text, for an adapter without an ``alone`` of its own."""
     takes_min_p: ClassVar[bool] = False
     """Requests may ask for a ``min_p`` too."""
     rounding: ClassVar[float] = 3e-5
@@ -46,9 +54,6 @@ class EngineAdapter(Adapter):
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
         """Take a request; return what stands for it from here on."""
-        raise NotImplementedError
-
-    def cancel(self, request: Any) -> None:
         raise NotImplementedError
 
     def step(self) -> None:
@@ -70,8 +75,22 @@ class EngineAdapter(Adapter):
         """Return how often each path ran since ``make``."""
         raise NotImplementedError
 
+    @optional
     def alone(self, prompt: Sequence[int], sampling: Sampling, mix: RequestMix) -> list[int]:
-        """Return what the slow twin generates: this request alone, on no fast path."""
+        """Return what the slow twin generates: this request alone, on no fast path.
+
+        Where requests have no say in sampling, these are the likeliest tokens by ``logits`` unless
+        the adapter knows better.
+        """
+        new: list[int] = []
+        while len(new) < sampling.max_new_tokens and (sampling.ignore_eos or self.end not in new):
+            logits = self.logits([*prompt, *new], mix)
+            new.append(max(range(len(logits)), key=logits.__getitem__))
+        return new
+
+    @optional
+    def cancel(self, request: Any) -> None:
+        """End a request, which may have ended already. Without it, none is cancelled."""
         raise NotImplementedError
 
     @optional
@@ -82,12 +101,18 @@ class EngineAdapter(Adapter):
     @optional
     def undecided(
         self,
-        tokens: Sequence[int],  # noqa: ARG002
+        tokens: Sequence[int],
         sampling: Sampling,  # noqa: ARG002
-        mix: RequestMix,  # noqa: ARG002
+        mix: RequestMix,
     ) -> bool:
-        """Return True if rounding could change what follows these tokens."""
-        return False
+        """Return True if rounding could change what follows these tokens.
+
+        Where ``logits`` say what is likeliest, it could if two are as near to each other.
+        """
+        if self.takes_sampling or not self.defines("logits"):
+            return False
+        *_, second, first = sorted(logits := self.logits(tokens, mix))
+        return first - second < 2 * self.rounding * max(map(abs, logits))
 
     @optional
     def logits(self, tokens: Sequence[int], mix: RequestMix) -> Sequence[float]:

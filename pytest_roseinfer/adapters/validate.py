@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
+from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
 from pytest_roseinfer.adapters.reuse_conditions import refuse_what_is_not_shown
 from pytest_roseinfer.adapters.shapes import refuse_shapes, refuse_tolerance
@@ -29,6 +30,10 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
     name = adapter.__name__
     if missing := [method for method in adapter.required if not adapter.defines(method)]:
         raise TypeError(f"{name} must define {', '.join(missing)}")
+    if issubclass(adapter, EngineAdapter) and "alone" not in adapter.abilities:
+        by_logits = "logits" in adapter.abilities and not adapter.takes_sampling
+        if not by_logits:
+            raise TypeError(f"{name} must define alone, or logits where takes_sampling is False")
     for method, other in _NEEDS.items():
         if method in adapter.abilities and not adapter.defines(other):
             raise TypeError(f"{name} defines {method} and must then define {other} too")

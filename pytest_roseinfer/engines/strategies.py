@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
 from pytest_roseinfer.cases.strategies import switches
+from pytest_roseinfer.engines.offered import as_offered
 from pytest_roseinfer.engines.wishes import HOTTEST, wishing
 
 if TYPE_CHECKING:
     from pytest_roseinfer.adapters.engine import EngineAdapter
 
-BLOCK_SIZES = (4, 1, 2, 3, 8)
 _LARGER_BLOCK_SIZES = (8, 4, 8, 3)
 """What still writes behind the end of a request has room to do so in the last of these."""
 _MOST_REQUESTS = 6
@@ -95,8 +95,10 @@ def request_mixes(
         asked = _ended_early(draw, adapter.vocabulary, longest, new)
     else:
         asked = _crowd(draw, adapter.vocabulary, longest, new, kind)
-    asked = [wishing(draw, adapter, each) for each in asked]
-    block_size = draw(st.sampled_from(_LARGER_BLOCK_SIZES if kind == "ended" else BLOCK_SIZES))
+    asked = [as_offered(adapter, wishing(draw, adapter, each)) for each in asked]
+    larger = [size for size in _LARGER_BLOCK_SIZES if size in adapter.block_sizes]
+    roomy = kind == "ended" and larger
+    block_size = draw(st.sampled_from(larger if roomy else adapter.block_sizes))
     sizes = [each.most_tokens for each in asked]
     room = max(sizes)
     if kind == "relay":
@@ -124,7 +126,7 @@ def _crowd(draw: st.DrawFn, vocabulary: int, longest: int, new: int, kind: str) 
         if kind == "crowded":
             sampling = replace(sampling, ignore_eos=True, max_new_tokens=new)
         prompt = draw(prompts(vocabulary=vocabulary, longest=longest, length=length))
-        cancelled = draw(st.sampled_from((None, None, None, None, 0, 1, 2, 4)))
+        cancelled = draw(st.sampled_from((None, None, None, None, 0, 1, 2, 4, 8)))
         asked.append(Asked(prompt, sampling, arrives, cancelled))
     return asked
 
@@ -211,14 +213,15 @@ def large_mixes(
     new = min(8, max(1, _MOST_GENERATED // crowd))
     longest = min(adapter.longest - new, _MOST_PROMPTED // crowd)
     lengths = st.sampled_from([length for length in _LENGTHS if length <= longest])
-    asked = tuple(
+    drawn = [
         Asked(
             common_text(draw(lengths), adapter.vocabulary, draw(st.sampled_from((0, 0, at)))),
             draw(samplings(most=new)),
             arrives=draw(st.sampled_from((0, 0, 0, 1, 4))),
         )
         for at in range(crowd)
-    )
+    ]
+    asked = tuple(as_offered(adapter, each) for each in drawn)
     options = {name: values[0] for name, values in adapter.option_choices.items()}
     for name, values in adapter.sizes.items():
         options[name] = draw(st.sampled_from(values[:few]))

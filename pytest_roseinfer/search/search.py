@@ -74,7 +74,7 @@ def search(
     """
     if monotonic() > ends:
         return examples
-    if gpu_context.is_lost():
+    if _gpu_is_lost():
         raise gpu_context.GpuLostError
     tried: list[_Example] = []
     left_out = 0
@@ -118,7 +118,12 @@ def _never_again(failure: Exception) -> str:
     """Say why what failed cannot be tried again in this process; nothing if it can."""
     if isinstance(failure, Difference) and isinstance(failure.__cause__, StepHung):
         return "It was not made smaller: every attempt would take as long."
-    return gpu_context.LOST if gpu_context.is_lost() else ""
+    return gpu_context.LOST if _gpu_is_lost() else ""
+
+
+def _gpu_is_lost() -> bool:
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return in_use and gpu_context.is_lost()
 
 
 @contextmanager

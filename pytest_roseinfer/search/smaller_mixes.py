@@ -26,7 +26,7 @@ def passes_of_mixes(
     return [
         _without_requests,
         _with_shorter_texts,
-        partial(_with_a_plainer_engine, usual),
+        partial(_with_a_plainer_engine, usual, min(adapter.block_sizes)),
         _with_less_room,
         _with_simpler_requests,
         _with_all_sooner,
@@ -62,9 +62,12 @@ def _with_shorter_texts(mix: RequestMix) -> Iterator[RequestMix]:
         yield from _with(mix, (_generating(each, new) for each in mix.requests))
 
 
-def _with_a_plainer_engine(usual: dict[str, Any], mix: RequestMix) -> Iterator[RequestMix]:
+def _with_a_plainer_engine(
+    usual: dict[str, Any], smallest_block: int, mix: RequestMix
+) -> Iterator[RequestMix]:
     yield from (replace(mix, options=options) for options in more_usual(mix.options, usual))
-    yield from (replace(mix, block_size=size) for size in smaller_numbers(mix.block_size, 1))
+    for size in smaller_numbers(mix.block_size, smallest_block):
+        yield replace(mix, block_size=size)
 
 
 def _with_less_room(mix: RequestMix) -> Iterator[RequestMix]:

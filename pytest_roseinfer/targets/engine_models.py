@@ -5,9 +5,14 @@ Transformers takes seconds to import, so that is done when the first model is bu
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.engines.sampling import Floats
 
 VOCABULARY = 32
 END = 5
@@ -40,7 +45,17 @@ _LONG: dict[str, _Shape] = {
     "qwen3 16:8x128": ("qwen3", 16, 8, 128),
     "qwen3 16:1x64": ("qwen3", 16, 1, 64),
 }
+HYBRID = "half windowed qwen3"
+"""Of this model's two layers one attends to all tokens, and one to the last ``WINDOW``."""
+_WINDOWED: dict[str, _Shape] = {
+    "windowed mistral": ("mistral", 4, 2, 6),
+    HYBRID: ("qwen3", 4, 2, 6),
+}
 SMALL = tuple(_SHORT)
+WINDOWED = tuple(_WINDOWED)
+"""Models whose layers, or every second of them, attend to the last ``WINDOW`` tokens."""
+WINDOW = 5
+_WINDOWS = {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1}
 OF_MANY_SHAPES = tuple(_LONG)
 """Kernels depend on these shapes: one query head to 16 for each KV head, and heads of 16 to 256.
 Models whose kernels compile soonest come first."""
@@ -62,11 +77,24 @@ def network(name: str, device: str) -> Any:
     return model.to(device)
 
 
+# An engine may make the network that it serves its own, so the slow twin has another one.
+_untouched = lru_cache(maxsize=16)(network)
+
+
+@lru_cache(maxsize=1 << 15)
+def logits(name: str, device: str, tokens: tuple[int, ...]) -> Floats:
+    """Compute the logits of the token after these from all of them anew, without a cache."""
+    # A GPU that processes share keeps each of them waiting: small models do without it.
+    device = device if name in _LONG else "cpu"
+    found = _untouched(name, device)(torch.tensor([tokens], device=device), use_cache=False)
+    return np.asarray(found.logits[0, -1].double().cpu())
+
+
 def _config(name: str) -> Any:
     from transformers import AutoConfig
 
-    family, heads, kv_heads, head_dim = _SHORT.get(name) or _LONG[name]
-    positions = POSITIONS if name in _SHORT else LONG_POSITIONS
+    family, heads, kv_heads, head_dim = (_SHORT | _WINDOWED | _LONG)[name]
+    positions = LONG_POSITIONS if name in _LONG else POSITIONS
     tokens = {"vocab_size": VOCABULARY + (name == ODD), "bos_token_id": END, "eos_token_id": END}
     if family == "gpt2":
         sizes = {"n_positions": positions, "n_embd": heads * head_dim, "n_head": heads}
@@ -81,4 +109,5 @@ def _config(name: str) -> Any:
         head_dim=head_dim,
         max_position_embeddings=positions,
         **tokens,
+        **(_WINDOWS if name in _WINDOWED else {}),
     )

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.adapters.mix import RequestMix, Sampling
-    from pytest_roseinfer.engines.sampling import Floats
 
 _ALONE = "transformers"
 """The slow twin: a model's own attention, without a cache, batches, or any code of ours."""
@@ -222,13 +221,15 @@ class RoseinferEngine(EngineAdapter):
         return found
 
     def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
-        logits = _logits(mix.options["model"], mix.device, tuple(tokens))
+        logits = models.logits(mix.options["model"], mix.device, tuple(tokens))
         noise = np.random.default_rng(0).standard_normal((16, len(logits)))
         nearly = logits + noise * np.abs(logits).max() * self.rounding
         return len({draw(each, sampling, tokens) for each in (logits, *nearly)}) > 1
 
     def logits(self, tokens: Sequence[int], mix: RequestMix) -> Sequence[float]:
-        logits: list[float] = _logits(mix.options["model"], mix.device, tuple(tokens)).tolist()
+        logits: list[float] = models.logits(
+            mix.options["model"], mix.device, tuple(tokens)
+        ).tolist()
         return logits
 
     def logprobs(self, request: Any) -> Sequence[float]:
@@ -251,17 +252,15 @@ class RoseinferEngine(EngineAdapter):
         return "decoding" if stored or request.in_flight else "prefilling"
 
 
-# The engine makes the network that it serves its own, so the slow twin has another one.
 _served = lru_cache(maxsize=16)(models.network)
-_original = lru_cache(maxsize=16)(models.network)
 
 
 @lru_cache(maxsize=4096)
 def _alone(name: str, device: str, prompt: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
     tokens = list(prompt)
-    positions = _original(name, device).config.max_position_embeddings
+    positions = models.LONG_POSITIONS if name in models.OF_MANY_SHAPES else models.POSITIONS
     while len(tokens) < positions and _goes_on(tokens, len(prompt), sampling):
-        tokens.append(draw(_logits(name, device, tuple(tokens)), sampling, tokens))
+        tokens.append(draw(models.logits(name, device, tuple(tokens)), sampling, tokens))
     return tuple(tokens[len(prompt) :])
 
 
@@ -269,16 +268,6 @@ def _goes_on(tokens: Sequence[int], prompted: int, sampling: Sampling) -> bool:
     new = tokens[prompted:]
     ended = bool(new) and new[-1] == models.END and not sampling.ignore_eos
     return len(new) < sampling.max_new_tokens and not ended
-
-
-@lru_cache(maxsize=1 << 15)
-def _logits(name: str, device: str, tokens: tuple[int, ...]) -> Floats:
-    """Compute the logits of the next token from all tokens anew."""
-    # A GPU that processes share keeps each of them waiting: small models do without it.
-    device = "cpu" if name in models.SMALL else device
-    ids = torch.tensor([tokens], device=device)
-    logits = _original(name, device)(ids, use_cache=False).logits[0, -1]
-    return np.asarray(logits.double().cpu())
 
 
 def _params(sampling: Sampling) -> SamplingParams:

@@ -10,7 +10,6 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from pytest_roseinfer.engines.strategies import (
-    BLOCK_SIZES,
     common_text,
     prompts,
     request_mixes,
@@ -38,7 +37,7 @@ def test_mixes_are_what_adapters_are_promised(
     @given(request_mixes(adapter, most_steps=most_steps, device="cuda:1"))
     def check(drawn: RequestMix) -> None:
         assert drawn.device == "cuda:1"
-        assert drawn.block_size in BLOCK_SIZES
+        assert drawn.block_size in adapter.block_sizes
         assert drawn.options.keys() == adapter.option_choices.keys()
         for name, value in drawn.options.items():
             assert value in adapter.option_choices[name]

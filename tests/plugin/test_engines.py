@@ -90,7 +90,7 @@ def test_an_engine_that_is_right_passes_on_all_its_paths(engines: Project) -> No
         [
             "*= roseinfer: tests.plugin.engines.toy_engine:ToyAdapter *=*",
             "96 mixes of requests of *",
-            "tested: make 96, submit *, cancel *, step *, tokens *, ended *, leftovers *, alone *",
+            "tested: make 96, submit *, step *, tokens *, ended *, leftovers *, alone *, cancel *",
             "not offered: forked, undecided, logits, logprobs, pieces, decoded, stage",
             "path * together * by itself * equal",
             "path * from a prefix * from the start * equal",
@@ -159,7 +159,7 @@ def test_it_says_what_an_adapter_lacks() -> None:
 
         def step(self) -> None: ...
 
-    said = "Lacking must define submit, cancel, tokens, ended, leftovers, path_counts, alone"
+    said = "Lacking must define submit, tokens, ended, leftovers, path_counts"
     with pytest.raises(TypeError, match=said):
         conformance(Lacking)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.cache import CacheSpec
 
-_INSTALL = "clone github.com/GeeeekExplorer/nano-vllm to a folder of PYTHONPATH, and install xxhash"
+INSTALL = "clone github.com/GeeeekExplorer/nano-vllm to a folder of PYTHONPATH, and install xxhash"
 
 
 class NanoVllmAdapter(BlockManagerAdapter):
@@ -27,7 +27,7 @@ class NanoVllmAdapter(BlockManagerAdapter):
     block_sizes: ClassVar[Sequence[int]] = (4, 2, 3, 5, 8, 16)
 
     def manage(self, spec: CacheSpec) -> None:
-        manager = part_of("nanovllm", "engine.block_manager", _INSTALL)
+        manager = part_of("nanovllm", "engine.block_manager", INSTALL)
         self.new_sequence: Any = manager.Sequence
         self.new_sequence.block_size = spec.block_size  # as its engine sets it, for all
         self.manager = manager.BlockManager(spec.num_blocks, spec.block_size)

@@ -1,0 +1,111 @@
+"""nano-vllm's engine: its scheduler, its blocks and what its runner hands to a model.
+
+The model needs no GPU. What it stores of a token says which tokens came before, as attention finds
+them by the block tables and slots of the runner; the next token follows from that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
+
+import torch
+
+from pytest_roseinfer.adapters.engine import EngineAdapter
+from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.targets.others.nano_vllm import INSTALL
+from pytest_roseinfer.targets.others.without_its_top import part_of, without
+from pytest_roseinfer.targets.whole_engines.nano_vllm_model import NanoVllmModel
+from pytest_roseinfer.targets.whole_engines.telling_keys import logits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pytest_roseinfer.adapters.mix import RequestMix, Sampling
+
+_ALONE = "all anew"
+
+
+class NanoVllmEngine(EngineAdapter):
+    end = 5
+    takes_sampling = False
+    # Its own blocks hold a multiple of 256 tokens, by the same code; 1 needs other code.
+    block_sizes: ClassVar[Sequence[int]] = (4, 2, 3, 5, 8)
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        "prefix hit": FastPath(_ALONE),
+        "chunked prefill": FastPath(_ALONE, [{"max_num_batched_tokens": 3}]),
+        "preempted": FastPath(_ALONE),
+    }
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "max_num_batched_tokens": (64, 3, 8),
+        "max_num_seqs": (8, 1, 2),
+    }
+
+    def make(self, mix: RequestMix) -> None:
+        with without("flash_attn"):
+            engine = part_of("nanovllm", "engine.llm_engine", INSTALL)
+        self.new_params = engine.SamplingParams
+        engine.Sequence.block_size = mix.block_size  # as the engine sets it, for all
+        config = SimpleNamespace(
+            eos=self.end,
+            kvcache_block_size=mix.block_size,
+            num_kvcache_blocks=-(-mix.cache_tokens // mix.block_size),
+            **mix.options,
+        )
+        self.counts: Counter[str] = Counter()
+        self.engine = object.__new__(engine.LLMEngine)
+        self.engine.scheduler = engine.Scheduler(config)
+        manager = self.engine.scheduler.block_manager
+        manager.can_allocate = partial(self._found, manager.can_allocate)
+        self.engine.model_runner = object.__new__(engine.ModelRunner)
+        vars(self.engine.model_runner).update(
+            block_size=mix.block_size,
+            world_size=1,
+            rank=0,
+            enforce_eager=True,
+            model=NanoVllmModel(config, self.vocabulary),
+            sampler=lambda likeliest, _: likeliest,
+        )
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
+        wishes = {"max_tokens": sampling.max_new_tokens, "ignore_eos": sampling.ignore_eos}
+        self.engine.add_request(list(prompt), self.new_params(**wishes))
+        return self.engine.scheduler.waiting[-1]
+
+    def step(self) -> None:
+        if self.engine.is_finished():
+            return
+        on_cpu = mock.patch.object(torch.Tensor, "cuda", lambda tensor, **_: tensor)
+        with on_cpu, mock.patch.object(torch, "tensor", _unpinned):
+            self.engine.step()
+        waiting = self.engine.scheduler.waiting
+        self.counts["preempted"] += any(each.num_completion_tokens for each in waiting)
+        self.counts["chunked prefill"] += any(each.block_table for each in waiting)
+
+    def _found(self, look_up: Callable[[Any], int], request: Any) -> int:
+        found = look_up(request)
+        self.counts["prefix hit"] += found > 0
+        return found
+
+    def tokens(self, request: Any) -> list[int]:
+        return list(request.completion_token_ids)
+
+    def ended(self, request: Any) -> bool:
+        return bool(request.is_finished)
+
+    def leftovers(self) -> str:
+        held = self.engine.scheduler.block_manager.used_block_ids
+        return f"{len(held)} blocks" if held else ""
+
+    def path_counts(self) -> Mapping[str, int]:
+        return self.counts
+
+    def logits(self, tokens: Sequence[int], mix: RequestMix) -> Any:  # noqa: ARG002
+        return logits_of(tokens, self.vocabulary)
+
+
+def _unpinned(values: Any, *, dtype: torch.dtype, **_: bool) -> torch.Tensor:
+    return torch.as_tensor(values, dtype=dtype)

@@ -1,0 +1,120 @@
+"""The engine below transformers' ``generate_batch``, driven step by step on small models.
+
+All its requests draw from one generator, so it is held to the likeliest tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from pytest_roseinfer.adapters.engine import EngineAdapter
+from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.targets import engine_models as models
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pytest_roseinfer.adapters.mix import RequestMix, Sampling
+
+# The manager sets how its model attends, so the slow twin has a model of its own.
+_served = lru_cache(models.network)
+
+
+class TransformersEngine(EngineAdapter):
+    vocabulary = models.VOCABULARY
+    most_tokens = models.POSITIONS
+    end = models.END
+    takes_sampling = False
+    block_sizes: ClassVar[Sequence[int]] = (4, 5, 6, 8)
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        "prefix hit": FastPath("no cache"),
+        "chunked prefill": FastPath("no cache", [{"max_batch_tokens": 3}]),
+        "preempted": FastPath("no cache"),
+        "cancelled": FastPath("no cache"),
+    }
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "model": ("llama", "gpt2", *models.WINDOWED),
+        "attention": ("sdpa", "eager"),
+        "scheduler_type": ("fifo", "prefill_first"),
+        "allow_block_sharing": (True, False),
+        "max_batch_tokens": (64, 3, 8),
+        "max_requests_per_batch": (3, 1, 2),
+    }
+
+    def make(self, mix: RequestMix) -> None:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+        options = dict(mix.options)
+        name = options.pop("model")
+        model = _served(name, mix.device)
+        model.set_attn_implementation(options.pop("attention"))
+        # Two kinds of layers share no sector, and need more than num_blocks says: docs/found.md.
+        options["num_blocks"] = -(-mix.cache_tokens // mix.block_size) + 2 * (name == models.HYBRID)
+        options |= {"page_size": mix.block_size, "return_logprobs": True}
+        config = ContinuousBatchingConfig(auto_switch_to_flash=False, **options)
+        self.manager = model.init_continuous_batching(GenerationConfig(do_sample=False), config)
+        self.processor = self.manager._create_batch_processor()
+        self.cache = self.processor.cache
+        padding = 2 * self.cache.bytes_per_sector
+        self.cache.cache_tensor[padding:].view(torch.float32).fill_(torch.nan)
+        self.cache.search_prefix_match = partial(self._search, self.cache.search_prefix_match)
+        self.counts: Counter[str] = Counter()
+        self.outputs: dict[str, Any] = {}
+        self.cancelled: set[str] = set()
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
+        end = -1 if sampling.ignore_eos else self.end
+        return self.manager.add_request(
+            list(prompt), max_new_tokens=sampling.max_new_tokens, eos_token_id=end, streaming=True
+        )
+
+    def step(self) -> None:
+        if self.processor.prepare_next_batch():
+            going = self.processor.inputs_and_outputs.requests_in_batch
+            parts = any(each.state.remaining_prefill_tokens for each in going)
+            self.counts["chunked prefill"] += parts
+            self.processor._generation_step(self.manager.model)
+            self.processor.update_batch()
+        waiting = self.processor.scheduler.waiting_requests.values()
+        self.counts["preempted"] += any(each._true_initial_tokens for each in waiting)
+        while (output := self.manager.get_result()) is not None:
+            self.outputs[output.request_id] = output
+
+    def _search(self, search: Callable[[str, list[int]], int], name: str, prompt: list[int]) -> int:
+        found = search(name, prompt)
+        self.counts["prefix hit"] += found > 0
+        return found
+
+    def cancel(self, request: Any) -> None:
+        self.counts["cancelled"] += not self.ended(request)
+        self.cancelled.add(request)
+        self.manager.cancel_request(request)
+
+    def tokens(self, request: Any) -> list[int]:
+        return self.outputs[request].generated_tokens if request in self.outputs else []
+
+    def logprobs(self, request: Any) -> Sequence[float]:
+        return self.outputs[request].logprobs if request in self.outputs else []
+
+    def ended(self, request: Any) -> bool:
+        over = request in self.outputs and self.outputs[request].is_finished()
+        return over or request in self.cancelled
+
+    def leftovers(self) -> str:
+        self.step()  # what was cancelled last leaves now
+        self.cache.evict_cached_blocks()
+        self.cache.pool.try_to_free_sectors()
+        held = self.cache.num_sectors - self.cache.pool.num_free_sectors
+        return f"{held} sectors" if held else ""
+
+    def path_counts(self) -> Mapping[str, int]:
+        return self.counts
+
+    def logits(self, tokens: Sequence[int], mix: RequestMix) -> Any:
+        return models.logits(mix.options["model"], mix.device, tuple(tokens))
