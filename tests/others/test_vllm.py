@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_roseinfer import CacheSpec, Divergence, conformance, run_history, settings
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer import CacheSpec, Divergence, conformance, run_history
 from pytest_roseinfer.targets.others import without_its_top
 from pytest_roseinfer.targets.others.vllm_kv import VllmAdapter
 from pytest_roseinfer.targets.others.vllm_windows import WindowsVllmAdapter
 from tests.others.fetch import FOLDER
+from tests.others.planted import plant
 from tests.plugin.drawn import drawn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pytest_roseinfer import KVCacheAdapter
 
 THERE = FOLDER / "vllm"
+MANAGER = "single_type_kv_cache_manager:SingleTypeKVCacheManager"
+WINDOWS = "single_type_kv_cache_manager:SlidingWindowManager"
 
+pytestmark = pytest.mark.usefixtures("searching")
 needs_it = pytest.mark.skipif(
     not THERE.exists(), reason="vLLM is not there: python -m tests.others.fetch vllm"
 )
 
 
 @pytest.fixture(autouse=True)
-def long_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    asked, seen = settings.current(), coverage.current()
-    settings.set_current(settings.Settings(examples=500, steps=20, seed=1))
-    coverage.set_current(coverage.Coverage())
+def path_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(THERE)
-    with warnings.catch_warnings():  # those of what it imports
-        warnings.simplefilter("ignore")
-        yield
-    settings.set_current(asked)
-    coverage.set_current(seen)
 
 
 @needs_it
@@ -49,17 +41,6 @@ def test_it_conforms(adapter: type[KVCacheAdapter]) -> None:
     tests.test_histories()
     tests.test_permuting_a_batch_permutes_the_result()
     tests.test_one_batch_equals_its_split_in_two()
-
-
-def planted(monkeypatch: pytest.MonkeyPatch, where: str, name: str, bug: Any) -> None:
-    """Replace a method of one of its classes."""
-    module, kind = where.split(":")
-    owner = getattr(without_its_top.part_of("vllm", f"v1.core.{module}", ""), kind)
-    monkeypatch.setattr(owner, name, bug(getattr(owner, name)))
-
-
-MANAGER = "single_type_kv_cache_manager:SingleTypeKVCacheManager"
-WINDOWS = "single_type_kv_cache_manager:SlidingWindowManager"
 
 
 @needs_it
@@ -110,7 +91,7 @@ def test_a_bug_that_is_planted_in_it_is_found(
     name: str,
     bug: Any,
 ) -> None:
-    planted(monkeypatch, where, name, bug)
+    plant(monkeypatch, "vllm", f"v1.core.{where}", name, bug)
     with pytest.raises(Divergence):
         drawn(adapter, 500, 1, partial(run_history, adapter))
 

@@ -22,7 +22,7 @@ _INSTALL = "run python -m tests.others.fetch vllm in a clone of roseinfer, or in
 _ENDLESS = 1 << 20
 
 
-def _part(name: str) -> Any:
+def vllm_part(name: str) -> Any:
     return part_of("vllm", name, _INSTALL)
 
 
@@ -34,15 +34,15 @@ class VllmAdapter(BlockManagerAdapter):
     namespaces = BlockManagerAdapter.hear_namespaces
 
     def manage(self, spec: CacheSpec) -> None:
-        utils, sha256 = _part("v1.core.kv_cache_utils"), _part("utils.hashing").sha256
+        utils, sha256 = vllm_part("v1.core.kv_cache_utils"), vllm_part("utils.hashing").sha256
         utils.init_none_hash(sha256)
         self.hasher = utils.get_request_block_hasher(spec.block_size, sha256)
-        self.sampling = _part("sampling_params").SamplingParams(max_tokens=_ENDLESS)
+        self.sampling = vllm_part("sampling_params").SamplingParams(max_tokens=_ENDLESS)
         self.kinds = list(dict.fromkeys(self.windows))
-        group = _part("v1.kv_cache_interface").KVCacheGroupSpec
+        group = vllm_part("v1.kv_cache_interface").KVCacheGroupSpec
         groups = [group([], _layers(spec, window)) for window in self.kinds]
-        config = _part("v1.kv_cache_interface").KVCacheConfig(spec.num_blocks + 1, [], groups)
-        self.manager = _part("v1.core.kv_cache_manager").KVCacheManager(
+        config = vllm_part("v1.kv_cache_interface").KVCacheConfig(spec.num_blocks + 1, [], groups)
+        self.manager = vllm_part("v1.core.kv_cache_manager").KVCacheManager(
             self.configured(config, spec),
             max_model_len=_ENDLESS,
             scheduler_block_size=spec.block_size,
@@ -68,7 +68,7 @@ class VllmAdapter(BlockManagerAdapter):
     def _request(self, said: Sequence[int], namespace: int) -> Any:
         name, salt = str(next(self.numbers)), str(namespace)
         own = self.sampling, None  # nothing that pools
-        return _part("v1.request").Request(
+        return vllm_part("v1.request").Request(
             name, list(said), *own, cache_salt=salt, block_hasher=self.hasher
         )
 
@@ -105,7 +105,7 @@ class VllmAdapter(BlockManagerAdapter):
 
 
 def _layers(spec: CacheSpec, window: int | None) -> Any:
-    interface = _part("v1.kv_cache_interface")
+    interface = vllm_part("v1.kv_cache_interface")
     shape = spec.block_size, spec.num_heads, spec.head_dim, getattr(torch, spec.dtype)
     names = dict(zip(("block_size", "num_kv_heads", "head_size", "dtype"), shape, strict=True))
     if window is None:
