@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,12 +13,15 @@ from pytest_roseinfer import MixDivergence, run_mix
 from pytest_roseinfer.engines.strategies import request_mixes
 from pytest_roseinfer.targets.whole_engines.vllm_scheduler import VllmScheduler
 from tests.others.fetch import FOLDER
+from tests.others.found_scripts import beginning_about, scripts_about
 from tests.others.planted import plant
 
 if TYPE_CHECKING:
     from pytest_roseinfer import RequestMix
 
 THERE = FOLDER / "vllm"
+PROJECT = "vLLM 0.33.0"
+SCRIPTS = scripts_about(PROJECT)
 pytestmark = [
     pytest.mark.usefixtures("searching"),
     pytest.mark.skipif(
@@ -48,6 +53,19 @@ def serve(mixes: int) -> None:
 
 def test_each_request_gets_what_it_gets_alone() -> None:
     serve(300)
+
+
+@pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=range(len(SCRIPTS)))
+def test_a_script_of_found_md_prints_what_it_says(script: str, printed: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", beginning_about(PROJECT) + script],
+        cwd=THERE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = [line for line in done.stdout.splitlines() if " vllm." not in line and line]
+    assert "\n".join(said) == printed.strip(), done.stderr
 
 
 def counts_a_token(right: Any) -> Any:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
 from pytest_roseinfer.targets.others.vllm_kv import vllm_part
-from pytest_roseinfer.targets.whole_engines.vllm_settings import groups, settings
+from pytest_roseinfer.targets.whole_engines.vllm_settings import new_request, new_scheduler
 from pytest_roseinfer.targets.whole_engines.vllm_worker import VllmWorker, logits_by
 
 if TYPE_CHECKING:
@@ -31,28 +30,23 @@ class VllmScheduler(EngineAdapter):
         "chunked prefill": FastPath(_ALONE, [{"max_num_batched_tokens": 3}]),
         "preempted": FastPath(_ALONE),
         "cancelled": FastPath(_ALONE),
+        "draft accepted": FastPath(_ALONE, [{"drafts": 2}]),
+        "draft rejected": FastPath(_ALONE, [{"drafts": 2}]),
     }
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         "windows": ((None,), (5,), (None, 3), (2, 6, None)),
         "max_num_batched_tokens": (64, 3, 8),
         "max_num_seqs": (8, 1, 2),
         "policy": ("fcfs", "priority"),
+        "long_prefill_token_threshold": (0, 4),
         "async_scheduling": (False, True),
+        "drafts": (0, 1, 2),  # with more than a step has tokens it hangs: docs/found.md
     }
 
     def make(self, mix: RequestMix) -> None:
-        options = dict(mix.options)
-        windows, late = options.pop("windows"), options["async_scheduling"]
-        blocks = 1 + len(windows) * -(-mix.cache_tokens // mix.block_size)
-        scheduler = vllm_part("v1.core.sched.async_scheduler")
-        kind = scheduler.AsyncScheduler if late else scheduler.Scheduler
-        self.scheduler = kind(
-            settings(blocks, options),
-            groups(mix.block_size, blocks, windows),
-            structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True),
-            block_size=mix.block_size,
-        )
-        self.worker = VllmWorker(blocks, mix.block_size, windows)
+        self.scheduler = new_scheduler(mix)
+        blocks = self.scheduler.kv_cache_config.num_blocks
+        self.worker = VllmWorker(blocks, mix.block_size, mix.options["windows"])
         self.on_their_way: deque[tuple[Any, dict[str, list[int]]]] = deque()
         self.counts: Counter[str] = Counter()
         self.names = itertools.count()
@@ -60,14 +54,8 @@ class VllmScheduler(EngineAdapter):
         manager.get_computed_blocks = partial(self._found, manager.get_computed_blocks)
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
-        wishes = {"max_tokens": sampling.max_new_tokens, "ignore_eos": sampling.ignore_eos}
-        params = vllm_part("sampling_params").SamplingParams(**wishes)
-        params.update_from_generation_config({}, self.end)
-        utils, sha256 = vllm_part("v1.core.kv_cache_utils"), vllm_part("utils.hashing").sha256
-        utils.init_none_hash(sha256)
-        hasher = utils.get_request_block_hasher(self.scheduler.block_size, sha256)
-        new = vllm_part("v1.request").Request
-        request = new(str(next(self.names)), list(prompt), params, None, block_hasher=hasher)
+        asked = list(prompt), sampling.max_new_tokens, None if sampling.ignore_eos else self.end
+        request = new_request(str(next(self.names)), *asked, self.scheduler.block_size)
         self.scheduler.add_request(request)
         return request
 
@@ -84,6 +72,9 @@ class VllmScheduler(EngineAdapter):
         self.counts["preempted"] += after > before
         given = self.worker.execute(step, self.vocabulary)
         self.counts["chunked prefill"] += not all(given.values())
+        for name, drafts in step.scheduled_spec_decode_tokens.items():
+            self.counts["draft accepted"] += len(given[name]) > 1
+            self.counts["draft rejected"] += len(given[name]) <= len(drafts)
         self.on_their_way.append((step, given))
         busy = step.total_num_scheduled_tokens and self.scheduler.vllm_config.max_concurrent_batches
         while len(self.on_their_way) >= (busy or 1):
@@ -93,6 +84,11 @@ class VllmScheduler(EngineAdapter):
         rows = {name: row for row, name in enumerate(given)}
         output = vllm_part("v1.outputs").ModelRunnerOutput
         self.scheduler.update_from_output(step, output([*given], rows, [*given.values()]))
+        if most := self.scheduler.num_spec_tokens:
+            going = [each.request_id for each in self.scheduler.running]
+            drafts = [self.worker.drafts(each, most, self.vocabulary) for each in going]
+            drafted = vllm_part("v1.outputs").DraftTokenIds(going, drafts)
+            self.scheduler.update_draft_token_ids(drafted)
 
     def cancel(self, request: Any) -> None:
         self.counts["cancelled"] += not self.ended(request)

@@ -23,12 +23,23 @@ class VllmWorker:
         self.tables: dict[str, tuple[list[int], ...]] = {}
 
     def execute(self, step: Any, vocabulary: int) -> dict[str, list[int]]:
-        """Do a step; return the tokens that each of its requests gets, one or none."""
-        begins = self._told(step)
+        """Do a step; return the tokens that each of its requests gets.
+
+        That is none for a part of a prompt, and more than one where drafts were right.
+        """
+        begins, drafts = self._told(step), step.scheduled_spec_decode_tokens
         return {
-            name: self._forward(name, begins[name], count, vocabulary)
+            name: self._forward(name, begins[name], count, drafts.get(name, []), vocabulary)
             for name, count in step.num_scheduled_tokens.items()
         }
+
+    def drafts(self, name: str, most: int, vocabulary: int) -> list[int]:
+        """Guess the tokens that come next: the first is right, and some of the others."""
+        tokens = [*self.tokens[name]]
+        for at in range(most):
+            right = logits_by(self.windows, tokens, vocabulary).index(1.0)
+            tokens.append((right + (at and len(tokens) % 3)) % vocabulary)
+        return tokens[len(tokens) - most :]
 
     def _told(self, step: Any) -> dict[str, int]:
         """Take what is new of requests; return where the tokens of this step begin in each."""
@@ -50,23 +61,31 @@ class VllmWorker:
                     table.extend(more)
         return begins
 
-    def _forward(self, name: str, begin: int, count: int, vocabulary: int) -> list[int]:
+    def _forward(
+        self, name: str, begin: int, count: int, drafts: Sequence[int], vocabulary: int
+    ) -> list[int]:
         tokens = self.tokens[name]
-        last = [
-            self._store(group, name, position)
-            for position in range(begin, begin + count)
-            for group in range(len(self.windows))
-        ][-len(self.windows) :]
+        said = [*tokens, *drafts][begin : begin + count]
+        likeliest = [
+            sum(self._store(group, name, at, token) for group in range(len(self.windows)))
+            % vocabulary
+            for at, token in enumerate(said, begin)
+        ]
         if begin + count < len(tokens):
             return []
-        tokens.append(sum(last) % vocabulary)
-        return tokens[-1:]
+        given = likeliest[len(likeliest) - len(drafts) - 1 :]
+        right = next(
+            (at for at, (a, b) in enumerate(zip(given, drafts, strict=False)) if a != b),
+            len(drafts),
+        )
+        tokens += given[: right + 1]
+        return given[: right + 1]
 
-    def _store(self, group: int, name: str, position: int) -> int:
+    def _store(self, group: int, name: str, position: int, token: int) -> int:
         first = first_seen(self.windows[group], position)
         slots = [self._slot(group, name, at) for at in range(first, position + 1)]
         seen = [self.keys[group][slot] for slot in slots[:-1]]
-        key = key_of(self.tokens[name][position], position, seen)
+        key = key_of(token, position, seen)
         self.keys[group][slots[-1]] = key
         return key
 
