@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
@@ -14,6 +14,7 @@ from pytest_roseinfer.running import coverage
 from pytest_roseinfer.targets.others import without_its_top
 from pytest_roseinfer.targets.others.sglang_parts import sglang
 from pytest_roseinfer.targets.others.sglang_radix import SglangAdapter
+from pytest_roseinfer.targets.others.sglang_sliding import SlidingSglangAdapter
 from tests.others.fetch import FOLDER
 from tests.others.found_scripts import beginning_about, scripts_about
 
@@ -48,13 +49,24 @@ class EntersAtOnce(SglangAdapter):
     """What is decoded is in the tree when it is stored, so that all of it must be found."""
 
     match_finds: ClassVar[str] = "all"
-    policy: ClassVar[str] = "slru"
+
+    def kind(self, spec: CacheSpec) -> dict[str, Any]:
+        return {**super().kind(spec), "eviction_policy": "slru"}
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         super().append(seqs, key, value)
         for request in (self.requests[seq] for seq in seqs):
             request.refresh_fill_ids()
             self.tree.checkpoint(request, up_to=request.kv.kv_committed_len)
+
+
+class ForgetsWindowsEarly(SlidingSglangAdapter):
+    """A page of a window is given back while the next token still sees it."""
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        for request in (self.requests[seq] for seq in seqs if seq in self.requests):
+            self.tree.evict_sliding_windows(request, request.kv.kv_committed_len + 1)
+        super().append(seqs, key, value)
 
 
 class Reasons(SglangAdapter):
@@ -67,13 +79,19 @@ class Reasons(SglangAdapter):
 
 
 @needs_it
-@pytest.mark.parametrize("adapter", [SglangAdapter, EntersAtOnce])
+@pytest.mark.parametrize("adapter", [SglangAdapter, EntersAtOnce, SlidingSglangAdapter])
 def test_it_conforms(adapter: type[SglangAdapter]) -> None:
     tests = conformance(adapter)()
     tests.test_histories()
     tests.test_permuting_a_batch_permutes_the_result()
     tests.test_one_batch_equals_its_split_in_two()
     tests.test_every_option_ends_in_the_same_bits()
+
+
+@needs_it
+def test_a_window_that_is_forgotten_early_is_found() -> None:
+    with pytest.raises(Divergence, match=r"tokens in a window have the slots \[0"):
+        conformance(ForgetsWindowsEarly)().test_histories()
 
 
 @needs_it

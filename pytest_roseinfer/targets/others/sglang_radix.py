@@ -29,16 +29,19 @@ class SglangAdapter(KVCacheAdapter):
     option_choices: ClassVar[Mapping[str, Sequence[str]]] = {
         "tree_core_backend": ("rust", "python")
     }
-    policy: ClassVar[str] = "lru"
+    pools = staticmethod(scheduler.pools)
 
     def make(self, spec: CacheSpec) -> None:
         sgl = self.sgl = sglang()
-        self.allocator, self.rows = scheduler.pools(sgl, spec)
-        kinds = {"tree_components": (sgl.ComponentType.FULL,), "eviction_policy": self.policy}
+        self.allocator, self.rows = self.pools(sgl, spec)
+        self.books = getattr(self.allocator, "full_attn_allocator", self.allocator)
         params = (False, self.rows, self.allocator, spec.block_size)
-        self.tree = sgl.UnifiedRadixCache(sgl.CacheInitParams(*params, **kinds, **spec.options))
+        self.tree = sgl.UnifiedRadixCache(sgl.CacheInitParams(*params, **self.kind(spec)))
         self.store = BlockStore(spec, spec.num_blocks + 1)  # the first is for padding
         self.requests: dict[int, Any] = {}
+
+    def kind(self, spec: CacheSpec) -> dict[str, Any]:
+        return {"tree_components": (self.sgl.ComponentType.FULL,), **spec.options}
 
     def namespaces(self, names: Sequence[int]) -> None:
         self.extra_keys = [f"of {name}" if name else None for name in names]
@@ -76,9 +79,7 @@ class SglangAdapter(KVCacheAdapter):
                 self.requests[seq].output_ids.extend(self.coming[row])
 
     def _slots(self, seq: int) -> torch.Tensor:
-        kv = self.requests[seq].kv
-        slots: torch.Tensor = self.rows.req_to_token[kv.req_pool_idx, : kv.kv_allocated_len]
-        return slots.long()
+        return scheduler.slots_of(self.tree, self.requests[seq])
 
     def peek(self, seq: int, layer: int) -> KeysAndValues:
         return self.store.read_slots(self._slots(seq), layer)
@@ -107,12 +108,12 @@ class SglangAdapter(KVCacheAdapter):
                 held.update(self.store.table(self._slots(seq)[request.kv.cache_protected_len :]))
         kept = self.store.table(self.tree.all_values_flatten())
         cached = [page for page in kept if page not in held]
-        free = [*self.allocator.get_all_free_pages().tolist(), *cached]
+        free = [*self.books.get_all_free_pages().tolist(), *cached]
         # They count too, and a wrong number must not look right.
         size = self.store.block_size
-        claimed = (self.allocator.available_size() + self.tree.evictable_size()) // size
+        claimed = (self.books.available_size() + self.tree.evictable_size()) // size
         free = [*free, *[-1] * (claimed - len(free))][:claimed]
-        return Ledger(held, free, self.allocator.size // size, cached)
+        return Ledger(held, free, self.books.size // size, cached)
 
     def arena(self) -> KeysAndValues:
         return self.store.arena

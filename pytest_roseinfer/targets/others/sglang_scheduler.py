@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
@@ -25,6 +26,18 @@ def pools(sgl: SimpleNamespace, spec: CacheSpec) -> tuple[Any, Any]:
     else:
         allocator = sgl.PagedTokenToKVPoolAllocator(size, page, **pool)
     return allocator, sgl.ReqToTokenPool(64, size + page, spec.device, enable_memory_saver=False)
+
+
+def sliding_pools(sgl: SimpleNamespace, spec: CacheSpec) -> tuple[Any, Any]:
+    """Build the same for layers of both kinds; a map leads from a slot to that of the windows."""
+    size = spec.block_size * spec.num_blocks
+    # Of the pool that holds keys and values it is the map that is needed.
+    tensors = mock.MagicMock(spec=sgl.BaseSWAKVPool, swa_req_ring_size=None)
+    pool = {"dtype": None, "need_sort": False, "device": spec.device, "kvcache": tensors}
+    allocator = sgl.SWATokenToKVPoolAllocator(size, size, spec.block_size, **pool)
+    tensors.full_to_swa_index_mapping = allocator.full_to_swa_index_mapping
+    tensors.translate_loc_from_full_to_swa = tensors.full_to_swa_index_mapping.__getitem__
+    return allocator, pools(sgl, spec)[1]
 
 
 def new_request(sgl: SimpleNamespace, text: Sequence[int], namespace: str | None) -> Any:
@@ -77,6 +90,12 @@ def _batch(reqs: list[Any], tree: Any) -> SimpleNamespace:
         is_dllm=lambda: False,
         maybe_evict_swa=lambda: None,
     )
+
+
+def slots_of(tree: Any, request: Any) -> torch.Tensor:
+    """Return the slots of all tokens of a request."""
+    row: torch.Tensor = tree.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
+    return row[: request.kv.kv_allocated_len].long()
 
 
 def retract(sgl: SimpleNamespace, tree: Any, request: Any) -> None:
