@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,6 +12,7 @@ from pytest_roseinfer import CacheSpec, Divergence, conformance, settings
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.targets.others import without_its_top
 from pytest_roseinfer.targets.others.nano_vllm import NanoVllmAdapter, WeaklyHashedNanoVllmAdapter
+from tests import warm_process
 from tests.others.fetch import FOLDER
 from tests.others.found_scripts import scripts_about
 
@@ -70,13 +71,7 @@ def test_equal_tokens_behind_other_ones_are_taken_for_a_hit() -> None:
 @needs_it
 @pytest.mark.parametrize(("script", "printed"), SCRIPTS, ids=range(len(SCRIPTS)))
 def test_a_script_of_found_md_prints_what_it_says(script: str, printed: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=THERE,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = warm_process.run(["-c", script], cwd=THERE, environment=os.environ, timeout=60)
     assert done.stdout == printed, done.stderr
 
 

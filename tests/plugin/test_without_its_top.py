@@ -1,14 +1,42 @@
-"""A package that is missing is done without while another one is imported, and only then."""
+"""A part of a package is imported without what its top, or another part, would need."""
 
 from __future__ import annotations
 
 import json
 import sys
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer.targets.others.without_its_top import without
+from pytest_roseinfer.targets.others.without_its_top import part_of, without
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = "a_package_that_needs_a_gpu"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("raise RuntimeError('no GPU')")
+    (tmp_path / name / "books.py").write_text("from absent_kernels import kernel\nBLOCKS = 3")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in (name, f"{name}.books", "absent_kernels"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    return name
+
+
+def test_neither_its_top_nor_a_package_that_is_not_called_is_needed(package: str) -> None:
+    with without("absent_kernels"):
+        books = part_of(package, "books", "")
+    assert books.BLOCKS == 3
+    assert "absent_kernels" not in sys.modules
+
+
+def test_a_package_that_it_imports_must_be_there(package: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match="absent_kernels"):
+        part_of(package, "books", "")
 
 
 def test_a_missing_package_is_done_without_and_is_missing_again() -> None:

@@ -1,0 +1,27 @@
+"""Searches an engine for a request that gets something else than it gets alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer import conformance, settings
+from pytest_roseinfer.running import coverage
+from pytest_roseinfer.suite.engine_tests import EngineTests
+
+if TYPE_CHECKING:
+    from pytest_roseinfer import EngineAdapter
+
+
+def verdicts_of(adapter: type[EngineAdapter], *, examples: int, steps: int = 8) -> list[str]:
+    """Return what a search says of each path; raise where it finds a difference."""
+    asked, seen = settings.current(), coverage.current()
+    settings.set_current(settings.Settings(examples=examples, steps=steps, seed=1))
+    coverage.set_current(coverage.Coverage())
+    try:
+        tests = conformance(adapter)()
+        assert isinstance(tests, EngineTests)
+        tests.test_requests_get_what_they_get_alone()
+        return [row.verdict for row in coverage.current().of(adapter).rows()]
+    finally:
+        settings.set_current(asked)
+        coverage.set_current(seen)
