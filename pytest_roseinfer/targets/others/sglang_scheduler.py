@@ -63,14 +63,14 @@ def take_room(sgl: SimpleNamespace, tree: Any, begun: list[Any], grown: list[Any
             tree.unlock(request.lock)
         raise CacheFull
     if begun:
-        sgl.alloc_for_extend(_batch(begun, tree))
+        sgl.alloc_for_extend(_batch(begun, [each.extend_end for each in begun], tree))
     if grown:
-        sgl.alloc_for_decode(_batch(grown, tree), token_per_req=1)
+        lengths = [each.kv.kv_committed_len for each in grown]
+        sgl.alloc_for_decode(_batch(grown, lengths, tree), token_per_req=1)
 
 
-def _batch(reqs: list[Any], tree: Any) -> SimpleNamespace:
+def _batch(reqs: list[Any], lengths: list[int], tree: Any) -> SimpleNamespace:
     """Return what allocation reads of a ``ScheduleBatch``."""
-    lengths = [request.kv.kv_committed_len or request.extend_end for request in reqs]
     found = [request.prefix_len for request in reqs]
     rows = torch.tensor([request.kv.req_pool_idx or 0 for request in reqs])
     return SimpleNamespace(
