@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer import RequestMix
 
-FEW = settings(max_examples=60, deadline=None, database=None)
+FEW = settings(max_examples=30, deadline=None, database=None)
 
 
 class Plain(ToyAdapter):

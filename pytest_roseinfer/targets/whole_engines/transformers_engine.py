@@ -32,10 +32,8 @@ class TransformersEngine(EngineAdapter):
     takes_sampling = False
     block_sizes: ClassVar[Sequence[int]] = (4, 5, 6, 8)
     paths: ClassVar[Mapping[str, FastPath]] = {
-        "prefix hit": FastPath("no cache"),
+        **dict.fromkeys(("prefix hit", "preempted", "cancelled"), FastPath("no cache")),
         "chunked prefill": FastPath("no cache", [{"max_batch_tokens": 3}]),
-        "preempted": FastPath("no cache"),
-        "cancelled": FastPath("no cache"),
     }
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         "model": ("llama", "gpt2", *models.WINDOWED),
