@@ -54,6 +54,9 @@ class History:
         if self.texts:
             which = f"text n mod {len(self.texts)}, and the next text when its name is used again"
             texts.append(f"sequence n has {which}")
+            texts.append(
+                "all tokens are 1, but where text n leaves the one it begins as, it is n + 1"
+            )
         return "\n".join([f"a cache with {shape}", *texts, *steps])
 
     def to_json(self) -> dict[str, Any]:

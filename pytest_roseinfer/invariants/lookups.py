@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 @invariant(rank=3, needs=("matched", "texts", "table", "ledger"))
 def lookups(seen: Observation) -> Finding | None:
     for (text, count), found in seen.after.matched.items():
-        asked = f"matched() of text {text}, {count} tokens long,"
+        namespace = seen.oracle.texts.namespace(text) if seen.oracle.texts else 0
+        within = f" (namespace {namespace})" if namespace else ""
+        asked = f"matched() of text {text}{within}, {count} tokens long,"
         if isinstance(found, Exception):
             return Finding(f"{asked} raised {type(found).__name__}: {found}", cause=found)
         most = _stored(seen, text, count)

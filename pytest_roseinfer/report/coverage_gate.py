@@ -77,7 +77,9 @@ class CoverageGate(Gate):
             yield from (f"tested: {_pairs(target.abilities)}", "")
             if target.checked:
                 yield from (f"checked: {target.checks}", "")
-            yield from (_table(target, "github"), "")
+            yield from (f"- **failed**: {found['what']}" for found in target.found)
+            if target.rows():
+                yield from (_table(target, "github"), "")
             yield from (f"- **failed**: {problem}" for problem in self._by_target.get(name, ()))
             yield ""
         if self._seen.targets:

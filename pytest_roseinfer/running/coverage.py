@@ -30,6 +30,12 @@ _Turn = tuple[str | None, str, int]
 """A path to aim at, the name of the turn, and the examples due."""
 
 
+def finds_prefixes(adapter: type[Adapter]) -> bool:
+    """Return True for a cache that lets sequences begin with what is found of their texts."""
+    shares = getattr(adapter, "sharing", "") == "equal prefixes"
+    return shares and {"texts", "matched", "prefill", "table", "ledger"} <= adapter.abilities
+
+
 @dataclass(frozen=True, slots=True)
 class Reached:
     """One row of the verdict: a path or a condition."""
@@ -208,6 +214,7 @@ class Coverage:
                 [
                     *adapter.conditions,
                     *["left_a_window"] * bool(getattr(adapter, "window_groups", 0)),
+                    *["prefix_found"] * finds_prefixes(adapter),
                     *(met for met, by in _REQUIRED_WITH.items() if by in offered),
                 ],
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],

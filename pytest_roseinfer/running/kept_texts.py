@@ -27,15 +27,37 @@ class KeptTexts:
     """The cache declares in which order it gives up what it keeps."""
     contents: dict[int, Contents] = field(default_factory=dict)
     """What blocks held after the latest step, by a layer of each group."""
+    finds: bool = False
+    """A lookup has found something."""
     released: Mapping[int, Released] = field(default_factory=dict)
     """What was kept for later texts then."""
 
     def note(self, before: Snapshot, after: Snapshot, step: int) -> None:
         """Take what the cache showed before and after a step of this number."""
+        self.finds |= any(isinstance(found, int) and found > 0 for found in after.matched.values())
         if self.in_order:
             kept = before.tables_of(0), after.ledger(0).cached
             self.released = released_of(self.released, *kept, self.contents.get(0, {}), step)
         self.contents = self.contents_after(after)
+
+    def begun_with_found(self, after: Snapshot, rows: Sequence[tuple[int, int]]) -> int:
+        """Count the sequences that began in this step with what a full block held before.
+
+        A block may have been written anew with the same, so a lookup must have found something.
+        """
+        begun = [seq for seq, count in rows if count == self.oracle.length(seq)]
+        return sum(self.finds and self._had(after, seq) for seq in begun)
+
+    def _had(self, after: Snapshot, seq: int) -> bool:
+        """Return True if a full block held before what the sequence has there now."""
+        pages = [tuple(page.tokens) for page in self.oracle.sequences[seq]]
+        return any(
+            len(page) == self.oracle.block_size
+            and block is not None
+            and self.contents.get(layer, {}).get(block) == page
+            for layer in self.oracle.groups
+            for page, block in zip(pages, after.tables_of(layer)[seq], strict=False)
+        )
 
     def contents_after(self, after: Snapshot) -> dict[int, Contents]:
         found: dict[int, Contents] = {}

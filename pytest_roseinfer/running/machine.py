@@ -140,6 +140,8 @@ class Machine:
             counted["hash_collision"] += self.collisions.take()
         if left := self.oracle.take_left():
             counted["left_a_window"] += left
+        if self.kept and outcome.written and coverage.finds_prefixes(type(self.adapter)):
+            counted["prefix_found"] += self.kept.begun_with_found(self.now, outcome.written.rows)
         if self.kept:
             self.kept.note(before, self.now, len(self.done))
         if self.shares_prefixes:

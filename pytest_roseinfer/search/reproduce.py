@@ -141,11 +141,14 @@ def _write(trace: dict[str, Any], message: str, folder: Path, drawing: str) -> S
         example=pformat(trace["example"], width=96, sort_dicts=False),
     )
     script_file.write_text(script, encoding="utf-8")
-    words = [how_to_replay(trace_file, trace["adapter"]), f"         or: python {script_file}"]
+    words = [
+        how_to_replay(trace_file, trace["adapter"]),
+        f"         or: python {_from_here(script_file)}",
+    ]
     if drawing:
         drawing_file = folder / f"{stem}.svg"
         drawing_file.write_text(drawing, encoding="utf-8")
-        words.append(f"      drawn: {drawing_file}")
+        words.append(f"      drawn: {_from_here(drawing_file)}")
     return Saved(
         trace=f"{folder.name}/{trace_file.name}",
         script=f"{folder.name}/{script_file.name}",
@@ -157,7 +160,13 @@ def _write(trace: dict[str, Any], message: str, folder: Path, drawing: str) -> S
 def how_to_replay(file: Path, adapter: str) -> str:
     """Return the command that runs a trace again, which must name an adapter that is not ours."""
     named = "" if adapter in SHIPPED_TARGETS else f" --roseinfer-target {adapter}"
-    return f"replay with: pytest --roseinfer-replay {file}{named}"
+    return f"replay with: pytest --roseinfer-replay {_from_here(file)}{named}"
+
+
+def _from_here(file: Path) -> Path:
+    """Name a file from the folder that the tests were started in, where it lies in there."""
+    file, here = file.resolve(), Path.cwd()
+    return file.relative_to(here) if file.is_relative_to(here) else file
 
 
 def _within(root: Path, paths: Iterable[Path]) -> list[str]:

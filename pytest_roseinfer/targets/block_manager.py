@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
 from pytest_roseinfer.targets.block_store import BlockStore
@@ -30,7 +30,7 @@ class BlockManagerAdapter(KVCacheAdapter):
 
     def manage(self, spec: CacheSpec) -> None:
         """Build the manager."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define manage(spec)")
 
     def begin(self, seq: int, said: Sequence[int], namespace: int) -> int:
         """Give a sequence blocks for all that it says; return how many tokens were found.
@@ -38,15 +38,15 @@ class BlockManagerAdapter(KVCacheAdapter):
         One of ``preempted`` begins again. Raise ``CacheFull`` where there is no room, with nothing
         changed; and so does ``extend``.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define begin(seq, said, namespace)")
 
     def extend(self, seq: int, token: int) -> None:
         """Give a sequence room for one more token."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define extend(seq, token)")
 
     def release(self, seq: int) -> None:
         """Give up the blocks of a sequence."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define release(seq)")
 
     def stored(self, seq: int, tokens: int) -> None:
         """Hear that so many more tokens of a sequence are stored now."""
@@ -88,7 +88,10 @@ class BlockManagerAdapter(KVCacheAdapter):
     def _begin(
         self, seq: int, said: list[int], namespace: int, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        found = self.begin(seq, said, namespace)
+        found: Any = self.begin(seq, said, namespace)
+        if not isinstance(found, int):
+            own = f"{type(self).__name__}.begin()"
+            raise TypeError(f"{own} must return how many tokens were found, and returned {found!r}")
         self.said[seq] = said, namespace
         self._store(seq, found, key[:, found:], value[:, found:])
 

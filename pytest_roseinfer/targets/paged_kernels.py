@@ -23,13 +23,15 @@ class PagedKernelsAdapter(KVCacheAdapter):
 
     def allocate(self, spec: CacheSpec) -> None:
         """Build the storage."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define allocate(spec)")
 
     def write(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Write the last ``counts[i]`` tokens of ``seqs[i]``, which have their pages by now."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must define write(seqs, counts, key, value)"
+        )
 
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec

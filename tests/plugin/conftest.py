@@ -110,6 +110,10 @@ class Project:
         (file,) = (self.path / ".roseinfer").glob(f"*{suffix}")
         return file
 
+    def shown(self, suffix: str) -> Path:
+        """Return how a run that was started in the project names it."""
+        return self.saved(suffix).relative_to(self.path)
+
     def run_script(self, file: Path | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-c", _WITHOUT_PYTEST, str(file or self.saved(".py"))],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import Divergence, KVCacheAdapter, conformance, run_history, settings
+from pytest_roseinfer.running import coverage
 from tests.plugin.drawn import drawn
 from tests.plugin.test_truncate import short_run as short_run
 
@@ -119,6 +120,32 @@ def test_a_manager_that_is_right_passes() -> None:
     tests.test_histories()
     tests.test_permuting_a_batch_permutes_the_result()
     tests.test_one_batch_equals_its_split_in_two()
+
+
+class FindsNothing(Manager):
+    """Every prompt is stored anew."""
+
+    def found(self, said: Sequence[int]) -> list[int]:  # noqa: ARG002
+        return []
+
+
+@pytest.mark.usefixtures("short_run")
+def test_one_that_never_finds_a_prefix_does_not_pass() -> None:
+    class FindsSome(adapter(FindsNothing)):  # type: ignore[misc]
+        match_finds = "some"
+
+    conformance(FindsSome)().test_histories()
+    (row,) = coverage.current().of(FindsSome).rows()
+    assert (row.name, row.verdict) == ("prefix_found", "NOT REACHED")
+
+
+def test_a_begin_that_counts_nothing_is_told() -> None:
+    class ReturnsNone(adapter(Manager)):  # type: ignore[misc]
+        def begin(self, *prompt: Any) -> Any:
+            super().begin(*prompt)
+
+    with pytest.raises(Divergence, match=r"begin\(\) must return how many tokens were found"):
+        drawn(ReturnsNone, 20, 1, partial(run_history, ReturnsNone))
 
 
 @pytest.mark.parametrize("number", [1, 2])

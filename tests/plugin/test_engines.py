@@ -177,7 +177,7 @@ def test_a_failing_mix_is_said_once_and_runs_again_until_it_is_mended(
     assert shown.count(f"{line}\n\na cache of ") == 1
     for noise in ("Traceback", "Failing test case", "RequestMix(", "engines/run.py"):
         assert noise not in shown
-    trace, script = engines.saved(".json"), engines.saved(".py")
+    trace, script = engines.shown(".json"), engines.shown(".py")
     name = f"{adapter.__module__}:{adapter.__qualname__}"
     again = ["--roseinfer-replay", str(trace), "--roseinfer-target", name]
     assert f"replay with: pytest {' '.join(again)}\n         or: python {script}" in shown

@@ -53,9 +53,9 @@ def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
     assert shown[6:8] == ["sequence 0: [>0.0<]", "sequence 1: [1.0]"]
     assert shown[9:11] == ["sequence 0: >0x1<", "sequence 1: 1x1"]
     named = "--roseinfer-target caches.broken_caches:SwapsRows"
-    again = f"replay with: pytest --roseinfer-replay {project.saved('.json')} {named}"
+    again = f"replay with: pytest --roseinfer-replay {project.shown('.json')} {named}"
     assert again in shown
-    assert f"drawn: {project.saved('.svg')}" in shown
+    assert f"drawn: {project.shown('.svg')}" in shown
     # The short summary has the first line of it.
     assert any(
         line.startswith("FAILED test_it.py::TestIt::test_histories - peek:") for line in shown

@@ -213,7 +213,7 @@ def test_a_process_that_cannot_be_interrupted_ends_and_says_what_was_tried(
             f"a step {HUNG}, nor could it be interrupted: *",
             "a cache with num_layers=*",
             "  1. append one token to *",
-            f"replay with: pytest --roseinfer-replay {project.saved('.json')} *:CatchesEverything",
+            f"replay with: pytest --roseinfer-replay {project.shown('.json')} *:CatchesEverything",
             "*hanging_caches.py*in spin",
         ]
     )
