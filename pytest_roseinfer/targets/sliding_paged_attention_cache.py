@@ -9,7 +9,8 @@ import torch
 
 from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
 from pytest_roseinfer.targets.attended import behind
-from pytest_roseinfer.targets.paged_attention_cache import ForkedPagedAttentionCacheAdapter
+from pytest_roseinfer.targets.forked_paged_attention_cache import ForkedPagedAttentionCacheAdapter
+from pytest_roseinfer.targets.of_transformers.paged_books import storage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,6 +58,7 @@ class SlidingPagedAttentionCacheAdapter(ForkedPagedAttentionCacheAdapter):
         slots = [at % ring for at in range(unseen, length)]
         blocks = [table[slot // size] for slot in slots]
         positions = [slot % size for slot in slots]
-        stored = self._storage(allocator)[:, allocator.layer_indices.index(layer)]
+        every = storage(self.cache, self.spec, self.dtype, allocator)
+        stored = every[:, allocator.layer_indices.index(layer)]
         kept = (stored[blocks, kind, positions] for kind in (0, 1))
         return behind(self.gather(seq, layer), unseen, kept)

@@ -1,0 +1,1 @@
+"""Parts of the adapters for transformers' caches."""
