@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import pytest
 
-from pytest_roseinfer import CacheSpec, Divergence, conformance, settings
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer import CacheSpec, Divergence, conformance
 from pytest_roseinfer.targets.others import without_its_top
 from pytest_roseinfer.targets.others.nano_vllm import NanoVllmAdapter, WeaklyHashedNanoVllmAdapter
 from tests import warm_process
 from tests.others.fetch import FOLDER
 from tests.others.found_scripts import scripts_about
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 THERE = FOLDER / "nano-vllm"
 SCRIPTS = scripts_about("nano-vllm 0.2.0")
@@ -28,14 +24,8 @@ needs_it = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def long_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    asked, seen = settings.current(), coverage.current()
-    settings.set_current(settings.Settings(examples=500, steps=20, seed=1))
-    coverage.set_current(coverage.Coverage())
+def path_to_it(searching: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
     monkeypatch.syspath_prepend(THERE)
-    yield
-    settings.set_current(asked)
-    coverage.set_current(seen)
 
 
 class MissesSome(NanoVllmAdapter):

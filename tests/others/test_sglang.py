@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, conformance, settings
-from pytest_roseinfer.running import coverage
 from pytest_roseinfer.targets.others import without_its_top
 from pytest_roseinfer.targets.others.sglang_parts import sglang
 from pytest_roseinfer.targets.others.sglang_radix import SglangAdapter
@@ -19,7 +19,7 @@ from tests.others.fetch import FOLDER
 from tests.others.found_scripts import beginning_about, scripts_about
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -35,14 +35,9 @@ needs_it = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def short_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    asked, seen = settings.current(), coverage.current()
-    settings.set_current(settings.Settings(examples=150, steps=20, seed=1))
-    coverage.set_current(coverage.Coverage())
+def path_to_it(searching: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    settings.set_current(replace(settings.current(), examples=150))
     monkeypatch.syspath_prepend(THERE)
-    yield
-    settings.set_current(asked)
-    coverage.set_current(seen)
 
 
 class EntersAtOnce(SglangAdapter):

@@ -36,6 +36,20 @@ def example() -> Verdict:
     return verdict(seen, asked, problems, passed=False)
 
 
+def test_the_summary_of_a_red_run_says_what_failed(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.copy_caches()
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(project.path / "summary.md"))
+    result = project.pytest(
+        *("--pyargs", "pytest_roseinfer.suite", "-k", "histories", "--roseinfer-seed=1"),
+        "--roseinfer-target=caches.broken_caches:SwapsRows",
+    )
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    summary = (project.path / "summary.md").read_text()
+    assert "- **failed**: peek: sequence 0, layer 0, K: " in summary
+
+
 def test_every_file_that_was_asked_for_is_written(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
