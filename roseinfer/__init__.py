@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from roseinfer.kv.paths import Path as Path
     from roseinfer.kv.plan import AppendPlan as AppendPlan
     from roseinfer.kv.pool import KVBlockInfo as KVBlockInfo
+    from roseinfer.layer_traits import LayerTraits as LayerTraits
     from roseinfer.llm import LLM as LLM
     from roseinfer.llm import RequestOutput as RequestOutput
     from roseinfer.models.tiny import TinyGPT2 as TinyGPT2
@@ -58,6 +59,7 @@ _HOMES = {
         "kv.paths": "Condition Path",
         "kv.plan": "AppendPlan",
         "kv.pool": "KVBlockInfo",
+        "layer_traits": "LayerTraits",
         "llm": "LLM RequestOutput",
         "models.tiny": "TinyGPT2 byte_tokenizer tiny_gpt2",
         "sampling": "SamplingBatch",

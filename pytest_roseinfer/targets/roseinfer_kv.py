@@ -22,6 +22,7 @@ from roseinfer import (
     BadRefcount,
     Condition,
     KVBlockManager,
+    LayerTraits,
     OutOfBlocks,
     Path,
     load_attention_kernels,
@@ -192,12 +193,12 @@ class _ManagerAdapter(KVCacheAdapter):
         return keys.transpose(0, 1), values.transpose(0, 1)
 
     def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
-        manager, scale = self.manager, self.spec.head_dim**-0.5
+        manager, traits = self.manager, LayerTraits(self.spec.head_dim**-0.5)
         lists = [self.block_ids(seq, layer) for seq in seqs]
         kernels = load_attention_kernels(manager.device) if manager.policy.triton else None
         if kernels is None:
             self.attended[AttentionPath.REFERENCE.value] += 1
-            return paged_attention_reference(manager, layer, query, lists, [1] * len(seqs), scale)
+            return paged_attention_reference(manager, layer, query, lists, [1] * len(seqs), traits)
         self.attended[AttentionPath.DECODE_TRITON.value] += 1
         lengths = [sum(manager.block_info(each).length for each in own) for own in lists]
         # Rows of the table are filled up with the scratch block.
@@ -208,7 +209,7 @@ class _ManagerAdapter(KVCacheAdapter):
             manager.values[layer],
             torch.tensor(list(zip(*columns, strict=True)), device=manager.device),
             torch.tensor(lengths, device=manager.device),
-            scale,
+            traits,
         )
 
     def ledger(self, layer: int) -> Ledger:

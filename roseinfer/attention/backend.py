@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 import roseinfer.attention as room
@@ -23,17 +23,7 @@ if TYPE_CHECKING:
 
     from roseinfer.kv.manager import KVBlockManager, StepAppend
     from roseinfer.kv.storage import IndexStaging
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTraits:
-    """What one layer asks of its attention, found when its model is loaded.
-
-    A trait that only some layers have is a field whose default means "not asked for".
-    """
-
-    scale: float
-    """Scores are multiplied by it."""
+    from roseinfer.layer_traits import LayerTraits
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +80,13 @@ class AttentionBackend(ABC):
         path_counts: Counter[str],
     ) -> None:
         """``traits[i]`` are layer ``i``'s. ``staging`` brings numbers to the device."""
-        asked_for = {
-            trait.name
-            for layer in traits
-            for trait in fields(layer)
-            if getattr(layer, trait.name) != trait.default
-        }
+        asked_for = frozenset().union(*(layer.asked_for for layer in traits))
         for trait in sorted(asked_for - self.knows):
             raise UnsupportedModel(
                 f"the model's attention has {trait}, which the attention backend {self.name!r} "
                 "does not compute: choose another attention_backend"
             )
-        self.scales = [layer.scale for layer in traits]
+        self.traits = traits
         self.kv = kv
         self.staging = staging
         self.path_counts = path_counts

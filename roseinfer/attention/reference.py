@@ -8,6 +8,7 @@ import torch
 
 from roseinfer.attention.backend import AttentionBackend, ResidentBatch, StepBatch, register
 from roseinfer.attention.paths import AttentionPath
+from roseinfer.layer_traits import ALL_TRAITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.kv.manager import KVBlockManager
+    from roseinfer.layer_traits import LayerTraits
 
 
 @register
@@ -22,41 +24,70 @@ class ReferenceAttention(AttentionBackend):
     """Attention by torch operations, which run anywhere."""
 
     name: ClassVar[str] = "reference"
+    knows: ClassVar[frozenset[str]] = ALL_TRAITS
 
     def prepare(self, batch: StepBatch | ResidentBatch) -> None:
         self._batch = batch
 
     def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        kv, scale = self.kv, self.scales[layer]
+        kv, traits = self.kv, self.traits[layer]
         match self._batch:
             case ResidentBatch(tables, lengths):
                 self.path_counts[AttentionPath.SLOTS_REFERENCE] += 1
                 caches = kv.keys[layer], kv.values[layer]
                 return append_and_attend_reference(
-                    query, key, value, *caches, tables, lengths, scale
+                    query, key, value, *caches, tables, lengths, traits
                 )
             case StepBatch(new, block_lists, counts):
                 new.write(layer, key, value)
                 self.path_counts[AttentionPath.REFERENCE] += 1
                 lists = [own[layer // kv.layers_per_group] for own in block_lists]
-                return paged_attention_reference(kv, layer, query, lists, counts, scale)
+                return paged_attention_reference(kv, layer, query, lists, counts, traits)
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, traits: LayerTraits) -> Tensor:
     """Compute the attention of the last ``query.shape[0]`` positions of one sequence.
 
     Query and result are ``[tokens, q_heads, head_dim]``, keys and values ``[kv_heads, context,
     head_dim]``; every query position sees itself and what came before.
     """
-    tokens, q_heads, _ = query.shape
-    kv_heads, context, _ = keys.shape
-    per_kv_head = query.float().view(tokens, kv_heads, q_heads // kv_heads, -1)
-    scores = torch.einsum("tkgd,kcd->kgtc", per_kv_head, keys.float()) * scale
-    at = torch.arange(context - tokens, context, device=query.device)
-    hidden = torch.arange(context, device=query.device)[None, :] > at[:, None]
-    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
-    out = torch.einsum("kgtc,kcd->tkgd", weights, values.float())
+    tokens, context = len(query), keys.shape[1]
+    at = torch.arange(context - tokens, context, device=query.device)[None]
+    return _attend(query[None], keys[None], values[None], at, traits)[0]
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, traits: LayerTraits
+) -> Tensor:
+    """Attend in several sequences, whose queries are at ``positions``, ``[sequences, tokens]``.
+
+    Query and result are ``[sequences, tokens, q_heads, head_dim]``, keys and values ``[sequences,
+    kv_heads, context, head_dim]``.
+    """
+    sequences, tokens, q_heads, _ = query.shape
+    kv_heads, context = keys.shape[1:3]
+    grouped = query.float().view(sequences, tokens, kv_heads, q_heads // kv_heads, -1)
+    scores = torch.einsum("stkgd,skcd->skgtc", grouped, keys.float()) * traits.scale
+    if traits.cap is not None:
+        scores = traits.cap * torch.tanh(scores / traits.cap)
+    distance = positions[:, :, None] - torch.arange(context, device=query.device)
+    if traits.slopes is not None:
+        slopes = traits.slopes.float().view(kv_heads, -1, 1, 1)
+        scores = scores - slopes * distance[:, None, None]
+    hidden = _hidden(distance, traits)[:, None, None]
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if traits.sinks is not None:
+        sinks = traits.sinks.float().view(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = torch.softmax(scores, dim=-1)[..., :context]
+    out = torch.einsum("skgtc,skcd->stkgd", weights, values.float())
     return out.reshape(query.shape).to(query.dtype)
+
+
+def _hidden(distance: Tensor, traits: LayerTraits) -> Tensor:
+    """Say which keys are not seen, by how far they are before the query."""
+    hidden = distance < 0
+    return hidden if traits.window is None else hidden | (distance >= traits.window)
 
 
 def paged_attention_reference(
@@ -65,14 +96,14 @@ def paged_attention_reference(
     query: Tensor,
     block_lists: Sequence[Sequence[int]],
     query_lens: Sequence[int],
-    scale: float,
+    traits: LayerTraits,
 ) -> Tensor:
     """Compute the attention of several sequences, whose query tokens follow one another."""
     outputs = []
     begin = 0
     for block_ids, length in zip(block_lists, query_lens, strict=True):
         keys, values = kv.gather_sequence(layer, block_ids)
-        outputs.append(attend(query[begin : begin + length], keys, values, scale))
+        outputs.append(attend(query[begin : begin + length], keys, values, traits))
         begin += length
     return torch.cat(outputs)
 
@@ -85,22 +116,17 @@ def append_and_attend_reference(
     v_cache: Tensor,
     tables: Tensor,
     lengths: Tensor,
-    scale: float,
+    traits: LayerTraits,
 ) -> Tensor:
     """Compute what the kernel of that name must: write, gather, mask, and softmax in float32."""
-    slots, q_heads, head_dim = query.shape
-    _, kv_heads, size, _ = k_cache.shape
+    size = k_cache.shape[2]
     block = tables.gather(1, (lengths // size)[:, None])[:, 0]
     for cache, new in ((k_cache, key), (v_cache, value)):
         cache.transpose(1, 2).index_put_((block, lengths % size), new.to(cache.dtype))
-    stored = torch.arange(tables.shape[1] * size, device=query.device) <= lengths[:, None]
-    unused = ~stored[:, None, :, None]
-    keys, values = (  # [slots, kv_heads, tokens, head_dim], with nothing in it but what is stored
+    distance = lengths[:, None] - torch.arange(tables.shape[1] * size, device=query.device)
+    unused = _hidden(distance, traits)[:, None, :, None]
+    keys, values = (  # [slots, kv_heads, tokens, head_dim], with nothing in it but what is seen
         cache[tables].transpose(1, 2).flatten(2, 3).float().masked_fill(unused, 0)
         for cache in (k_cache, v_cache)
     )
-    grouped = query.float().view(slots, kv_heads, q_heads // kv_heads, head_dim)
-    scores = (grouped @ keys.transpose(2, 3) * scale).masked_fill(
-        ~stored[:, None, None], float("-inf")
-    )
-    return (scores.softmax(-1) @ values).view(query.shape).to(query.dtype)
+    return _attend(query[:, None], keys, values, lengths[:, None], traits)[:, 0]

@@ -13,6 +13,7 @@ from roseinfer.errors import ConfigError
 from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.paths import Work
 from roseinfer.kv.pool import SCRATCH
+from roseinfer.layer_traits import ALL_TRAITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +53,7 @@ class TritonAttention(AttentionBackend):
     """Has a kernel for single tokens, one for chunks of prompts, and one for resident steps."""
 
     name: ClassVar[str] = "triton"
+    knows: ClassVar[frozenset[str]] = ALL_TRAITS
     best_on: ClassVar[frozenset[str]] = frozenset({"cuda"})
 
     def __init__(self, *args: Any) -> None:
@@ -77,7 +79,7 @@ class TritonAttention(AttentionBackend):
                 self.path_counts[AttentionPath.APPEND_AND_ATTEND] += 1
                 caches = self.kv.keys[layer], self.kv.values[layer]
                 return self._kernels.append_and_attend(
-                    query, key, value, *caches, tables, lengths, self.scales[layer]
+                    query, key, value, *caches, tables, lengths, self.traits[layer]
                 )
             case StepBatch() as batch:
                 batch.new.write(layer, key, value)
@@ -98,7 +100,7 @@ class TritonAttention(AttentionBackend):
         if self._lengths is None:
             self._lengths = self.staging.stage([list(batch.lengths[: batch.singles])]).columns[0]
         keys, values, table = self.kv.keys[layer], self.kv.values[layer], self._table(batch, layer)
-        return self._kernels.decode(query, keys, values, table, self._lengths, self.scales[layer])
+        return self._kernels.decode(query, keys, values, table, self._lengths, self.traits[layer])
 
     def _chunks(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
         """Compute the attention of the sequences behind, which have several new tokens."""
@@ -109,7 +111,7 @@ class TritonAttention(AttentionBackend):
         keys, values, table = self.kv.keys[layer], self.kv.values[layer], self._table(batch, layer)
         longest = max(batch.lengths)
         return self._kernels.chunks(
-            query, keys, values, table, tiles, self.scales[layer], tile_q=tile_q, longest=longest
+            query, keys, values, table, tiles, self.traits[layer], tile_q=tile_q, longest=longest
         )
 
     def _cut(self, batch: StepBatch, group_size: int) -> tuple[int, tuple[Tensor, ...]]:

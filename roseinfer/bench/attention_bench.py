@@ -20,6 +20,7 @@ from roseinfer.bench.timing import (
     time_calls,
     why_triton_cannot_be_timed,
 )
+from roseinfer.layer_traits import LayerTraits
 from roseinfer.models.loading import resolve_device
 
 if TYPE_CHECKING:
@@ -120,10 +121,10 @@ def _sampler(call: Callable[[], object], rig: Rig) -> Callable[[], float]:
 
 def _calls(rig: Rig, *, kernels: bool) -> dict[AttentionPath, Callable[[], object]]:
     layers = cycle(rig.layers)
-    scale = rig.shape.head_dim**-0.5
+    traits = LayerTraits(rig.shape.head_dim**-0.5)
 
     def fused(kernel: Callable[..., torch.Tensor]) -> Callable[[], object]:
-        return lambda: kernel(*rig.new, *next(layers), rig.tables, rig.stored, scale)
+        return lambda: kernel(*rig.new, *next(layers), rig.tables, rig.stored, traits)
 
     if not kernels:
         return {AttentionPath.SLOTS_REFERENCE: fused(append_and_attend_reference)}
@@ -133,6 +134,6 @@ def _calls(rig: Rig, *, kernels: bool) -> dict[AttentionPath, Callable[[], objec
     return {
         AttentionPath.APPEND_AND_ATTEND: fused(append_and_attend),
         AttentionPath.DECODE_TRITON: lambda: paged_attention_decode(
-            rig.new[0], *next(layers), rig.tables, lengths, scale
+            rig.new[0], *next(layers), rig.tables, lengths, traits
         ),
     }

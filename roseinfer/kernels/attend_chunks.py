@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from roseinfer.errors import BadArgument
-from roseinfer.kernels.attend_decode import LOG2_E
 from roseinfer.kernels.dot import dot
 from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.runtime import is_interpreted, launch
+from roseinfer.kernels.scores import add_sinks, numbers_by_head, score_arguments, shape_scores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.kernels.moves import Given
+    from roseinfer.layer_traits import LayerTraits
 
 _TILE_T = 64
 """A program looks at so many tokens of context together."""
@@ -34,17 +35,21 @@ def _chunks_moved(given: Given) -> dict[str, int | Callable[[], int]]:
     columns = [given[name] for name in ("sequences", "rows", "counts", "positions")]
     token, block = taken(k_cache, k_cache.shape[1] * given["D"]), given["BLOCK"]
 
-    def lengths() -> list[int]:
-        found: dict[int, int] = {}
+    def seen() -> list[tuple[int, int]]:
+        """Return where the keys that a sequence's tiles see begin and end, for every sequence."""
+        found: dict[int, tuple[int, int]] = {}
+        window = given["WINDOW"]
         for sequence, _, count, position in zip(*(each.tolist() for each in columns), strict=True):
-            found[sequence] = max(found.get(sequence, 0), position + count)
+            first = max(0, position - window + 1) if window else 0
+            begun, ended = found.get(sequence, (first, 0))
+            found[sequence] = min(begun, first), max(ended, position + count)
         return [*found.values()]
 
     def cached() -> int:
-        return token * sum(lengths())
+        return token * sum(end - first for first, end in seen())
 
     def listed() -> int:
-        return taken(tables, sum(-(-length // block) for length in lengths()))
+        return taken(tables, sum((end - 1) // block - first // block + 1 for first, end in seen()))
 
     return {
         **{name: taken(given[name], query.numel()) for name in ("query", "out")},
@@ -57,6 +62,7 @@ def _chunks_moved(given: Given) -> dict[str, int | Callable[[], int]]:
         "tables": listed,
         "k_cache": cached,
         "v_cache": cached,
+        **numbers_by_head(given),
     }
 
 
@@ -64,7 +70,8 @@ def _chunks_moved(given: Given) -> dict[str, int | Callable[[], int]]:
 @triton.jit
 def _chunk_kernel(
     query, k_cache, v_cache, tables, sequences, rows, counts, positions, out,
-    scale,
+    scale, cap, sinks, slopes,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKING: tl.constexpr, SLOPED: tl.constexpr,
     q_s, q_h, q_d, o_s, o_h, o_d,
     kc_b, kc_h, kc_t, kc_d,
     vc_b, vc_h, vc_t, vc_d,
@@ -93,9 +100,11 @@ def _chunk_kernel(
     sums = tl.zeros((TILE_Q * TILE_G, TILE_D), tl.float32)
     end = position + count
     # Not every version of Triton's interpreter can count to a tensor.
-    for at in tl.range(0, LIMIT if LIMIT else end, TILE_T):
+    # The tile's first token sees what is furthest back.
+    first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
+    for at in tl.range(0 if LIMIT else first // TILE_T * TILE_T, LIMIT if LIMIT else end, TILE_T):
         tokens = at + tl.arange(0, TILE_T)
-        stored = tokens < end
+        stored = (tokens >= first) & (tokens < end)
         blocks = tl.load(tables + sequence * table_width + tokens // BLOCK, stored, other=0).to(
             tl.int64
         )
@@ -109,15 +118,26 @@ def _chunk_kernel(
             v_cache + blocks[:, None] * vc_b + kv_head * vc_h + slots[:, None] * vc_t
             + dims[None, :] * vc_d, inside, other=0.0,
         )  # fmt: skip
-        scores = dot(q, tl.trans(k)) * scale
-        seen = tokens[None, :] <= (position + token)[:, None]
+        distance = (position + token)[:, None] - tokens[None, :]
+        scores = shape_scores(
+            dot(q, tl.trans(k)) * scale, cap, slopes, head, member < GROUP,
+            distance.to(tl.float32), CAPPED, SLOPED,
+        )  # fmt: skip
+        seen = distance >= 0
+        if WINDOW:
+            seen = seen & (distance < WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        shrink = tl.exp2(top - higher)  # the first token is seen by all: no maximum stays infinite
-        weights = tl.exp2(scores - higher[:, None])
+        # Nothing seen up to here: infinity less infinity is NaN.
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(top - finite)
+        weights = tl.exp2(scores - finite[:, None])
         total = total * shrink + tl.sum(weights, 1)
         sums = sums * shrink[:, None] + dot(weights.to(v.dtype), v)
         top = higher
+    if SINKING:
+        _, total, sums = add_sinks(top, total, sums, sinks, head, member < GROUP)
+    total = tl.where(total > 0, total, 1.0)  # a row behind the last token may see nothing
     tl.store(
         out + (row + token)[:, None] * o_s + head[:, None] * o_h + dims[None, :] * o_d,
         (sums / total[:, None]).to(out.dtype.element_ty), q_inside,
@@ -130,7 +150,7 @@ def paged_attention_chunks(
     v_cache: Tensor,
     tables: Tensor,
     tiles: tuple[Tensor, ...],
-    scale: float,
+    traits: LayerTraits,
     *,
     tile_q: int,
     longest: int,
@@ -154,7 +174,7 @@ def paged_attention_chunks(
     tile_g, tile_d = 1 << (group - 1).bit_length(), max(16, 1 << (head_dim - 1).bit_length())
     launch(
         _chunk_kernel, (len(tiles[0]), kv_heads),
-        query, k_cache, v_cache, tables, *tiles, out, scale * LOG2_E,
+        query, k_cache, v_cache, tables, *tiles, out, *score_arguments(traits, query),
         *query.stride(), *out.stride(), *k_cache.stride(), *v_cache.stride(),
         tables.stride(0), group, head_dim, block_size, tile_q, tile_g, tile_d, _TILE_T,
         longest if is_interpreted() else 0,

@@ -24,14 +24,14 @@ from roseinfer.errors import BadArgument
 from roseinfer.kernels.dot import dot
 from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.runtime import is_interpreted, launch
+from roseinfer.kernels.scores import add_sinks, numbers_by_head, score_arguments, shape_scores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from roseinfer.kernels.moves import Given
+    from roseinfer.layer_traits import LayerTraits
 
-LOG2_E = 1.4426950408889634
-"""Kernels work with powers of two: scores are scaled by this first."""
 _MOST_PARTS = 32
 _PROCESSORS = 132
 """The largest GPUs have about so many."""
@@ -56,13 +56,16 @@ def _decode_moved(given: Given) -> dict[str, int | Callable[[], int]]:
     sequences, appends, block = len(query), given["APPENDS"], given["BLOCK"]
     token = taken(k_cache, given["Q_HEADS"] // given["GROUP"] * given["D"])
 
+    def seen() -> list[tuple[int, int]]:
+        """Return the positions of the first and the last key of every sequence."""
+        last = [n if appends else n - 1 for n in lengths.tolist()]
+        return [(max(0, n - given["WINDOW"] + 1) if given["WINDOW"] else 0, n) for n in last]
+
     def cached() -> int:
-        stored: int = sum(lengths.tolist())
-        return token * (stored + (sequences if appends else 0))
+        return token * sum(last - first + 1 for first, last in seen())
 
     def listed() -> int:
-        stored = lengths.tolist()
-        return taken(tables, sum((n if appends else n - 1) // block + 1 for n in stored))
+        return taken(tables, sum(last // block - first // block + 1 for first, last in seen()))
 
     moved: dict[str, int | Callable[[], int]] = {
         "query": taken(query, query.numel()),
@@ -73,6 +76,7 @@ def _decode_moved(given: Given) -> dict[str, int | Callable[[], int]]:
     }
     if appends:
         moved |= {name: taken(given[name], given[name].numel()) for name in ("key", "value")}
+    moved |= numbers_by_head(given)
     if given["PARTS"] == 1:
         return moved | {"out": taken(given["out"], query.numel())}
     return moved | _parts_moved(given, given["PARTS"])
@@ -94,7 +98,8 @@ def _combine_moved(given: Given) -> dict[str, int]:
 @triton.jit
 def _decode_kernel(
     query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max, weights_sum,
-    scale,
+    scale, cap, sinks, slopes,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKING: tl.constexpr, SLOPED: tl.constexpr,
     q_s, q_h, k_s, k_h, v_s, v_h, o_s, o_h,
     kc_b, kc_h, kc_t, table_pitch, length_pitch,
     Q_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
@@ -111,8 +116,11 @@ def _decode_kernel(
     d_inside = dims < D
     q_inside = (members[:, None] < GROUP) & d_inside[None, :]
     table = tables + sequence * table_pitch
-    share = tl.cdiv(tl.cdiv(length, PARTS), TILE_T) * TILE_T
-    begin = part * share
+    at_query = length if APPENDS else length - 1
+    first = tl.maximum(at_query - WINDOW + 1, 0) if WINDOW else 0
+    seen_from = first // TILE_T * TILE_T
+    share = tl.cdiv(tl.cdiv(length - seen_from, PARTS), TILE_T) * TILE_T
+    begin = seen_from + part * share
     end = tl.minimum(begin + share, length)
     if EARLY:
         if ROOM:
@@ -132,8 +140,11 @@ def _decode_kernel(
         slot = block * kc_b + kv_head * kc_h + (length % BLOCK) * kc_t + dims
         tl.store(k_cache + slot, k_new, own)
         tl.store(v_cache + slot, v_new, own)
-        own_score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
-        top = tl.where(part == 0, own_score, top)
+        own_product = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+        own_score = shape_scores(
+            own_product[:, None], cap, slopes, heads, members < GROUP, 0.0, CAPPED, SLOPED
+        )
+        top = tl.where(part == 0, tl.sum(own_score, 1), top)
         total = tl.where(part == 0, 1.0, total)
         sums += v_new.to(tl.float32)[None, :]
 
@@ -142,7 +153,7 @@ def _decode_kernel(
     start = 0 if LIMIT else begin
     for at in tl.range(start, stop, TILE_T, num_stages=3):
         tokens = at + tl.arange(0, TILE_T)
-        stored = (tokens >= begin) & (tokens < end)
+        stored = (tokens >= tl.maximum(begin, first)) & (tokens < end)
         if BLOCK % TILE_T == 0:
             base = tl.load(table + at // BLOCK).to(tl.int64) * kc_b
             places = base + kv_head * kc_h + (tokens % BLOCK) * kc_t
@@ -152,7 +163,11 @@ def _decode_kernel(
         inside = stored[:, None] & d_inside[None, :]
         k = tl.load(k_cache + places[:, None] + dims[None, :], inside, other=0.0)
         v = tl.load(v_cache + places[:, None] + dims[None, :], inside, other=0.0)
-        scores = dot(q, tl.trans(k)) * scale
+        distance = (at_query - tokens).to(tl.float32)[None, :]
+        scores = shape_scores(
+            dot(q, tl.trans(k)) * scale, cap, slopes, heads, members < GROUP, distance, CAPPED,
+            SLOPED,
+        )  # fmt: skip
         scores = tl.where(stored[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         # Nothing seen up to here: infinity less infinity is NaN.
@@ -162,6 +177,8 @@ def _decode_kernel(
         total = total * shrink + tl.sum(weights, 1)
         sums = sums * shrink[:, None] + dot(weights.to(v.dtype), v)
         top = higher
+    if SINKING and part == 0:
+        top, total, sums = add_sinks(top, total, sums, sinks, heads, members < GROUP)
     if PARTS == 1:
         tl.store(
             out + sequence * o_s + heads[:, None] * o_h + dims[None, :],
@@ -206,7 +223,12 @@ def _combine_kernel(
 
 
 def paged_attention_decode(
-    query: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lengths: Tensor, scale: float
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    traits: LayerTraits,
 ) -> Tensor:
     """Compute the attention of one stored token a sequence, ``[sequences, q_heads, head_dim]``.
 
@@ -214,7 +236,7 @@ def paged_attention_decode(
     ``tables`` lists sequence ``i``'s blocks and ``lengths[i]`` counts its tokens, the query's
     own included. The caches lie in memory alike, the elements of a head side by side.
     """
-    return append_and_attend(query, None, None, k_cache, v_cache, tables, lengths, scale)
+    return append_and_attend(query, None, None, k_cache, v_cache, tables, lengths, traits)
 
 
 def append_and_attend(
@@ -225,7 +247,7 @@ def append_and_attend(
     v_cache: Tensor,
     tables: Tensor,
     lengths: Tensor,
-    scale: float,
+    traits: LayerTraits,
 ) -> Tensor:
     """Store one token for each sequence, ``[sequences, kv_heads, head_dim]``, and attend from it.
 
@@ -242,7 +264,7 @@ def append_and_attend(
     _, kv_heads, block_size, _ = k_cache.shape
     group = q_heads // kv_heads
     most_tokens = tables.shape[1] * block_size
-    parts = _num_parts(sequences * kv_heads, most_tokens)
+    parts = _num_parts(sequences * kv_heads, min(most_tokens, traits.window or most_tokens))
     out = query.new_empty(query.shape)
     partial = weights_max = weights_sum = out
     if parts > 1:
@@ -259,7 +281,7 @@ def append_and_attend(
     launch(
         _decode_kernel, (sequences, kv_heads, parts),
         query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max,
-        weights_sum, scale * LOG2_E,
+        weights_sum, *score_arguments(traits, query),
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2],
         *k_cache.stride()[:3], tables.stride(0), lengths.stride(0),
         q_heads, group, head_dim, block_size, tile_g, tile_d, tile_t, parts, limit,

@@ -28,7 +28,9 @@ _HARMLESS = frozenset(
         "position_embeddings",  # queries and keys are rotated already
         "position_ids",
         "return_dict",
+        "s_aux",  # the trial notes the sinks
         "sliding_window",  # the trial looks at the masks, which say the same
+        "softcap",  # the trial notes it
         "use_cache",
     }
 )
@@ -138,11 +140,9 @@ def compile_layers(model: Any) -> None:
 
 _CHANGES_ATTENTION = {
     "alibi": "ALiBi positions",
-    "attn_logit_softcapping": "soft-capped attention",
     "attn_temperature_tuning": "queries scaled by their place in a step",
     "indexer": "attention to what an index picks",
     "reorder_and_upcast_attn": "reordered attention",
-    "sinks": "attention sinks",
 }
 """Settings of a model, and attributes of its attention, that ours does not compute. The trial may
 not show them, since some models ask for them only in a long text."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from roseinfer.attention.backend import LayerTraits
+from roseinfer.attention.reference import attend as attend_by_reference
 from roseinfer.errors import UnsupportedModel
+from roseinfer.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,11 +41,12 @@ class _Noted:
 
     layers: list[int] = field(default_factory=list)
     key_shapes: list[tuple[int, ...]] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
+    traits: list[LayerTraits] = field(default_factory=list)
+    """The windows are not among them: the masks say them."""
     handed: list[torch.Tensor] = field(default_factory=list)
     """Queries, keys and values of every layer, and the logits: ``[tokens, ...]`` each."""
-    masks: dict[Mask, str] = field(default_factory=dict)
-    """The masks that were made, each with the class of a module that got it."""
+    masks: dict[int, tuple[Mask, str]] = field(default_factory=dict)
+    """The mask that a layer was handed, where it was, with the class of its module."""
 
     def attend_new(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -57,7 +60,8 @@ class _Noted:
 
     def agrees(self, other: _Noted, row: slice = slice(None)) -> bool:
         """Return True if both got the same, but for rounding."""
-        return (self.layers, self.scales) == (other.layers, other.scales) and all(
+        scales, others = ([layer.scale for layer in each.traits] for each in (self, other))
+        return (self.layers, scales) == (other.layers, others) and all(
             _alike(one[row], another[row])
             for one, another in zip(self.handed, other.handed, strict=True)
         )
@@ -80,15 +84,48 @@ def _attend_noted(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Note the mask and the scale, and attend as the engine does."""
+    """Note the mask and the traits, and attend as the engine does."""
     noted: _Noted | None = kwargs.get("roseinfer_attention")
-    if noted is not None:
-        mask: Mask | None = getattr(attention_mask, "roseinfer_mask", None)
-        if mask is not None:
-            noted.masks[mask] = type(module).__name__
-            attention_mask = None
-        noted.scales.append(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if noted is None:
+        return attend(module, query, key, value, attention_mask, scaling, **kwargs)
+    sinks = kwargs.get("s_aux")
+    traits = LayerTraits(
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        cap=kwargs.get("softcap"),
+        sinks=None if sinks is None else sinks.detach(),
+    )
+    mask: Mask | None = getattr(attention_mask, "roseinfer_mask", None)
+    if mask is not None:
+        noted.masks[len(noted.traits)] = mask, type(module).__name__
+        attention_mask = None
+        own = {name: told for name, told in kwargs.items() if name != "roseinfer_attention"}
+        _refuse_other_arithmetic(module, query, key, value, traits, own)
+    noted.traits.append(traits)
     return attend(module, query, key, value, attention_mask, scaling, **kwargs)
+
+
+def _refuse_other_arithmetic(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    traits: LayerTraits,
+    told: dict[str, Any],
+) -> None:
+    """Raise unless the model's own attention, where it has one, comes to what ours does."""
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if own is None or value.shape != key.shape:
+        return
+    tokens = query.shape[2]
+    hidden = torch.full((tokens, tokens), torch.finfo(query.dtype).min, device=query.device)
+    mask = hidden.triu(1).to(query.dtype)[None, None]
+    theirs = own(module, query, key, value, mask, scaling=traits.scale, **told)[0][0]
+    ours = attend_by_reference(query[0].transpose(0, 1), key[0], value[0], traits)
+    if not _alike(ours, theirs.view(ours.shape)):
+        raise UnsupportedModel(
+            f"{type(module).__name__} computes something else than attention with "
+            f"{', '.join(sorted(traits.asked_for))}, which is not supported"
+        )
 
 
 def _noted_mask(*, mask_function: Mask, device: Any = None, **_: Any) -> torch.Tensor:
@@ -101,21 +138,32 @@ def _noted_mask(*, mask_function: Mask, device: Any = None, **_: Any) -> torch.T
 AttentionMaskInterface.register(_MASKED_TRIAL, _noted_mask)
 
 
-def _refuse_other_masks(name: str, mask: Mask, length: int, device: torch.device) -> None:
-    """Raise unless every token sees all tokens up to its own, and no other."""
+def _window_of(name: str, mask: Mask, length: int, device: torch.device) -> int | None:
+    """Return how many tokens a token sees, or None where it sees all before it.
+
+    This raises unless these are the last ones before it, for every token, and itself.
+    """
     at = torch.arange(length, device=device)
     none = at[0]
-    sees_first = mask(none, none, at, none).expand(length)
-    if not sees_first.all():
-        seen = int(sees_first.int().argmin())
-        raise UnsupportedModel(
-            f"{name} attends to a sliding window of {seen} tokens, or to chunks of as many, which "
-            f"is not supported: with max_length={seen} or less it sees them all"
-        )
-    if not mask(none, none, at[-1], at).all():
-        raise UnsupportedModel(f"{name} skips some of the tokens before, which is not supported")
+
+    def sees(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return mask(none, none, query, key).expand(length)
+
+    seen = int(sees(at, none).int().argmin()) or length
+    if not sees(at, at).all():
+        raise UnsupportedModel(f"{name} does not see the token itself, which is not supported")
     if mask(none, none, none, at[1:]).any():
         raise UnsupportedModel(f"{name} attends to what comes later too, which is not supported")
+    furthest, next_one = (at - seen + 1).clamp(min=0), (at - seen).clamp(min=0)
+    behind = sees(at, next_one) & (at >= seen)
+    if not sees(at, furthest).all() or behind.any():
+        raise UnsupportedModel(
+            f"{name} attends in chunks of {seen} tokens, or skips some of those before, which is "
+            f"not supported: with max_length={seen} or less it sees them all"
+        )
+    if not torch.equal(sees(at[-1], at), at > at[-1] - seen):
+        raise UnsupportedModel(f"{name} skips some of the tokens before, which is not supported")
+    return seen if seen < length else None
 
 
 class Trial:
@@ -166,9 +214,15 @@ class Trial:
                 f"{self._name} does not count positions from 0 where it counts them itself, "
                 "which is not supported"
             )
-        for mask, name in plain.masks.items():
-            _refuse_other_masks(name, mask, self._shape.max_length, self._network.device)
-        return [LayerTraits(scale) for scale in plain.scales]
+        windows: dict[Mask, int | None] = {}
+        for mask, name in plain.masks.values():
+            if mask not in windows:
+                most, device = self._shape.max_length, self._network.device
+                windows[mask] = _window_of(name, mask, most, device)
+        of_layer = {layer: windows[mask] for layer, (mask, _) in plain.masks.items()}
+        return [
+            replace(traits, window=of_layer.get(layer)) for layer, traits in enumerate(plain.traits)
+        ]
 
     def _check_layers(self, noted: _Noted) -> None:
         """Refuse models that keep tokens elsewhere too, and would mix up the sequences."""

@@ -62,6 +62,6 @@ class SdpaAttention(AttentionBackend):
             keys.repeat_interleave(shared, 0),
             values.repeat_interleave(shared, 0),
             attn_mask=seen.tril(keys.shape[1] - len(query)),
-            scale=self.scales[layer],
+            scale=self.traits[layer].scale,
         )
         return out.transpose(0, 1)

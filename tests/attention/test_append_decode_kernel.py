@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
@@ -9,7 +11,12 @@ from roseinfer import BadArgument
 from roseinfer.attention.reference import append_and_attend_reference
 from roseinfer.kernels import attend_decode as decode_triton
 from roseinfer.kernels.attend_decode import append_and_attend
+from tests.attention.layer_traits import KINDS, WINDOWS, traits_of
 from tests.kv.harness import assert_same_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Rounding to the dtype once, after arithmetic in fp32 that adds in another order."""
@@ -32,6 +39,8 @@ class Case:
         head_dim: int = 8,
         block_size: int = 4,
         dtype: torch.dtype = torch.float32,
+        traits: Sequence[str] = (),
+        window: int = 17,
     ) -> None:
         generator = torch.Generator().manual_seed(len(lengths) + head_dim)
         self.size = block_size
@@ -60,7 +69,7 @@ class Case:
         self.query = noise(len(lengths), q_heads, head_dim)
         self.key = noise(len(lengths), kv_heads, head_dim)
         self.value = noise(len(lengths), kv_heads, head_dim)
-        self.scale = head_dim**-0.5
+        self.traits = traits_of(traits, q_heads, head_dim, device, window=window)
 
     def slot(self, cache: torch.Tensor, row: int, position: int) -> torch.Tensor:
         block = int(self.tables[row, position // self.size])
@@ -69,13 +78,13 @@ class Case:
     def run(self) -> torch.Tensor:
         new = self.query, self.key, self.value
         keys, values = self.caches
-        return append_and_attend(*new, keys, values, self.tables, self.lengths, self.scale)
+        return append_and_attend(*new, keys, values, self.tables, self.lengths, self.traits)
 
     def by_reference(self, caches: list[torch.Tensor]) -> torch.Tensor:
         new = self.query, self.key, self.value
         keys, values = caches
         return append_and_attend_reference(
-            *new, keys, values, self.tables, self.lengths, self.scale
+            *new, keys, values, self.tables, self.lengths, self.traits
         )
 
     def stored_as_expected(self) -> list[torch.Tensor]:
@@ -97,9 +106,25 @@ class Case:
             )
             for head in range(self.query.shape[1]):
                 query = self.query[row, head].double().cpu()
-                weights = (keys[:, head // group] @ query * self.scale).softmax(0)
+                weights = self.weights(keys[:, head // group] @ query, head)
                 out[row, head] = weights @ values[:, head // group]
         return out
+
+    def weights(self, products: torch.Tensor, head: int) -> torch.Tensor:
+        """Turn a head's products with all keys into weights, one trait after the other."""
+        traits = self.traits
+        scores = products * traits.scale
+        if traits.cap is not None:
+            scores = (scores / traits.cap).tanh() * traits.cap
+        if traits.slopes is not None:
+            bias = torch.arange(len(scores)) - (len(scores) - 1)
+            scores = scores + bias * traits.slopes[head].double().cpu()
+        if traits.window is not None:
+            scores[: -traits.window] = float("-inf")
+        if traits.sinks is not None:
+            sink = traits.sinks[head].double().cpu()[None]
+            return torch.cat((scores, sink)).softmax(0)[:-1]
+        return scores.softmax(0)
 
 
 def check(case: Case) -> None:
@@ -186,6 +211,43 @@ def test_padding_rows_touch_the_scratch_block_alone(device: str) -> None:
     for cache, was in zip(case.caches, before, strict=True):
         assert not cache[SCRATCH, :, 0].isnan().any(), "where padding is stored"
         assert_same_bits(cache[SCRATCH, :, 1:], was[SCRATCH, :, 1:], "the rest of scratch")
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("block_size", [3, 16, 64])
+def test_windows(device: str, window: int, block_size: int) -> None:
+    """Sequences shorter than the window, as long, and longer by one and by many."""
+    lengths: list[int | None] = [None, 0, max(0, window - 2), window - 1, window, window + 70]
+    check(Case(device, lengths, block_size=block_size, traits=["window"], window=window))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("names", KINDS.values(), ids=KINDS)
+def test_layers_that_ask_for_more(
+    device: str, names: Sequence[str], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_triton, "_num_parts", lambda *_: parts)
+    check(Case(device, [0, 5, 16, 17, 130], block_size=16, q_heads=6, traits=names))
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_a_window_in_parts(device: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_triton, "_num_parts", lambda *_: parts)
+    lengths: list[int | None] = [0, 99, 100, 101, 300]
+    check(Case(device, lengths, block_size=16, traits=["window", "sinks"], window=100))
+
+
+def test_what_left_the_window_is_not_read(device: str) -> None:
+    """Its blocks may have been given back, and be another's: NaN there harms nothing."""
+    case = Case(device, [50], block_size=4, traits=["window"], window=9)
+    before = case.run()
+    for cache in case.caches:
+        for position in range(50 + 1 - 9):
+            case.slot(cache, 0, position)[:] = float("nan")
+    case.tables[:, : (50 + 1 - 9) // 4] = SCRATCH
+    assert_same_bits(case.run(), before, "the attention")
+    case.slot(case.caches[0], 0, 50 + 1 - 9)[:] *= 3
+    assert (case.run() - before).abs().max() > 1e-3
 
 
 def test_queries_keys_and_values_that_share_a_tensor(device: str) -> None:

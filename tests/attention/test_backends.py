@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ from roseinfer import (
     KVBlockManager,
     UnsupportedModel,
 )
-from roseinfer.attention.backend import LayerTraits, best_backend, find_backend
-from roseinfer.attention.reference import ReferenceAttention
+from roseinfer.attention.backend import best_backend, find_backend
 from roseinfer.kv.storage import IndexStaging
+from roseinfer.layer_traits import LayerTraits
 from tests.attention import sdpa_backend  # noqa: F401  (it registers itself)
 from tests.engine.continuations import TEXTS, by_transformers, greedy, small_llm
 
@@ -72,14 +71,9 @@ def test_a_backend_that_cannot_run_there(device: str, monkeypatch: pytest.Monkey
     assert best_backend(torch.device(device)) == "reference"
 
 
-@dataclass(frozen=True, slots=True)
-class WindowedTraits(LayerTraits):
-    window: int | None = None
-
-
 def test_a_trait_that_a_backend_lacks_is_refused_by_name(device: str) -> None:
     kv = KVBlockManager(1, 1, 8, 4, 8, device, torch.float32, AppendPolicy(triton=False))
     staging = IndexStaging(kv.device, Counter())
-    ReferenceAttention([WindowedTraits(1.0)], kv, staging, Counter())
-    with pytest.raises(UnsupportedModel, match="window, which the attention backend 'reference'"):
-        ReferenceAttention([LayerTraits(1.0), WindowedTraits(1.0, 8)], kv, staging, Counter())
+    find_backend("sdpa")([LayerTraits(1.0)], kv, staging, Counter())
+    with pytest.raises(UnsupportedModel, match="window, which the attention backend 'sdpa' does"):
+        find_backend("sdpa")([LayerTraits(1.0), LayerTraits(1.0, window=8)], kv, staging, Counter())

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from roseinfer import AppendPolicy, AttentionPath, BadArgument, KVBlockManager
-from roseinfer.attention.backend import LayerTraits, StepBatch
+from roseinfer.attention.backend import StepBatch
 from roseinfer.attention.reference import paged_attention_reference
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kernels.attend_chunks import paged_attention_chunks
 from roseinfer.kv.manager import StepAppend
 from roseinfer.kv.storage import IndexStaging
+from roseinfer.layer_traits import LayerTraits
+from tests.attention.layer_traits import KINDS, WINDOWS, traits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -34,6 +41,8 @@ class Case:
         head_dim: int = 8,
         block_size: int = 4,
         dtype: torch.dtype = torch.float32,
+        traits: Sequence[str] = (),
+        window: int = 17,
     ) -> None:
         torch.manual_seed(len(sequences) + head_dim)
         lengths = [before + new for before, new in sequences]
@@ -51,14 +60,14 @@ class Case:
             new = torch.randn(2, len(rows), kv_heads, head_dim, device=device).to(dtype)
             self.kv.append_token_batch(0, [self.lists[row] for row in rows], *new)
         self.query = torch.randn(sum(self.counts), q_heads, head_dim, device=device).to(dtype)
-        self.scale = head_dim**-0.5
+        self.traits = traits_of(traits, q_heads, head_dim, device, window=window)
         self.path_counts: Counter[str] = Counter()
         lists = [[block_ids] for block_ids in self.lists]
         singles = next((at for at, count in enumerate(self.counts) if count > 1), len(lists))
         step = StepAppend(self.kv, lists, self.counts, one_each=False)
         self.batch = StepBatch(step, lists, self.counts, lengths, singles)
         self.attention = TritonAttention(
-            [LayerTraits(self.scale)],
+            [self.traits],
             self.kv,
             IndexStaging(self.kv.device, Counter()),
             self.path_counts,
@@ -70,7 +79,7 @@ class Case:
 
     def reference(self) -> torch.Tensor:
         return paged_attention_reference(
-            self.kv, 0, self.query, self.lists, self.counts, self.scale
+            self.kv, 0, self.query, self.lists, self.counts, self.traits
         )
 
 
@@ -123,6 +132,30 @@ def test_behind_sequences_of_a_single_token(device: str) -> None:
     assert case.path_counts[AttentionPath.DECODE_TRITON] == 1
 
 
+@pytest.mark.parametrize("window", WINDOWS)
+def test_windows(device: str, window: int) -> None:
+    """Chunks that begin before the window's edge, at it and behind it, and end there."""
+    edges = [(0, window + 3), (max(0, window - 2), 4), (window, 2), (window + 70, 20)]
+    check(Case(device, edges, block_size=16, traits=["window"], window=window))
+
+
+@pytest.mark.parametrize("names", KINDS.values(), ids=KINDS)
+def test_layers_that_ask_for_more(device: str, names: Sequence[str]) -> None:
+    check(Case(device, [(0, 2), (3, 20), (130, 5)], block_size=16, q_heads=6, traits=names))
+
+
+def test_what_left_the_window_is_not_read(device: str) -> None:
+    """The chunk's first token sees what is furthest back, and nothing before that is touched."""
+    case = Case(device, [(40, 3)], traits=["window"], window=9)
+    before = case.run()
+    blocks = case.lists[0]
+    for cache in (case.kv.keys, case.kv.values):
+        cache[0, blocks[: (40 - 9 + 1) // 4]] = float("nan")
+    torch.testing.assert_close(case.run(), before, atol=0, rtol=0)
+    case.kv.keys[0, blocks[(40 - 9 + 1) // 4]] *= 3
+    assert (case.run() - before).abs().max() > 1e-3
+
+
 def test_a_query_of_other_strides(device: str) -> None:
     case = Case(device, [(5, 3), (0, 9)])
     wide = torch.full((12, 3, 4, 16), float("nan"), device=device)
@@ -156,5 +189,12 @@ def test_heads_that_do_not_fit_are_refused(device: str) -> None:
     none = (torch.zeros(1, dtype=torch.int64, device=device),) * 4
     with pytest.raises(BadArgument, match="3 query heads of 8 do not fit 2 KV heads of 8"):
         paged_attention_chunks(
-            case.query[:, :3], keys, values, none[0][None], none, 1.0, tile_q=16, longest=3
+            case.query[:, :3],
+            keys,
+            values,
+            none[0][None],
+            none,
+            LayerTraits(1.0),
+            tile_q=16,
+            longest=3,
         )

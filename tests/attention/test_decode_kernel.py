@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
@@ -9,6 +11,11 @@ from roseinfer import AppendPolicy, BadArgument, KVBlockManager
 from roseinfer.attention.reference import paged_attention_reference
 from roseinfer.kernels import attend_decode as decode_triton
 from roseinfer.kernels.attend_decode import paged_attention_decode
+from tests.attention.layer_traits import KINDS, WINDOWS, traits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Rounding to the dtype once, after arithmetic in fp32 that adds in another order."""
@@ -27,6 +34,8 @@ class Case:
         head_dim: int = 8,
         block_size: int = 4,
         dtype: torch.dtype = torch.float32,
+        traits: Sequence[str] = (),
+        window: int = 17,
     ) -> None:
         torch.manual_seed(len(lengths) + head_dim)
         policy = AppendPolicy(triton=False)
@@ -45,7 +54,7 @@ class Case:
         width = max(map(len, self.lists))
         rows = [block_ids + [0] * (width - len(block_ids)) for block_ids in self.lists]
         self.tables = torch.tensor(rows, device=device)
-        self.scale = head_dim**-0.5
+        self.traits = traits_of(traits, q_heads, head_dim, device, window=window)
 
     def decode(self) -> torch.Tensor:
         return paged_attention_decode(
@@ -54,12 +63,12 @@ class Case:
             self.kv.values[0],
             self.tables,
             self.lengths,
-            self.scale,
+            self.traits,
         )
 
     def reference(self) -> torch.Tensor:
         ones = [1] * len(self.lists)
-        return paged_attention_reference(self.kv, 0, self.query, self.lists, ones, self.scale)
+        return paged_attention_reference(self.kv, 0, self.query, self.lists, ones, self.traits)
 
 
 def assert_close(case: Case) -> None:
@@ -92,6 +101,18 @@ def test_contexts_that_are_split(device: str, length: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("block_size", [1, 3, 16, 128])
 def test_every_block_size(device: str, block_size: int) -> None:
     assert_close(Case(device, [block_size, block_size + 1, 2], block_size=block_size))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_windows(device: str, window: int) -> None:
+    """Sequences shorter than the window, as long, and longer by one and by many."""
+    lengths = [1, max(1, window - 1), window, window + 1, window + 70]
+    assert_close(Case(device, lengths, block_size=16, traits=["window"], window=window))
+
+
+@pytest.mark.parametrize("names", KINDS.values(), ids=KINDS)
+def test_layers_that_ask_for_more(device: str, names: Sequence[str]) -> None:
+    assert_close(Case(device, [1, 5, 16, 17, 130], block_size=16, q_heads=6, traits=names))
 
 
 def test_a_query_of_other_strides(device: str) -> None:

@@ -12,6 +12,7 @@ from roseinfer.attention.reference import append_and_attend_reference
 from roseinfer.bench.__main__ import main
 from roseinfer.bench.attention_bench import Rig
 from roseinfer.bench.attention_shape import Shape
+from roseinfer.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +44,9 @@ def test_what_it_times_attends_to_the_whole_context() -> None:
     keys, values = rig.layers[0]
 
     def out() -> torch.Tensor:
-        return append_and_attend_reference(*rig.new, keys, values, rig.tables, rig.stored, 0.25)
+        return append_and_attend_reference(
+            *rig.new, keys, values, rig.tables, rig.stored, LayerTraits(0.25)
+        )
 
     before = out()
     for position in range(69):  # the last is where the new token goes

@@ -38,7 +38,16 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: transformers.Qwen2Config(**_SHAPE),
     "qwen3": lambda: transformers.Qwen3Config(**_SHAPE, head_dim=20),
     "mistral": lambda: transformers.MistralConfig(**_SHAPE),
+    "mistral window": lambda: transformers.MistralConfig(**_SHAPE, sliding_window=6),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **_SHAPE, head_dim=12, sliding_window=5, attn_logit_softcapping=4.0
+    ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **_SHAPE, head_dim=12, sliding_window=5, num_local_experts=2, num_experts_per_tok=1
+    ),
 }
+"""The last three have windows: in every layer, and in every other one with capped scores or with
+sinks."""
 
 
 def tiny(family: str, device: str) -> Any:
@@ -53,6 +62,9 @@ def scaled_up(model: Any) -> Any:
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.mul_(10)
+        for module in model.modules():
+            if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
+                module.sinks.copy_(torch.arange(len(module.sinks)) - 1)
     return model.eval()
 
 

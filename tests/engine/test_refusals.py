@@ -20,29 +20,6 @@ def build(config: Any, **options: Any) -> CausalModel:
     return CausalModel(transformers.AutoModelForCausalLM.from_config(config), **options)
 
 
-def test_a_sliding_window_that_can_slide() -> None:
-    config = CONFIGS["mistral"]()
-    config.sliding_window = 32
-    with pytest.raises(UnsupportedModel, match="sliding window of 32 tokens"):
-        build(config)
-    assert build(config, max_length=32).shape.max_length == 32
-
-
-def test_soft_capped_attention() -> None:
-    config = transformers.Gemma2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=32,
-    )
-    with pytest.raises(UnsupportedModel, match="soft-capped attention"):
-        build(config)
-
-
 def test_a_model_without_the_attention_interface() -> None:
     config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=1, n_head=2)
     with pytest.raises(UnsupportedModel, match="Bloom"):

@@ -186,9 +186,9 @@ class _Zeros:
     "asked",
     [
         {name: torch.ones(1)}
-        for name in ("block_indices", "indices", "s_aux", "sinks", "position_bias", "head_mask")
+        for name in ("block_indices", "indices", "sinks", "position_bias", "head_mask")
     ]
-    + [{"softcap": 5.0}, {"is_causal": False}, {"dropout": 0.1}, {"never_heard_of": 1}],
+    + [{"is_causal": False}, {"dropout": 0.1}, {"never_heard_of": 1}],
     ids=lambda asked: next(iter(asked)),
 )
 def test_an_argument_is_refused_by_name(asked: dict[str, Any]) -> None:
@@ -198,7 +198,6 @@ def test_an_argument_is_refused_by_name(asked: dict[str, Any]) -> None:
         "is_causal": True,
         "dropout": 0.0,
         "use_cache": False,
-        "softcap": None,
     }
     attend_now: Any = partial(
         attend, module, tensor, tensor, tensor, None, roseinfer_attention=_Zeros()
@@ -233,14 +232,46 @@ def test_positions_taken_from_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_chunks_and_what_lies_within_one() -> None:
     model = build(llama4(attn_temperature_tuning=False))
-    with pytest.raises(UnsupportedModel, match=r"chunks of as many.* max_length=16"):
+    with pytest.raises(UnsupportedModel, match=r"in chunks of 16 tokens.* max_length=16"):
         CausalModel(model)
     check_together(model, 16, max_length=16)
 
 
+@pytest.mark.parametrize(("length", "window"), [(64, 12), (13, 12), (12, None), (8, None)])
+def test_a_window_that_the_longest_text_fits_into_is_none(length: int, window: Any) -> None:
+    model = build(transformers.MistralConfig(**_SHAPE, num_key_value_heads=2, sliding_window=12))
+    assert {layer.window for layer in CausalModel(model, max_length=length).traits} == {window}
+
+
+def test_traits_of_every_layer() -> None:
+    """Gemma 2 has a window in every other layer, and gpt-oss sinks in all of them."""
+    shape = {**_SHAPE, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 9}
+    gemma = CausalModel(build(transformers.Gemma2Config(**shape, attn_logit_softcapping=3.0)))
+    assert [(layer.window, layer.cap) for layer in gemma.traits] == [(9, 3.0), (None, 3.0)]
+    config = transformers.GptOssConfig(**shape, num_local_experts=2, num_experts_per_tok=1)
+    model = build(config)
+    for layer, traits in zip(model.model.layers, CausalModel(model).traits, strict=True):
+        assert traits.sinks is not None
+        assert torch.equal(traits.sinks, layer.self_attn.sinks)
+
+
+def test_arithmetic_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own attention is computed for a few tokens, and compared."""
+    from transformers.models.llama import modeling_llama
+
+    own = modeling_llama.eager_attention_forward
+
+    def sharper(module: Any, query: Any, *args: Any, **more: Any) -> Any:
+        return own(module, query * 1.5, *args, **more)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", sharper)
+    with pytest.raises(UnsupportedModel, match="something else than attention with scale"):
+        CausalModel(build(transformers.LlamaConfig(**_SHAPE)))
+
+
 def test_a_window_under_another_name() -> None:
     """The mask shows what is hidden; no setting has to say so."""
-    model = build(transformers.MistralConfig(**_SHAPE, sliding_window=12))
+    model = build(transformers.MistralConfig(**_SHAPE, num_key_value_heads=2, sliding_window=12))
     inner = model.model
     forward = inner.forward
 
@@ -252,8 +283,7 @@ def test_a_window_under_another_name() -> None:
 
     inner.config.sliding_window = None
     inner.forward = unnamed
-    with pytest.raises(UnsupportedModel, match="a sliding window of 12 tokens"):
-        CausalModel(model)
+    assert [layer.window for layer in CausalModel(model).traits] == [12, 12]
 
 
 def test_a_window_that_no_layer_uses() -> None:
@@ -267,10 +297,12 @@ def test_a_window_that_no_layer_uses() -> None:
 @pytest.mark.parametrize(
     ("hides", "message"),
     [
-        (lambda _b, _h, query, key: (key <= query) & ((key == 0) | (key % 2 == 1)), "skips some"),
+        (lambda _b, _h, query, key: (key == query) | (key < query) & (key % 2 == 0), "skips some"),
         (lambda _b, _h, query, _key: query >= 0, "what comes later"),
+        (lambda _b, _h, query, key: key < query, "the token itself"),
+        (lambda _b, _h, query, key: (key <= query) & (key >= query // 2), "in chunks of"),
     ],
-    ids=["every other", "both ways"],
+    ids=["every other", "both ways", "all before", "half of them"],
 )
 def test_masks_of_other_kinds(monkeypatch: pytest.MonkeyPatch, hides: Any, message: str) -> None:
     from transformers import masking_utils

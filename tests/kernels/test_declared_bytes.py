@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from roseinfer.kernels import append, attend_chunks, attend_decode, clone, likeliest, linear, norm
+from tests.attention.layer_traits import traits_of
 from tests.kernels.touched import touched_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="its kernels are those of the interpreter"
@@ -44,27 +45,28 @@ def appends(function: Callable[..., None], **where: torch.Tensor | int) -> None:
     function(k_cache_layer=k_cache, v_cache_layer=v_cache, **new, **where)
 
 
-def attend(*, new: bool) -> torch.Tensor:
+def attend(*, new: bool, more: Sequence[str] = ()) -> torch.Tensor:
     """Two sequences whose query heads share KV heads, in a pool that has room for more."""
     k_cache, v_cache = caches(12, 2, BLOCK, 20)
     qkv = numbers(2, 4 + 2 + 2, 20, dtype=torch.float16)
     query, key, value = qkv[:, :4], qkv[:, 4:6], qkv[:, 6:]
     lengths = index(70, 79)  # a new token fits into the blocks of both
     lists = tables([1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
+    traits = traits_of(more, 4, 20, "cpu", window=39)
     if new:
         return attend_decode.append_and_attend(
-            query, key, value, k_cache, v_cache, lists, lengths, 0.3
+            query, key, value, k_cache, v_cache, lists, lengths, traits
         )
-    return attend_decode.paged_attention_decode(query, k_cache, v_cache, lists, lengths, 0.3)
+    return attend_decode.paged_attention_decode(query, k_cache, v_cache, lists, lengths, traits)
 
 
-def attend_to_chunks() -> torch.Tensor:
+def attend_to_chunks(more: Sequence[str] = ()) -> torch.Tensor:
     """Five new tokens behind eleven, and three behind none, in tiles of four."""
     k_cache, v_cache = caches(6, 2, BLOCK, 8)
     tiles = (index(0, 0, 1), index(0, 4, 5), index(4, 1, 3), index(11, 15, 0))
     return attend_chunks.paged_attention_chunks(
         numbers(8, 4, 8, dtype=torch.float16), k_cache, v_cache, tables([1, 2], [4, 0]), tiles,
-        0.3, tile_q=4, longest=16,
+        traits_of(more, 4, 8, "cpu", window=9), tile_q=4, longest=16,
     )  # fmt: skip
 
 
@@ -101,7 +103,19 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "clone": (copy_blocks, ["_clone_kernel"]),
     "attend": (lambda: attend(new=False), ["_decode_kernel"]),
     "append and attend": (lambda: attend(new=True), ["_decode_kernel"]),
+    "attend in a window": (
+        lambda: attend(new=False, more=["window", "cap", "slopes"]),
+        ["_decode_kernel"],
+    ),
+    "append and attend in a window": (
+        lambda: attend(new=True, more=["window", "sinks"]),
+        ["_decode_kernel"],
+    ),
     "chunks": (attend_to_chunks, ["_chunk_kernel"]),
+    "chunks in a window": (
+        lambda: attend_to_chunks(["window", "cap", "sinks", "slopes"]),
+        ["_chunk_kernel"],
+    ),
     "linear": (
         lambda: linear.linear(numbers(3, 70), numbers(70, 40), numbers(40), gelu=True),
         ["_whole_kernel"],
@@ -145,7 +159,7 @@ def test_every_kernel_is_among_them() -> None:
     modules = (append, attend_chunks, attend_decode, clone, likeliest, linear, norm)
     there = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     files = {path.stem for path in Path(append.__file__).parent.glob("*.py")}
-    without = {"__init__", "dot", "moves", "operands", "runtime"}
+    without = {"__init__", "dot", "moves", "operands", "runtime", "scores"}
     assert {module.__name__.rpartition(".")[2] for module in modules} == files - without
     called = {kernel for _, kernels in CALLS.values() for kernel in kernels}
     assert there == called | {"_combine_kernel"}

@@ -247,16 +247,16 @@ MUTANTS = (
         "chunk-sees-what-comes-after",
         "The tokens of a chunk attend to all of it, also to what stands behind them.",
         _CHUNK,
-        "tokens[None, :] <= (position + token)[:, None]",
-        "(tokens < end)[None, :] & (token >= 0)[:, None]",
+        "seen = distance >= 0\n",
+        "seen = (tokens < end)[None, :] & (token >= 0)[:, None]\n",
         ("15",),
     ),
     _mutant(
         "chunk-masked-from-its-own-start",
         "The tokens of a chunk see as much of the context as if it were the prompt's first.",
         _CHUNK,
-        "tokens[None, :] <= (position + token)[:, None]",
-        "tokens[None, :] <= token[:, None]",
+        "seen = distance >= 0\n",
+        "seen = distance >= position\n",
         ("15",),
     ),
     _mutant(
@@ -310,26 +310,27 @@ MUTANTS = (
         "many-query-heads-dealt-out-by-the-reference",
         "In attention without kernels, more than 4 query heads to a KV head are dealt out.",
         _REFERENCE,
-        "    per_kv_head = query.float().view(tokens, kv_heads, q_heads // kv_heads, -1)\n",
-        "    per_kv_head = query.float().view(tokens, kv_heads, q_heads // kv_heads, -1)\n"
-        "    if q_heads > 4 * kv_heads:\n"
-        "        per_kv_head = query.float().view(tokens, -1, kv_heads, query.shape[2])\n"
-        "        per_kv_head = per_kv_head.transpose(1, 2)\n",
+        "    at = torch.arange(context - tokens, context, device=query.device)[None]\n",
+        "    at = torch.arange(context - tokens, context, device=query.device)[None]\n"
+        "    if query.shape[1] > 4 * len(keys):\n"
+        "        dealt = query.view(tokens, -1, len(keys), query.shape[2]).transpose(1, 2)\n"
+        "        query = dealt.reshape(query.shape)\n",
     ),
     _mutant(
         "many-query-heads-dealt-out-in-slots",
         "In resident decode without kernels, more than 4 query heads to a KV head are dealt out.",
         _REFERENCE,
-        "    grouped = query.float().view(slots, kv_heads, q_heads // kv_heads, head_dim)\n",
-        "    grouped = query.float().view(slots, kv_heads, q_heads // kv_heads, head_dim)\n"
-        "    if q_heads > 4 * kv_heads:\n"
-        "        grouped = query.float().view(slots, -1, kv_heads, head_dim).transpose(1, 2)\n",
+        "    unused = _hidden(distance, traits)[:, None, :, None]\n",
+        "    unused = _hidden(distance, traits)[:, None, :, None]\n"
+        "    if query.shape[1] > 4 * k_cache.shape[1]:\n"
+        "        dealt = query.view(len(query), -1, k_cache.shape[1], query.shape[2])\n"
+        "        query = dealt.transpose(1, 2).reshape(query.shape)\n",
     ),
     _mutant(
         "scores-not-scaled",
         "The decode kernel forgets the scale of the scores.",
         _DECODE,
-        "        scores = dot(q, tl.trans(k)) * scale\n",
-        "        scores = dot(q, tl.trans(k))\n",
+        "            dot(q, tl.trans(k)) * scale, cap,",
+        "            dot(q, tl.trans(k)), cap,",
     ),
 )

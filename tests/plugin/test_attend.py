@@ -118,8 +118,8 @@ def test_a_wrong_kernel_of_theirs_is_seen(
     right: Callable[..., torch.Tensor] = decode.paged_attention_decode
 
     def short(*given: Any) -> torch.Tensor:
-        *before, lengths, scale = given
-        return right(*before, lengths - 1, scale)
+        *before, lengths, traits = given
+        return right(*before, lengths - 1, traits)
 
     monkeypatch.setattr(decode, "paged_attention_decode", short)
     said = said_of(kind, on_manager(SHARED, device, triton=True))

@@ -12,6 +12,7 @@ import torch
 from pytest_roseinfer.running.interpreter import remembering
 from roseinfer.kernels.attend_decode import paged_attention_decode
 from roseinfer.kernels.runtime import is_interpreted
+from roseinfer.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +37,7 @@ def attend() -> torch.Tensor:
     query = torch.arange(2 * 4 * 8.0).reshape(2, 4, 8).cos()
     tables = torch.tensor([[0, 2], [1, 0]], dtype=torch.int32)
     lengths = torch.tensor([7, 3], dtype=torch.int32)
-    return paged_attention_decode(query, cache, -cache, tables, lengths, 0.5)
+    return paged_attention_decode(query, cache, -cache, tables, lengths, LayerTraits(0.5))
 
 
 def test_the_same_comes_out_of_fewer_looks(looked_through: mock.Mock) -> None:
