@@ -46,8 +46,9 @@ class StepBatch:
 class ResidentBatch:
     """One new token for each of some sequences whose state is on the device."""
 
-    tables: Tensor
-    """Row ``i`` lists sequence ``i``'s blocks, one for the new token included."""
+    tables: Sequence[Tensor]
+    """Row ``i`` of ``tables[g]`` lists sequence ``i``'s blocks in layer group ``g``, with one for
+    the new token."""
     lengths: Tensor
     """How many tokens each sequence has stored before."""
 

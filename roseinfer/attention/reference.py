@@ -34,14 +34,13 @@ class ReferenceAttention(AttentionBackend):
         match self._batch:
             case ResidentBatch(tables, lengths):
                 self.path_counts[AttentionPath.SLOTS_REFERENCE] += 1
-                caches = kv.keys[layer], kv.values[layer]
-                return append_and_attend_reference(
-                    query, key, value, *caches, tables, lengths, traits
-                )
+                caches = kv.caches(layer)
+                own = tables[kv.group_of(layer)]
+                return append_and_attend_reference(query, key, value, *caches, own, lengths, traits)
             case StepBatch(new, block_lists, counts):
                 new.write(layer, key, value)
                 self.path_counts[AttentionPath.REFERENCE] += 1
-                lists = [own[layer // kv.layers_per_group] for own in block_lists]
+                lists = [own[kv.group_of(layer)] for own in block_lists]
                 return paged_attention_reference(kv, layer, query, lists, counts, traits)
 
 

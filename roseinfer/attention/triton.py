@@ -77,9 +77,9 @@ class TritonAttention(AttentionBackend):
         match self._batch:
             case ResidentBatch(tables, lengths):
                 self.path_counts[AttentionPath.APPEND_AND_ATTEND] += 1
-                caches = self.kv.keys[layer], self.kv.values[layer]
+                caches, table = self.kv.caches(layer), tables[self.kv.group_of(layer)]
                 return self._kernels.append_and_attend(
-                    query, key, value, *caches, tables, lengths, self.traits[layer]
+                    query, key, value, *caches, table, lengths, self.traits[layer]
                 )
             case StepBatch() as batch:
                 batch.new.write(layer, key, value)
@@ -99,8 +99,8 @@ class TritonAttention(AttentionBackend):
         self.path_counts[AttentionPath.DECODE_TRITON] += 1
         if self._lengths is None:
             self._lengths = self.staging.stage([list(batch.lengths[: batch.singles])]).columns[0]
-        keys, values, table = self.kv.keys[layer], self.kv.values[layer], self._table(batch, layer)
-        return self._kernels.decode(query, keys, values, table, self._lengths, self.traits[layer])
+        caches, table = self.kv.caches(layer), self._table(batch, layer)
+        return self._kernels.decode(query, *caches, table, self._lengths, self.traits[layer])
 
     def _chunks(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
         """Compute the attention of the sequences behind, which have several new tokens."""
@@ -108,10 +108,10 @@ class TritonAttention(AttentionBackend):
         if self._tiles is None:
             self._tiles = self._cut(batch, query.shape[1] // self.kv.num_heads)
         tile_q, tiles = self._tiles
-        keys, values, table = self.kv.keys[layer], self.kv.values[layer], self._table(batch, layer)
+        caches, table = self.kv.caches(layer), self._table(batch, layer)
         longest = max(batch.lengths)
         return self._kernels.chunks(
-            query, keys, values, table, tiles, self.traits[layer], tile_q=tile_q, longest=longest
+            query, *caches, table, tiles, self.traits[layer], tile_q=tile_q, longest=longest
         )
 
     def _cut(self, batch: StepBatch, group_size: int) -> tuple[int, tuple[Tensor, ...]]:
@@ -132,9 +132,9 @@ class TritonAttention(AttentionBackend):
 
     def _table(self, batch: StepBatch, layer: int) -> Tensor:
         """Bring the blocks of every sequence in a group of layers to the device, once a step."""
-        group = layer // self.kv.layers_per_group
+        group = self.kv.group_of(layer)
         if group not in self._tables:
-            first = group * self.kv.max_blocks_per_layer
+            first = self.kv.first_id(layer)
             lists = [own[group] for own in batch.block_lists]
             width = max(map(len, lists))
             flat: list[int] = []

@@ -52,7 +52,7 @@ class ResidentDecode:
         self._kv = kv = attention.kv
         self._path_counts = attention.path_counts
         width = -(-model.shape.max_length // kv.block_size)
-        self.slots = DecodeSlots(num_slots, width, attention.staging)
+        self.slots = DecodeSlots(num_slots, width, len(kv.groups), attention.staging)
         self._model = model
         self._attention = attention
         self._advance: Callable[..., None] | None = None
@@ -157,7 +157,7 @@ class ResidentDecode:
         """
         soon = [each for each in residents if each.session.room - each.session.stored < _SOON]
         due = [each for each in soon if each.session.stored >= each.session.room]
-        if len(soon) > len(due) and spare > len(residents):
+        if len(soon) > len(due) and spare > len(residents) * len(self._kv.groups):
             early = [each for each in soon if each.session.stored < each.session.room < each.most]
             due += early[: -(-len(residents) // _SOON)]
         return due
@@ -165,8 +165,9 @@ class ResidentDecode:
     def _reserve(self, residents: Sequence[Resident], counts: Sequence[int]) -> None:
         if not residents:
             return
-        lists = [each.session.block_lists[0] for each in residents]
-        self._kv.reserve(0, lists, counts)
+        for at, group in enumerate(self._kv.groups):
+            lists = [each.session.block_lists[at] for each in residents]
+            self._kv.reserve(group.layers[0], lists, counts)
         for each in residents:
             each.session.room = len(each.session.block_lists[0]) * self._kv.block_size
             self.slots.touch(each.slot)

@@ -64,13 +64,16 @@ class DecodeSlots:
     block.
     """
 
-    def __init__(self, num_slots: int, width: int, staging: IndexStaging) -> None:
-        """``width`` is how many blocks a row has room for."""
+    def __init__(self, num_slots: int, width: int, groups: int, staging: IndexStaging) -> None:
+        """``width`` is how many blocks a row has room for in each group of layers."""
         self._width = width
+        self._groups = groups
         self._staging = staging
         device = staging.device
         with lasting():
-            self._rows = torch.zeros((num_slots, _BLOCKS + width), dtype=torch.int64, device=device)
+            self._rows = torch.zeros(
+                (num_slots, _BLOCKS + width * groups), dtype=torch.int64, device=device
+            )
             self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
             """The newest token of each row, which is not stored yet."""
         self._flat = self._rows.view(-1)
@@ -134,12 +137,13 @@ class DecodeSlots:
             self._grown.pop(slot, None)
             occupant = self._occupants[slot]
             if occupant is None:
-                flat += [slot, *_Fields(), *[SCRATCH] * self._width]
+                flat += [slot, *_Fields(), *[SCRATCH] * (self._width * self._groups)]
                 continue
-            (blocks,) = occupant.session.block_lists
-            occupant.known = len(blocks)
-            fields = occupant.fields._replace(length=occupant.session.stored)
-            flat += [slot, *fields, *blocks, *[SCRATCH] * (self._width - len(blocks))]
+            session = occupant.session
+            occupant.known = len(session.block_lists[0])
+            flat += [slot, *occupant.fields._replace(length=session.stored)]
+            for blocks in session.block_lists:
+                flat += [*blocks, *[SCRATCH] * (self._width - len(blocks))]
         rows = self._staging.stage([flat]).columns[0].view(len(self._changed), -1)
         self._rows.index_copy_(0, rows[:, 0], rows[:, 1:])
         self._staging.work_counts[Work.TABLE_ROWS] += len(self._changed)
@@ -152,12 +156,13 @@ class DecodeSlots:
         for slot in self._grown:
             occupant = self._occupants[slot]
             assert occupant is not None
-            (blocks,) = occupant.session.block_lists
             first = max(0, occupant.known - 1)
             begin = slot * self._rows.stride(0) + _BLOCKS
-            places += range(begin + first, begin + len(blocks))
-            numbers += blocks[first:]
-            occupant.known = len(blocks)
+            for blocks in occupant.session.block_lists:
+                places += range(begin + first, begin + len(blocks))
+                numbers += blocks[first:]
+                begin += self._width
+            occupant.known = len(occupant.session.block_lists[0])
         at, values = self._staging.stage([places, numbers]).columns
         self._flat.index_copy_(0, at, values)
         self._staging.work_counts[Work.TABLE_ROWS] += len(self._grown)
@@ -189,9 +194,10 @@ class DecodeSlots:
         """Return 1 for each of the first rows that a sequence has, 0 for padding."""
         return self._rows[:count, _COLUMN.active]
 
-    def tables(self, count: int) -> torch.Tensor:
-        """Return the blocks of each of the first rows."""
-        return self._rows[:count, _BLOCKS:]
+    def tables(self, count: int) -> list[torch.Tensor]:
+        """Return the blocks of each of the first rows, for every group of layers."""
+        begins = range(_BLOCKS, self._rows.shape[1], self._width)
+        return [self._rows[:count, begin : begin + self._width] for begin in begins]
 
     def sampling(self, count: int, *, greedy: bool) -> SamplingBatch:
         """Return the sampling parameters of the first rows, as views of them."""

@@ -59,9 +59,15 @@ class Engine:
             most = config.max_batch_size
             resident = ResidentDecode(model, self.sessions.attention, most, graphs=graphs)
         self._runner = StepRunner(self.sessions, resident, config.max_batch_size)
-        self._supply = BlockSupply(kv, self.prefixes, self._runner.withdraw)
-        self._scheduler = Scheduler(config, self._supply)
         self._run_ahead = config.lag(device) if resident else 0
+        self._supply = BlockSupply(
+            kv,
+            self.prefixes,
+            self._runner.withdraw,
+            at_once=config.prefill_max_tokens if config.chunked_prefill else None,
+            lag=self._run_ahead,
+        )
+        self._scheduler = Scheduler(config, self._supply)
         self._in_flight: deque[list[Flight]] = deque()
         """Steps that were launched and whose tokens nobody has read yet, oldest first."""
         self._updates: list[Update] = []
@@ -139,7 +145,8 @@ class Engine:
             )
         most = min(params.max_new_tokens, positions - prompt_length)
         size = self._block_size
-        blocks = -(-(prompt_length + most - 1) // size)  # the last token is never stored
+        blocks = self._supply.needed_alone(prompt_length, prompt_length + most - 1)
+        # The last token is never stored.
         if blocks > self._supply.capacity:
             raise RequestTooLarge(
                 f"a prompt of {prompt_length} tokens and {most} new ones take {blocks} blocks of "
@@ -222,7 +229,7 @@ class Engine:
         length = len(tokens)
         # Requests take turns, each once a block.
         turn = (length - request.id) % self._block_size == 0
-        if self.prefixes and (turn or length == request.prompt_length + 1):
+        if turn or length == request.prompt_length + 1:
             self._supply.note_stored(request)
         if logprob is not None and request.params.logprobs:
             request.logprobs.append(logprob)

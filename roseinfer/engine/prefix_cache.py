@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from roseinfer.kv.pool import SCRATCH
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from roseinfer.kv.manager import KVBlockManager
     from roseinfer.kv.sequence import InferenceSession
@@ -34,8 +36,8 @@ class Entry:
     hash: int
     end: int
     """The position behind its last token."""
-    block_ids: tuple[int, ...]
-    """Its block in each group of layers."""
+    block_ids: list[int]
+    """Its block in each group of layers; ``SCRATCH`` where that left a window and is gone."""
     users: int = 0
     children: dict[Entry, None] = field(default_factory=dict, repr=False)
     """In the order they came, so that the same history frees blocks in the same order."""
@@ -50,6 +52,13 @@ class Entry:
     def continues(self, parent: Entry, tokens: tuple[int, ...]) -> bool:
         """Return True if it holds these tokens behind ``parent``, as its hash suggests."""
         return self.parent is parent and self.tokens == tokens
+
+
+class _Loose(NamedTuple):
+    """A block that an entry has in one group, and that no sequence holds which holds the entry."""
+
+    entry: Entry
+    group: int
 
 
 @dataclass(slots=True, eq=False)
@@ -77,10 +86,19 @@ class PrefixCache:
     def __init__(self, kv: KVBlockManager) -> None:
         self.kv = kv
         self.num_evictions = 0
-        self._root = Entry(None, (), 0, 0, ())
+        self._root = Entry(None, (), 0, 0, [])
         self._entries: dict[tuple[int, int], Entry] = {}
-        self.unused: OrderedDict[Entry, None] = OrderedDict()
-        """Entries that no sequence holds, the least recently used first. All can be evicted."""
+        self._windowed = [at for at, own in enumerate(kv.groups) if own.window is not None]
+        self._of_block: dict[int, Entry] = {}
+        """The entry of every block of a group with a window."""
+        self.unused: OrderedDict[Entry, int] = OrderedDict()
+        """Entries that no sequence holds, the least recently used first, each with when that was.
+        All can be evicted."""
+        self._loose: OrderedDict[_Loose, int] = OrderedDict()
+        """Blocks of other entries that left the windows of all that hold these, alike."""
+        self._uses = 0
+        self.num_unused = 0
+        """How many blocks of every pool can be freed by evicting."""
 
     def match(self, tokens: Sequence[int]) -> tuple[Held, list[list[int]], int]:
         """Find the longest cached prefix that leaves a token to compute, and hold it.
@@ -89,15 +107,21 @@ class PrefixCache:
         """
         most = len(tokens) - 1
         matched = self._full_blocks(tokens, most)
-        tip = matched[-1] if matched else self._root
-        tail = self._longest_tail(tip, tokens, most)
-        entries = matched if tail is None else [*matched, tail]
-        for entry in entries:
-            self._hold(entry)
-        groups = range(self.kv.num_layers // self.kv.layers_per_group)
-        block_lists = [[entry.block_ids[group] for entry in entries] for group in groups]
+        tail = self._longest_tail(matched[-1] if matched else self._root, tokens, most)
+        entries = self._seen_whole(matched if tail is None else [*matched, tail])
+        if tail is not None and tail not in entries[-1:]:
+            tail = None
         num_tokens = entries[-1].end if entries else 0
-        return Held(matched, tail, tip), block_lists, num_tokens
+        size = self.kv.block_size
+        begins = [group.first_seen(num_tokens) // size for group in self.kv.groups]
+        for at, entry in enumerate(entries):
+            self._hold(entry, [group for group, begin in enumerate(begins) if at >= begin])
+        block_lists = [
+            [SCRATCH] * begin + [entry.block_ids[group] for entry in entries[begin:]]
+            for group, begin in enumerate(begins)
+        ]
+        matched = entries if tail is None else entries[:-1]
+        return Held(matched, tail, matched[-1] if matched else self._root), block_lists, num_tokens
 
     def insert(self, held: Held, session: InferenceSession) -> None:
         """Add the blocks that a sequence has filled.
@@ -122,6 +146,8 @@ class PrefixCache:
                 held.inserted.append(entry)
             elif not entry.continues(tip, block):
                 return  # two prefixes with one hash: the older entry stays
+            else:
+                self._complete(entry, session, held)
             held.tip = entry
 
     def release(self, held: Held, session: InferenceSession) -> None:
@@ -140,13 +166,18 @@ class PrefixCache:
         self._end(held)
 
     def evict(self, blocks_needed: int) -> int:
-        """Free that many blocks of every group, or all that can be, and return how many."""
-        freed = 0
-        while freed < blocks_needed and self.unused:
-            self._take_out(next(iter(self.unused)))  # has no children
-            freed += 1
-        self.num_evictions += freed
-        return freed
+        """Free that many blocks of every pool, or all that can be, and return how many."""
+        before = self.num_unused
+        while before - self.num_unused < blocks_needed and (self.unused or self._loose):
+            entry, used = next(iter(self.unused.items()), (None, self._uses + 1))
+            loose, left = next(iter(self._loose.items()), (None, self._uses + 1))
+            if entry is not None and used < left:
+                self._take_out(entry)  # has no children
+            elif loose is not None:
+                self._drop_loose(loose)
+                self._give_up(*loose)
+            self.num_evictions += 1
+        return before - self.num_unused
 
     def clear(self) -> None:
         """Take everything out. Blocks in use stay with their sequences."""
@@ -185,9 +216,12 @@ class PrefixCache:
         self, parent: Entry, tokens: tuple[int, ...], hashed: int, session: InferenceSession
     ) -> Entry:
         index = parent.end // self.kv.block_size
-        block_ids = tuple(block_list[index] for block_list in session.block_lists)
-        self.kv.incref_blocks(block_ids)
+        block_ids = [block_list[index] for block_list in session.block_lists]
+        self.kv.incref_blocks([each for each in block_ids if each != SCRATCH])
         entry = Entry(parent, tokens, hashed, parent.end + len(tokens), block_ids)
+        for group in self._windowed:
+            if block_ids[group] != SCRATCH:
+                self._of_block[block_ids[group]] = entry
         self._entries[entry.key] = entry
         parent.children[entry] = None
         return entry
@@ -203,7 +237,7 @@ class PrefixCache:
         # Another sequence cannot go on in a block with planned slots that hold nothing.
         index = tip.end // self.kv.block_size
         if all(self.kv.block_info(ids[index]).length == count for ids in session.block_lists):
-            self.unused[self._add(tip, rest, hashed, session)] = None
+            self._note_unused(self._add(tip, rest, hashed, session))
 
     def _take_out(self, entry: Entry) -> None:
         """Take out an entry and all below it, which cannot be found without it."""
@@ -217,18 +251,106 @@ class PrefixCache:
             del self._entries[each.key]
             if not each.users:
                 del self.unused[each]
-        for group, block_ids in enumerate(zip(*(each.block_ids for each in leaving), strict=True)):
-            self.kv.free_blocks(group * self.kv.layers_per_group, block_ids)
+                self.num_unused -= self._num_blocks(each)
+            for group in self._windowed:
+                self._drop_loose(_Loose(each, group))
+            for group in range(len(each.block_ids)):
+                self._give_up(each, group)
 
-    def _hold(self, entry: Entry) -> None:
-        self.kv.incref_blocks(entry.block_ids)
+    def _give_up(self, entry: Entry, group: int) -> None:
+        """Free an entry's block in a group, if it has one."""
+        block_id = entry.block_ids[group]
+        if block_id != SCRATCH:
+            self._of_block.pop(block_id, None)
+            self.kv.free_blocks(self.kv.groups[group].layers[0], [block_id])
+            entry.block_ids[group] = SCRATCH
+
+    def _hold(self, entry: Entry, groups: Sequence[int]) -> None:
+        """Hold an entry, and its blocks in these groups."""
+        self.kv.incref_blocks([entry.block_ids[group] for group in groups])
         entry.users += 1
-        self.unused.pop(entry, None)
+        if entry in self.unused:
+            del self.unused[entry]
+            self.num_unused -= self._num_blocks(entry)
+        for group in self._windowed:
+            if group in groups:
+                self._drop_loose(_Loose(entry, group))
+            else:
+                self._note_loose(entry, group)
 
     def _let_go(self, entry: Entry) -> None:
         entry.users -= 1
         if entry.cached and not entry.users:
-            self.unused[entry] = None
+            for group in self._windowed:
+                self._drop_loose(_Loose(entry, group))
+            self._note_unused(entry)
+
+    def _note_unused(self, entry: Entry) -> None:
+        self._uses += 1
+        self.unused[entry] = self._uses
+        self.num_unused += self._num_blocks(entry)
+
+    def _num_blocks(self, entry: Entry) -> int:
+        """Return how many blocks of every pool the entry has."""
+        if not self.kv.one_pool:
+            return 1
+        return len(entry.block_ids) - entry.block_ids.count(SCRATCH)
+
+    # ------------------------------------------------------------------- with windows
+
+    def note_given_back(self, block_ids: Iterable[int]) -> None:
+        """Note that a sequence does not hold these blocks any more, which left its windows."""
+        for block_id in block_ids:
+            entry = self._of_block.get(block_id)
+            if entry is not None and entry.users:
+                self._note_loose(entry, entry.block_ids.index(block_id))
+
+    def _note_loose(self, entry: Entry, group: int) -> None:
+        """Let a block be evicted alone, if only the cache holds it."""
+        block_id, loose = entry.block_ids[group], _Loose(entry, group)
+        if block_id != SCRATCH and loose not in self._loose and self.kv.refcount(block_id) == 1:
+            self._uses += 1
+            self._loose[loose] = self._uses
+            self.num_unused += 1
+
+    def _drop_loose(self, loose: _Loose) -> None:
+        if loose in self._loose:
+            del self._loose[loose]
+            self.num_unused -= 1
+
+    def _complete(self, entry: Entry, session: InferenceSession, held: Held) -> None:
+        """Give an entry the blocks that it lacks and that the sequence has computed again."""
+        own = [
+            block_list[entry.end // self.kv.block_size - 1] for block_list in session.block_lists
+        ]
+        lacking = [
+            at for at in self._windowed if entry.block_ids[at] == SCRATCH and own[at] != SCRATCH
+        ]
+        if not lacking:
+            return
+        self._hold(entry, [])
+        held.inserted.append(entry)
+        for group in lacking:
+            self.kv.incref_blocks([own[group]])
+            entry.block_ids[group] = own[group]
+            self._of_block[own[group]] = entry
+
+    def _seen_whole(self, entries: list[Entry]) -> list[Entry]:
+        """Return the longest beginning behind which no token sees what is not there."""
+        if not self._windowed:
+            return entries
+        size = self.kv.block_size
+        gaps = [0] * len(self.kv.groups)
+        """Behind each group's last entry that has no block there."""
+        longest = 0
+        for count, entry in enumerate(entries, 1):
+            for group in self._windowed:
+                if entry.block_ids[group] == SCRATCH:
+                    gaps[group] = count
+            begins = [group.first_seen(entry.end) // size for group in self.kv.groups]
+            if all(gap <= begin for gap, begin in zip(gaps, begins, strict=True)):
+                longest = count
+        return entries[:longest]
 
     def _end(self, held: Held) -> None:
         """Let go of everything. The whole way to the tip counts as used just now, its end first."""
@@ -239,6 +361,8 @@ class PrefixCache:
         passed = held.tip
         while passed is not None:
             if passed in self.unused:
+                self._uses += 1
+                self.unused[passed] = self._uses
                 self.unused.move_to_end(passed)
             passed = passed.parent
         held.matched, held.inserted, held.tail, held.tip = [], [], None, None

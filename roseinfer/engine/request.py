@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from roseinfer.kv.groups import given_back
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from roseinfer.decode.resident import Resident
     from roseinfer.engine.prefix_cache import Held, PrefixCache
     from roseinfer.errors import RoseinferError
+    from roseinfer.kv.groups import LayerGroup
     from roseinfer.kv.manager import KVBlockManager
     from roseinfer.kv.sequence import InferenceSession
     from roseinfer.text.request_text import RequestText
@@ -101,12 +104,26 @@ class BlockSupply:
     """Gives blocks to requests, with cached prefixes in them, and takes them back."""
 
     def __init__(
-        self, kv: KVBlockManager, prefixes: PrefixCache | None, withdraw: Callable[[Request], None]
+        self,
+        kv: KVBlockManager,
+        prefixes: PrefixCache | None,
+        withdraw: Callable[[Request], None],
+        *,
+        at_once: int | None = None,
+        lag: int = 0,
     ) -> None:
-        """``withdraw`` is called for a request before its blocks are taken back."""
+        """``withdraw`` is called for a request before its blocks are taken back.
+
+        No request stores more than ``at_once`` tokens in a step, and ``lag`` steps are in flight.
+        """
         self._withdraw = withdraw
         self._kv = kv
         self._prefixes = prefixes
+        self._at_once = at_once
+        self._lag = lag
+        self._windows = [
+            (at, group) for at, group in enumerate(kv.groups) if group.window is not None
+        ]
 
     @property
     def capacity(self) -> int:
@@ -115,7 +132,7 @@ class BlockSupply:
     @property
     def available(self) -> int:
         """How many blocks are free or could be freed at once."""
-        unused = len(self._prefixes.unused) if self._prefixes else 0
+        unused = self._prefixes.num_unused if self._prefixes else 0
         return self._kv.num_free_blocks(0) + unused
 
     def needed(self, session: InferenceSession, count: int) -> int:
@@ -127,7 +144,38 @@ class BlockSupply:
         size = self._kv.block_size
         blocks = -(-(session.stored + count) // size) - len(session.block_lists[0])
         copies = count > 0 and session.stored % size > 0 and session.stored >= session.room
-        return blocks + copies
+        if not self._kv.one_pool:
+            return blocks + copies
+        needed = (blocks + copies) * len(self._kv.groups)
+        if self._at_once is None or count <= self._at_once:
+            return needed
+        for at, group in self._windows:  # what leaves a window makes room for the steps behind
+            own = session.block_lists[at]
+            held = len(own) - given_back(own)
+            needed -= max(0, held + blocks - self._most_in(group, self._at_once))
+        return needed
+
+    def needed_alone(self, prompt: int, length: int) -> int:
+        """Return the most blocks that a request holds by itself until it has ``length`` tokens."""
+        size = self._kv.block_size
+        whole = -(-length // size)
+        if not self._kv.one_pool:
+            return whole
+        at_once = min(prompt, self._at_once or prompt)
+        most = [
+            whole if group.window is None else min(whole, self._most_in(group, at_once))
+            for group in self._kv.groups
+        ]
+        return sum(most)
+
+    def _most_in(self, group: LayerGroup, at_once: int) -> int:
+        """Return the most blocks that a sequence holds in layers of a window.
+
+        It gives back once a block, and what is in flight is not known yet.
+        """
+        assert group.window is not None
+        seen = group.window - 1 + max(at_once, self._lag)
+        return -(-seen // self._kv.block_size) + 2
 
     def ensure(self, blocks: int) -> None:
         """Make sure that so many blocks are free, so that a step cannot run out."""
@@ -144,9 +192,18 @@ class BlockSupply:
         request.found = session.stored = session.room = found
 
     def note_stored(self, request: Request) -> None:
-        """Offer the blocks that a request has filled to the prefix cache."""
+        """Offer the blocks that a request has filled to the prefix cache.
+
+        Those that left a window are given back then.
+        """
+        session = request.session
         if self._prefixes and request.held:
-            self._prefixes.insert(request.held, request.session)
+            self._prefixes.insert(request.held, session)
+        stored = min(session.stored, len(session.token_ids))  # what is in flight may come to naught
+        for at, group in self._windows:
+            left = self._kv.give_back(group.layers[0], session.block_lists[at], stored)
+            if self._prefixes:
+                self._prefixes.note_given_back(left)
 
     def give_back(self, request: Request) -> None:
         """Take back all blocks of a request. The prefix cache may keep what is stored in them."""
@@ -156,7 +213,10 @@ class BlockSupply:
         if self._prefixes and request.held:
             self._prefixes.release(request.held, session)
             request.held = None
+        in_windows = [block for at, _ in self._windows for block in session.block_lists[at]]
         session.rewind(self._kv)
+        if self._prefixes:
+            self._prefixes.note_given_back(in_windows)
 
     def spoil(self, request: Request) -> None:
         """Remove what a request has stored from the prefix cache."""

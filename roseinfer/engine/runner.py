@@ -12,6 +12,7 @@ from roseinfer.attention.backend import StepBatch, best_backend, find_backend
 from roseinfer.decode.readback import Readback
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument, RequestTooLarge
+from roseinfer.kv.groups import given_back
 from roseinfer.kv.manager import StepAppend
 from roseinfer.kv.sequence import InferenceSession
 from roseinfer.kv.storage import IndexStaging
@@ -41,7 +42,6 @@ class SequenceRunner:
         """Copies a step's numbers to the device through buffers that are used again."""
         backend = find_backend(attention or best_backend(kv.device))
         self.attention = backend(model.traits, kv, self.staging, self.path_counts)
-        self._groups = kv.num_layers // kv.layers_per_group
 
     def prefill(
         self, prompts: Sequence[Sequence[int]]
@@ -103,7 +103,7 @@ class SequenceRunner:
             session.stored,
         )
         for block_ids in child.block_lists:
-            self.kv.incref_blocks(block_ids)
+            self.kv.incref_blocks(block_ids[given_back(block_ids) :])
         session.room = child.room = session.stored
         self.path_counts[EnginePath.FORKED] += 1
         return child
@@ -113,7 +113,7 @@ class SequenceRunner:
         session.token_ids = []
 
     def empty(self, token_ids: list[int]) -> InferenceSession:
-        return InferenceSession([[] for _ in range(self._groups)], token_ids)
+        return InferenceSession([[] for _ in self.kv.groups], token_ids)
 
     def check_tokens(self, prompt: Sequence[int]) -> None:
         shape = self.model.shape

@@ -118,7 +118,7 @@ class Scheduler:
                     session = request.session
                     decoding.append(request)
                     if session.stored >= session.room:
-                        blocks += 1
+                        blocks += self._supply.needed(session, 1)
             available = self._supply.available
             if blocks <= available:
                 return Step(decoding, blocks=blocks, spare=available - blocks)

@@ -12,9 +12,10 @@ from roseinfer.config import AppendPolicy
 from roseinfer.errors import BadArgument
 from roseinfer.kv import plan as planning
 from roseinfer.kv import truncation
+from roseinfer.kv.groups import by_window, consecutive, given_back
 from roseinfer.kv.paths import Condition, PathCounts, Work
 from roseinfer.kv.per_layer import PerLayerCalls
-from roseinfer.kv.pool import BlockPool, KVBlockInfo
+from roseinfer.kv.pool import SCRATCH, BlockPool, KVBlockInfo
 from roseinfer.kv.storage import DataMover, KVStorage
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class KVBlockManager(PerLayerCalls):
     layers share one list: ``plan_append`` decides once where tokens go and ``write`` is called once
     per layer. ``PerLayerCalls`` move one layer alone, ``append_token`` among them.
 
+    Given the ``windows`` of all layers, those of the same window share lists, and all groups take
+    blocks from one pool, whose ids are block indices. ``give_back`` takes from a list what has left
+    its window.
+
     Block 0 of every group is never handed out. All calls of one manager belong on one CUDA stream.
     """
 
@@ -49,33 +54,51 @@ class KVBlockManager(PerLayerCalls):
         policy: AppendPolicy | None = None,
         *,
         layers_per_group: int = 1,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
         self.num_layers = num_layers
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.block_size = block_size
         self.max_blocks_per_layer = max_blocks_per_layer
+        self.one_pool = windows is not None
+        """All groups take their blocks from one pool."""
         self.layers_per_group = layers_per_group
         for name in ("num_layers", "num_heads", "head_dim", "block_size", "layers_per_group"):
             if getattr(self, name) < 1:
                 raise BadArgument(f"{name} must be at least 1, not {getattr(self, name)}")
+        if windows is not None and (layers_per_group > 1 or len(windows) != num_layers):
+            raise BadArgument(
+                f"windows say for each of {num_layers} layers what it sees, and take the place of "
+                f"layers_per_group: there are {len(windows)}, and {layers_per_group} a group"
+            )
         if max_blocks_per_layer < 2:
             raise BadArgument(
                 f"max_blocks_per_layer={max_blocks_per_layer}: at least 2 are needed, "
                 "since block 0 is scratch"
             )
-        if num_layers % layers_per_group:
-            raise BadArgument(
-                f"{num_layers} layers do not divide into groups of {layers_per_group}"
-            )
+        if windows is None:
+            self.groups = consecutive(num_layers, layers_per_group)
+            planes = list(range(num_layers))
+        else:
+            self.groups = by_window(windows)
+            self.layers_per_group = len(self.groups[0].layers)
+            of_layer = {at: plane for own in self.groups for plane, at in enumerate(own.layers)}
+            planes = [of_layer[layer] for layer in range(num_layers)]
+        self._planes = planes
+        """The first index of a layer's keys and values in the storage."""
+        own = {layer: at for at, group in enumerate(self.groups) for layer in group.layers}
+        self._group_of = [own[layer] for layer in range(num_layers)]
         self.path_counts: PathCounts = PathCounts()
         self.work_counts: Counter[str] = Counter()
         """How much work the host has done, by ``Work``."""
-        shape = (num_layers, max_blocks_per_layer, num_heads, block_size, head_dim)
+        shape = (max(planes) + 1, max_blocks_per_layer, num_heads, block_size, head_dim)
         self._storage = KVStorage(shape, torch.device(device), dtype)
         self.keys, self.values = self._storage.keys, self._storage.values
-        """All keys and all values, ``[layers, blocks, kv_heads, block_size, head_dim]``."""
+        """All keys and all values, ``[layers, blocks, kv_heads, block_size, head_dim]``; with
+        windows, the layers of any one group."""
         self.device, self.dtype = self.keys.device, dtype
+        pools = 1 if self.one_pool else len(self.groups)
         self._pools = [
             BlockPool(
                 layer=group * layers_per_group,
@@ -83,11 +106,11 @@ class KVBlockManager(PerLayerCalls):
                 size=max_blocks_per_layer,
                 block_size=block_size,
             )
-            for group in range(num_layers // layers_per_group)
+            for group in range(pools)
         ]
         policy = policy or AppendPolicy.from_env()
         self._mover = DataMover(
-            self._storage, layers_per_group, policy, self.path_counts, self.work_counts
+            self._storage, self.layers_per_group, policy, self.path_counts, self.work_counts
         )
 
     @property
@@ -115,6 +138,7 @@ class KVBlockManager(PerLayerCalls):
         """
         pool = self._pool(layer_idx)
         plan = self._commit(pool, planning.survey(pool, block_ids_list, num_tokens), num_tokens)
+        plan.group = self._group_of[layer_idx]
         self._mover.prepare(plan)
         return plan
 
@@ -142,37 +166,63 @@ class KVBlockManager(PerLayerCalls):
     ) -> None:
         """Truncate list ``i`` to ``lengths[i]`` tokens, one after the other; all lists or none."""
         pool = self._pool(layer_idx)
-        stored = [self._infos(pool, block_ids) for block_ids in block_ids_list]
-        truncation.survey(pool, block_ids_list, stored, lengths)
+        stored = [
+            self._infos(pool, self._kept(layer_idx, block_ids)) for block_ids in block_ids_list
+        ]
+        group = self.groups[self._group_of[layer_idx]]
+        truncation.survey(pool, group, block_ids_list, stored, lengths)
         self._mover.copy_shared(truncation.commit(pool, block_ids_list, lengths))
+
+    def give_back(self, layer_idx: int, block_ids: list[int], stored: int) -> list[int]:
+        """Let go of the blocks that no token sees any more once ``stored`` tokens are stored.
+
+        The scratch block takes their places in the list, whose last block stays. They are returned,
+        the last one first.
+        """
+        pool, group = self._pool(layer_idx), self.groups[self._group_of[layer_idx]]
+        at = min(group.first_seen(stored) // self.block_size, len(block_ids) - 1) - 1
+        leaving = []
+        while at >= 0 and block_ids[at] != SCRATCH:
+            leaving.append(block_ids[at])
+            at -= 1
+        pool.check_release(leaving)
+        for block_id in leaving:
+            pool.drop(block_id)
+        block_ids[at + 1 : at + 1 + len(leaving)] = [SCRATCH] * len(leaving)
+        return leaving
 
     def write(self, plan: AppendPlan, layer_idx: int, key: Tensor, value: Tensor) -> None:
         """Write one layer's ``[tokens, heads, head_dim]`` where ``plan`` says.
 
         Tokens come in the order of the plan's lists.
         """
-        pool = self._pool(layer_idx)
-        if pool.layer != plan.layer:
+        self._pool(layer_idx)
+        if plan.group != self._group_of[layer_idx]:
+            layers = ", ".join(map(str, self.groups[plan.group].layers))
             raise BadArgument(
-                f"the plan is for layers {plan.layer} to {plan.layer + self.layers_per_group - 1}; "
-                f"layer {layer_idx} has other block lists"
+                f"the plan is for layers {layers}; layer {layer_idx} has other block lists"
             )
         self._check_inputs(key, value, (plan.num_inputs, self.num_heads, self.head_dim))
-        self._mover.write(plan, layer_idx, key, value)
+        self._mover.write(plan, self._planes[layer_idx], key, value)
 
     # -------------------------------------------------------------------- reading, ownership
 
     def gather_sequence(
         self, layer_idx: int, block_ids: Sequence[int], total_len: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Read the first ``total_len`` tokens, or all stored, as ``[heads, tokens, head_dim]``."""
+        """Read the first ``total_len`` tokens, or all stored, as ``[heads, tokens, head_dim]``.
+
+        What was given back is left out, and does not count.
+        """
         pool = self._pool(layer_idx)
-        infos = self._infos(pool, block_ids)
+        infos = self._infos(pool, self._kept(layer_idx, block_ids))
         stored = sum(info.length for info in infos)
         length = stored if total_len is None else total_len
         if not 0 <= length <= stored:
             raise BadArgument(f"total_len={length}, but {stored} tokens are stored")
-        return self._storage.gather(layer_idx, [info.block_index for info in infos], length)
+        return self._storage.gather(
+            self._planes[layer_idx], [info.block_index for info in infos], length
+        )
 
     def incref_blocks(self, block_ids: Sequence[int]) -> None:
         """Add a holder to every block: the list may now be used as another sequence's too."""
@@ -186,9 +236,23 @@ class KVBlockManager(PerLayerCalls):
     def free_blocks(self, layer_idx: int, block_ids: Sequence[int]) -> None:
         """Take a holder off every block; the last one frees it. The list is left as it is."""
         pool = self._pool(layer_idx)
+        block_ids = self._kept(layer_idx, block_ids)
         pool.check_release(block_ids)
         for block_id in block_ids:
             pool.drop(block_id - pool.first_id)
+
+    def caches(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values, ``[blocks, kv_heads, block_size, head_dim]``."""
+        plane = self._planes[layer_idx]
+        return self._storage.key_layers[plane], self._storage.value_layers[plane]
+
+    def first_id(self, layer_idx: int) -> int:
+        """Return the id of the scratch block of a layer's pool: others count on from it."""
+        return self._pool(layer_idx).first_id
+
+    def group_of(self, layer_idx: int) -> int:
+        """Return which of the ``groups`` a layer is in: a sequence has a list for each."""
+        return self._group_of[layer_idx]
 
     def num_free_blocks(self, layer_idx: int) -> int:
         return self._pool(layer_idx).num_free
@@ -209,7 +273,13 @@ class KVBlockManager(PerLayerCalls):
     def _pool(self, layer_idx: int) -> BlockPool:
         if not 0 <= layer_idx < self.num_layers:
             raise BadArgument(f"layer {layer_idx} of a cache with {self.num_layers} layers")
-        return self._pools[layer_idx // self.layers_per_group]
+        return self._pools[0 if self.one_pool else self._group_of[layer_idx]]
+
+    def _kept(self, layer_idx: int, block_ids: Sequence[int]) -> Sequence[int]:
+        """Return a list without what was given back."""
+        if self.groups[self._group_of[layer_idx]].window is None:
+            return block_ids
+        return block_ids[given_back(block_ids) :]
 
     def _infos(self, pool: BlockPool, block_ids: Sequence[int]) -> list[KVBlockInfo]:
         """Return the records of a list; raise unless all blocks but the last are full."""
@@ -277,10 +347,10 @@ class StepAppend:
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Append ``[tokens, kv_heads, head_dim]`` to every sequence in one layer."""
-        group = layer // self.kv.layers_per_group
+        group = self.kv.group_of(layer)
         if group not in self.plans:
             lists = [own[group] for own in self.block_lists]
-            if self.one_each and self.kv.layers_per_group == 1:  # where all policies apply
+            if self.one_each and self.kv.has_own_lists:  # where all policies apply
                 self.kv.append_token_batch(layer, lists, key, value)
                 return
             self.plans[group] = self.kv.plan_append(layer, lists, self.counts)

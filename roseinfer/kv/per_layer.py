@@ -30,6 +30,7 @@ class PerLayerCalls:
     head_dim: int
     block_size: int
     layers_per_group: int
+    one_pool: bool
     path_counts: PathCounts
     _storage: KVStorage
     _mover: DataMover
@@ -37,6 +38,11 @@ class PerLayerCalls:
     _check_inputs: Callable[[Tensor, Tensor, tuple[int, ...]], None]
     plan_append: Callable[..., AppendPlan]
     _commit: Callable[..., AppendPlan]
+
+    @property
+    def has_own_lists(self) -> bool:
+        """True if every layer has block lists of its own."""
+        return self.layers_per_group == 1 and not self.one_pool
 
     def append_token(
         self, layer_idx: int, block_ids: list[int], key: Tensor, value: Tensor
@@ -109,7 +115,7 @@ class PerLayerCalls:
         return block_ids
 
     def _own_pool(self, layer_idx: int, call: str) -> BlockPool:
-        if self.layers_per_group > 1:
+        if not self.has_own_lists:
             raise BadArgument(
                 f"{call} moves one layer alone, and here {self.layers_per_group} layers share a "
                 "block list: use plan_append and write"

@@ -65,7 +65,7 @@ class AppendPlan:
     """Where the tokens of one append go. The metadata counts them as stored already."""
 
     layer: int
-    """First layer of the group."""
+    """First layer of those that the pool's blocks have room for."""
     blocks: list[int]
     """Each token's block index, in the order of the rows."""
     positions: list[int]
@@ -76,6 +76,8 @@ class AppendPlan:
     copy_to: list[int] = field(default_factory=list)
     """Blocks to copy, all at once, before any token is written."""
     path: Path = Path.TORCH_VECTOR
+    group: int = 0
+    """The group of layers whose lists it is for."""
     num_inputs: int = 0
     """Tokens the caller's key and value must hold."""
     staged: StagedIndices | None = None

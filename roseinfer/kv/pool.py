@@ -20,7 +20,7 @@ class KVBlockInfo:
     """The record of one block, which is changed in place for as long as the pool lives."""
 
     layer: int
-    """First layer of the group the block belongs to."""
+    """First layer of the group the block belongs to; 0 where groups share a pool."""
     block_index: int
     """Index within the group's pool."""
     start: int

@@ -23,14 +23,14 @@ class InferenceSession:
 
     def rewind(self, kv: KVBlockManager) -> None:
         """Give back the blocks and keep the tokens, which can be stored again."""
-        for group, block_ids in enumerate(self.block_lists):
-            kv.free_blocks(group * kv.layers_per_group, block_ids)
+        for group, block_ids in zip(kv.groups, self.block_lists, strict=True):
+            kv.free_blocks(group.layers[0], block_ids)
         self.block_lists = [[] for _ in self.block_lists]
         self.stored = self.room = 0
 
     def cut(self, kv: KVBlockManager, most: int) -> None:
         """Keep what is stored of the first ``most`` tokens, without room for more."""
         self.stored = min(self.stored, most)
-        for group, block_ids in enumerate(self.block_lists):
-            kv.truncate(group * kv.layers_per_group, block_ids, self.stored)
+        for group, block_ids in zip(kv.groups, self.block_lists, strict=True):
+            kv.truncate(group.layers[0], block_ids, self.stored)
         self.room = min(self.room, self.stored)

@@ -10,21 +10,27 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from roseinfer.errors import BadArgument, BadRefcount
+from roseinfer.kv.groups import given_back
 from roseinfer.kv.plan import AppendPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from roseinfer.kv.groups import LayerGroup
     from roseinfer.kv.pool import BlockPool, KVBlockInfo
 
 
 def survey(
     pool: BlockPool,
+    group: LayerGroup,
     block_lists: Sequence[list[int]],
     infos: Sequence[list[KVBlockInfo]],
     lengths: Sequence[int],
 ) -> None:
-    """Raise unless every list, whose records are ``infos``, can be cut when its turn comes."""
+    """Raise unless every list can be cut when its turn comes.
+
+    ``infos`` are the records of its blocks, without those that were given back.
+    """
     if len(lengths) != len(block_lists):
         raise BadArgument(f"{len(lengths)} lengths for {len(block_lists)} block lists")
     _check_holders(pool, block_lists)
@@ -33,11 +39,18 @@ def survey(
     for block_ids, own, length in zip(block_lists, infos, lengths, strict=True):
         if not isinstance(block_ids, list):
             raise BadArgument(f"a block list must be a list, not {block_ids!r}")
-        stored = sum(info.length for info in own)
+        gone = len(block_ids) - len(own)
+        stored = gone * pool.block_size + sum(info.length for info in own)
         if not 0 <= length <= stored:
             raise BadArgument(f"truncate to {length}, but {stored} tokens are stored")
+        if length and group.first_seen(length) // pool.block_size < gone:
+            raise BadArgument(
+                f"truncate to {length}: what the next token would see was given back when it left "
+                f"the window of {group.window} tokens"
+            )
         kept, cut = blocks_kept(pool, length)
-        for info in own[kept:]:
+        kept -= gone
+        for info in own[max(0, kept) :]:
             leaving[info.block_index] += 1
             free += leaving[info.block_index] == pool.refcounts[info.block_index]
         if length < stored and cut:
@@ -54,7 +67,7 @@ def commit(pool: BlockPool, block_lists: Sequence[list[int]], lengths: Sequence[
     plan = AppendPlan(pool.layer, [], [])
     for block_ids, length in zip(block_lists, lengths, strict=True):
         kept, cut = blocks_kept(pool, length)
-        for block_id in block_ids[kept:]:
+        for block_id in block_ids[max(kept, given_back(block_ids)) :]:
             pool.drop(block_id - pool.first_id)
         del block_ids[kept:]
         if cut:
@@ -86,6 +99,8 @@ def _check_holders(pool: BlockPool, block_lists: Sequence[list[int]]) -> None:
     if len({id(block_ids) for block_ids in block_lists}) < len(block_lists):
         raise BadArgument("the same list object cannot be cut twice at once")
     for block_id, times in Counter(chain.from_iterable(block_lists)).items():
+        if block_id == pool.first_id:
+            continue  # where blocks were given back
         if times > pool.refcount(block_id):
             raise BadRefcount(
                 f"block {block_id} is in {times} of the lists and held {pool.refcount(block_id)} "

@@ -15,6 +15,7 @@ from roseinfer.config import require_device, require_dtype
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError, UnsupportedModel
 from roseinfer.kernels.runtime import why_unusable
+from roseinfer.kv.groups import by_window
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.models.causal import CausalModel, compile_layers
 from roseinfer.models.checkpoint import fetch
@@ -161,8 +162,18 @@ def _end_tokens(network: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(ends)
 
 
+def _windows(model: CausalModel, config: EngineConfig) -> list[int | None] | None:
+    """Return what each layer sees, if that matters to the cache.
+
+    Block lists of every layer are for those who look on: nothing is given back there.
+    """
+    windows = [layer.window for layer in model.traits]
+    return windows if any(windows) and not config.per_layer_kv else None
+
+
 def _cache(model: CausalModel, config: EngineConfig) -> KVBlockManager:
     shape, device = model.shape, model.device
+    windows = _windows(model, config)
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
     room = _MOST_ON_CPU
     if device.type == "cuda":
@@ -174,17 +185,19 @@ def _cache(model: CausalModel, config: EngineConfig) -> KVBlockManager:
         raise ConfigError(
             f"there is no memory left on {device} for a KV cache: use a smaller model or dtype"
         )
+    lists = len(by_window(windows)) if windows else 1
     try:
         return KVBlockManager(
             shape.num_layers,
             shape.num_kv_heads,
             shape.head_dim,
             config.block_size,
-            blocks + 1,  # one is scratch
+            blocks * lists + 1,  # one is scratch
             device,
             model.dtype,
             config.policy_for(device.type),
-            layers_per_group=1 if config.per_layer_kv else shape.num_layers,
+            layers_per_group=1 if config.per_layer_kv or windows else shape.num_layers,
+            windows=windows,
         )
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(

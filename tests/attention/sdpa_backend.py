@@ -23,7 +23,7 @@ class SdpaAttention(AttentionBackend):
         self.path_counts["sdpa"] += 1
         match self._batch:
             case ResidentBatch(tables, lengths):
-                return self._attend_resident(layer, query, key, value, tables, lengths)
+                return self._attend_resident(layer, query, key, value, tables[0], lengths)
             case StepBatch(new, block_lists, counts):
                 new.write(layer, key, value)
                 group = layer // self.kv.layers_per_group

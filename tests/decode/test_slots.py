@@ -25,7 +25,7 @@ SEEDS = [3, (1 << 64) - 1, 1 << 63]
 
 def slots_on(device: str, num_slots: int = SLOTS, width: int = WIDTH) -> DecodeSlots:
     where, work = torch.device(device), Counter[str]()
-    return DecodeSlots(num_slots, width, IndexStaging(where, work))
+    return DecodeSlots(num_slots, width, 1, IndexStaging(where, work))
 
 
 def uploaded(slots: DecodeSlots) -> int:
@@ -39,7 +39,7 @@ def session(*blocks: int, stored: int = 4) -> InferenceSession:
 
 def rows(slots: DecodeSlots, count: int = SLOTS) -> list[tuple[int, int, list[int]]]:
     """Return the length of each row, whether it is active, and its blocks."""
-    columns = slots.lengths(count), slots.active(count), slots.tables(count)
+    columns = slots.lengths(count), slots.active(count), slots.tables(count)[0]
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
@@ -211,6 +211,6 @@ def test_rows_too_wide_for_the_ring_arrive_all_the_same(device: str) -> None:
     for first in (10, 20, 30):
         slots.take(session(*range(first, first + 5)), GREEDY, 0)
     slots.upload()
-    assert slots.tables(3)[:, :6].tolist() == [
+    assert slots.tables(3)[0][:, :6].tolist() == [
         [*range(first, first + 5), 0] for first in (10, 20, 30)
     ]

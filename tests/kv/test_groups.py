@@ -95,7 +95,7 @@ def test_a_plan_is_refused_by_the_layers_of_another_group(device: str, layer: in
     twins = GroupTwins(device, group=1, lengths=(1,))
     plan = twins.plan([0])
     before = Snapshot.of(twins.fast)
-    with pytest.raises(BadArgument, match=f"the plan is for layers 2 to 3; layer {layer}"):
+    with pytest.raises(BadArgument, match=f"the plan is for layers 2, 3; layer {layer}"):
         twins.fast.write(plan, layer, twins.tokens(1), twins.tokens(1))
     before.assert_unchanged(twins.fast)
 

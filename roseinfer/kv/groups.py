@@ -1,0 +1,58 @@
+"""Which layers share block lists, and which of them take their blocks from one pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from roseinfer.errors import BadArgument
+from roseinfer.kv.pool import SCRATCH
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose tokens lie in the same blocks, so that a sequence has one list for all."""
+
+    layers: tuple[int, ...]
+    window: int | None
+    """How many tokens a token sees in them, itself included; None where it sees all before it."""
+
+    def first_seen(self, stored: int) -> int:
+        """Return the position of the first token that one behind ``stored`` others sees."""
+        return 0 if self.window is None else max(0, stored - self.window + 1)
+
+
+def given_back(block_ids: Sequence[int]) -> int:
+    """Return how many blocks at the front of a list were given back, and are ``SCRATCH`` now."""
+    return next(
+        (at for at, block_id in enumerate(block_ids) if block_id != SCRATCH), len(block_ids)
+    )
+
+
+def consecutive(num_layers: int, layers_per_group: int) -> list[LayerGroup]:
+    """Group layers that follow one another."""
+    if num_layers % layers_per_group:
+        raise BadArgument(f"{num_layers} layers do not divide into groups of {layers_per_group}")
+    begins = range(0, num_layers, layers_per_group)
+    return [LayerGroup(tuple(range(at, at + layers_per_group)), None) for at in begins]
+
+
+def by_window(windows: Sequence[int | None]) -> list[LayerGroup]:
+    """Group layers of the same window, as many in a group as of the window that has the fewest.
+
+    A block has room for the layers of any one group, so that groups can share a pool; what the
+    last group of a window does not fill is lost.
+    """
+    for window in windows:
+        if window is not None and window < 1:
+            raise BadArgument(f"a window of {window} tokens: a token sees itself at least")
+    kinds = {window: [at for at, own in enumerate(windows) if own == window] for window in windows}
+    size = min(map(len, kinds.values()))
+    return [
+        LayerGroup(tuple(layers[at : at + size]), window)
+        for window, layers in kinds.items()
+        for at in range(0, len(layers), size)
+    ]
