@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer.adapters.cache import CacheFull, CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer.targets.block_store import read_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,11 +86,7 @@ class PagedKernelsAdapter(KVCacheAdapter):
                 self.unused.append(page)
 
     def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = (
-            stored[layer, self.tables[seq]].transpose(1, 2).flatten(0, 1)[: self.lengths[seq]]
-            for stored in self.arena()
-        )
-        return keys, values
+        return read_blocks(self.arena(), layer, self.tables[seq], self.lengths[seq])
 
     def table(self, seq: int, layer: int) -> list[int]:  # noqa: ARG002  one for all
         return self.tables[seq]

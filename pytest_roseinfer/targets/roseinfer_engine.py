@@ -12,9 +12,9 @@ import torch
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
-from pytest_roseinfer.targets import engine_models as models
-from pytest_roseinfer.targets.engine_tokenizers import tokenizer
-from pytest_roseinfer.targets.roseinfer_draws import draw
+from pytest_roseinfer.targets.own import engine_models as models
+from pytest_roseinfer.targets.own.engine_tokenizers import tokenizer
+from pytest_roseinfer.targets.own.roseinfer_draws import draw
 from roseinfer import AttentionPath, EnginePath, SamplingBatch, SamplingParams
 
 if TYPE_CHECKING:
