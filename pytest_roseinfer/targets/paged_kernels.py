@@ -42,9 +42,6 @@ class PagedKernelsAdapter(KVCacheAdapter):
         self.unused = list(range(spec.num_blocks))
         self.allocate(spec)
 
-    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        self.append_many(seqs, [1] * len(seqs), key, value)
-
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.append_many([seq], [key.shape[1]], key, value)
 

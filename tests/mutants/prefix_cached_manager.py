@@ -86,9 +86,6 @@ class PrefixCachedManager(KVCacheAdapter):
 
     # ----------------------------------------------------------------------------- writes
 
-    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        self.append_many(seqs, [1] * len(seqs), key, value)
-
     def append_many(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
