@@ -55,6 +55,9 @@ class Ledger:
     """Those of ``free`` whose content is kept, since a text may find it again."""
     swapped: int | None = None
     """How many blocks of swap space are taken; None where that is not shown."""
+    num_free: int | None = None
+    """How many blocks are free as the cache counts them, apart from ``free``; None where it does
+    not count."""
 
 
 @dataclass(frozen=True, slots=True)

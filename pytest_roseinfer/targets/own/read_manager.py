@@ -63,9 +63,8 @@ class ReadManager(BlockLists):
             block: manager.refcount(first + block)
             for block in range(1, manager.max_blocks_per_layer)
         }
-        free = [block for block, count in counts.items() if not count]
-        # The manager shows how many blocks are free, not which: a wrong number must not look right.
-        claimed = max(0, manager.num_free_blocks(layer))
-        free = [*free, *[-1] * (claimed - len(free))][:claimed]
         held = {block: count for block, count in counts.items() if count}
-        return Ledger(held, free, self.spec.num_blocks)
+        # The manager shows how many blocks are free, not which.
+        free = [block for block, count in counts.items() if not count]
+        num_free = manager.num_free_blocks(layer)
+        return Ledger(held, free, self.spec.num_blocks, num_free=num_free)
