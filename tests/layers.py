@@ -73,6 +73,23 @@ def crowded(paths: Iterable[str]) -> dict[str, int]:
     return {folder: number for folder, number in held.items() if number > MOST_FILES}
 
 
+SHIPPED_ADAPTERS = "pytest_roseinfer/targets/"
+SHORT = 120
+
+
+def long_adapters(sources: Mapping[str, str]) -> dict[str, int]:
+    """Return the files of shipped adapters that are not short, and how many lines they have.
+
+    What makes an adapter long is what the harness lacks.
+    """
+    lines = {path: len(text.splitlines()) for path, text in sources.items()}
+    return {
+        path: number
+        for path, number in lines.items()
+        if path.startswith(SHIPPED_ADAPTERS) and number >= SHORT
+    }
+
+
 TWINS = {"append", "engine", "paths", "sampling", "strategies"}
 """The names that two files have by design: docs/architecture.md says which two sides they are."""
 

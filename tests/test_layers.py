@@ -10,9 +10,12 @@ import pytest
 import roseinfer
 from tests.layers import (
     MOST_FILES,
+    SHIPPED_ADAPTERS,
+    SHORT,
     TORCH_FREE,
     circles,
     crowded,
+    long_adapters,
     missing_rooms,
     named_alike,
     violations,
@@ -44,6 +47,17 @@ def test_a_crowded_folder_is_found() -> None:
     room += ["roseinfer/kv/__init__.py", "roseinfer/kv/inner/__init__.py"]
     assert crowded(room) == {}
     assert crowded([*room, "roseinfer/kv/more.py"]) == {"roseinfer/kv": MOST_FILES + 1}
+
+
+def test_every_shipped_adapter_is_short() -> None:
+    assert long_adapters(sources("pytest_roseinfer")) == {}
+
+
+def test_a_long_adapter_is_found() -> None:
+    short, long = f"{SHIPPED_ADAPTERS}others/short.py", f"{SHIPPED_ADAPTERS}others/long.py"
+    elsewhere = "pytest_roseinfer/search/search.py"
+    files = {short: "\n" * (SHORT - 1), long: "\n" * SHORT, elsewhere: "\n" * SHORT}
+    assert long_adapters(files) == {long: SHORT}
 
 
 def test_no_name_stands_twice_but_those_of_twins() -> None:

@@ -55,6 +55,9 @@ class Ledger:
     """Those of ``free`` whose content is kept, since a text may find it again."""
     swapped: int | None = None
     """How many blocks of swap space are taken; None where that is not shown."""
+    num_free: int | None = None
+    """How many blocks are free as the cache counts them, apart from ``free``; None where it does
+    not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +179,13 @@ class KVCacheAdapter(Adapter):
         raise NotImplementedError(f"{type(self).__name__} must define make(spec)")
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        """Append token ``i`` of ``[layers, len(seqs), heads, head_dim]`` to ``seqs[i]``."""
-        raise NotImplementedError(f"{type(self).__name__} must define append(seqs, key, value)")
+        """Append token ``i`` of ``[layers, len(seqs), heads, head_dim]`` to ``seqs[i]``.
+
+        Where an adapter defines ``append_many``, that does for this, with a token of each.
+        """
+        if not self.defines("append_many"):
+            raise NotImplementedError(f"{type(self).__name__} must define append(seqs, key, value)")
+        self.append_many(seqs, [1] * len(seqs), key, value)
 
     def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what is stored for a sequence in one layer, ``[tokens, heads, head_dim]`` each.

@@ -28,7 +28,10 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
     if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
         raise TypeError(f"conformance() takes a subclass of KVCacheAdapter, not {adapter!r}")
     name = adapter.__name__
-    if missing := [method for method in adapter.required if not adapter.defines(method)]:
+    missing = [method for method in adapter.required if not adapter.defines(method)]
+    if "append" in missing and "append_many" in adapter.abilities:
+        missing.remove("append")
+    if missing:
         raise TypeError(f"{name} must define {', '.join(missing)}")
     if issubclass(adapter, EngineAdapter) and "alone" not in adapter.abilities:
         by_logits = "logits" in adapter.abilities and not adapter.takes_sampling

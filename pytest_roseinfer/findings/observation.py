@@ -84,8 +84,9 @@ class Snapshot:
     def books(self) -> list[object]:
         """Everything that the cache's books say, in a form that can be compared."""
         books: list[object] = [(key, _shown(table)) for key, table in (self.tables or {}).items()]
-        ledgers = map(_shown, self.ledgers)
-        return books + [(each.refcounts, sorted(each.free), each.swapped) for each in ledgers]
+        for ledger in map(_shown, self.ledgers):
+            books.append((ledger.refcounts, sorted(ledger.free), ledger.swapped, ledger.num_free))
+        return books
 
 
 def _shown(value: _T | Exception) -> _T:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
 from pytest_roseinfer.targets.block_store import BlockStore
+from pytest_roseinfer.targets.coming_texts import ComingTexts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
+    from pytest_roseinfer.adapters.cache import CacheSpec
     from pytest_roseinfer.targets.block_store import KeysAndValues
 
 
-class BlockManagerAdapter(KVCacheAdapter):
+class BlockManagerAdapter(ComingTexts):
     """Override ``manage``, ``begin``, ``extend``, ``release`` and ``table``.
 
     ``ledger``, ``matched`` and ``namespaces`` are worth adding; keys and values are kept here, by
@@ -59,17 +60,7 @@ class BlockManagerAdapter(KVCacheAdapter):
         """What each sequence says, and in which namespace."""
         self.preempted: set[int] = set()
         """Sequences that gave up their blocks and are to begin again."""
-        self.names_coming: Sequence[int] = ()
         self.manage(spec)
-
-    def texts(self, said: Sequence[Sequence[int]]) -> None:
-        self.coming = said
-
-    def hear_namespaces(self, names: Sequence[int]) -> None:
-        self.names_coming = names
-
-    def namespace(self, row: int) -> int:
-        return self.names_coming[row] if self.names_coming else 0
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         for row, seq in enumerate(seqs):

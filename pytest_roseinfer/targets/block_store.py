@@ -17,6 +17,24 @@ if TYPE_CHECKING:
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
+def read_blocks(
+    arena: KeysAndValues, layer: int, table: Sequence[int | None], length: int, begin: int = 0
+) -> KeysAndValues:
+    """Read tokens ``begin`` to ``length`` of blocks, ``[tokens, heads, head_dim]`` each.
+
+    Blocks whose tokens all come before ``begin`` may be None.
+    """
+    block_size = arena[0].shape[3]
+    left_out = begin // block_size
+    blocks = torch.tensor(table[left_out:], dtype=torch.int64, device=arena[0].device)
+    tokens = slice(begin - left_out * block_size, length - left_out * block_size)
+    keys, values = (
+        stored[layer].index_select(0, blocks).transpose(1, 2).flatten(0, 1)[tokens]
+        for stored in arena
+    )
+    return keys, values
+
+
 class BlockStore:
     """Blocks of zeros, written and read by tables."""
 
@@ -52,13 +70,7 @@ class BlockStore:
         self, table: Sequence[int | None], layer: int, length: int, begin: int = 0
     ) -> KeysAndValues:
         """Read tokens ``begin`` to ``length`` of a sequence, ``[tokens, heads, head_dim]`` each."""
-        left_out = begin // self.block_size
-        tokens = slice(begin - left_out * self.block_size, length - left_out * self.block_size)
-        keys, values = (
-            stored[layer, list(table[left_out:])].transpose(1, 2).flatten(0, 1)[tokens]
-            for stored in self.arena
-        )
-        return keys, values
+        return read_blocks(self.arena, layer, table, length, begin)
 
     def write_slots(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write ``[layers, tokens, heads, head_dim]`` to the last of a sequence's slots.

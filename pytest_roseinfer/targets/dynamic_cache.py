@@ -52,9 +52,6 @@ class DynamicCacheAdapter(KVCacheAdapter):
         model = {"layer_types": [options["layers"]] * layers, "sliding_window": options["window"]}
         return DynamicCache(config=GPT2Config(n_layer=layers, **model))
 
-    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        self.append_many(seqs, [1] * len(seqs), key, value)
-
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.append_many([seq], [key.shape[1]], key, value)
 

@@ -54,9 +54,6 @@ class PagedAttentionCacheAdapter(KVCacheAdapter):
         self.requests = PagedRequests(self.cache, spec.device)
         self.states = self.requests.states
 
-    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        self.append_many(seqs, [1] * len(seqs), key, value)
-
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.append_many([seq], [key.shape[1]], key, value)
 

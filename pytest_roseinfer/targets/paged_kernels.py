@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer.adapters.cache import CacheFull, CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer.targets.block_store import read_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,9 +41,6 @@ class PagedKernelsAdapter(KVCacheAdapter):
         self.holders: Counter[int] = Counter()
         self.unused = list(range(spec.num_blocks))
         self.allocate(spec)
-
-    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        self.append_many(seqs, [1] * len(seqs), key, value)
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.append_many([seq], [key.shape[1]], key, value)
@@ -85,11 +83,7 @@ class PagedKernelsAdapter(KVCacheAdapter):
                 self.unused.append(page)
 
     def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = (
-            stored[layer, self.tables[seq]].transpose(1, 2).flatten(0, 1)[: self.lengths[seq]]
-            for stored in self.arena()
-        )
-        return keys, values
+        return read_blocks(self.arena(), layer, self.tables[seq], self.lengths[seq])
 
     def table(self, seq: int, layer: int) -> list[int]:  # noqa: ARG002  one for all
         return self.tables[seq]

@@ -86,9 +86,6 @@ class PrefixCachedManager(KVCacheAdapter):
 
     # ----------------------------------------------------------------------------- writes
 
-    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        self.append_many(seqs, [1] * len(seqs), key, value)
-
     def append_many(
         self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
     ) -> None:
@@ -232,7 +229,8 @@ class PrefixCachedManager(KVCacheAdapter):
         held.subtract(each.block_ids[group] - first for each in self.prefixes._entries.values())
         unused = [entry.block_ids[group] - first for entry in self.prefixes.unused]
         refcounts = {block: count for block, count in held.items() if count}
-        return Ledger(refcounts, [*books.free, *unused], books.total, unused)
+        free, num_free = [*books.free, *unused], self.kv.num_free_blocks(layer) + len(unused)
+        return Ledger(refcounts, free, books.total, unused, num_free=num_free)
 
 
 class HashedPrefixes(PrefixCachedManager):

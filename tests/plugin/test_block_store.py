@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from pytest_roseinfer import CacheSpec
@@ -33,3 +34,9 @@ def test_the_last_slots_of_a_sequence_are_written() -> None:
     assert torch.equal(keys, torch.cat([torch.zeros(2, 3, 4), key[1]]))
     assert torch.equal(values, torch.cat([torch.zeros(2, 3, 4), value[1]]))
     assert store.table(slots) == [4, 1]
+
+
+def test_a_block_in_front_of_the_first_is_not_read() -> None:
+    """To an index, -1 would be the last one."""
+    with pytest.raises(IndexError):
+        BlockStore(SPEC).read([0, -1], 0, 2 * SPEC.block_size)

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from pytest_roseinfer import CacheSpec, FastPath, History, KVCacheAdapter, conformance, run_history
+from pytest_roseinfer import (
+    CacheSpec,
+    Divergence,
+    FastPath,
+    History,
+    KVCacheAdapter,
+    conformance,
+    run_history,
+)
+from pytest_roseinfer.adapters.validate import refuse_mistakes
 from pytest_roseinfer.cases.operations.writes.append import Append
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.first_minutes.printed import list_cache
@@ -183,6 +192,39 @@ def test_it_says_what_an_adapter_lacks() -> None:
         conformance(Empty)
     with pytest.raises(TypeError, match="takes a subclass of KVCacheAdapter, not <"):
         conformance(ListCache())  # type: ignore[call-overload]
+
+
+def test_append_many_does_for_append() -> None:
+    class Many(ListCache):
+        append = KVCacheAdapter.append
+
+        def append_many(
+            self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
+        ) -> None:
+            assert counts == [1] * len(seqs)
+            ListCache.append(self, seqs, key, value)
+
+    class Swaps(Many):
+        def append_many(
+            self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
+        ) -> None:
+            super().append_many(seqs[::-1], counts, key, value)
+
+    refuse_mistakes(Many)
+    history = History(CacheSpec(), (Append((0, 1)), Append((1, 0))))
+    run_history(Many, history)
+    with pytest.raises(Divergence):
+        run_history(Swaps, history)
+
+
+def test_append_is_needed_where_there_is_no_append_many() -> None:
+    class Lacking(ListCache):
+        append = KVCacheAdapter.append
+
+    with pytest.raises(TypeError, match=r"Lacking must define append$"):
+        refuse_mistakes(Lacking)
+    with pytest.raises(Divergence, match="Lacking must define append"):
+        run_history(Lacking, History(CacheSpec(), (Append((0,)),)))
 
 
 @pytest.mark.parametrize(

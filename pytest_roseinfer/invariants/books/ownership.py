@@ -20,7 +20,7 @@ def ownership(seen: Observation) -> Finding | None:
 
 
 def _wrong_books(seen: Observation, layer: int) -> Finding | None:
-    """Say where refcounts or free list disagree with the tables."""
+    """Say where refcounts or free blocks disagree with the tables, or with the cache's count."""
     owners = seen.after.owners(*seen.oracle.pool_of(layer))
     ledger = seen.after.ledger(layer)
     held = {block: count for block, count in ledger.refcounts.items() if count}
@@ -42,6 +42,9 @@ def _wrong_books(seen: Observation, layer: int) -> Finding | None:
             f"layer {layer}: {len(ledger.free)} free + {len(owners)} held blocks are not "
             f"the {ledger.total} there are"
         )
+    if ledger.num_free not in (None, len(ledger.free)):
+        counted = f"the cache counts {ledger.num_free} free blocks"
+        return Finding(f"layer {layer}: {counted}, and has {len(ledger.free)}")
     return None
 
 

@@ -47,6 +47,9 @@ def _of_ledgers(rank: int, layer: int, first: Ledger, other: Ledger) -> Iterator
     where = f"rank {rank}, layer {layer}"
     if other.total != first.total:
         yield Finding(f"{where}: there are {other.total} blocks, and {first.total} on rank 0")
+    if other.num_free != first.num_free:
+        counted = f"{other.num_free} free blocks are counted"
+        yield Finding(f"{where}: {counted}, and {first.num_free} on rank 0")
     for block in sorted(first.refcounts.keys() | other.refcounts.keys()):
         holders, found = (each.refcounts.get(block, 0) for each in (first, other))
         if holders != found:

@@ -30,12 +30,11 @@ def ledger_of(pool: Any, allocator: Any) -> Ledger:
     # The pool shows how many blocks of the sectors in use are free, but not which.
     trees = pool._free_blocks[allocator.index].trees.values()
     free = [block for tree in trees for block in tree]
-    claimed = pool.count_free_blocks(allocator.index)
-    free = [*free, *[-1] * (claimed - len(free))][:claimed]
+    not_counted = len(free) - pool.count_free_blocks(allocator.index)
     for sector in pool.free_sectors:
         free += range(sector * size, (sector + 1) * size)
     # Full blocks that nobody holds stay filled until room is needed.
     free += books.cached_blocks
     held = blocks - set(free)
     counts = {block: books.shared_ref_counts.get(block, 1) for block in held}
-    return Ledger(counts, free, len(blocks))
+    return Ledger(counts, free, len(blocks), num_free=len(free) - not_counted)

@@ -1,4 +1,4 @@
-"""Requests of transformers' continuous batching: room is asked for, and indices are made."""
+"""Requests of transformers' continuous batching, with the indices that are made for each batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.generation.continuous_batching import RequestState
 
-from pytest_roseinfer.adapters.cache import CacheFull
+from pytest_roseinfer.targets.of_transformers.paged_room import find_room
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ class PagedRequests:
     def reserve(self, seqs: Sequence[int], counts: Sequence[int], padding: int) -> Batch:
         states = [self.states.get(seq) or new_request(str(seq)) for seq in seqs]
         requests = list(zip(states, counts, strict=True))
-        self._find_room(requests)
+        find_room(self.cache, requests)
         self.states.update(zip(seqs, states, strict=True))
         completed = [self.cache.count_new_complete_blocks(*request) for request in requests]
         lengths = {
@@ -52,28 +52,6 @@ class PagedRequests:
         }
         arguments = {**self._indices(requests, padding), **self.key_lengths(lengths)}
         return Batch(seqs, lengths, completed, arguments)
-
-    def _find_room(self, requests: Sequence[tuple[Any, int]]) -> None:
-        """Give every request its blocks, or none of them any."""
-        if not self._fit(requests):
-            # The engine does so before it takes a request's blocks away.
-            self.cache.evict_cached_blocks()
-            if not self._fit(requests):
-                raise CacheFull(f"no room for {[count for _, count in requests]} more tokens")
-        for state, count in requests:
-            if not self.cache.can_store_request_tokens(state, count):
-                raise RuntimeError(f"request {state.request_id} was promised room and got none")
-
-    def _fit(self, requests: Sequence[tuple[Any, int]]) -> bool:
-        self.cache.pool.try_to_free_sectors()
-        needed = [
-            {
-                kind: allocator.needs_new_blocks(state.request_id, state.current_len(), count)
-                for kind, allocator in self.cache.cache_allocators.items()
-            }
-            for state, count in requests
-        ]
-        return bool(self.cache.count_storable_requests(needed) == len(needed))
 
     def _indices(self, requests: Sequence[tuple[Any, int]], padding: int) -> dict[str, Any]:
         """Say for every allocator where the new tokens are written, and what is read back."""

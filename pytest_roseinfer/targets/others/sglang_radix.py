@@ -109,11 +109,9 @@ class SglangAdapter(KVCacheAdapter):
         kept = self.store.table(self.tree.all_values_flatten())
         cached = [page for page in kept if page not in held]
         free = [*self.books.get_all_free_pages().tolist(), *cached]
-        # They count too, and a wrong number must not look right.
         size = self.store.block_size
-        claimed = (self.books.available_size() + self.tree.evictable_size()) // size
-        free = [*free, *[-1] * (claimed - len(free))][:claimed]
-        return Ledger(held, free, self.books.size // size, cached)
+        num_free = (self.books.available_size() + self.tree.evictable_size()) // size
+        return Ledger(held, free, self.books.size // size, cached, num_free=num_free)
 
     def arena(self) -> KeysAndValues:
         return self.store.arena

@@ -14,7 +14,7 @@ import torch
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
-from pytest_roseinfer.targets import engine_models as models
+from pytest_roseinfer.targets.own import engine_models as models
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

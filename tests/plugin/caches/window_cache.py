@@ -105,9 +105,6 @@ class WindowCache(KVCacheAdapter):
 
     # ---------------------------------------------------------------------- writing
 
-    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        self.append_many(seqs, [1] * len(seqs), key, value)
-
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.append_many([seq], [key.shape[1]], key, value)
 

@@ -40,6 +40,10 @@ def swapped(taken: int | None) -> Observation:
     return seen
 
 
+def counting(num_free: int) -> Observation:
+    return after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, num_free=num_free)])
+
+
 def evicting(of_2: Released, of_3: Released, **declared: Any) -> Observation:
     """Blocks 2 and 3 were cached, and the first of them was taken."""
     seen = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, {3})])
@@ -74,7 +78,7 @@ SAME = [0]
 
 RIGHT: Right = {
     windows: [windowed({(0, 0): [None, 1], (0, 1): [2, 3]}, 2, None)],
-    ownership: [observed(), sharing([token_of(0, 0), token_of(0, 1)])],
+    ownership: [observed(), counting(1), sharing([token_of(0, 0), token_of(0, 1)])],
     swap_space: [swapped(2), swapped(0), swapped(None), observed()],
     shards: [on_ranks(), on_ranks(ledgers=[Ledger({2: 1, 1: 1, 0: 1}, (3,), 4)])],
     evictions: [
@@ -134,6 +138,16 @@ WRONG: Wrong = [
         "layer 0: block 2 is free, and held (sequence 0)",
     ),
     (ownership, after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [], 4)]), "are not the 4 there are"),
+    (
+        ownership,
+        counting(2),
+        "layer 0: the cache counts 2 free blocks, and has 1",
+    ),
+    (
+        shards,
+        on_ranks(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, num_free=2)]),
+        "rank 1, layer 0: 2 free blocks are counted, and None on rank 0",
+    ),
     (
         ownership,
         after(tables=SHARED, ledgers=[Ledger({0: 2, 2: 1}, [1, 3], 4)]),

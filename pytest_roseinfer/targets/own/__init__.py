@@ -1,0 +1,1 @@
+"""Parts of the adapters for this distribution's own cache and engine."""

@@ -1,0 +1,92 @@
+"""The engine's fast paths, in the order in which searches aim at them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.targets.own import engine_models as models
+from roseinfer import AttentionPath, EnginePath
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_ALONE = "transformers"
+"""The slow twin: a model's own attention, without a cache, batches, or any code of ours."""
+_IN_CHUNKS = {"chunked_prefill": True, "prefill_max_tokens": 3}
+_KERNELS = {"paged_attention": True}
+_RESIDENT = {"resident_decode": True, "per_layer_kv": False}
+_RESIDENT_KERNELS = {**_RESIDENT, **_KERNELS}
+_REUSED_AT_ONCE = {**_RESIDENT, "prefix_cache": False, "max_batch_size": 8}
+"""A new sequence takes what another one gave up while others still decode beside it."""
+_ONE_BY_ONE = {**_RESIDENT, "prefill_max_batch_size": 1, "max_batch_size": 8}
+"""Sequences begin to decode one after another, and none ends in between."""
+_TWO_AT_ONCE = {**_RESIDENT, **_IN_CHUNKS, "prefix_cache": True, "max_batch_size": 2}
+_PACKED = {"prefill_admission_policy": "pack", "prefill_max_tokens": 8, "max_batch_size": 8}
+
+
+def _with_models(settings: Mapping[str, Any], *others: str) -> list[Mapping[str, Any]]:
+    return [settings, *({**settings, "model": name} for name in others)]
+
+
+_RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
+    EnginePath.RESIDENT: [_RESIDENT, _REUSED_AT_ONCE, _ONE_BY_ONE, _TWO_AT_ONCE],
+    EnginePath.RUN_AHEAD: [{**_RESIDENT, "run_ahead": 2}, {**_REUSED_AT_ONCE, "run_ahead": 3}],
+    EnginePath.BATCHED: (),
+    EnginePath.MIXED: (),
+    EnginePath.CHUNKED: [_IN_CHUNKS],
+    EnginePath.OVERTAKEN: [_PACKED],
+    EnginePath.PREFIX_HIT: [{"prefix_cache": True}],
+    EnginePath.RESUMED: [{"max_batch_size": 8}],
+    EnginePath.FORKED: (),
+    EnginePath.PADDED_HEAD: [{"pad_head": True, "model": models.ODD}],
+    EnginePath.GRAPH: [
+        {**_RESIDENT, "cuda_graph": True, "run_ahead": 0},
+        {**_RESIDENT, "cuda_graph": True, "run_ahead": 2},
+        {**_RESIDENT_KERNELS, "cuda_graph": True, "run_ahead": 2, "fused_model": True},
+    ],
+    EnginePath.CANCELLED: (),
+    EnginePath.FUSED: [{"fused_model": True, "model": "gpt2"}],
+    EnginePath.LIKELIEST: [_RESIDENT_KERNELS],
+}
+"""Only ``COMPILED`` is missing. To compile takes seconds for every model of every mix, so no
+switch here asks for it, and ``tests/engine/test_compiling.py`` compares it with its twin."""
+_FIRST = (
+    EnginePath.RESIDENT,
+    EnginePath.RUN_AHEAD,
+    EnginePath.PADDED_HEAD,
+    EnginePath.LIKELIEST,  # which runs most of the kernels
+)
+_OF_KERNELS = 0.25
+"""A mix takes 15 times as long with them as without, under Triton's interpreter."""
+_SHARES = {
+    **dict.fromkeys((EnginePath.RESIDENT, EnginePath.RUN_AHEAD), 3.0),
+    **dict.fromkeys((EnginePath.FUSED, EnginePath.LIKELIEST), _OF_KERNELS),
+}
+
+
+def _alone_equals(path: EnginePath) -> FastPath:
+    return FastPath(_ALONE, _RUNS_WITH[path], share=_SHARES.get(path, 1.0))
+
+
+PATHS: Mapping[str, FastPath] = {
+    # Where most bugs were comes first, and then kernels.
+    **{path.value: _alone_equals(path) for path in _FIRST},
+    AttentionPath.DECODE_TRITON.value: FastPath(
+        AttentionPath.REFERENCE.value,
+        _with_models(_KERNELS, "llama", "llama 10:2"),
+        share=_OF_KERNELS,
+    ),
+    AttentionPath.APPEND_AND_ATTEND.value: FastPath(
+        AttentionPath.SLOTS_REFERENCE.value,
+        _with_models(_RESIDENT_KERNELS, "llama", "llama 32:2"),
+        share=_OF_KERNELS,
+    ),
+    AttentionPath.CHUNK_TRITON.value: FastPath(
+        AttentionPath.REFERENCE.value,
+        _with_models(_KERNELS, "llama 10:2"),
+        share=_OF_KERNELS,
+    ),
+    **{path.value: _alone_equals(path) for path in _RUNS_WITH},
+    EnginePath.GRAPH.value: FastPath(_ALONE, _RUNS_WITH[EnginePath.GRAPH], device="cuda"),
+}
