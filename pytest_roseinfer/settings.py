@@ -17,6 +17,7 @@ SHIPPED_TARGETS = (
     "pytest_roseinfer.targets.roseinfer_engine:RoseinferEngine",
     "pytest_roseinfer.targets.roseinfer_kv:GroupedManager",
     "pytest_roseinfer.targets.roseinfer_kv:PerLayerManager",
+    "pytest_roseinfer.targets.roseinfer_windows:WindowedManager",
 )
 
 STEP_SECONDS = 60.0

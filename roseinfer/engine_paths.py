@@ -24,6 +24,8 @@ class EnginePath(StrEnum):
     """A prompt whose beginning was stored already."""
     RESUMED = "engine_resumed"
     """A request computed again after its blocks were taken from it."""
+    GAVE_BACK = "engine_gave_back"
+    """Blocks of a request that went on without them, since they had left the windows of layers."""
     FORKED = "engine_forked"
     """A sequence continued in a second way, sharing what it had stored."""
     FUSED = "engine_fused"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.findings.observation import Snapshot
     from pytest_roseinfer.findings.released import Released
     from pytest_roseinfer.oracle.oracle import Oracle
+    from pytest_roseinfer.oracle.pages import Table
     from pytest_roseinfer.oracle.texts import Said
 
 
@@ -27,6 +28,8 @@ class KeptTexts:
     """The cache declares in which order it gives up what it keeps."""
     contents: dict[int, Contents] = field(default_factory=dict)
     """What blocks held after the latest step, by a layer of each group."""
+    shown: dict[int, Mapping[int, Table]] = field(default_factory=dict)
+    """The tables then, alike."""
     finds: bool = False
     """A lookup has found something."""
     released: Mapping[int, Released] = field(default_factory=dict)
@@ -39,6 +42,8 @@ class KeptTexts:
             kept = before.tables_of(0), after.ledger(0).cached
             self.released = released_of(self.released, *kept, self.contents.get(0, {}), step)
         self.contents = self.contents_after(after)
+        for layer in self.oracle.groups:
+            self.shown[layer] = after.tables_of(layer)
 
     def begun_with_found(self, after: Snapshot, rows: Sequence[tuple[int, int]]) -> int:
         """Count the sequences that began in this step with what a full block held before.
@@ -66,7 +71,9 @@ class KeptTexts:
             # A block that another group has got by now is no longer kept for this one.
             others = after.owners(*self.oracle.pool_of(layer)[1:]) if before else {}
             cached = {*after.ledger(layer).cached} - {*others}
-            found[layer] = contents_of(self.oracle, tables, cached, before)
+            found[layer] = contents_of(
+                self.oracle, tables, cached, before, self.shown.get(layer, {})
+            )
         return found
 
 

@@ -79,8 +79,7 @@ class GroupedManager(MisusedManager):
         value: torch.Tensor,  # noqa: ARG002
     ) -> None:
         """Plan the append, which is where a bad one is refused."""
-        first_layer = layer - layer % self.manager.layers_per_group
-        self.manager.plan_append(first_layer, [self.ids(layer, each) for each in lists])
+        self.manager.plan_append(layer, [self.ids(layer, each) for each in lists])
 
     def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.append_many([seq], [key.shape[1]], key, value)
@@ -96,5 +95,5 @@ class GroupedManager(MisusedManager):
 
     def fill(self, reservation: list[AppendPlan], key: torch.Tensor, value: torch.Tensor) -> None:
         for layer in range(self.spec.num_layers):
-            plan = reservation[layer // self.manager.layers_per_group]
+            plan = reservation[self.manager.group_of(layer)]
             self.manager.write(plan, layer, key[layer], value[layer])

@@ -66,6 +66,7 @@ class Engine:
             self._runner.withdraw,
             at_once=config.prefill_max_tokens if config.chunked_prefill else None,
             lag=self._run_ahead,
+            path_counts=self.path_counts,
         )
         self._scheduler = Scheduler(config, self._supply)
         self._in_flight: deque[list[Flight]] = deque()

@@ -74,6 +74,8 @@ class Held:
     goes under it. None after the end."""
     inserted: list[Entry] = field(default_factory=list)
     """The blocks that it brought itself, first to last."""
+    completed: list[Entry] = field(default_factory=list)
+    """Entries that lacked blocks of layers with windows, and have them of this sequence."""
 
 
 class PrefixCache:
@@ -96,6 +98,8 @@ class PrefixCache:
         All can be evicted."""
         self._loose: OrderedDict[_Loose, int] = OrderedDict()
         """Blocks of other entries that left the windows of all that hold these, alike."""
+        self._lent: set[int] = set()
+        """Blocks that an entry has of a sequence that holds them yet, and not the entry."""
         self._uses = 0
         self.num_unused = 0
         """How many blocks of every pool can be freed by evicting."""
@@ -160,7 +164,7 @@ class PrefixCache:
 
     def forget(self, held: Held) -> None:
         """End a sequence, and take out all that it brought, with what is below it."""
-        for entry in held.inserted:
+        for entry in (*held.inserted, *held.completed):
             if entry.cached:
                 self._take_out(entry)
         self._end(held)
@@ -262,6 +266,7 @@ class PrefixCache:
         block_id = entry.block_ids[group]
         if block_id != SCRATCH:
             self._of_block.pop(block_id, None)
+            self._lent.discard(block_id)
             self.kv.free_blocks(self.kv.groups[group].layers[0], [block_id])
             entry.block_ids[group] = SCRATCH
 
@@ -294,7 +299,7 @@ class PrefixCache:
         """Return how many blocks of every pool the entry has."""
         if not self.kv.one_pool:
             return 1
-        return len(entry.block_ids) - entry.block_ids.count(SCRATCH)
+        return sum(each != SCRATCH and each not in self._lent for each in entry.block_ids)
 
     # ------------------------------------------------------------------- with windows
 
@@ -302,8 +307,14 @@ class PrefixCache:
         """Note that a sequence does not hold these blocks any more, which left its windows."""
         for block_id in block_ids:
             entry = self._of_block.get(block_id)
-            if entry is not None and entry.users:
+            if entry is None or self.kv.refcount(block_id) > 1:
+                continue
+            lent = block_id in self._lent
+            self._lent.discard(block_id)
+            if entry.users:
                 self._note_loose(entry, entry.block_ids.index(block_id))
+            elif lent:
+                self.num_unused += 1
 
     def _note_loose(self, entry: Entry, group: int) -> None:
         """Let a block be evicted alone, if only the cache holds it."""
@@ -326,14 +337,13 @@ class PrefixCache:
         lacking = [
             at for at in self._windowed if entry.block_ids[at] == SCRATCH and own[at] != SCRATCH
         ]
-        if not lacking:
-            return
-        self._hold(entry, [])
-        held.inserted.append(entry)
         for group in lacking:
             self.kv.incref_blocks([own[group]])
             entry.block_ids[group] = own[group]
             self._of_block[own[group]] = entry
+            self._lent.add(own[group])
+        if lacking:
+            held.completed.append(entry)
 
     def _seen_whole(self, entries: list[Entry]) -> list[Entry]:
         """Return the longest beginning behind which no token sees what is not there."""
@@ -365,4 +375,5 @@ class PrefixCache:
                 self.unused[passed] = self._uses
                 self.unused.move_to_end(passed)
             passed = passed.parent
-        held.matched, held.inserted, held.tail, held.tip = [], [], None, None
+        held.matched, held.inserted, held.completed = [], [], []
+        held.tail = held.tip = None

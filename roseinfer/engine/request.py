@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from roseinfer.engine_paths import EnginePath
 from roseinfer.kv.groups import given_back
 
 if TYPE_CHECKING:
@@ -111,6 +113,7 @@ class BlockSupply:
         *,
         at_once: int | None = None,
         lag: int = 0,
+        path_counts: Counter[str] | None = None,
     ) -> None:
         """``withdraw`` is called for a request before its blocks are taken back.
 
@@ -119,6 +122,7 @@ class BlockSupply:
         self._withdraw = withdraw
         self._kv = kv
         self._prefixes = prefixes
+        self._path_counts: Counter[str] = Counter() if path_counts is None else path_counts
         self._at_once = at_once
         self._lag = lag
         self._windows = [
@@ -202,6 +206,8 @@ class BlockSupply:
         stored = min(session.stored, len(session.token_ids))  # what is in flight may come to naught
         for at, group in self._windows:
             left = self._kv.give_back(group.layers[0], session.block_lists[at], stored)
+            if left:
+                self._path_counts[EnginePath.GAVE_BACK] += len(left)
             if self._prefixes:
                 self._prefixes.note_given_back(left)
 

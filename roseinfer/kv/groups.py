@@ -40,8 +40,10 @@ def consecutive(num_layers: int, layers_per_group: int) -> list[LayerGroup]:
     return [LayerGroup(tuple(range(at, at + layers_per_group)), None) for at in begins]
 
 
-def by_window(windows: Sequence[int | None]) -> list[LayerGroup]:
-    """Group layers of the same window, as many in a group as of the window that has the fewest.
+def by_window(
+    windows: Sequence[int | None], layers_per_group: int | None = None
+) -> list[LayerGroup]:
+    """Group layers of the same window, by default as many as there are of the rarest window.
 
     A block has room for the layers of any one group, so that groups can share a pool; what the
     last group of a window does not fill is lost.
@@ -50,7 +52,7 @@ def by_window(windows: Sequence[int | None]) -> list[LayerGroup]:
         if window is not None and window < 1:
             raise BadArgument(f"a window of {window} tokens: a token sees itself at least")
     kinds = {window: [at for at, own in enumerate(windows) if own == window] for window in windows}
-    size = min(map(len, kinds.values()))
+    size = layers_per_group or min(map(len, kinds.values()))
     return [
         LayerGroup(tuple(layers[at : at + size]), window)
         for window, layers in kinds.items()

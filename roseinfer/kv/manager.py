@@ -35,9 +35,9 @@ class KVBlockManager(PerLayerCalls):
     layers share one list: ``plan_append`` decides once where tokens go and ``write`` is called once
     per layer. ``PerLayerCalls`` move one layer alone, ``append_token`` among them.
 
-    Given the ``windows`` of all layers, those of the same window share lists, and all groups take
-    blocks from one pool, whose ids are block indices. ``give_back`` takes from a list what has left
-    its window.
+    Given the ``windows`` of all layers, those of the same window share lists, up to
+    ``layers_per_group`` of them, and all groups take blocks from one pool, whose ids are block
+    indices. ``give_back`` takes from a list what has left its window.
 
     Block 0 of every group is never handed out. All calls of one manager belong on one CUDA stream.
     """
@@ -53,7 +53,7 @@ class KVBlockManager(PerLayerCalls):
         dtype: torch.dtype,
         policy: AppendPolicy | None = None,
         *,
-        layers_per_group: int = 1,
+        layers_per_group: int | None = None,
         windows: Sequence[int | None] | None = None,
     ) -> None:
         self.num_layers = num_layers
@@ -63,26 +63,23 @@ class KVBlockManager(PerLayerCalls):
         self.max_blocks_per_layer = max_blocks_per_layer
         self.one_pool = windows is not None
         """All groups take their blocks from one pool."""
-        self.layers_per_group = layers_per_group
+        self.layers_per_group = 1 if layers_per_group is None else layers_per_group
         for name in ("num_layers", "num_heads", "head_dim", "block_size", "layers_per_group"):
             if getattr(self, name) < 1:
                 raise BadArgument(f"{name} must be at least 1, not {getattr(self, name)}")
-        if windows is not None and (layers_per_group > 1 or len(windows) != num_layers):
-            raise BadArgument(
-                f"windows say for each of {num_layers} layers what it sees, and take the place of "
-                f"layers_per_group: there are {len(windows)}, and {layers_per_group} a group"
-            )
+        if windows is not None and len(windows) != num_layers:
+            raise BadArgument(f"{len(windows)} windows for {num_layers} layers")
         if max_blocks_per_layer < 2:
             raise BadArgument(
                 f"max_blocks_per_layer={max_blocks_per_layer}: at least 2 are needed, "
                 "since block 0 is scratch"
             )
         if windows is None:
-            self.groups = consecutive(num_layers, layers_per_group)
+            self.groups = consecutive(num_layers, self.layers_per_group)
             planes = list(range(num_layers))
         else:
-            self.groups = by_window(windows)
-            self.layers_per_group = len(self.groups[0].layers)
+            self.groups = by_window(windows, layers_per_group)
+            self.layers_per_group = layers_per_group or len(self.groups[0].layers)
             of_layer = {at: plane for own in self.groups for plane, at in enumerate(own.layers)}
             planes = [of_layer[layer] for layer in range(num_layers)]
         self._planes = planes
@@ -101,10 +98,11 @@ class KVBlockManager(PerLayerCalls):
         pools = 1 if self.one_pool else len(self.groups)
         self._pools = [
             BlockPool(
-                layer=group * layers_per_group,
+                layer=group * self.layers_per_group,
                 first_id=group * max_blocks_per_layer,
                 size=max_blocks_per_layer,
                 block_size=block_size,
+                gives_back=self.one_pool,
             )
             for group in range(pools)
         ]
@@ -142,6 +140,28 @@ class KVBlockManager(PerLayerCalls):
         self._mover.prepare(plan)
         return plan
 
+    def plan_groups(
+        self,
+        block_lists: Sequence[Sequence[list[int]]],
+        num_tokens: Sequence[int] | None = None,
+    ) -> list[AppendPlan]:
+        """Plan an append in all groups, all or none; ``block_lists[i]`` are a sequence's lists."""
+        by_group = [list(lists) for lists in zip(*block_lists, strict=True)]
+        pools = [self._pool(group.layers[0]) for group in self.groups]
+        surveys = [
+            planning.survey(pool, lists, num_tokens)
+            for pool, lists in zip(pools, by_group, strict=True)
+        ]
+        if self.one_pool:
+            self._pools[0].require(sum(seen.blocks_needed for seen in surveys))
+        plans = []
+        for at, (pool, seen) in enumerate(zip(pools, surveys, strict=True)):
+            plan = self._commit(pool, seen, num_tokens)
+            plan.group = at
+            self._mover.prepare(plan)
+            plans.append(plan)
+        return plans
+
     def reserve(
         self, layer_idx: int, block_ids_list: Sequence[list[int]], num_tokens: Sequence[int]
     ) -> None:
@@ -166,21 +186,29 @@ class KVBlockManager(PerLayerCalls):
     ) -> None:
         """Truncate list ``i`` to ``lengths[i]`` tokens, one after the other; all lists or none."""
         pool = self._pool(layer_idx)
-        stored = [
-            self._infos(pool, self._kept(layer_idx, block_ids)) for block_ids in block_ids_list
-        ]
-        group = self.groups[self._group_of[layer_idx]]
-        truncation.survey(pool, group, block_ids_list, stored, lengths)
+        self._survey_cuts(layer_idx, block_ids_list, lengths, pool.num_free)
         self._mover.copy_shared(truncation.commit(pool, block_ids_list, lengths))
+
+    def truncate_groups(
+        self, block_lists: Sequence[Sequence[list[int]]], lengths: Sequence[int]
+    ) -> None:
+        """Truncate sequences in all groups, all or nothing; ``block_lists[i]`` are one's lists."""
+        free = self._pools[0].num_free
+        by_group = [list(lists) for lists in zip(*block_lists, strict=True)]
+        for group, lists in zip(self.groups, by_group, strict=False):
+            left = self._survey_cuts(group.layers[0], lists, lengths, free)
+            free = left if self.one_pool else free
+        for group, lists in zip(self.groups, by_group, strict=False):
+            pool = self._pool(group.layers[0])
+            self._mover.copy_shared(truncation.commit(pool, lists, lengths))
 
     def give_back(self, layer_idx: int, block_ids: list[int], stored: int) -> list[int]:
         """Let go of the blocks that no token sees any more once ``stored`` tokens are stored.
 
-        The scratch block takes their places in the list, whose last block stays. They are returned,
-        the last one first.
+        The scratch block takes their places in the list. They are returned, the last one first.
         """
         pool, group = self._pool(layer_idx), self.groups[self._group_of[layer_idx]]
-        at = min(group.first_seen(stored) // self.block_size, len(block_ids) - 1) - 1
+        at = group.first_seen(stored) // self.block_size - 1
         leaving = []
         while at >= 0 and block_ids[at] != SCRATCH:
             leaving.append(block_ids[at])
@@ -275,6 +303,14 @@ class KVBlockManager(PerLayerCalls):
             raise BadArgument(f"layer {layer_idx} of a cache with {self.num_layers} layers")
         return self._pools[0 if self.one_pool else self._group_of[layer_idx]]
 
+    def _survey_cuts(
+        self, layer_idx: int, lists: Sequence[list[int]], lengths: Sequence[int], free: int
+    ) -> int:
+        pool = self._pool(layer_idx)
+        stored = [self._infos(pool, self._kept(layer_idx, block_ids)) for block_ids in lists]
+        group = self.groups[self._group_of[layer_idx]]
+        return truncation.survey(pool, group, lists, stored, lengths, free)
+
     def _kept(self, layer_idx: int, block_ids: Sequence[int]) -> Sequence[int]:
         """Return a list without what was given back."""
         if self.groups[self._group_of[layer_idx]].window is None:
@@ -353,5 +389,9 @@ class StepAppend:
             if self.one_each and self.kv.has_own_lists:  # where all policies apply
                 self.kv.append_token_batch(layer, lists, key, value)
                 return
-            self.plans[group] = self.kv.plan_append(layer, lists, self.counts)
+            if self.kv.one_pool:
+                plans = self.kv.plan_groups(self.block_lists, self.counts)
+                self.plans = dict(enumerate(plans))
+            else:
+                self.plans[group] = self.kv.plan_append(layer, lists, self.counts)
         self.kv.write(self.plans[group], layer, key, value)

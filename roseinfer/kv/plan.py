@@ -117,6 +117,11 @@ def survey(
             continue
         index = block_ids[-1] - first_id
         if not 0 < index < used or not refcounts[index]:
+            if index == SCRATCH and pool.gives_back:
+                infos.append(pool_infos[SCRATCH])
+                positions.append(0)
+                seen.needs_block[row] = Condition.ROLLOVER
+                continue
             pool.held(block_ids[-1])  # raises, saying why
         info = pool_infos[index]
         position = info.length
@@ -227,7 +232,7 @@ def _open_blocks(
             pool.drop(old.block_index)
             block_ids[-1] = pool.first_id + new.block_index
         else:
-            new = pool.take(start=old.start + old.length, length=0)
+            new = pool.take(start=len(block_ids) * pool.block_size, length=0)
             block_ids.append(pool.first_id + new.block_index)
         targets[row] = new
     return targets

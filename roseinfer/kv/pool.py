@@ -37,8 +37,12 @@ class BlockPool:
     what.
     """
 
-    def __init__(self, *, layer: int, first_id: int, size: int, block_size: int) -> None:
+    def __init__(
+        self, *, layer: int, first_id: int, size: int, block_size: int, gives_back: bool = False
+    ) -> None:
+        """With ``gives_back``, the scratch block stands in lists for what left a window."""
         self.layer = layer
+        self.gives_back = gives_back
         self.first_id = first_id
         self.size = size
         self.block_size = block_size

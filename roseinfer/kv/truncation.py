@@ -26,15 +26,16 @@ def survey(
     block_lists: Sequence[list[int]],
     infos: Sequence[list[KVBlockInfo]],
     lengths: Sequence[int],
-) -> None:
-    """Raise unless every list can be cut when its turn comes.
+    free: int,
+) -> int:
+    """Raise unless every list can be cut when its turn comes, if ``free`` blocks are free.
 
-    ``infos`` are the records of its blocks, without those that were given back.
+    ``infos`` are the records of its blocks, without those that were given back. This returns how
+    many blocks are free behind the last list.
     """
     if len(lengths) != len(block_lists):
         raise BadArgument(f"{len(lengths)} lengths for {len(block_lists)} block lists")
     _check_holders(pool, block_lists)
-    free = pool.num_free
     leaving: Counter[int] = Counter()  # block index -> earlier lists that let go of it
     for block_ids, own, length in zip(block_lists, infos, lengths, strict=True):
         if not isinstance(block_ids, list):
@@ -60,6 +61,7 @@ def survey(
             free -= copied
         if free < 0:
             pool.require(pool.num_free - free)  # raises, saying why
+    return free
 
 
 def commit(pool: BlockPool, block_lists: Sequence[list[int]], lengths: Sequence[int]) -> AppendPlan:

@@ -32,8 +32,8 @@ MUTANTS = (
         "padding-row-on-a-real-block",
         "The row of a sequence that left points to the first block of the cache.",
         _SLOTS,
-        "                flat += [slot, *_Fields(), *[SCRATCH] * self._width]\n",
-        "                flat += [slot, *_Fields(), *[SCRATCH + 1] * self._width]\n",
+        "*_Fields(), *[SCRATCH] * (self._width",
+        "*_Fields(), *[SCRATCH + 1] * (self._width",
         ("6", "S15"),
     ),
     _mutant(

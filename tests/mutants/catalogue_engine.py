@@ -48,16 +48,16 @@ MUTANTS = (
         "evicted-under-its-user",
         "A prefix that a request was given can be evicted as if nobody used it.",
         _PREFIXES,
-        "        entry.users += 1\n        self.unused.pop(entry, None)\n",
-        "        entry.users += 0\n",
+        "        entry.users += 1\n        if entry in self.unused:\n",
+        "        if entry.users > 0 and entry in self.unused:\n",
         ("13",),
     ),
     _mutant(
         "matched-without-a-reference",
         "A request is given a prefix's blocks and no reference on them.",
         _PREFIXES,
-        "        self.kv.incref_blocks(entry.block_ids)\n        entry.users += 1\n",
-        "        entry.users += 1\n",
+        "        self.kv.incref_blocks([entry.block_ids[group] for group in groups])\n",
+        "",
         ("13", "S1"),
     ),
     _mutant(
@@ -166,8 +166,8 @@ MUTANTS = (
         "ended-twice",
         "A request that ends gives its prefix back a second time.",
         _SUPPLY,
-        "            request.held = None\n        session.rewind(self._kv)\n",
-        "            request.held = None\n"
+        "        session.rewind(self._kv)\n",
+        "        if self._prefixes:\n"
         "            self._kv.free_blocks(0, session.block_lists[0])\n"
         "        session.rewind(self._kv)\n",
         ("12",),

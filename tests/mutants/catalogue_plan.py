@@ -13,8 +13,8 @@ MUTANTS = (
         "rollover-copies-the-full-block",
         "A row whose full block is shared gets a copy of it instead of an empty block.",
         _PLAN,
-        "            new = pool.take(start=old.start + old.length, length=0)\n",
-        "            new = pool.take(start=old.start + old.length, length=0)\n"
+        "            new = pool.take(start=len(block_ids) * pool.block_size, length=0)\n",
+        "            new = pool.take(start=len(block_ids) * pool.block_size, length=0)\n"
         "            if condition is Condition.ROLLOVER_SHARED:\n"
         "                plan.copy_from.append(old.block_index)\n"
         "                plan.copy_to.append(new.block_index)\n",
@@ -24,8 +24,8 @@ MUTANTS = (
         "rollover-drops-the-full-block",
         "A row that goes on after a shared full block gives up its hold on that block.",
         _PLAN,
-        "            new = pool.take(start=old.start + old.length, length=0)\n",
-        "            new = pool.take(start=old.start + old.length, length=0)\n"
+        "            new = pool.take(start=len(block_ids) * pool.block_size, length=0)\n",
+        "            new = pool.take(start=len(block_ids) * pool.block_size, length=0)\n"
         "            if condition is Condition.ROLLOVER_SHARED:\n"
         "                pool.drop(old.block_index)\n",
         rows=("33",),

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
 
 from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter, Ledger
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
+from pytest_roseinfer.targets.roseinfer_windows import WindowedManager
 from roseinfer import OutOfBlocks, SamplingParams
 from roseinfer.engine import prefix_cache
 from roseinfer.engine.request import BlockSupply, Request
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import torch
+
+    from pytest_roseinfer.targets.own.read_manager import ReadManager
 
 _KERNELS_OFF = {"triton": False}
 _CHUNK = 3
@@ -40,16 +43,24 @@ class PrefixCachedManager(KVCacheAdapter):
     match_leaves = 1
     match_finds = "some"  # what two have stored is kept of one, and a tail once its sequence ends
     keeps_found = True
-    conditions = ("block_found", "tail_found", "evicted", "name_used_again", "last_position")
+    conditions: ClassVar[Sequence[str]] = (
+        "block_found",
+        "tail_found",
+        "evicted",
+        "name_used_again",
+        "last_position",
+    )
     # How the manager moves what is stored is looked at elsewhere.
     dtypes = ("float32",)
     head_counts = (1, 2)
     head_dims = (4, 1)
     block_sizes = (4, 1, 2, 3, 5)
 
+    manager: type[ReadManager] = GroupedManager
+
     def make(self, spec: CacheSpec) -> None:
         self.spec = spec
-        self.shown = GroupedManager()
+        self.shown = self.manager()
         self.shown.make(replace(spec, options=_KERNELS_OFF))
         self.kv = self.shown.manager
         self.prefixes = prefix_cache.PrefixCache(self.kv)
@@ -149,10 +160,9 @@ class PrefixCachedManager(KVCacheAdapter):
     ) -> None:
         """Store the next tokens of requests, and offer what they filled to the prefix cache."""
         lists = [request.session.block_lists for request in requests]
-        for group, first_layer in enumerate(self.shown.first_layers):
-            plan = self.kv.plan_append(first_layer, [each[group] for each in lists], counts)
-            for layer in range(first_layer, first_layer + self.kv.layers_per_group):
-                self.kv.write(plan, layer, key[layer], value[layer])
+        plans = self.kv.plan_groups(lists, counts)
+        for layer in range(self.spec.num_layers):
+            self.kv.write(plans[self.kv.group_of(layer)], layer, key[layer], value[layer])
         for request, count in zip(requests, counts, strict=True):
             session = request.session
             session.stored += count
@@ -203,13 +213,13 @@ class PrefixCachedManager(KVCacheAdapter):
     def path_counts(self) -> Mapping[str, int]:
         return {**self.counts, "evicted": self.prefixes.num_evictions}
 
-    def lists(self) -> GroupedManager:
+    def lists(self) -> ReadManager:
         """Return the manager with the block lists as they are now."""
         sessions = {seq: request.session for seq, request in self.requests.items()}
         self.shown.lists = {seq: session.block_lists for seq, session in sessions.items()}
         return self.shown
 
-    def table(self, seq: int, layer: int) -> list[int]:
+    def table(self, seq: int, layer: int) -> Sequence[int | None]:
         return self.lists().table(seq, layer)
 
     def peek(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,13 +234,51 @@ class PrefixCachedManager(KVCacheAdapter):
     def ledger(self, layer: int) -> Ledger:
         """Show the manager's books without what the prefix cache holds for itself."""
         books = self.shown.ledger(layer)
-        group, first = layer // self.kv.layers_per_group, self.shown.first_id(layer)
+        group, first = self.kv.group_of(layer), self.shown.first_id(layer)
         held = Counter(books.refcounts)
         held.subtract(each.block_ids[group] - first for each in self.prefixes._entries.values())
         unused = [entry.block_ids[group] - first for entry in self.prefixes.unused]
         refcounts = {block: count for block, count in held.items() if count}
         free, num_free = [*books.free, *unused], self.kv.num_free_blocks(layer) + len(unused)
         return Ledger(refcounts, free, books.total, unused, num_free=num_free)
+
+
+class WindowedPrefixes(PrefixCachedManager):
+    """Each group keeps of a prefix what its window needs, all of them in one pool.
+
+    No tail is kept: what ends within a block cannot be judged with windows yet.
+    """
+
+    manager = WindowedManager
+    window_groups = 3
+    window_pools = "shared"
+    arena: Any = KVCacheAdapter.arena  # not offered
+    look_up: Any = KVCacheAdapter.look_up  # cannot be judged with windows yet
+    match_granularity = "block"
+    conditions = tuple(name for name in PrefixCachedManager.conditions if name != "tail_found")
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        patch.object(self.prefixes, "_add_tail").start()
+
+    def lists(self) -> ReadManager:
+        shown = super().lists()
+        assert isinstance(shown, WindowedManager)
+        shown.lengths = Counter({seq: own.session.stored for seq, own in self.requests.items()})
+        return shown
+
+    def ledger(self, layer: int) -> Ledger:
+        books, kept, unused = self.shown.ledger(layer), Counter[int](), []
+        for entry in self.prefixes._entries.values():
+            kept.update(entry.block_ids)
+            if entry in self.prefixes.unused:
+                lent = self.prefixes._lent
+                unused += [each for each in entry.block_ids if each and each not in lent]
+        unused += [entry.block_ids[group] for entry, group in self.prefixes._loose]
+        held = {block: count - kept[block] for block, count in books.refcounts.items()}
+        refcounts = {block: count for block, count in held.items() if count}
+        num_free = self.kv.num_free_blocks(layer) + self.prefixes.num_unused
+        return Ledger(refcounts, [*books.free, *unused], books.total, unused, num_free=num_free)
 
 
 class HashedPrefixes(PrefixCachedManager):

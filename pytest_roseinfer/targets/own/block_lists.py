@@ -15,6 +15,8 @@ from roseinfer import AppendPolicy, Condition, KVBlockManager, OutOfBlocks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from pytest_roseinfer.adapters.fast_path import FastPath
+
 _COUNTED_BY_ROW = tuple(
     condition.value for condition in Condition if condition is not Condition.TRITON_UNAVAILABLE
 )
@@ -24,7 +26,7 @@ class BlockLists(KVCacheAdapter):
     """A sequence has a block list for each group of layers; how it is written is left open."""
 
     full_errors = (OutOfBlocks,)
-    paths = PATHS
+    paths: ClassVar[Mapping[str, FastPath]] = PATHS
     truncate_copies = True
     scratch_blocks = frozenset({0})
     conditions = (*_COUNTED_BY_ROW, *OWN_CONDITIONS, "list_used_again")
@@ -51,8 +53,9 @@ class BlockLists(KVCacheAdapter):
             dtype=getattr(torch, spec.dtype),
             policy=AppendPolicy(**spec.options),
             layers_per_group=self.layers_per_group(spec),
+            windows=spec.windows or None,
         )
-        self.first_layers = range(0, spec.num_layers, self.manager.layers_per_group)
+        self.first_layers = [group.layers[0] for group in self.manager.groups]
 
     def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         self.append_padded(seqs, key, value)
@@ -89,13 +92,13 @@ class BlockLists(KVCacheAdapter):
         return self.lists[seq]
 
     def block_ids(self, seq: int, layer: int) -> list[int]:
-        return self.lists[seq][layer // self.manager.layers_per_group]
+        return self.lists[seq][self.manager.group_of(layer)]
 
     def first_id(self, layer: int) -> int:
-        """Return the id of the first block of a layer's group: ids count through all groups."""
-        return layer // self.manager.layers_per_group * self.manager.max_blocks_per_layer
+        """Return the id of the first block of a layer's pool: ids count through all pools."""
+        return self.manager.first_id(layer)
 
-    def table(self, seq: int, layer: int) -> list[int]:
+    def table(self, seq: int, layer: int) -> Sequence[int | None]:
         return [block_id - self.first_id(layer) for block_id in self.block_ids(seq, layer)]
 
     def ids(self, layer: int, blocks: Iterable[int]) -> list[int]:

@@ -38,6 +38,10 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.OVERTAKEN: [_PACKED],
     EnginePath.PREFIX_HIT: [{"prefix_cache": True}],
     EnginePath.RESUMED: [{"max_batch_size": 8}],
+    EnginePath.GAVE_BACK: [
+        {"model": name, "per_layer_kv": False, "prefix_cache": kept}
+        for name, kept in zip(models.WINDOWED, (True, True, False, False), strict=True)
+    ],
     EnginePath.FORKED: (),
     EnginePath.PADDED_HEAD: [{"pad_head": True, "model": models.ODD}],
     EnginePath.GRAPH: [
@@ -74,17 +78,17 @@ PATHS: Mapping[str, FastPath] = {
     **{path.value: _alone_equals(path) for path in _FIRST},
     AttentionPath.DECODE_TRITON.value: FastPath(
         AttentionPath.REFERENCE.value,
-        _with_models(_KERNELS, "llama", "llama 10:2"),
+        _with_models(_KERNELS, "llama", "llama 10:2", models.CAPPED),
         share=_OF_KERNELS,
     ),
     AttentionPath.APPEND_AND_ATTEND.value: FastPath(
         AttentionPath.SLOTS_REFERENCE.value,
-        _with_models(_RESIDENT_KERNELS, "llama", "llama 32:2"),
+        _with_models(_RESIDENT_KERNELS, "llama", "llama 32:2", models.SINKING),
         share=_OF_KERNELS,
     ),
     AttentionPath.CHUNK_TRITON.value: FastPath(
         AttentionPath.REFERENCE.value,
-        _with_models(_KERNELS, "llama 10:2"),
+        _with_models(_KERNELS, "llama 10:2", models.HYBRID),
         share=_OF_KERNELS,
     ),
     **{path.value: _alone_equals(path) for path in _RUNS_WITH},

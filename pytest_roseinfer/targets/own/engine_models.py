@@ -47,9 +47,18 @@ _LONG: dict[str, _Shape] = {
 }
 HYBRID = "half windowed qwen3"
 """Of this model's two layers one attends to all tokens, and one to the last ``WINDOW``."""
+CAPPED = "capped gemma2"
+SINKING = "gpt-oss with sinks"
+"""In these too every second layer has a window."""
 _WINDOWED: dict[str, _Shape] = {
     "windowed mistral": ("mistral", 4, 2, 6),
     HYBRID: ("qwen3", 4, 2, 6),
+    CAPPED: ("gemma2", 4, 2, 6),
+    SINKING: ("gpt_oss", 4, 2, 6),
+}
+_FAMILY_TRAITS: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 2.0},
+    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1},
 }
 SMALL = tuple(_SHORT)
 WINDOWED = tuple(_WINDOWED)
@@ -78,7 +87,11 @@ def network(name: str, device: str) -> Any:
 
 
 # An engine may make the network that it serves its own, so the slow twin has another one.
-_untouched = lru_cache(maxsize=16)(network)
+@lru_cache(maxsize=16)
+def _untouched(name: str, device: str) -> Any:
+    model = network(name, device)
+    model.set_attn_implementation("eager")  # torch's own attention leaves caps out
+    return model
 
 
 @lru_cache(maxsize=1 << 15)
@@ -110,4 +123,5 @@ def _config(name: str) -> Any:
         max_position_embeddings=positions,
         **tokens,
         **(_WINDOWS if name in _WINDOWED else {}),
+        **_FAMILY_TRAITS.get(family, {}),
     )

@@ -26,7 +26,7 @@ class ReadManager(BlockLists):
 
     def peek(self, seq: int, layer: int) -> KeysAndValues:
         infos = [self.manager.block_info(block_id) for block_id in self.block_ids(seq, layer)]
-        first_layer = layer - layer % self.manager.layers_per_group
+        first_layer = self.manager.groups[self.manager.group_of(layer)].layers[0]
         for at, info in enumerate(infos):
             if (info.layer, info.start) != (first_layer, at * self.spec.block_size):
                 raise AssertionError(f"block {at} of the list has the record {info}")
@@ -50,8 +50,7 @@ class ReadManager(BlockLists):
         columns = zip_longest(*(self.table(seq, layer) for seq in seqs), fillvalue=0)
         return kernels.decode(
             query,
-            manager.keys[layer],
-            manager.values[layer],
+            *manager.caches(layer),
             torch.tensor(list(zip(*columns, strict=True)), device=manager.device),
             torch.tensor(lengths, device=manager.device),
             traits,
