@@ -61,6 +61,12 @@ def text_token(text: int, position: int, namespace: int = 0) -> int:
     return token_of(_TEXTS + text, position, namespace)
 
 
+def text_place(token: int) -> tuple[int, int, int] | None:
+    """Return the text, position and namespace of a token; None if it is no text's."""
+    seq, position, life = _parts(token)
+    return (seq - _TEXTS, position, life) if seq >= _TEXTS else None
+
+
 def token_label(token: int) -> str:
     seq, position, life = _parts(token)
     if seq >= _TEXTS:

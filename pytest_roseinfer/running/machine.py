@@ -97,8 +97,8 @@ class Machine:
         self.device = self.driven.device
         if "use_queue" in self.can:
             self.device = self.driven.device = QueuedDevice(self.adapter)
-        self.seen: set[int] = set()
-        """Every token that was ever to be written."""
+        self.seen: dict[int, int] = {}
+        """Every token that was ever to be written, and the sequence that was the first to do it."""
         self.storage = Storage(self.adapter) if self.can.intersection(STORED) else None
         self.now = self.look()
         """The cache after the latest step."""
@@ -183,7 +183,9 @@ class Machine:
                 met = conditions_met(oracle, admitted)
             admitted.change(oracle)
         if written:
-            self.seen.update(written.tokens)
+            writers = (seq for seq, count in written.rows for _ in range(count))
+            for seq, token in zip(writers, written.tokens, strict=True):
+                self.seen.setdefault(token, seq)
             tokens = operation.inputs(written.tokens)
             driven.key, driven.value = self.payload.inputs(tokens, written.layout)
             self.device.hand_over(driven.key, driven.value)
