@@ -51,14 +51,32 @@ def share_blocks(writer: Opened) -> None:
 
 
 def leave_a_text(writer: Opened) -> None:
-    """Open with a text that was stored and given up, and perhaps looked up, or with none."""
-    tokens = min(writer.pick((1, 0, 2)), writer.oracle.capacity) * writer.oracle.block_size
+    """Open with a text that was stored and given up, and perhaps comes again, or with none."""
+    # Inside of two blocks there are more places where another text may go another way. Where
+    # sequences fork, the room is for what they share.
+    comes_again = writer.finds_prompts and "fork" not in writer.adapter.abilities
+    blocks = writer.pick((1, 0, 2, 2) if comes_again else (1, 0, 2))
+    tokens = min(blocks, writer.oracle.capacity) * writer.oracle.block_size
     if tokens and "free" in writer.adapter.abilities:
         start(writer, tokens)
         writer.take(Free(*writer.live))
         if LookUp.needs <= writer.adapter.abilities and writer.between(0, 1):
-            (seq,) = writer.fresh(1)
-            writer.take(LookUp(seq, tokens))
+            writer.take(LookUp(writer.beginner(), tokens))
+        elif comes_again:
+            _come_again(writer)
+
+
+def _come_again(writer: Opened) -> None:
+    """Begin with what was left, if there is room; or take all blocks but one; or do nothing."""
+    which = writer.between(0, 3)
+    if which > 1:
+        seq = writer.beginner()
+        step = Prefill(seq, writer.count(seq), writer.layout())
+        if step.fits(writer.oracle):
+            writer.take(step)
+    elif which and (others := writer.oracle.pages_free() - 1):
+        (seq,) = writer.fresh(1)
+        writer.take(Prefill(seq, others * writer.oracle.block_size, writer.layout()))
 
 
 def free_in_flight(writer: Opened) -> None:

@@ -29,6 +29,7 @@ from pytest_roseinfer.cases.operations.lookups.take import Take
 from pytest_roseinfer.cases.operations.operation import OPERATIONS
 from pytest_roseinfer.cases.operations.writes.fill import Fill
 from pytest_roseinfer.cases.payload import LAYOUTS
+from pytest_roseinfer.cases.said_again import SaidBefore
 from pytest_roseinfer.cases.text_branches import text_branches
 from pytest_roseinfer.oracle.texts import in_two_namespaces
 from pytest_roseinfer.oracle.windowed import ORACLES
@@ -194,6 +195,8 @@ class _Writer:
     """No step may follow."""
     vacant: list[int] = field(default_factory=list)
     """The names that no sequence has any more, in the order in which they were given up."""
+    said: SaidBefore | None = None
+    """What sequences have said so far, if the cache may find it again."""
 
     @property
     def live(self) -> list[int]:
@@ -204,6 +207,10 @@ class _Writer:
     @property
     def filled(self) -> list[int]:
         return [seq for seq in self.live if self.oracle.length(seq)]
+
+    @property
+    def finds_prompts(self) -> bool:
+        return self.said is not None and "prefill" in self.adapter.abilities
 
     def pick(self, choices: Sequence[_T]) -> _T:
         return self.draw(st.sampled_from(choices))
@@ -224,6 +231,12 @@ class _Writer:
                 vacant.remove(name)
         return tuple(names)
 
+    def beginner(self) -> int:
+        if not self.said:
+            return self.fresh(1)[0]
+        named = self.said.names(self.names, self.vacant)
+        return self.pick(named) if named and self.between(0, 2) else self.fresh(1)[0]
+
     def batch(self, fresh: Sequence[int]) -> tuple[int, ...]:
         return self.draw(append_batches(self.live, fresh))
 
@@ -231,6 +244,12 @@ class _Writer:
         oracle, stored = self.oracle, self.oracle.length(seq)
         free, size = oracle.pages_free(), oracle.block_size
         windows = oracle.window_sizes
+        again = self.said.lengths(seq) if self.said and not stored else []
+        if again and (how := self.between(0, 2)):
+            # A cache may count as room what it finds, so some just find none.
+            beyond = free * size + 1
+            fitting = [length for length in again if oracle.fits([(seq, length)])]
+            return self.pick([*again, beyond, beyond] if how == 1 else fitting or again)
         return self.draw(boundary_lengths(size, stored=stored, free=free, windows=windows))
 
     def length(self, seq: int) -> int:
@@ -261,6 +280,8 @@ class _Writer:
             # A cache that shares more than forks may find room, and nobody knows what it holds.
             self.over = self.adapter.sharing == "equal prefixes"
         step.apply(self.oracle)
+        if self.said:
+            self.said.note()
         named = [*step.changed(), *self.oracle.looked_up]
         self.names = max([self.names, *(seq + 1 for seq in named)])
         used = dict.fromkeys([*self.vacant, *named])
@@ -308,6 +329,9 @@ def histories(
     layouts = LAYOUTS if device == _INTERPRETED_ON else few_of(LAYOUTS, spec)
     writer = _Writer(draw, adapter, oracle, layouts)
     if told:
+        if adapter.sharing == "equal prefixes":
+            in_parts = adapter.match_granularity == "token"
+            writer.said = SaidBefore(oracle, least=1 if in_parts else spec.block_size)
         leave_a_text(writer)
     if "use_queue" in adapter.abilities:
         free_in_flight(writer)

@@ -133,8 +133,8 @@ class Observation:
     oracle: Oracle
     """What the cache must hold after the step."""
     payload: Payload
-    seen: frozenset[int] | set[int] = frozenset()
-    """Every token that was ever to be written."""
+    seen: Mapping[int, int] = field(default_factory=dict)
+    """Every token that was ever to be written, and the sequence that was the first to do it."""
     contents: Mapping[int, Contents] = field(default_factory=dict)
     """What blocks hold after the step, by a layer of each group of them that has the same blocks;
     known where lookups are asked for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.findings.beginnings import same_block_behind_another
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
 from pytest_roseinfer.oracle.windows import first_live
 
@@ -21,12 +22,26 @@ def lookups(seen: Observation) -> Finding | None:
             return Finding(f"{asked} raised {type(found).__name__}: {found}", cause=found)
         most = _stored(seen, text, count)
         if found > most:
-            return Finding(f"{asked} found {found}, and only {most} of them may be found now")
+            what = f"{asked} found {found}, and only {most} of them may be found now"
+            return Finding(what + _taken_for_it(seen, text, most))
         if found < most and seen.declared.match_finds == "all":
             return Finding(f"{asked} found {found}, though {most} of them are stored")
         if seen.declared.match_granularity == "block" and found % seen.spec.block_size:
             return Finding(f"{asked} found {found}, which are no whole blocks")
     return None
+
+
+def _taken_for_it(seen: Observation, text: int, stored: int) -> str:
+    """Say which block says what a text says in the first block that is not stored."""
+    size = seen.spec.block_size
+    assert seen.oracle.texts
+    begin = stored - stored % size
+    wanted = seen.oracle.text_tokens(text, begin + size)[begin:]
+    every = (
+        same_block_behind_another(seen.oracle.texts, wanted, contents, seen.seen)
+        for contents in seen.contents.values()
+    )
+    return next(filter(None, every), "")
 
 
 def _stored(seen: Observation, text: int, count: int) -> int:

@@ -61,6 +61,12 @@ def text_token(text: int, position: int, namespace: int = 0) -> int:
     return token_of(_TEXTS + text, position, namespace)
 
 
+def text_place(token: int) -> tuple[int, int, int] | None:
+    """Return the text, position and namespace of a token; None if it is no text's."""
+    seq, position, life = _parts(token)
+    return (seq - _TEXTS, position, life) if seq >= _TEXTS else None
+
+
 def token_label(token: int) -> str:
     seq, position, life = _parts(token)
     if seq >= _TEXTS:
@@ -208,6 +214,10 @@ class Oracle:
         used = {id(page) for pages in self.sequences.values() for page in pages}
         return self.capacity - len(used)
 
+    def free_in(self, layer: int) -> int:  # noqa: ARG002
+        """Count the blocks that are free in the pool of a layer."""
+        return self.pages_free()
+
     def conditions_met(self, rows: Sequence[tuple[int, int]]) -> list[str]:
         """Say for each row what it finds at the end of its sequence, appended in this order."""
         met = []
@@ -254,14 +264,15 @@ class Oracle:
     def _token(self, seq: int, position: int) -> int:
         if not self.texts:
             return token_of(seq, position, self.lives[seq])
-        return self._text_token(self._text_of(seq), position)
+        return self._text_token(self.text_of(seq), position)
 
     def _text_token(self, text: int, position: int) -> int:
         assert self.texts
         owner, namespace = self.texts.owner(text, position), self.texts.namespace(text)
         return text_token(owner, position, namespace)
 
-    def _text_of(self, seq: int) -> int:
+    def text_of(self, seq: int) -> int:
+        """Return the text of a sequence, or the one that it will have when it begins."""
         assert self.texts
         return self.texts.of(seq, self.lives[seq])
 
@@ -270,13 +281,13 @@ class Oracle:
         if not self.texts:
             return []
         return [
-            self.texts.said(self._text_of(seq), self.length(seq), self.length(seq) + count)
+            self.texts.said(self.text_of(seq), self.length(seq), self.length(seq) + count)
             for seq, count in rows
         ]
 
     def said_by(self, seq: int) -> list[Said]:
         """List what a sequence says so far, as the only row of a write."""
-        return [self.texts.said(self._text_of(seq), 0, self.length(seq))] if self.texts else []
+        return [self.texts.said(self.text_of(seq), 0, self.length(seq))] if self.texts else []
 
     def text_tokens(self, text: int, count: int) -> list[int]:
         """List the first tokens of a text."""
@@ -335,7 +346,7 @@ class Oracle:
     def begin_as(self, parent: int, child: int) -> None:
         """Have ``child`` say what ``parent`` says by now, and go on with a text of its own."""
         if self.texts:
-            self.texts.fork(self._text_of(parent), child, self.length(parent))
+            self.texts.fork(self.text_of(parent), child, self.length(parent))
 
     @property
     def groups(self) -> list[int]:
@@ -381,7 +392,7 @@ class Oracle:
         if length == self.length(seq):
             return
         if self.texts:
-            self.texts.fork(self._text_of(seq), seq, length)
+            self.texts.fork(self.text_of(seq), seq, length)
         self.lives[seq] += 1
         pages = self.sequences[seq]
         kept = -(-length // self.block_size)

@@ -82,9 +82,10 @@ class Texts:
         A text that branches off says there what no other does, and then what all texts say. So
         equal tokens stand at a position behind different beginnings, and elsewhere.
         """
-        tokens = [self._token(self.owner(text, at), at) for at in range(begin, end)]
+        tokens = [self.token(self.owner(text, at), at) for at in range(begin, end)]
         return Said(tokens, self.namespace(text))
 
-    def _token(self, owner: int, position: int) -> int:
+    def token(self, owner: int, position: int) -> int:
+        """Return what a text says at a position that is its own, and no other's."""
         _, branches_off = self._branches[owner]
         return owner + 1 if position == branches_off else _COMMON

@@ -70,6 +70,10 @@ class WindowedOracle(Oracle):
     def pages_free(self) -> int:
         return min(self.blocks().free.values())
 
+    def free_in(self, layer: int) -> int:
+        shared, own = self.windows.shared_pool, self.windows.of_layer[layer]
+        return self.blocks().free[None if shared else own]
+
     def room(self, rows: Sequence[tuple[int, int]]) -> str:  # noqa: ARG002
         free = self.blocks().free
         if self.windows.shared_pool:

@@ -24,6 +24,7 @@ from pytest_roseinfer.cases.weak_hash import Collisions
 from pytest_roseinfer.discover import import_all
 from pytest_roseinfer.findings.divergence import Divergence
 from pytest_roseinfer.findings.finding import Finding, in_words
+from pytest_roseinfer.findings.free_blocks import FreeBlocks
 from pytest_roseinfer.findings.observation import Declared, Observation, Outcome, Snapshot
 from pytest_roseinfer.invariants.counts import conditions_met
 from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANTS, OPERATION
@@ -96,11 +97,14 @@ class Machine:
         self.device = self.driven.device
         if "use_queue" in self.can:
             self.device = self.driven.device = QueuedDevice(self.adapter)
-        self.seen: set[int] = set()
-        """Every token that was ever to be written."""
+        self.seen: dict[int, int] = {}
+        """Every token that was ever to be written, and the sequence that was the first to do it."""
         self.storage = Storage(self.adapter) if self.can.intersection(STORED) else None
         self.now = self.look()
         """The cache after the latest step."""
+        self.free_blocks = FreeBlocks() if "ledger" in self.can else None
+        if self.free_blocks:
+            self.free_blocks.note(self.oracle, self.now, 0)
 
     def run(self) -> Counter[str]:
         """Do every step; return how often each path ran and each condition was met."""
@@ -146,6 +150,8 @@ class Machine:
             self.kept.note(before, self.now, len(self.done))
         if self.shares_prefixes:
             self.oracle.adopt_sharing(self.now.tables_of)
+        if self.free_blocks:
+            self.free_blocks.note(self.oracle, self.now, len(self.done))
         if self.used_again:
             met = self.used_again.met(self.driven, self.now, self.oracle.away.stages)
             counted.update({name: met[name] for name in self.shown_again if met[name]})
@@ -177,7 +183,9 @@ class Machine:
                 met = conditions_met(oracle, admitted)
             admitted.change(oracle)
         if written:
-            self.seen.update(written.tokens)
+            writers = (seq for seq, count in written.rows for _ in range(count))
+            for seq, token in zip(writers, written.tokens, strict=True):
+                self.seen.setdefault(token, seq)
             tokens = operation.inputs(written.tokens)
             driven.key, driven.value = self.payload.inputs(tokens, written.layout)
             self.device.hand_over(driven.key, driven.value)
@@ -191,6 +199,7 @@ class Machine:
         except errors as error:
             if fits:
                 what = f"refused a {name} that fits{room}: {in_words(error)}"
+                what += self.free_blocks.words() if self.free_blocks else ""
                 self.fail(Finding(what, cause=error))
             operation.refuse(oracle, admitted)
             behind = f" behind its first {len(admitted.rows())} rows" if admitted else ""

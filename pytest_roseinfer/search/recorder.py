@@ -37,7 +37,7 @@ def record(
     found = _found(adapter, example, check, failure)
     saved = reproduce.Saved()
     if folder:
-        saved = reproduce.save(adapter, example, check, found["message"], folder, poster(found))
+        saved = reproduce.save(adapter, example, check, found, folder, poster(found))
     found |= {"trace": saved.trace, "script": saved.script, "drawing": saved.drawing}
     if not isinstance(failure, KeyboardInterrupt):
         coverage.current().of(adapter).note_found(found)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.search import trace as traces
 from pytest_roseinfer.search.trace import TraceError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pytest_roseinfer.search.trace import Allowed
 
 
@@ -53,8 +55,18 @@ def replay(file: str, allowed: Allowed) -> int:
         CHECKS[trace["check"]](adapter, example)
     except Difference as failure:
         print(f"FAILED: {failure}")
+        _say_if_otherwise(trace, failure.what)
         return 1
+    except Exception as error:
+        _say_if_otherwise(trace, repr(error))
+        raise
     finally:
         WATCHED.began = WATCHED.example = None
     print(f"{example.words()}\n\nit ran through: nothing differed")
+    _say_if_otherwise(trace, "")
     return 0
+
+
+def _say_if_otherwise(trace: Mapping[str, Any], what: str) -> None:
+    for line in traces.failed_otherwise(trace, what):
+        print(f"\n{line}")

@@ -24,6 +24,7 @@ from pytest_roseinfer.running.metamorphic import (
     check_permuted,
     check_split,
 )
+from pytest_roseinfer.search.trace import FAILED
 from pytest_roseinfer.settings import SHIPPED_TARGETS
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pytest_roseinfer.adapters.base import Adapter
+    from pytest_roseinfer.findings.found import Found
 
 Example = History | RequestMix
 _OF_MIXES = (run_mix, run_forks)
@@ -77,12 +79,12 @@ class Saved:
 
 
 def save(
-    adapter: type[Adapter], example: Example, check: str, message: str, folder: str, drawing: str
+    adapter: type[Adapter], example: Example, check: str, found: Found, folder: str, drawing: str
 ) -> Saved:
     """Write the trace, the script and the ``drawing``, if there is one."""
     try:
         trace = {**trace_of(adapter, check, folder), "example": example.to_json()}
-        return _write(trace, message, Path(folder), drawing)
+        return _write(trace, found, Path(folder), drawing)
     except (OSError, TypeError) as error:
         # Failing to save must not hide what was found.
         return Saved(words=f"no replay was saved: {error}")
@@ -125,19 +127,21 @@ def _kind(trace: dict[str, Any]) -> type[Example]:
     return RequestMix if CHECKS[trace["check"]] in _OF_MIXES else History
 
 
-def _write(trace: dict[str, Any], message: str, folder: Path, drawing: str) -> Saved:
-    text = json.dumps(trace, indent=1)
+def _write(trace: dict[str, Any], found: Found, folder: Path, drawing: str) -> Saved:
     make_folder(folder)
     class_name = trace["adapter"].partition(":")[2]
-    stem = f"{class_name}-{sha256(text.encode()).hexdigest()[:10]}"
+    # What it does names the file, and not what came of it.
+    does = json.dumps(trace, indent=1).encode()
+    stem = f"{class_name}-{sha256(does).hexdigest()[:10]}"
     trace_file, script_file = folder / f"{stem}.json", folder / f"{stem}.py"
+    text = json.dumps({**trace, FAILED: found["what"]}, indent=1)
     trace_file.write_text(text, encoding="utf-8")
     script = _SCRIPT.format(
         **{name: trace[name] for name in ("adapter", "check", "environment", "folders")},
         file=f", str(ROOT / {trace['file']!r})" if trace["file"] else "",
         kind=_kind(trace),
         module=CHECKS[trace["check"]].__module__,
-        message="\n".join(f"# {line}".rstrip() for line in message.splitlines()),
+        message="\n".join(f"# {line}".rstrip() for line in found["message"].splitlines()),
         example=pformat(trace["example"], width=96, sort_dicts=False),
     )
     script_file.write_text(script, encoding="utf-8")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
 TRUST = "--roseinfer-replay-trust"
+FAILED = "failed"
+"""The field of what was wrong when a trace was saved; not there if the process ended before."""
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 _FIELDS: Mapping[str, type[Any]] = {
     "adapter": str,
     "file": str,
@@ -84,6 +88,8 @@ def read(file: str) -> dict[str, Any]:
     for name, texts in held.items():
         if not all(isinstance(each, str) for each in texts):
             raise TraceError(f"{file} is no trace: {name} must hold texts")
+    if not isinstance(trace.get(FAILED, ""), str):
+        raise TraceError(f"{file} is no trace: {FAILED} must be a str")
     return trace
 
 
@@ -91,6 +97,19 @@ def other_version(trace: Mapping[str, Any]) -> list[str]:
     """Say by which version it was saved, if that was another."""
     saved_by, own = trace.get("version", "an older version, which does not say which"), version()
     return [] if saved_by == own else [f"it was saved by {saved_by}, and this is {own}"]
+
+
+def failed_otherwise(trace: Mapping[str, Any], what: str) -> list[str]:
+    """Say so if what is wrong now, which may be nothing, is not what was recorded."""
+    recorded = trace.get(FAILED, what)
+    # No object lies where it lay in another process.
+    if _ADDRESS.sub("", recorded) == _ADDRESS.sub("", what):
+        return []
+    if not what:
+        return [f"it was recorded with: {recorded}"]
+    return [
+        f"this is another failure: it was recorded with {recorded!r}, and fails now with {what!r}"
+    ]
 
 
 def device_of(trace: Mapping[str, Any]) -> str:

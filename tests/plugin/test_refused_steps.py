@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -98,7 +99,12 @@ class RunsOut(PagedCache):
 @pytest.mark.parametrize(
     ("cache", "seqs", "said"),
     [
-        (HasNoWords, (0,), "refused a write that fits (1 block needed, 2 free): CacheFull"),
+        (
+            HasNoWords,
+            (0,),
+            "refused a write that fits (1 block needed, 2 free): CacheFull"
+            "; layer 0: 2 free by the oracle, 2 by the ledger",
+        ),
         (
             Breaks,
             (0,),
@@ -118,6 +124,27 @@ def test_a_wrong_refusal_says_what_is_due(
     with pytest.raises(Divergence) as found:
         run_history(cache, History(SPEC, (Append(seqs),)))
     assert found.value.what == said
+
+
+class LosesABlockOfEach(PagedCache):
+    """No table is shown that says so at once."""
+
+    table: Any = KVCacheAdapter.table  # not offered
+
+    def free(self, seq: int) -> None:
+        self.tables[seq].pop()
+        super().free(seq)
+
+
+def test_a_step_refused_for_a_leak_says_when_that_began() -> None:
+    steps = (Append((0, 1)), Free(1), Append((2,)), Free(0), Append((3,)))
+    with pytest.raises(Divergence) as found:
+        run_history(LosesABlockOfEach, History(SPEC, steps[:3]))
+    leaked = "layer 0: 1 free by the oracle, 0 by the ledger, which differ since step 2"
+    assert found.value.what.endswith(f"CacheFull: 1 blocks needed, 0 free; {leaked}")
+    larger = replace(SPEC, num_blocks=3)
+    with pytest.raises(Divergence, match=r"2 free by the oracle, 0 by the ledger, .* since step 2"):
+        run_history(LosesABlockOfEach, History(larger, steps))
 
 
 class LosesAllWhenItFrees(PagedCache):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,9 +14,13 @@ from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.environment import version
 from pytest_roseinfer.search.replay import replay
 from pytest_roseinfer.search.trace import Allowed, TraceError
+from tests.plugin.caches.list_cache import ListCache
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    import torch
 
 SHIPPED = "pytest_roseinfer.targets.roseinfer_kv:GroupedManager"
 EVIL = "raise SystemExit('it was imported')"
@@ -85,6 +90,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "numbers": ({"environment": {"X": 1}}, "environment must hold texts"),
     "a list for an example": ({"example": []}, "example must be a dict"),
     "an unknown check": ({"check": "os.system"}, "there is no check os.system"),
+    "no words": ({"failed": 1}, "trace.json is no trace: failed must be a str"),
     "no operations": ({"example": {"spec": {}}}, "its example is none: KeyError: 'operations'"),
     "an unknown operation": (
         {"example": {"spec": {}, "finite": True, "operations": [{"do": "Explode"}]}},
@@ -132,6 +138,49 @@ def test_a_trace_of_another_version_says_so(
     found = [line for line in capsys.readouterr().out.splitlines() if "it was saved" in line]
     assert bool(found) == bool(said)
     assert all(line.startswith(said) for line in found)
+
+
+class NegatesKeys(ListCache):
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        super().append(seqs, -key, value)
+
+
+class FailsToBegin(ListCache):
+    def make(self, spec: CacheSpec) -> None:  # noqa: ARG002
+        raise MemoryError(f"{object()} is too large")
+
+
+WRONG = "peek: sequence 0, layer 0, K: position 0, head 0 (1 of 1 wrong): expected"
+MEMORY = "MemoryError('<object object at 0x1> is too large')"
+
+
+@pytest.mark.parametrize(
+    ("cache", "recorded", "said"),
+    [
+        ("NegatesKeys", "accepted a write", "was recorded with 'accepted a write', and fails now"),
+        ("NegatesKeys", "", f"it was recorded with '', and fails now with '{WRONG}"),
+        ("NegatesKeys", None, ""),
+        ("FailsToBegin", WRONG, f"it was recorded with '{WRONG}', and fails now with "),
+        ("FailsToBegin", MEMORY, ""),
+        ("ListCache", WRONG, f"it was recorded with: {WRONG}"),
+    ],
+)
+def test_what_fails_otherwise_than_it_was_recorded_says_so(
+    cache: str,
+    recorded: str | None,
+    said: str,
+    tmp_path: Path,
+    allowed: Allowed,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trusting = Allowed((), allowed.project, trusted=True)
+    named = {} if recorded is None else {"failed": recorded}
+    trace = write(tmp_path, adapter=f"{__name__}:{cache}", **named)
+    with pytest.raises(MemoryError) if cache == "FailsToBegin" else nullcontext():
+        assert replay(trace, trusting) == (cache == "NegatesKeys")
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert ("it was recorded" in shown) == bool(said)
 
 
 def test_a_line_that_is_no_json_is_named(tmp_path: Path, allowed: Allowed) -> None:

@@ -104,6 +104,10 @@ class Writer(Protocol):
     def filled(self) -> list[int]:
         """Those of the live sequences that were not cut to nothing."""
 
+    @property
+    def finds_prompts(self) -> bool:
+        """Whether the cache takes prompts, and may find what they begin with."""
+
     def pick(self, choices: Sequence[_T]) -> _T: ...
 
     def between(self, least: int, most: int) -> int: ...
@@ -113,6 +117,9 @@ class Writer(Protocol):
 
     def fresh(self, count: int) -> tuple[int, ...]:
         """Draw names that no sequence has."""
+
+    def beginner(self) -> int:
+        """Draw a name that no sequence has, most often one that says again what was said before."""
 
     def batch(self, fresh: Sequence[int]) -> tuple[int, ...]:
         """Draw live and fresh sequences to append to."""

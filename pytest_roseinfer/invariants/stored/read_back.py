@@ -6,6 +6,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_roseinfer.cases.payload import all_same_bits, as_bits, same_bits
+from pytest_roseinfer.findings.beginnings import same_behind_another
 from pytest_roseinfer.findings.finding import Location
 from pytest_roseinfer.findings.rounded import beyond
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
@@ -76,11 +77,15 @@ def _difference(seen: Observation, compared: _Compared) -> Finding | None:
         wrong = (as_bits(want) != as_bits(got)).any(-1)
     row, head = wrong.nonzero()[0].tolist()
     at = row + seen.oracle.first_live(seq, layer)
-    known = [*seen.oracle.tokens(seq), *seen.seen]
+    due = seen.oracle.tokens(seq)
+    known = [*due, *seen.seen]
     contents = seen.payload.contents(want[row, head], got[row, head], layer, head, kind, known)
     page, slot = divmod(at, seen.spec.block_size)
+    same = ""
+    if seen.oracle.texts and contents.token is not None:
+        same = same_behind_another(seen.oracle.texts, due[at], contents.token, seen.seen)
     return Finding(
         f"{where}: position {at}, head {head} ({int(wrong.sum())} of {wrong.numel()} wrong): "
-        f"{contents.words()}",
+        f"{contents.words()}{same}",
         Location(layer, {seq: page}, slot=slot, contents=contents),
     )

@@ -84,7 +84,7 @@ def observed() -> Observation:
         ),
         oracle=oracle,
         payload=PAYLOAD,
-        seen={token for _, _, token in OLD} | {NEW},
+        seen=dict.fromkeys([*(token for _, _, token in OLD), NEW], 0),
         declared=DECLARED,
     )
 

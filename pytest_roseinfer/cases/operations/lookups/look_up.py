@@ -34,7 +34,7 @@ class LookUp(operation.Operation):
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
         def drawn() -> LookUp:
-            (seq,) = writer.fresh(1)
+            seq = writer.beginner()
             return cls(seq, writer.count(seq))
 
         if len(writer.oracle.sequences) < operation.MOST_SEQUENCES:

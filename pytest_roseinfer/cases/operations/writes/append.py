@@ -35,8 +35,11 @@ class Append(operation.Write):
         def drawn() -> Append:
             live = len(writer.live)
             least, most = (0, int(live < operation.MOST_SEQUENCES)) if live else (1, 3)
+            if live and writer.finds_prompts and writer.between(0, 1):
+                most = 0
             return cls(writer.batch(writer.fresh(writer.between(least, most))), writer.layout())
 
-        yield operation.Move(0, 3, drawn)
+        few = writer.finds_prompts and not writer.live
+        yield operation.Move(0, 1 if few else 3, drawn)
         if writer.live:
             yield operation.Move(6, 3, lambda: cls(tuple(writer.live), writer.layout()))

@@ -28,8 +28,8 @@ class Prefill(operation.Write):
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
         def drawn() -> Prefill:
-            (seq,) = writer.fresh(1)
+            seq = writer.beginner()
             return cls(seq, writer.count(seq), writer.layout())
 
         if len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
-            yield operation.Move(5, 2, drawn)
+            yield operation.Move(5, 3 if writer.finds_prompts else 2, drawn)
