@@ -196,7 +196,7 @@ def _cache(model: CausalModel, config: EngineConfig) -> KVBlockManager:
             device,
             model.dtype,
             config.policy_for(device.type),
-            layers_per_group=1 if config.per_layer_kv or windows else shape.num_layers,
+            layers_per_group=None if config.per_layer_kv or windows else shape.num_layers,
             windows=windows,
         )
     except (RuntimeError, MemoryError) as error:

@@ -43,6 +43,21 @@ def rows(slots: DecodeSlots, count: int = SLOTS) -> list[tuple[int, int, list[in
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
+def test_a_table_for_each_group_of_layers(device: str) -> None:
+    slots = DecodeSlots(2, 3, 2, IndexStaging(torch.device(device), Counter[str]()))
+    mine = InferenceSession([[0, 5], [7, 8]], stored=5)
+    slot = slots.take(mine, GREEDY, 0)
+    slots.upload()
+    tables = [table[slot].tolist() for table in slots.tables(2)]
+    assert tables == [[0, 5, 0], [7, 8, 0]]
+    for blocks, new in zip(mine.block_lists, (9, 6), strict=True):
+        blocks.append(new)
+    slots.touch(slot)
+    slots.upload()
+    tables = [table[slot].tolist() for table in slots.tables(2)]
+    assert tables == [[0, 5, 9], [7, 8, 6]]
+
+
 EMPTY = (0, 0, [0, 0, 0])
 
 

@@ -48,15 +48,15 @@ def test_one_beginning_in_four_finds_something(cache: type[KVCacheAdapter]) -> N
             counted["found"] += met["prefix_found"]
 
     for number in range(4):  # the histories of one seed are much alike
-        drawn(cache, 50, number, count)
+        drawn(cache, 25, number, count)
     print(counted)
     assert counted["found"] >= counted["begun"] / 4
 
 
 def test_texts_part_at_every_place_of_a_block() -> None:
     kinds: Counter[str] = Counter()
-    for number in range(6):
-        drawn(TextsOfLongBlocks, 50, number, lambda history: kinds.update(kinds_of(history)))
+    for number in range(4):
+        drawn(TextsOfLongBlocks, 40, number, lambda history: kinds.update(kinds_of(history)))
     print(kinds)
     assert kinds.keys() >= {
         "nothing was said before",
