@@ -69,6 +69,12 @@ def did_you_mean(said: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{alike[0]}?" if alike else ""
 
 
+def with_kind(error: BaseException) -> str:
+    """Return what an error of a library says, with its kind: alone, ``'x'`` says nothing."""
+    said = str(error).split("\nException raised from")[0]  # a trace of C++ follows
+    return f"{type(error).__name__}: {said}"
+
+
 class _Caused(RoseinferError, RuntimeError):
     """An error that may be kept for long, with the exception that caused it, if one did."""
 

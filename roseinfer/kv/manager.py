@@ -6,12 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from roseinfer.config import AppendPolicy
 from roseinfer.errors import BadArgument
 from roseinfer.kv import plan as planning
 from roseinfer.kv import truncation
+from roseinfer.kv.cache_arguments import check_policy, checked_device, checked_size
 from roseinfer.kv.paths import Condition, PathCounts, Work
 from roseinfer.kv.per_layer import PerLayerCalls
 from roseinfer.kv.pool import BlockPool, KVBlockInfo
@@ -20,6 +19,7 @@ from roseinfer.kv.storage import DataMover, KVStorage
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
     from roseinfer.kv.plan import AppendPlan, Survey
@@ -50,15 +50,14 @@ class KVBlockManager(PerLayerCalls):
         *,
         layers_per_group: int = 1,
     ) -> None:
-        self.num_layers = num_layers
-        self.num_heads = num_heads
-        self.head_dim = head_dim
-        self.block_size = block_size
+        self.num_layers = num_layers = checked_size("num_layers", num_layers)
+        self.num_heads = num_heads = checked_size("num_heads", num_heads)
+        self.head_dim = head_dim = checked_size("head_dim", head_dim)
+        self.block_size = block_size = checked_size("block_size", block_size)
+        max_blocks_per_layer = checked_size("max_blocks_per_layer", max_blocks_per_layer)
         self.max_blocks_per_layer = max_blocks_per_layer
+        layers_per_group = checked_size("layers_per_group", layers_per_group)
         self.layers_per_group = layers_per_group
-        for name in ("num_layers", "num_heads", "head_dim", "block_size", "layers_per_group"):
-            if getattr(self, name) < 1:
-                raise BadArgument(f"{name} must be at least 1, not {getattr(self, name)}")
         if max_blocks_per_layer < 2:
             raise BadArgument(
                 f"max_blocks_per_layer={max_blocks_per_layer}: at least 2 are needed, "
@@ -66,13 +65,14 @@ class KVBlockManager(PerLayerCalls):
             )
         if num_layers % layers_per_group:
             raise BadArgument(
-                f"{num_layers} layers do not divide into groups of {layers_per_group}"
+                f"{num_layers} layers do not divide into groups of {layers_per_group} "
+                "(layers_per_group)"
             )
         self.path_counts: PathCounts = PathCounts()
         self.work_counts: Counter[str] = Counter()
         """How much work the host has done, by ``Work``."""
         shape = (num_layers, max_blocks_per_layer, num_heads, block_size, head_dim)
-        self._storage = KVStorage(shape, torch.device(device), dtype)
+        self._storage = KVStorage(shape, checked_device(device), dtype)
         self.keys, self.values = self._storage.keys, self._storage.values
         """All keys and all values, ``[layers, blocks, kv_heads, block_size, head_dim]``."""
         self.device, self.dtype = self.keys.device, dtype
@@ -85,7 +85,8 @@ class KVBlockManager(PerLayerCalls):
             )
             for group in range(num_layers // layers_per_group)
         ]
-        policy = policy or AppendPolicy.from_env()
+        policy = AppendPolicy.from_env() if policy is None else policy
+        check_policy(policy)
         self._mover = DataMover(
             self._storage, layers_per_group, policy, self.path_counts, self.work_counts
         )
@@ -97,6 +98,7 @@ class KVBlockManager(PerLayerCalls):
 
     @policy.setter
     def policy(self, policy: AppendPolicy) -> None:
+        check_policy(policy)
         self._mover.use(policy)
 
     # ------------------------------------------------------------------------------ writing
