@@ -75,6 +75,17 @@ def with_kind(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}"
 
 
+def wrong_kind(error: Exception, wanted: str, *given: object) -> RoseinferError:
+    """Return the error to raise for one that came of arguments, which a call did not check first.
+
+    One of ours stays. Any other says that something is not what is ``wanted``.
+    """
+    if isinstance(error, RoseinferError):
+        return error
+    named = " and ".join(f"{each!r:.200}" for each in given)
+    return BadArgument(f"{wanted}, not {named} ({with_kind(error)})")
+
+
 class _Caused(RoseinferError, RuntimeError):
     """An error that may be kept for long, with the exception that caused it, if one did."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from roseinfer.config import AppendPolicy
-from roseinfer.errors import BadArgument
+from roseinfer.errors import BadArgument, wrong_kind
 from roseinfer.kv import plan as planning
 from roseinfer.kv import truncation
 from roseinfer.kv.cache_arguments import check_policy, checked_device, checked_size
@@ -144,8 +145,12 @@ class KVBlockManager(PerLayerCalls):
     ) -> None:
         """Truncate list ``i`` to ``lengths[i]`` tokens, one after the other; all lists or none."""
         pool = self._pool(layer_idx)
-        stored = [self._infos(pool, block_ids) for block_ids in block_ids_list]
-        truncation.survey(pool, block_ids_list, stored, lengths)
+        try:
+            stored = [self._infos(pool, block_ids) for block_ids in block_ids_list]
+            truncation.survey(pool, block_ids_list, stored, lengths)
+        except Exception as error:
+            wanted = "block_ids must be a list of block ids, and length a whole number, for each"
+            raise wrong_kind(error, wanted, block_ids_list, lengths) from None
         self._mover.copy_shared(truncation.commit(pool, block_ids_list, lengths))
 
     def write(self, plan: AppendPlan, layer_idx: int, key: Tensor, value: Tensor) -> None:
@@ -154,7 +159,12 @@ class KVBlockManager(PerLayerCalls):
         Tokens come in the order of the plan's lists.
         """
         pool = self._pool(layer_idx)
-        if pool.layer != plan.layer:
+        try:
+            planned = plan.layer
+        except AttributeError as error:
+            wanted = "plan must be what plan_append returned"
+            raise wrong_kind(error, wanted, plan) from None
+        if pool.layer != planned:
             raise BadArgument(
                 f"the plan is for layers {plan.layer} to {plan.layer + self.layers_per_group - 1}; "
                 f"layer {layer_idx} has other block lists"
@@ -169,9 +179,13 @@ class KVBlockManager(PerLayerCalls):
     ) -> tuple[Tensor, Tensor]:
         """Read the first ``total_len`` tokens, or all stored, as ``[heads, tokens, head_dim]``."""
         pool = self._pool(layer_idx)
-        infos = self._infos(pool, block_ids)
-        stored = sum(info.length for info in infos)
-        length = stored if total_len is None else total_len
+        try:
+            infos = self._infos(pool, block_ids)
+            stored = sum(info.length for info in infos)
+            length = stored if total_len is None else operator.index(total_len)
+        except Exception as error:
+            wanted = "block_ids must be a list of block ids, and total_len a whole number or None"
+            raise wrong_kind(error, wanted, block_ids, total_len) from None
         if not 0 <= length <= stored:
             raise BadArgument(f"total_len={length}, but {stored} tokens are stored")
         return self._storage.gather(layer_idx, [info.block_index for info in infos], length)
@@ -179,15 +193,22 @@ class KVBlockManager(PerLayerCalls):
     def incref_blocks(self, block_ids: Sequence[int]) -> None:
         """Add a holder to every block: the list may now be used as another sequence's too."""
         held = []
-        for block_id in block_ids:
-            pool = self._pool_of(block_id)
-            held.append((pool, pool.held(block_id).block_index))
+        try:
+            for block_id in block_ids:
+                pool = self._pool_of(block_id)
+                held.append((pool, pool.held(block_id).block_index))
+        except Exception as error:
+            raise wrong_kind(error, "block_ids must be a list of block ids", block_ids) from None
         for pool, index in held:
             pool.share(index)
 
     def free_blocks(self, layer_idx: int, block_ids: Sequence[int]) -> None:
         """Take a holder off every block; the last one frees it. The list is left as it is."""
         pool = self._pool(layer_idx)
+        try:
+            block_ids = list(map(operator.index, block_ids))
+        except Exception as error:
+            raise wrong_kind(error, "block_ids must be a list of block ids", block_ids) from None
         pool.check_release(block_ids)
         for block_id in block_ids:
             pool.drop(block_id - pool.first_id)
@@ -209,9 +230,12 @@ class KVBlockManager(PerLayerCalls):
     # ------------------------------------------------------------------------------- inside
 
     def _pool(self, layer_idx: int) -> BlockPool:
-        if not 0 <= layer_idx < self.num_layers:
-            raise BadArgument(f"layer {layer_idx} of a cache with {self.num_layers} layers")
-        return self._pools[layer_idx // self.layers_per_group]
+        try:
+            if 0 <= layer_idx < self.num_layers:
+                return self._pools[layer_idx // self.layers_per_group]
+        except Exception as error:
+            raise wrong_kind(error, "layer_idx must be a whole number", layer_idx) from None
+        raise BadArgument(f"layer {layer_idx} of a cache with {self.num_layers} layers")
 
     def _infos(self, pool: BlockPool, block_ids: Sequence[int]) -> list[KVBlockInfo]:
         """Return the records of a list; raise unless all blocks but the last are full."""
@@ -225,17 +249,24 @@ class KVBlockManager(PerLayerCalls):
         return infos
 
     def _pool_of(self, block_id: int) -> BlockPool:
-        group = block_id // self.max_blocks_per_layer
-        # An id outside every group is refused, with its range, by the pool it is nearest to.
-        return self._pools[min(max(group, 0), len(self._pools) - 1)]
+        try:
+            group = block_id // self.max_blocks_per_layer
+            # An id outside every group is refused, with its range, by the pool it is nearest to.
+            return self._pools[min(max(group, 0), len(self._pools) - 1)]
+        except Exception as error:
+            raise wrong_kind(error, "a block id must be a whole number", block_id) from None
 
     def _check_inputs(self, key: Tensor, value: Tensor, shape: tuple[int, ...]) -> None:
+        try:
+            floats = key.is_floating_point() and value.is_floating_point()
+        except (AttributeError, TypeError) as error:
+            raise wrong_kind(error, "key and value must be tensors", key, value) from None
         if key.shape != shape or value.shape != shape:
             raise BadArgument(
                 f"key and value must be {list(shape)}; they are {list(key.shape)} and "
                 f"{list(value.shape)}"
             )
-        if not (key.is_floating_point() and value.is_floating_point()):
+        if not floats:
             raise BadArgument(f"key and value must be floats; they are {key.dtype}, {value.dtype}")
         if key.device != self.device or value.device != self.device:
             raise BadArgument(
