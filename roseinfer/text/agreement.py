@@ -16,8 +16,7 @@ from roseinfer.errors import UnsupportedModel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from roseinfer.text.decoder_chain import ChainDetokenizer
-    from roseinfer.text.detokenizer import Detokenizer
+    from roseinfer.text.detokenizer import DecodesInPieces
 
 _TEXTS = 48
 _LENGTH = 24
@@ -32,9 +31,7 @@ def decodes_by_its_own_code(tokenizer: Any) -> bool:
     return any(getattr(kind, name, None) is not getattr(usual, name) for name in names)
 
 
-def require_agreement(
-    tokenizer: Any, new_detokenizer: Callable[[], Detokenizer | ChainDetokenizer]
-) -> None:
+def require_agreement(tokenizer: Any, new_detokenizer: Callable[[], DecodesInPieces]) -> None:
     """Raise if a text that comes in pieces differs from the one that the tokenizer decodes."""
     draw = Random(0)
     for at in range(_TEXTS):

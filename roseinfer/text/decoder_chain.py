@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Regex, decoders
 
 from roseinfer.errors import UnsupportedModel
-from roseinfer.text.byte_level import ByteLevelJoin
+from roseinfer.text.byte_level import ByteLevelJoin, TokenPieces, WrittenPieces
 from roseinfer.text.joins import PlainJoin, SpacedJoin, WordEndJoin
 from roseinfer.text.text_steps import Replacement, Strip
 from roseinfer.text.token_steps import ByteRuns, EachToken, Repeats, WordEnds
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerFast
 
+    from roseinfer.text.detokenizer import DecodesInPieces
     from roseinfer.text.joins import Join
     from roseinfer.text.text_steps import TextStep
     from roseinfer.text.token_steps import TokenStep
@@ -82,10 +83,10 @@ class ChainDetokenizer:
         """Return the rest after the last token."""
         tokens: list[str] = []
         for step in self._token_steps:
-            tokens = [out for each in tokens for out in step.add(each)] + [*step.finish()]
-        text = "".join([self._join.add(each) for each in tokens]) + self._join.finish()
+            tokens = [out for each in tokens for out in step.add(each)] + [*step.flush()]
+        text = "".join([self._join.add(each) for each in tokens]) + self._join.flush()
         for text_step in self._text_steps:
-            text = text_step.add(text) + text_step.finish()
+            text = text_step.add(text) + text_step.flush()
         return text
 
 
@@ -100,8 +101,14 @@ class DecoderChain:
         self._token_steps = [_token_step(each) for each in before]
         self._join = join
         self._text_steps = [step for each in after for step in _text_steps(each)]
+        self._pieces: TokenPieces | None = None
+        """What byte-level tokens add, where nothing but the join makes a text of them."""
+        if isinstance(join(), ByteLevelJoin) and not before and not after:
+            self._pieces = TokenPieces(self._written)
 
-    def detokenizer(self) -> ChainDetokenizer:
+    def detokenizer(self) -> DecodesInPieces:
+        if self._pieces is not None:
+            return ByteLevelJoin(self._pieces)
         return ChainDetokenizer(
             self._written,
             [make() for make in self._token_steps],
@@ -136,7 +143,7 @@ def _parts(
     before, after = chain[:at], chain[at + 1 :]
     join: Callable[[], Join] = PlainJoin
     if chain[at:] and chain[at]["type"] == "ByteLevel":
-        join = ByteLevelJoin
+        join = partial(ByteLevelJoin, WrittenPieces())
     elif before and before[-1]["type"] == "BPEDecoder":
         join = partial(WordEndJoin, before.pop()["suffix"])
     begun = next((at for at, each in enumerate(before) if each["type"] not in _ALONE), len(before))

@@ -26,6 +26,16 @@ class Decodes(Protocol):
     ) -> str: ...
 
 
+class DecodesInPieces(Protocol):
+    """Decodes one growing sequence of tokens. Special tokens add no text."""
+
+    def add(self, token: int, /) -> str:
+        """Take one more token, and return the text that became certain with it."""
+
+    def flush(self) -> str:
+        """Return the rest after the last token."""
+
+
 class Detokenizer:
     """Decodes one growing sequence of tokens. Special tokens add no text.
 

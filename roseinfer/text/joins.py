@@ -11,7 +11,7 @@ class Join(Protocol):
     def add(self, token: str, /) -> str:
         """Take one more token, and return the text that became certain with it."""
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """Return the rest, now that no token follows."""
 
 
@@ -21,7 +21,7 @@ class PlainJoin:
     def add(self, token: str) -> str:
         return token
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         return ""
 
 
@@ -35,7 +35,7 @@ class SpacedJoin:
         space, self._space = self._space, " "
         return space + token
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         return ""
 
 
@@ -54,6 +54,6 @@ class WordEndJoin:
         self._if_more, self._if_last = rest.replace(self._mark, " "), rest.replace(self._mark, "")
         return text
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         text, self._if_more, self._if_last = self._if_last, "", ""
         return text

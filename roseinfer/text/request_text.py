@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerFast
 
 from roseinfer.text.agreement import decodes_by_its_own_code, require_agreement
-from roseinfer.text.decoder_chain import ChainDetokenizer, DecoderChain
+from roseinfer.text.decoder_chain import DecoderChain
 from roseinfer.text.detokenizer import Detokenizer
 from roseinfer.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from roseinfer.text.detokenizer import Decodes
+    from roseinfer.text.detokenizer import Decodes, DecodesInPieces
 
 
-def detokenizers(tokenizer: Decodes) -> Callable[[], Detokenizer | ChainDetokenizer]:
+def detokenizers(tokenizer: Decodes) -> Callable[[], DecodesInPieces]:
     """Return what makes a detokenizer for each text, and raise if none would decode it exactly."""
-    make: Callable[[], Detokenizer | ChainDetokenizer] = partial(Detokenizer, tokenizer)
+    make: Callable[[], DecodesInPieces] = partial(Detokenizer, tokenizer)
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         make = DecoderChain(tokenizer).detokenizer
     if decodes_by_its_own_code(tokenizer):
@@ -33,10 +33,10 @@ def detokenizers(tokenizer: Decodes) -> Callable[[], Detokenizer | ChainDetokeni
 class RequestText:
     """A text that grows token by token. What was returned once never changes."""
 
-    _new_detokenizer: Callable[[], Detokenizer | ChainDetokenizer]
+    _new_detokenizer: Callable[[], DecodesInPieces]
     """Called when the first token comes."""
     _stop_strings: Sequence[str]
-    _detokenizer: Detokenizer | ChainDetokenizer | None = None
+    _detokenizer: DecodesInPieces | None = None
     _stops: StopStrings | None = None
     _parts: list[str] = field(default_factory=list)
 

@@ -13,7 +13,7 @@ class TextStep(Protocol):
     def add(self, text: str, /) -> str:
         """Take more text, and return what became certain with it."""
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """Return the rest, now that the text has ended."""
 
 
@@ -35,7 +35,7 @@ class Replacement:
         self._held = rest[certain:]
         return self._by.join([*before, rest[:certain]])
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         held, self._held = self._held, ""
         return held
 
@@ -64,7 +64,7 @@ class Strip:
         text, self._held = self._held[:certain], self._held[certain:]
         return text
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         held, self._held = self._held, ""
         if self._begun:  # what is held back is what is dropped at the end
             return ""

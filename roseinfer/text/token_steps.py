@@ -21,7 +21,7 @@ class TokenStep(Protocol):
     def add(self, token: str, /) -> Sequence[str]:
         """Take one more token, and return those that became certain with it."""
 
-    def finish(self) -> Sequence[str]:
+    def flush(self) -> Sequence[str]:
         """Return the rest, now that no token follows."""
 
 
@@ -39,7 +39,7 @@ class EachToken:
         self._begun = True
         return (self._first(token),)
 
-    def finish(self) -> Sequence[str]:
+    def flush(self) -> Sequence[str]:
         return ()
 
 
@@ -56,7 +56,7 @@ class ByteRuns:
 
     def add(self, token: str) -> Sequence[str]:
         if not (found := _BYTE.fullmatch(token)):
-            return (*self.finish(), token)
+            return (*self.flush(), token)
         if self._spoilt:
             return (_REPLACEMENT,)
         self._run += bytes([int(found[1], 16)])
@@ -67,7 +67,7 @@ class ByteRuns:
             return (_REPLACEMENT,) * len(run)
         return ()
 
-    def finish(self) -> Sequence[str]:
+    def flush(self) -> Sequence[str]:
         run, self._run, self._spoilt = self._run, b"", False
         try:
             return (run.decode(),) if run else ()
@@ -88,7 +88,7 @@ class Repeats:
         text = "" if repeated else self._text(token)
         return (text,) if text else ()
 
-    def finish(self) -> Sequence[str]:
+    def flush(self) -> Sequence[str]:
         return ()
 
 
@@ -103,6 +103,6 @@ class WordEnds:
         before, self._newest = self._newest, token
         return () if before is None else (before.replace(self._mark, " "),)
 
-    def finish(self) -> Sequence[str]:
+    def flush(self) -> Sequence[str]:
         last, self._newest = self._newest, None
         return () if last is None else (last.replace(self._mark, ""),)

@@ -10,7 +10,7 @@ from tokenizers import decoders
 from transformers import CTRLTokenizer, GPTNeoXJapaneseTokenizer, PreTrainedTokenizerFast
 
 from roseinfer import UnsupportedModel
-from roseinfer.text.decoder_chain import ChainDetokenizer
+from roseinfer.text.byte_level import ByteLevelJoin
 from roseinfer.text.request_text import detokenizers
 from tests.engine.tokenizers import byte_level, words
 
@@ -68,7 +68,7 @@ class Shouts(PreTrainedTokenizerFast):  # type: ignore[misc]
 
 def test_one_that_changes_how_it_decodes_is_tried() -> None:
     backend = byte_level([bytes([byte]) for byte in range(256)]).backend_tokenizer
-    assert isinstance(detokenizers(Alike(tokenizer_object=backend))(), ChainDetokenizer)
+    assert isinstance(detokenizers(Alike(tokenizer_object=backend))(), ByteLevelJoin)
     with pytest.raises(UnsupportedModel, match=r"\(Shouts\) decodes tokens otherwise"):
         detokenizers(Shouts(tokenizer_object=backend))
 
