@@ -7,13 +7,13 @@ import sys
 import threading
 from collections import deque
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import index
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.config import EngineConfig, SamplingParams
 from roseinfer.engine.engine import NO_PROMPTS, Engine
-from roseinfer.errors import BadArgument, RoseinferError
+from roseinfer.errors import BadArgument, ConfigError, RoseinferError, did_you_mean
 from roseinfer.how_far import counting
 from roseinfer.models.loading import load
 
@@ -61,6 +61,9 @@ class LLM:
         tokenizer: Any = None,
         **config: Any,
     ) -> None:
+        known = [each.name for each in fields(EngineConfig)]
+        for name in config.keys() - set(known):
+            raise ConfigError(f"an LLM takes no {name!r}{did_you_mean(name, known)}")
         self.config = EngineConfig(**config)
         loaded = load(model, self.config, device=device, dtype=dtype, tokenizer=tokenizer)
         self.tokenizer = loaded.tokenizer

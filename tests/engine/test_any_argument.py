@@ -259,6 +259,12 @@ def test_what_no_machine_has(name: str, value: Any) -> None:
     assert " 0.0 GiB" not in str(refusal.value)
 
 
+def test_a_setting_of_another_name() -> None:
+    wrong: dict[str, Any] = {"blocksize": 16}
+    with pytest.raises(RoseinferError, match=r"no 'blocksize'; did you mean block_size\?"):
+        LLM("tiny", **wrong)
+
+
 def test_generate() -> None:
     def served(prompts: Any) -> None:
         outputs = llm().generate(prompts, ONE, progress=False)
