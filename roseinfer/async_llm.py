@@ -72,7 +72,7 @@ class AsyncLLM:
         cancelled, cancels the request.
         """
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
-        asked = params or SamplingParams()
+        asked = SamplingParams() if params is None else params
         self._do(lambda: self._submit(listener, prompt, asked))
         try:
             while True:

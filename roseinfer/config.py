@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import NoneType
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from roseinfer.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 TRITON_SWITCH = "ROSELLM_TRITON_KV_APPEND"
 TRITON_MIN_BATCH = "ROSELLM_TRITON_KV_APPEND_MIN_BATCH"
@@ -27,12 +28,8 @@ ADMISSION_POLICIES = ("fifo", "pack")
 _SWITCH = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(
     ("0", "off", "false", "no"), False
 )
-_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "bool": ((bool,), "True or False"),
-    "bool | None": ((bool, NoneType), "True, False or None"),
-    "str | None": ((str, NoneType), "a name or None"),
-}
-"""For annotations of settings: the types that are accepted, and what an error asks for."""
+_MOST = 1 << 62
+"""The largest whole number of a setting. Sums of a few fit into the 64 bits that torch has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +75,13 @@ class AppendPolicy:
 
         This is the policy wherever none was given. Where the switch is not set, ``triton`` holds.
         """
-        env = os.environ if environ is None else environ
+        env: Any = os.environ if environ is None else environ
+        if not isinstance(env, Mapping):
+            raise ConfigError(
+                f"environ must be a mapping of variables to texts or None, not {environ!r}"
+            )
         if TRITON_SWITCH in env:
-            word = env[TRITON_SWITCH]
+            word = str(env[TRITON_SWITCH])
             if word.strip().lower() not in _SWITCH:
                 raise ConfigError(
                     f"{TRITON_SWITCH}={word!r}: expected on or off (1/0, true/false, yes/no)"
@@ -91,7 +92,7 @@ class AppendPolicy:
             "triton_full_batch_min_batch": TRITON_FULL_BATCH_MIN_BATCH,
         }
         given: dict[str, Any] = {
-            threshold: _whole_number(variable, env[variable])
+            threshold: _whole_number(variable, str(env[variable]))
             for threshold, variable in thresholds.items()
             if variable in env
         }
@@ -162,8 +163,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 def require_dtype(name: str) -> None:
     """Refuse a dtype that no model is loaded in."""
-    if name not in DTYPES:
-        alike = did_you_mean(name, DTYPES)
+    if not (isinstance(name, str) and name in DTYPES):
+        alike = did_you_mean(str(name), DTYPES)
         raise ConfigError(f"dtype {name!r}: it must be one of {', '.join(DTYPES)}{alike}")
 
 
@@ -187,7 +188,7 @@ def require_device(name: str, devices: Path = Path("/dev")) -> None:
 class EngineConfig:
     """How requests are served: sizes, limits and which optimisations run."""
 
-    max_batch_size: int = 64
+    max_batch_size: int = field(default=64, metadata={"most": 1 << 20})
     """Requests that run at once."""
     block_size: int = 64
     """Tokens of a block of the KV cache."""
@@ -269,6 +270,16 @@ class EngineConfig:
         return self.append_policy or AppendPolicy.from_env(triton=device == "cuda")
 
 
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "True or False"),
+    "bool | None": ((bool, NoneType), "True, False or None"),
+    "str": ((str,), "a name"),
+    "str | None": ((str, NoneType), "a name or None"),
+    "AppendPolicy | None": ((AppendPolicy, NoneType), "an AppendPolicy or None"),
+}
+"""For annotations of settings: the types that are accepted, and what an error asks for."""
+
+
 def _check_kinds(settings: AppendPolicy | EngineConfig, owner: str, least: int) -> None:
     """Raise unless every field holds what its annotation says, and no number below ``least``."""
     for each in fields(settings):
@@ -278,8 +289,10 @@ def _check_kinds(settings: AppendPolicy | EngineConfig, owner: str, least: int) 
             holds = isinstance(value, types)
         elif kind in ("int", "int | None"):
             lowest = each.metadata.get("least", least)
-            wanted = f"a whole number of at least {lowest}"
-            holds = (type(value) is int and value >= lowest) or (value is None and kind != "int")
+            most = each.metadata.get("most", _MOST)
+            wanted = f"a whole number of at least {lowest} and at most {most}"
+            holds = type(value) is int and lowest <= value <= most
+            holds = holds or (value is None and kind != "int")
         else:
             continue
         if not holds:

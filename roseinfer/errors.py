@@ -69,6 +69,23 @@ def did_you_mean(said: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{alike[0]}?" if alike else ""
 
 
+def with_kind(error: BaseException) -> str:
+    """Return what an error of a library says, with its kind: alone, ``'x'`` says nothing."""
+    said = str(error).split("\nException raised from")[0]  # a trace of C++ follows
+    return f"{type(error).__name__}: {said}"
+
+
+def wrong_kind(error: Exception, wanted: str, *given: object) -> RoseinferError:
+    """Return the error to raise for one that came of arguments, which a call did not check first.
+
+    One of ours stays. Any other says that something is not what is ``wanted``.
+    """
+    if isinstance(error, RoseinferError):
+        return error
+    named = " and ".join(f"{each!r:.200}" for each in given)
+    return BadArgument(f"{wanted}, not {named} ({with_kind(error)})")
+
+
 class _Caused(RoseinferError, RuntimeError):
     """An error that may be kept for long, with the exception that caused it, if one did."""
 

@@ -7,12 +7,13 @@ import sys
 import threading
 from collections import deque
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.config import EngineConfig, SamplingParams
-from roseinfer.engine.engine import Engine
-from roseinfer.errors import BadArgument, RoseinferError
+from roseinfer.engine.engine import NO_PROMPTS, Engine
+from roseinfer.errors import BadArgument, ConfigError, RoseinferError, did_you_mean
 from roseinfer.how_far import counting
 from roseinfer.models.loading import load
 
@@ -60,6 +61,9 @@ class LLM:
         tokenizer: Any = None,
         **config: Any,
     ) -> None:
+        known = [each.name for each in fields(EngineConfig)]
+        for name in config.keys() - set(known):
+            raise ConfigError(f"an LLM takes no {name!r}{did_you_mean(name, known)}")
         self.config = EngineConfig(**config)
         loaded = load(model, self.config, device=device, dtype=dtype, tokenizer=tokenizer)
         self.tokenizer = loaded.tokenizer
@@ -82,11 +86,10 @@ class LLM:
         The output for a prompt that cannot be served says why; the others go on.
         ``progress`` shows a bar on a terminal, where it is the default, and lines elsewhere.
         """
-        asked = _as_list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(asked)
-        if len(params) != len(asked):
-            raise BadArgument(f"{len(params)} sampling parameters for {len(asked)} prompts")
+        asked = _as_prompts(prompts)
+        params = _as_params(params, len(asked))
+        if not (progress is None or isinstance(progress, bool)):
+            raise BadArgument(f"progress must be True, False or None, not {progress!r}")
         outputs: list[RequestOutput | None] = [None] * len(asked)
         waiting: dict[int, int] = {}
         """The indices in ``outputs`` of the requests that have not ended, by their ids."""
@@ -120,7 +123,7 @@ class LLM:
         """
         with self.in_use(), self._requests() as requests:
             with uninterrupted():
-                request = self.engine.submit(prompt, params or SamplingParams())
+                request = self.engine.submit(prompt, SamplingParams() if params is None else params)
                 requests.append(request)
                 arrived = self._mail[request.id] = deque()
             while request.finish_reason is None or arrived:
@@ -182,18 +185,46 @@ def output_of(request: Request, prompt: Prompt) -> RequestOutput:
     )
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts: a text is one of them, and so is a list of token ids."""
+def _as_prompts(prompts: Any) -> list[Any]:
+    """Return the prompts: a text is one of them, and so are token ids."""
     if isinstance(prompts, str):
         return [prompts]
     try:
-        found: list[Any] = list(prompts)
+        found = None if isinstance(prompts, NO_PROMPTS) else list(prompts)
     except TypeError:
+        found = None
+    if found is None:
         raise BadArgument(
-            f"prompts are a text, token ids, or several of these, not {prompts!r}"
+            f"prompts must be a text, token ids, or a list of these, not {prompts!r}"
         ) from None
-    alone = bool(found) and all(isinstance(each, int) for each in found)
-    return [found] if alone else found
+    ids = [_token_id(each) for each in found]
+    return [ids] if ids and None not in ids else found
+
+
+def _token_id(one: Any) -> int | None:
+    """Return the token id that something is, or None. An array of a single id is a prompt."""
+    if getattr(one, "ndim", 0):
+        return None
+    try:
+        return index(one)
+    except TypeError:
+        return None
+
+
+def _as_params(params: Any, count: int) -> Sequence[SamplingParams]:
+    """Return the parameters of each of ``count`` prompts."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, (list, tuple)):
+        raise BadArgument(
+            "params must be SamplingParams, or a list of them with one for each prompt, not "
+            f"{params!r}"
+        )
+    if len(params) != count:
+        raise BadArgument(f"params has {len(params)} sampling parameters for {count} prompts")
+    return params
 
 
 @contextmanager

@@ -183,7 +183,7 @@ def _read(name: str) -> str:
     except OSError as error:
         raise ConfigError(f"--prompts-file {name} cannot be read: {error.strerror}") from None
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")  # a byte order mark is no part of a prompt
     except UnicodeDecodeError:
         source = "standard input" if name == "-" else f"--prompts-file {name}"
         raise ConfigError(f"{source} is not UTF-8: prompts are texts") from None

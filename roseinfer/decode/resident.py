@@ -12,6 +12,7 @@ from roseinfer.decode.graphs import StepGraphs
 from roseinfer.decode.readback import Readback
 from roseinfer.decode.slots import DecodeSlots
 from roseinfer.engine_paths import EnginePath
+from roseinfer.errors import ConfigError
 from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.lasting import lasting
 from roseinfer.sampling import rows_without_a_distribution
@@ -52,7 +53,13 @@ class ResidentDecode:
         self._kv = kv = attention.kv
         self._path_counts = attention.path_counts
         width = -(-model.shape.max_length // kv.block_size)
-        self.slots = DecodeSlots(num_slots, width, len(kv.groups), attention.staging)
+        try:
+            self.slots = DecodeSlots(num_slots, width, len(kv.groups), attention.staging)
+        except (RuntimeError, MemoryError) as error:
+            raise ConfigError(
+                f"max_batch_size={num_slots}: {kv.device} has no memory for the state of so many "
+                "requests: ask for fewer, or leave resident_decode off"
+            ) from error
         self._model = model
         self._attention = attention
         self._advance: Callable[..., None] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from itertools import starmap
 from operator import index
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from roseinfer.engine.runner import Flight
     from roseinfer.engine.scheduler import Step
     from roseinfer.models.loading import Loaded
+
+
+NO_PROMPTS = (bytes, bytearray, memoryview, Mapping, Set)
+"""These are iterable, and yet no token ids: what they yield are bytes, names, or in no order."""
 
 
 @dataclass(slots=True)
@@ -96,7 +101,7 @@ class Engine:
     def submit(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
         """Queue a prompt. This raises for one that could never be served."""
         if not isinstance(params, SamplingParams):
-            raise BadArgument(f"how to choose tokens is said by SamplingParams, not by {params!r}")
+            raise BadArgument(f"params must be SamplingParams, not {params!r}")
         token_ids = self._token_ids(prompt)
         self.sessions.check_tokens(token_ids)
         if params.stop and self._tokenizer is None:
@@ -125,6 +130,8 @@ class Engine:
             raise BadArgument(
                 "a text prompt needs a tokenizer, and this model came without one: give token ids"
             )
+        if isinstance(prompt, NO_PROMPTS):
+            raise BadArgument(f"a prompt is a text or token ids in a list, not {prompt!r}")
         try:
             token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             return [index(token) for token in token_ids]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from roseinfer.config import AppendPolicy
-from roseinfer.errors import BadArgument
+from roseinfer.errors import BadArgument, wrong_kind
 from roseinfer.kv import plan as planning
 from roseinfer.kv import truncation
+from roseinfer.kv.cache_arguments import check_policy, checked_device, checked_size
 from roseinfer.kv.groups import by_window, consecutive, given_back
 from roseinfer.kv.paths import Condition, PathCounts, Work
 from roseinfer.kv.per_layer import PerLayerCalls
@@ -21,6 +21,7 @@ from roseinfer.kv.storage import DataMover, KVStorage
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
     from roseinfer.kv.plan import AppendPlan, Survey
@@ -56,17 +57,16 @@ class KVBlockManager(PerLayerCalls):
         layers_per_group: int | None = None,
         windows: Sequence[int | None] | None = None,
     ) -> None:
-        self.num_layers = num_layers
-        self.num_heads = num_heads
-        self.head_dim = head_dim
-        self.block_size = block_size
+        self.num_layers = num_layers = checked_size("num_layers", num_layers)
+        self.num_heads = num_heads = checked_size("num_heads", num_heads)
+        self.head_dim = head_dim = checked_size("head_dim", head_dim)
+        self.block_size = block_size = checked_size("block_size", block_size)
+        max_blocks_per_layer = checked_size("max_blocks_per_layer", max_blocks_per_layer)
         self.max_blocks_per_layer = max_blocks_per_layer
         self.one_pool = windows is not None
         """All groups take their blocks from one pool."""
-        self.layers_per_group = 1 if layers_per_group is None else layers_per_group
-        for name in ("num_layers", "num_heads", "head_dim", "block_size", "layers_per_group"):
-            if getattr(self, name) < 1:
-                raise BadArgument(f"{name} must be at least 1, not {getattr(self, name)}")
+        if layers_per_group is not None:
+            layers_per_group = checked_size("layers_per_group", layers_per_group)
         if windows is not None and len(windows) != num_layers:
             raise BadArgument(f"{len(windows)} windows for {num_layers} layers")
         if max_blocks_per_layer < 2:
@@ -75,13 +75,13 @@ class KVBlockManager(PerLayerCalls):
                 "since block 0 is scratch"
             )
         if windows is None:
-            self.groups = consecutive(num_layers, self.layers_per_group)
+            self.groups = consecutive(num_layers, layers_per_group or 1)
             planes = list(range(num_layers))
         else:
             self.groups = by_window(windows, layers_per_group)
-            self.layers_per_group = layers_per_group or len(self.groups[0].layers)
             of_layer = {at: plane for own in self.groups for plane, at in enumerate(own.layers)}
             planes = [of_layer[layer] for layer in range(num_layers)]
+        self.layers_per_group = layers_per_group or len(self.groups[0].layers)
         self._planes = planes
         """The first index of a layer's keys and values in the storage."""
         own = {layer: at for at, group in enumerate(self.groups) for layer in group.layers}
@@ -90,7 +90,7 @@ class KVBlockManager(PerLayerCalls):
         self.work_counts: Counter[str] = Counter()
         """How much work the host has done, by ``Work``."""
         shape = (max(planes) + 1, max_blocks_per_layer, num_heads, block_size, head_dim)
-        self._storage = KVStorage(shape, torch.device(device), dtype)
+        self._storage = KVStorage(shape, checked_device(device), dtype)
         self.keys, self.values = self._storage.keys, self._storage.values
         """All keys and all values, ``[layers, blocks, kv_heads, block_size, head_dim]``; with
         windows, the layers of any one group."""
@@ -106,7 +106,8 @@ class KVBlockManager(PerLayerCalls):
             )
             for group in range(pools)
         ]
-        policy = policy or AppendPolicy.from_env()
+        policy = AppendPolicy.from_env() if policy is None else policy
+        check_policy(policy)
         self._mover = DataMover(
             self._storage, self.layers_per_group, policy, self.path_counts, self.work_counts
         )
@@ -118,6 +119,7 @@ class KVBlockManager(PerLayerCalls):
 
     @policy.setter
     def policy(self, policy: AppendPolicy) -> None:
+        check_policy(policy)
         self._mover.use(policy)
 
     # ------------------------------------------------------------------------------ writing
@@ -186,7 +188,11 @@ class KVBlockManager(PerLayerCalls):
     ) -> None:
         """Truncate list ``i`` to ``lengths[i]`` tokens, one after the other; all lists or none."""
         pool = self._pool(layer_idx)
-        self._survey_cuts(layer_idx, block_ids_list, lengths, pool.num_free)
+        try:
+            self._survey_cuts(layer_idx, block_ids_list, lengths, pool.num_free)
+        except Exception as error:
+            wanted = "block_ids must be a list of block ids, and length a whole number, for each"
+            raise wrong_kind(error, wanted, block_ids_list, lengths) from None
         self._mover.copy_shared(truncation.commit(pool, block_ids_list, lengths))
 
     def truncate_groups(
@@ -225,8 +231,13 @@ class KVBlockManager(PerLayerCalls):
         Tokens come in the order of the plan's lists.
         """
         self._pool(layer_idx)
-        if plan.group != self._group_of[layer_idx]:
-            layers = ", ".join(map(str, self.groups[plan.group].layers))
+        try:
+            planned = plan.group
+        except AttributeError as error:
+            wanted = "plan must be what plan_append returned"
+            raise wrong_kind(error, wanted, plan) from None
+        if planned != self._group_of[layer_idx]:
+            layers = ", ".join(map(str, self.groups[planned].layers))
             raise BadArgument(
                 f"the plan is for layers {layers}; layer {layer_idx} has other block lists"
             )
@@ -243,9 +254,13 @@ class KVBlockManager(PerLayerCalls):
         What was given back is left out, and does not count.
         """
         pool = self._pool(layer_idx)
-        infos = self._infos(pool, self._kept(layer_idx, block_ids))
-        stored = sum(info.length for info in infos)
-        length = stored if total_len is None else total_len
+        try:
+            infos = self._infos(pool, self._kept(layer_idx, block_ids))
+            stored = sum(info.length for info in infos)
+            length = stored if total_len is None else operator.index(total_len)
+        except Exception as error:
+            wanted = "block_ids must be a list of block ids, and total_len a whole number or None"
+            raise wrong_kind(error, wanted, block_ids, total_len) from None
         if not 0 <= length <= stored:
             raise BadArgument(f"total_len={length}, but {stored} tokens are stored")
         return self._storage.gather(
@@ -255,16 +270,22 @@ class KVBlockManager(PerLayerCalls):
     def incref_blocks(self, block_ids: Sequence[int]) -> None:
         """Add a holder to every block: the list may now be used as another sequence's too."""
         held = []
-        for block_id in block_ids:
-            pool = self._pool_of(block_id)
-            held.append((pool, pool.held(block_id).block_index))
+        try:
+            for block_id in block_ids:
+                pool = self._pool_of(block_id)
+                held.append((pool, pool.held(block_id).block_index))
+        except Exception as error:
+            raise wrong_kind(error, "block_ids must be a list of block ids", block_ids) from None
         for pool, index in held:
             pool.share(index)
 
     def free_blocks(self, layer_idx: int, block_ids: Sequence[int]) -> None:
         """Take a holder off every block; the last one frees it. The list is left as it is."""
         pool = self._pool(layer_idx)
-        block_ids = self._kept(layer_idx, block_ids)
+        try:
+            block_ids = list(map(operator.index, self._kept(layer_idx, block_ids)))
+        except Exception as error:
+            raise wrong_kind(error, "block_ids must be a list of block ids", block_ids) from None
         pool.check_release(block_ids)
         for block_id in block_ids:
             pool.drop(block_id - pool.first_id)
@@ -299,9 +320,12 @@ class KVBlockManager(PerLayerCalls):
     # ------------------------------------------------------------------------------- inside
 
     def _pool(self, layer_idx: int) -> BlockPool:
-        if not 0 <= layer_idx < self.num_layers:
-            raise BadArgument(f"layer {layer_idx} of a cache with {self.num_layers} layers")
-        return self._pools[0 if self.one_pool else self._group_of[layer_idx]]
+        try:
+            if 0 <= layer_idx < self.num_layers:
+                return self._pools[0 if self.one_pool else self._group_of[layer_idx]]
+        except Exception as error:
+            raise wrong_kind(error, "layer_idx must be a whole number", layer_idx) from None
+        raise BadArgument(f"layer {layer_idx} of a cache with {self.num_layers} layers")
 
     def _survey_cuts(
         self, layer_idx: int, lists: Sequence[list[int]], lengths: Sequence[int], free: int
@@ -329,17 +353,24 @@ class KVBlockManager(PerLayerCalls):
         return infos
 
     def _pool_of(self, block_id: int) -> BlockPool:
-        group = block_id // self.max_blocks_per_layer
-        # An id outside every group is refused, with its range, by the pool it is nearest to.
-        return self._pools[min(max(group, 0), len(self._pools) - 1)]
+        try:
+            group = block_id // self.max_blocks_per_layer
+            # An id outside every group is refused, with its range, by the pool it is nearest to.
+            return self._pools[min(max(group, 0), len(self._pools) - 1)]
+        except Exception as error:
+            raise wrong_kind(error, "a block id must be a whole number", block_id) from None
 
     def _check_inputs(self, key: Tensor, value: Tensor, shape: tuple[int, ...]) -> None:
+        try:
+            floats = key.is_floating_point() and value.is_floating_point()
+        except (AttributeError, TypeError) as error:
+            raise wrong_kind(error, "key and value must be tensors", key, value) from None
         if key.shape != shape or value.shape != shape:
             raise BadArgument(
                 f"key and value must be {list(shape)}; they are {list(key.shape)} and "
                 f"{list(value.shape)}"
             )
-        if not (key.is_floating_point() and value.is_floating_point()):
+        if not floats:
             raise BadArgument(f"key and value must be floats; they are {key.dtype}, {value.dtype}")
         if key.device != self.device or value.device != self.device:
             raise BadArgument(

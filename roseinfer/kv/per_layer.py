@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from roseinfer.errors import BadArgument
+from roseinfer.errors import BadArgument, wrong_kind
 from roseinfer.kv import plan as planning
 from roseinfer.kv.paths import Condition, Path
 
@@ -57,7 +57,10 @@ class PerLayerCalls:
             raise BadArgument(f"a block list must be a list, not {block_ids!r}")
         storage = self._storage
         key, value = storage.as_stored(key), storage.as_stored(value)
-        last = pool.held(block_ids[-1]) if block_ids else None
+        try:
+            last = pool.held(block_ids[-1]) if block_ids else None
+        except Exception as error:
+            raise wrong_kind(error, "block_ids must be a list of block ids", block_ids) from None
         if last is None:
             met = Condition.FRESH
             info = pool.take(start=0, length=0)
@@ -89,7 +92,12 @@ class PerLayerCalls:
         A row whose list is None is padding: it may write to the scratch block only.
         """
         pool = self._own_pool(layer_idx, "append_token_batch")
-        self._check_inputs(key, value, (len(block_ids_list), self.num_heads, self.head_dim))
+        try:
+            rows = len(block_ids_list)
+        except TypeError as error:
+            wanted = "block_ids_list must be a list of block lists"
+            raise wrong_kind(error, wanted, block_ids_list) from None
+        self._check_inputs(key, value, (rows, self.num_heads, self.head_dim))
         seen = planning.survey(pool, block_ids_list, None)
         if not self._mover.policy.batched:
             for row, block_ids in enumerate(block_ids_list):
@@ -106,7 +114,8 @@ class PerLayerCalls:
     def register_prefill_layer(self, layer_idx: int, key: Tensor, value: Tensor) -> list[int]:
         """Store a whole prompt, ``[1, heads, tokens, head_dim]``, in new blocks; return them."""
         self._own_pool(layer_idx, "register_prefill_layer")
-        num_tokens = key.shape[2] if key.dim() == 4 else 0
+        shape: Sequence[int] = getattr(key, "shape", ())
+        num_tokens = shape[2] if len(shape) == 4 else 0
         self._check_inputs(key, value, (1, self.num_heads, num_tokens, self.head_dim))
         block_ids: list[int] = []
         if num_tokens:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import index as whole
 from typing import TYPE_CHECKING
 
-from roseinfer.errors import BadArgument, BadRefcount
+from roseinfer.errors import BadArgument, BadRefcount, wrong_kind
 from roseinfer.kv.paths import Condition, Path
 from roseinfer.kv.pool import SCRATCH, KVBlockInfo
 
@@ -99,6 +100,20 @@ def survey(
 
     Anything that would keep ``commit`` from succeeding raises here, too few blocks included.
     """
+    try:
+        block_lists[:0]  # rows are found by their places, which a set has not
+        return _look(pool, block_lists, counts)
+    except Exception as error:
+        wanted = (
+            "block_ids_list must have a list of block ids, or None, for each row, and num_tokens a "
+            "whole number, if it is not None"
+        )
+        raise wrong_kind(error, wanted, block_lists, counts) from None
+
+
+def _look(
+    pool: BlockPool, block_lists: Sequence[list[int] | None], counts: Sequence[int] | None
+) -> Survey:
     infos: list[KVBlockInfo] = []
     positions: list[int] = []
     seen = Survey(block_lists, infos, positions)
@@ -183,7 +198,7 @@ def _tail_blocks(seen: Survey, counts: Sequence[int], block_size: int) -> int:
         raise BadArgument(f"{len(counts)} token counts for {len(seen.positions)} block lists")
     needed = 0
     for row, (position, count) in enumerate(zip(seen.positions, counts, strict=True)):
-        if count < 1:
+        if whole(count) < 1:
             raise BadArgument(f"row {row}: asked to append {count} tokens; at least 1 is needed")
         if count > 1 and seen.block_lists[row] is None:
             raise BadArgument(f"row {row} is padding and takes one token, not {count}")

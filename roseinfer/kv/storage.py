@@ -6,6 +6,7 @@ import functools
 import warnings
 from array import array
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from roseinfer.errors import BadArgument, StalePlan, TritonUnavailable
 from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv import transfers
+from roseinfer.kv.cache_arguments import check_dtype
 from roseinfer.kv.lasting import lasting
 from roseinfer.kv.paths import GATHER, SCALAR_POSITION, Condition, Path, Work
 from roseinfer.kv.plan import StagedIndices
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from roseinfer.kv.paths import PathCounts
     from roseinfer.kv.plan import AppendPlan
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SLOTS = 64
 _FIRST_CAPACITY = 256
 _SPARE = 3
@@ -47,11 +48,17 @@ class KVStorage:
     def __init__(
         self, shape: tuple[int, int, int, int, int], device: torch.device, dtype: torch.dtype
     ):
-        if dtype not in DTYPES:
-            raise BadArgument(f"a cache of {dtype} is not supported; choose one of {DTYPES}")
-        with lasting():
-            self.keys = torch.zeros(shape, device=device, dtype=dtype)
-            self.values = torch.zeros(shape, device=device, dtype=dtype)
+        check_dtype(dtype)
+        try:
+            with lasting():
+                self.keys = torch.zeros(shape, device=device, dtype=dtype)
+                self.values = torch.zeros(shape, device=device, dtype=dtype)
+        except (RuntimeError, MemoryError) as error:
+            taken = 2 * prod(shape) * dtype.itemsize
+            raise BadArgument(
+                "num_layers, max_blocks_per_layer, num_heads, block_size and head_dim of "
+                f"{list(shape)} take {taken / 2**30:.1f} GiB, which {device} does not have"
+            ) from error
         self.device = self.keys.device
         self.dtype = dtype
         self.key_layers = list(self.keys.unbind(0))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
-from roseinfer.errors import UnsupportedModel
+from roseinfer.errors import UnsupportedModel, with_kind
 from roseinfer.models.source import ADAPTER, WHY_NO_ADAPTER
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def fetch(path: str, dtype: torch.dtype | str) -> Any:
     It reads safetensors only, runs no remote code, and ignores kernels that a config names.
     """
     try:
-        if _file(path, ADAPTER) is not None:
+        if file_of(path, ADAPTER) is not None:
             raise UnsupportedModel(WHY_NO_ADAPTER)
         config = _config(path)
         _check_files(path, config)
@@ -37,8 +37,13 @@ def fetch(path: str, dtype: torch.dtype | str) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except Exception as error:  # of any kind, since transformers trusts what a config says
+    except UnsupportedModel as error:
         raise UnsupportedModel(f"{path!r} cannot be loaded: {error}") from error
+    except Exception as error:  # of any kind, since transformers trusts what a config says
+        raise UnsupportedModel(
+            f"{path!r} cannot be loaded: transformers cannot make a model of its config and "
+            f"weights: {with_kind(error)}"
+        ) from error
     if missing := sorted(found["missing_keys"]):
         raise UnsupportedModel(
             f"the checkpoint {path!r} lacks {len(missing)} weights, {missing[0]} among them: "
@@ -75,12 +80,12 @@ def _check_files(path: str, config: Any) -> None:
     if named is not None:
         _check_name(named, _WEIGHTS, _INDEX)
     for index in {f"model{_INDEX}", named or ""}:
-        if index.endswith(_INDEX) and (found := _file(path, index)) is not None:
+        if index.endswith(_INDEX) and (found := file_of(path, index)) is not None:
             for shard in set(json.loads(Path(found).read_text())["weight_map"].values()):
                 _check_name(shard, _WEIGHTS)
 
 
-def _file(path: str, name: str) -> str | None:
+def file_of(path: str, name: str) -> str | None:
     """Return the path of one of the model's files, or None without it or without a network."""
     found: str | None = cached_file(
         path,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from roseinfer.attention.backend import find_backend
 from roseinfer.config import require_device, require_dtype
 from roseinfer.engine_paths import EnginePath
-from roseinfer.errors import ConfigError, UnsupportedModel
+from roseinfer.errors import BadArgument, ConfigError, UnsupportedModel
 from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.groups import by_window
 from roseinfer.kv.manager import KVBlockManager
@@ -23,6 +23,7 @@ from roseinfer.models.families import fused_family
 from roseinfer.models.padded_head import PaddedHead, pad_head
 from roseinfer.models.source import locate
 from roseinfer.models.tiny import tiny_gpt2
+from roseinfer.models.tokenizer_files import load_tokenizer
 
 if TYPE_CHECKING:
     from roseinfer.config import EngineConfig
@@ -56,17 +57,30 @@ def load(
     where = resolve_device(device)
     wanted = resolve_dtype(dtype, where)
     _refuse_unusable(config, where)
+    if not isinstance(tokenizer, (PreTrainedTokenizerBase, NoneType)):
+        raise ConfigError(
+            f"tokenizer must be a tokenizer of transformers or None, not {tokenizer!r}: load one "
+            "by AutoTokenizer.from_pretrained"
+        )
     network: Any = model
     if isinstance(model, (str, os.PathLike)):
         network, tokenizer = _network(os.fspath(model), where, wanted, tokenizer)
-    elif isinstance(model, torch.nn.Module) and hasattr(model, "config"):
+    elif isinstance(model, PreTrainedModel):
         network = network.to(where, wanted if dtype else None)
     else:
         raise ConfigError(
             f"{model!r} is no model: it must be 'tiny', a directory, a hub id, or a transformers "
             "model that is loaded already"
         )
-    causal = _causal(network, config)
+    try:
+        causal = _causal(network, config)
+    except UnsupportedModel as error:
+        if network.get_output_embeddings() is not None:
+            raise
+        raise UnsupportedModel(
+            f"{type(network).__name__} has no head that says the next token: load the model by "
+            "AutoModelForCausalLM"
+        ) from error
     return Loaded(causal, _cache(causal, config), tokenizer, _end_tokens(network, tokenizer))
 
 
@@ -130,27 +144,14 @@ def _network(
     if name == "tiny":
         tiny = tiny_gpt2()
         wanted = torch.float32 if isinstance(dtype, str) else dtype
-        return tiny.model.to(device, wanted), tokenizer or tiny.tokenizer
+        return tiny.model.to(device, wanted), tiny.tokenizer if tokenizer is None else tokenizer
     name = locate(name)
     network = fetch(name, dtype)
     try:
         network = network.to(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the model's weights do not fit on {device}: {error}") from error
-    return network, tokenizer or _tokenizer(name)
-
-
-def _tokenizer(name: str) -> Any:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # of any kind, since tokenizers trusts what a file says
-        if any(Path(name).glob("token*")):
-            raise UnsupportedModel(
-                f"the tokenizer of {name!r} cannot be loaded: {error}"
-            ) from error
-        return None
-    # Without any files, some families have one with an empty vocabulary.
-    return tokenizer if tokenizer.vocab_size > 1 else None
+    return network, load_tokenizer(name) if tokenizer is None else tokenizer
 
 
 def _end_tokens(network: Any, tokenizer: Any) -> frozenset[int]:
@@ -158,7 +159,13 @@ def _end_tokens(network: Any, tokenizer: Any) -> frozenset[int]:
     ends: set[int] = set()
     for source in (getattr(network, "generation_config", None), network.config, tokenizer):
         found = getattr(source, "eos_token_id", None)
-        ends |= {found} if isinstance(found, int) else set(found or ())
+        listed = found if isinstance(found, (list, tuple)) else () if found is None else (found,)
+        if any(isinstance(token, bool) or not isinstance(token, int) for token in listed):
+            raise UnsupportedModel(
+                f"eos_token_id of the {type(source).__name__} is {found!r}: it must be a token id "
+                "or a list of them"
+            )
+        ends.update(listed)
     return frozenset(ends)
 
 
@@ -199,8 +206,11 @@ def _cache(model: CausalModel, config: EngineConfig) -> KVBlockManager:
             layers_per_group=None if config.per_layer_kv or windows else shape.num_layers,
             windows=windows,
         )
-    except (RuntimeError, MemoryError) as error:
+    except BadArgument as error:
+        taken = (blocks + 1) * config.block_size * token_bytes
+        small = config.block_size <= tokens
+        fewer = f"ask for {'fewer kv_cache_tokens' if small else 'a smaller block_size'}"
         raise ConfigError(
-            f"a KV cache of {tokens} tokens takes {tokens * token_bytes / 2**30:.1f} GiB, which "
-            f"{device} does not have: ask for fewer kv_cache_tokens"
+            f"a KV cache of {blocks + 1} blocks of block_size={config.block_size} tokens takes "
+            f"{taken / 2**30:.1f} GiB, which {device} does not have: {fewer}"
         ) from error

@@ -7,9 +7,10 @@ only where a character is spread over several.
 from __future__ import annotations
 
 from codecs import utf_8_decode
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tokenizers.decoders import ByteLevel
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
@@ -18,6 +19,8 @@ BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {
 }
 """The byte that each character of such a vocabulary stands for: the one of the same number if it
 can be printed, as in Latin-1."""
+_MOST_REMEMBERED = 1 << 18
+"""As many tokens as the largest vocabularies have."""
 
 
 class Piece(NamedTuple):
@@ -33,38 +36,33 @@ class Piece(NamedTuple):
 class TokenPieces(dict[int, Piece]):
     """Maps each token to its piece, which is made when it is first asked for."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, written: Mapping[int, str | None]) -> None:
         super().__init__()
-        self._backend = tokenizer.backend_tokenizer
-        added = self._backend.get_added_tokens_decoder()
-        self._special = {token for token, what in added.items() if what.special}
-
-    @staticmethod
-    def serve(tokenizer: Any) -> bool:
-        """Return whether a tokenizer decodes by bytes alone."""
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        return isinstance(getattr(backend, "decoder", None), ByteLevel)
+        self._written = written
 
     def __missing__(self, token: int) -> Piece:
-        written = None if token in self._special else self._backend.id_to_token(token)
-        if written is None:  # a special token, or one beyond the vocabulary
-            data = b""
-        elif all(character in BYTE_OF for character in written):
-            data = bytes(BYTE_OF[character] for character in written)
-        else:  # an added token is written as it is
-            data = written.encode()
-        piece = self[token] = Piece(data, *_decode(data))
+        piece = self[token] = _piece(self._written[token] or "")
         return piece
 
 
-class ByteLevelDetokenizer:
-    """Decodes one growing sequence of tokens. Special tokens add no text."""
+class WrittenPieces(dict[str, Piece]):
+    """Maps what tokens are written as to their pieces."""
 
-    def __init__(self, pieces: TokenPieces) -> None:
-        self._pieces = pieces
+    def __missing__(self, written: str) -> Piece:
+        piece = _piece(written)
+        if len(self) < _MOST_REMEMBERED:
+            self[written] = piece
+        return piece
+
+
+class ByteLevelJoin:
+    """Joins tokens by the bytes that they stand for."""
+
+    def __init__(self, pieces: TokenPieces | WrittenPieces) -> None:
+        self._pieces: Mapping[Any, Piece] = pieces
         self._rest = b""
 
-    def add(self, token: int) -> str:
+    def add(self, token: Any) -> str:
         """Take one more token, and return the text that became certain with it."""
         data, text, rest = self._pieces[token]
         if self._rest:
@@ -76,6 +74,14 @@ class ByteLevelDetokenizer:
         """Return the rest after the last token, with U+FFFD for an incomplete character."""
         rest, self._rest = self._rest, b""
         return rest.decode(errors="replace")
+
+
+def _piece(written: str) -> Piece:
+    if all(character in BYTE_OF for character in written):
+        data = bytes(BYTE_OF[character] for character in written)
+    else:  # an added token is written as it is
+        data = written.encode()
+    return Piece(data, *_decode(data))
 
 
 def _decode(data: bytes) -> tuple[str, bytes]:

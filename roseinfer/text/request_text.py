@@ -6,31 +6,37 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from roseinfer.text.byte_level import ByteLevelDetokenizer, TokenPieces
+from transformers import PreTrainedTokenizerFast
+
+from roseinfer.text.agreement import decodes_by_its_own_code, require_agreement
+from roseinfer.text.decoder_chain import DecoderChain
 from roseinfer.text.detokenizer import Detokenizer
 from roseinfer.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from roseinfer.text.detokenizer import Decodes
+    from roseinfer.text.detokenizer import Decodes, DecodesInPieces
 
 
-def detokenizers(tokenizer: Decodes) -> Callable[[], Detokenizer | ByteLevelDetokenizer]:
-    """Return what makes a detokenizer for each text: of the quickest kind for the tokenizer."""
-    if TokenPieces.serve(tokenizer):
-        return partial(ByteLevelDetokenizer, TokenPieces(tokenizer))
-    return partial(Detokenizer, tokenizer)
+def detokenizers(tokenizer: Decodes) -> Callable[[], DecodesInPieces]:
+    """Return what makes a detokenizer for each text, and raise if none would decode it exactly."""
+    make: Callable[[], DecodesInPieces] = partial(Detokenizer, tokenizer)
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        make = DecoderChain(tokenizer).detokenizer
+    if decodes_by_its_own_code(tokenizer):
+        require_agreement(tokenizer, make)
+    return make
 
 
 @dataclass(slots=True)
 class RequestText:
     """A text that grows token by token. What was returned once never changes."""
 
-    _new_detokenizer: Callable[[], Detokenizer | ByteLevelDetokenizer]
+    _new_detokenizer: Callable[[], DecodesInPieces]
     """Called when the first token comes."""
     _stop_strings: Sequence[str]
-    _detokenizer: Detokenizer | ByteLevelDetokenizer | None = None
+    _detokenizer: DecodesInPieces | None = None
     _stops: StopStrings | None = None
     _parts: list[str] = field(default_factory=list)
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from roseinfer.text.byte_level import BYTE_OF, ByteLevelDetokenizer, TokenPieces
-from roseinfer.text.detokenizer import Detokenizer
+from roseinfer.text.byte_level import BYTE_OF
 from roseinfer.text.request_text import detokenizers
-from tests.engine.tokenizers import SPECIAL, UNKNOWN, all_cuts, byte_level, llama_like, metaspace
+from tests.engine.tokenizers import SPECIAL, UNKNOWN, all_cuts, byte_level
 
 
 @lru_cache(maxsize=1)
@@ -26,6 +24,7 @@ def cut_bytes() -> Any:
 
 
 tokens = st.integers(0, len(cut_bytes()) - 1) | st.sampled_from([SPECIAL, UNKNOWN])
+new_detokenizer = detokenizers(cut_bytes())
 
 
 def decoded(token_ids: list[int]) -> str:
@@ -37,7 +36,7 @@ def decoded(token_ids: list[int]) -> str:
 
 @given(st.lists(tokens, max_size=30))
 def test_any_tokens(token_ids: list[int]) -> None:
-    detokenizer = ByteLevelDetokenizer(TokenPieces(cut_bytes()))
+    detokenizer = new_detokenizer()
     parts = [detokenizer.add(token) for token in token_ids]
     known = [token for token in token_ids if token != UNKNOWN]
     assert "".join(parts) + detokenizer.flush() == decoded(known)
@@ -46,7 +45,7 @@ def test_any_tokens(token_ids: list[int]) -> None:
 @given(st.text(min_size=1))
 def test_a_character_comes_with_its_last_byte(text: str) -> None:
     tokenizer = cut_bytes()
-    detokenizer = ByteLevelDetokenizer(TokenPieces(tokenizer))
+    detokenizer = new_detokenizer()
     written = {byte: character for character, byte in BYTE_OF.items()}
     for character in text:
         *early, last = (
@@ -59,17 +58,7 @@ def test_a_character_comes_with_its_last_byte(text: str) -> None:
 
 
 def test_added_tokens_are_written_as_they_are() -> None:
-    tokenizer = cut_bytes()
-    ids = tokenizer.convert_tokens_to_ids(["héllo wörld", "<|tool|>", " spaced "])
-    detokenizer = ByteLevelDetokenizer(TokenPieces(tokenizer))
+    ids = cut_bytes().convert_tokens_to_ids(["héllo wörld", "<|tool|>", " spaced "])
+    detokenizer = new_detokenizer()
     assert "".join(map(detokenizer.add, ids)) == decoded(ids)
     assert "tool" not in decoded(ids)
-
-
-@pytest.mark.parametrize("build", [llama_like, metaspace])
-def test_other_vocabularies_are_decoded_by_their_tokenizers(build: Any) -> None:
-    assert isinstance(detokenizers(build(["a"]))(), Detokenizer)
-
-
-def test_byte_level_ones_are_looked_up() -> None:
-    assert isinstance(detokenizers(cut_bytes())(), ByteLevelDetokenizer)

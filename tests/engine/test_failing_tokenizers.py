@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer import LLM, BadArgument, NoText, tiny_gpt2
-from roseinfer.text.detokenizer import Detokenizer
+from roseinfer.text.decoder_chain import ChainDetokenizer
 from tests.engine.served_streams import collect, greedy, run, serving, tokens_of
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 from tests.engine.test_run_ahead import run as updates_of
@@ -139,15 +139,15 @@ def test_a_rest_that_cannot_be_written_is_an_error_of_that_text(
 ) -> None:
     llm = tiny_with(device, words(KNOWN))
     whole = llm.generate(TEXTS, greedy(), progress=False)
-    flush = Detokenizer.flush
+    flush = ChainDetokenizer.flush
     calls = iter(range(9))
 
-    def once(self: Detokenizer) -> str:
+    def once(self: ChainDetokenizer) -> str:
         if next(calls) == 0:
             raise error
         return flush(self)
 
-    monkeypatch.setattr(Detokenizer, "flush", once)
+    monkeypatch.setattr(ChainDetokenizer, "flush", once)
     requests = [llm.engine.submit(text, greedy()) for text in TEXTS]
     lasts = [update for update in updates_of(llm) if update.finish_reason]
     assert [last.request for last in lasts] == requests
@@ -165,7 +165,7 @@ def test_of_two_failures_the_first_is_told(device: str, monkeypatch: pytest.Monk
 
     llm = tiny_with(device, words(KNOWN))
     for method in ("add", "flush"):
-        monkeypatch.setattr(Detokenizer, method, fails)
+        monkeypatch.setattr(ChainDetokenizer, method, fails)
     (output,) = llm.generate(TEXTS[0], greedy(), progress=False)
     assert "Panic: add" in str(output.error)
     assert_no_block_is_lost(llm)
@@ -179,7 +179,7 @@ def test_ctrl_c_in_a_tokenizer_is_no_failure_of_a_text(
 
     for method in ("add", "flush"):
         llm = tiny_with(device, words(KNOWN))
-        monkeypatch.setattr(Detokenizer, method, pressed)
+        monkeypatch.setattr(ChainDetokenizer, method, pressed)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(TEXTS, greedy(), progress=False)
         monkeypatch.undo()

@@ -289,7 +289,10 @@ def test_a_stream_ends_in_what_went_wrong(device: str) -> None:
         ({"device": "cpu:7"}, "device 'cpu:7'"),
         ({"dtype": "int8"}, "dtype 'int8': it must be one of float32, float16, bfloat16"),
         ({"dtype": "torch.float32"}, "dtype 'torch.float32'"),
-        ({"max_batch_size": 0}, "max_batch_size must be a whole number of at least 1, not 0"),
+        (
+            {"max_batch_size": 0},
+            "max_batch_size must be a whole number of at least 1 and at most 1048576, not 0",
+        ),
         ({"block_size": 2.5}, "block_size"),
         ({"block_size": True}, "block_size"),
         ({"kv_cache_tokens": 0}, "kv_cache_tokens"),
@@ -328,9 +331,10 @@ def test_what_is_no_prompt_at_all(device: str, prompts: Any) -> None:
 def test_parameters_that_are_none(device: str) -> None:
     llm = small_llm(device)
     wrong: Any = {"temperature": 1}
-    (output,) = llm.generate("a", wrong)
-    assert output.error is not None
-    assert "is said by SamplingParams, not by 'temperature'" in output.error
+    with pytest.raises(BadArgument, match="params must be SamplingParams, or a list of them"):
+        llm.generate("a", wrong)
+    (output,) = llm.generate("a", [wrong])
+    assert output.error == "params must be SamplingParams, not {'temperature': 1}"
     with pytest.raises(BadArgument, match="SamplingParams"):
         next(llm.stream("a", wrong))
 

@@ -68,6 +68,16 @@ def test_a_config_that_makes_no_sense(tmp_path: Any, wrong: dict[str, Any]) -> N
         fetch(str(tmp_path), torch.float32)
 
 
+def test_an_error_of_transformers_is_told_with_its_kind(tmp_path: Any) -> None:
+    """Alone it says ``'os.system'``, and nothing of where that stands."""
+    tiny("gpt2", "cpu").save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    told = json.loads(config.read_text()) | {"activation_function": "os.system"}
+    config.write_text(json.dumps(told))
+    with pytest.raises(UnsupportedModel, match=r"its config and weights: KeyError: 'os\.system'"):
+        fetch(str(tmp_path), torch.float32)
+
+
 def test_a_tokenizer_that_makes_no_sense(tmp_path: Any) -> None:
     tiny("gpt2", "cpu").save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("[]")

@@ -21,22 +21,6 @@ SAMPLE = "aé€😀好"
 """Characters of one to four bytes."""
 
 
-def llama_like(pieces: Sequence[str]) -> PreTrainedTokenizerBase:
-    """``SPECIAL``, then a token for each byte, then the pieces, with ``▁`` for a space."""
-    vocabulary = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    return _tokenizer(
-        vocabulary,
-        decoders.Sequence(
-            [
-                decoders.Replace("▁", " "),
-                decoders.ByteFallback(),
-                decoders.Fuse(),
-                decoders.Strip(" ", 1, 0),
-            ]
-        ),
-    )
-
-
 def metaspace(pieces: Sequence[str]) -> PreTrainedTokenizerBase:
     return _tokenizer(["<s>", *pieces], decoders.Metaspace())
 

@@ -53,6 +53,18 @@ def test_a_file_has_a_prompt_in_each_line(run: Run, tmp_path: Path) -> None:
     assert [each["prompt"] for each in outcome.objects] == [" first ", "second €"]
 
 
+@pytest.mark.parametrize("source", ["a file", "standard input"])
+def test_a_byte_order_mark_is_no_part_of_a_prompt(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str
+) -> None:
+    data = b"\xef\xbb\xbffirst \xef\xbb\xbf"
+    (tmp_path / "prompts.txt").write_bytes(data)
+    give_stdin(monkeypatch, data)
+    given = ["--prompts-file", str(tmp_path / "prompts.txt")] if source == "a file" else []
+    (only,) = run(*given, "--json", *FEW).objects
+    assert only["prompt"] == "first \N{BOM}"
+
+
 def test_a_dash_is_standard_input_line_by_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     give_stdin(monkeypatch, b"first\nsecond\n")
     outcome = run("--prompts-file", "-", "--json", *FEW)
