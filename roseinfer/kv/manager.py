@@ -189,7 +189,8 @@ class KVBlockManager(PerLayerCalls):
         """Truncate list ``i`` to ``lengths[i]`` tokens, one after the other; all lists or none."""
         pool = self._pool(layer_idx)
         try:
-            self._survey_cuts(layer_idx, block_ids_list, lengths, pool.num_free)
+            stored = self._check_cuts(layer_idx, block_ids_list, lengths)
+            truncation.room_left(pool, block_ids_list, stored, lengths, pool.num_free)
         except Exception as error:
             wanted = "block_ids must be a list of block ids, and length a whole number, for each"
             raise wrong_kind(error, wanted, block_ids_list, lengths) from None
@@ -199,14 +200,19 @@ class KVBlockManager(PerLayerCalls):
         self, block_lists: Sequence[Sequence[list[int]]], lengths: Sequence[int]
     ) -> None:
         """Truncate sequences in all groups, all or nothing; ``block_lists[i]`` are one's lists."""
-        free = self._pools[0].num_free
+        firsts = [group.layers[0] for group in self.groups]
         by_group = [list(lists) for lists in zip(*block_lists, strict=True)]
-        for group, lists in zip(self.groups, by_group, strict=False):
-            left = self._survey_cuts(group.layers[0], lists, lengths, free)
-            free = left if self.one_pool else free
-        for group, lists in zip(self.groups, by_group, strict=False):
-            pool = self._pool(group.layers[0])
-            self._mover.copy_shared(truncation.commit(pool, lists, lengths))
+        stored = [
+            self._check_cuts(first, lists, lengths)
+            for first, lists in zip(firsts, by_group, strict=True)
+        ]
+        left = self._pools[0].num_free
+        for first, lists, own in zip(firsts, by_group, stored, strict=True):
+            pool = self._pool(first)
+            free = left if self.one_pool else pool.num_free
+            left = truncation.room_left(pool, lists, own, lengths, free)
+        for first, lists in zip(firsts, by_group, strict=True):
+            self._mover.copy_shared(truncation.commit(self._pool(first), lists, lengths))
 
     def give_back(self, layer_idx: int, block_ids: list[int], stored: int) -> list[int]:
         """Let go of the blocks that no token sees any more once ``stored`` tokens are stored.
@@ -327,13 +333,15 @@ class KVBlockManager(PerLayerCalls):
             raise wrong_kind(error, "layer_idx must be a whole number", layer_idx) from None
         raise BadArgument(f"layer {layer_idx} of a cache with {self.num_layers} layers")
 
-    def _survey_cuts(
-        self, layer_idx: int, lists: Sequence[list[int]], lengths: Sequence[int], free: int
-    ) -> int:
+    def _check_cuts(
+        self, layer_idx: int, lists: Sequence[list[int]], lengths: Sequence[int]
+    ) -> list[list[KVBlockInfo]]:
+        """Raise for what cannot be cut; return the records of every list's blocks."""
         pool = self._pool(layer_idx)
         stored = [self._infos(pool, self._kept(layer_idx, block_ids)) for block_ids in lists]
         group = self.groups[self._group_of[layer_idx]]
-        return truncation.survey(pool, group, lists, stored, lengths, free)
+        truncation.check(pool, group, lists, stored, lengths)
+        return stored
 
     def _kept(self, layer_idx: int, block_ids: Sequence[int]) -> Sequence[int]:
         """Return a list without what was given back."""

@@ -1,6 +1,7 @@
 """Plans of truncations, list by list: look first, then commit, as for appends.
 
-``survey`` reads and raises; ``commit`` changes metadata and cannot fail. Neither touches a tensor.
+``check`` and ``room_left`` read and raise; ``commit`` changes metadata and cannot fail. None of
+them touches a tensor.
 """
 
 from __future__ import annotations
@@ -20,23 +21,20 @@ if TYPE_CHECKING:
     from roseinfer.kv.pool import BlockPool, KVBlockInfo
 
 
-def survey(
+def check(
     pool: BlockPool,
     group: LayerGroup,
     block_lists: Sequence[list[int]],
     infos: Sequence[list[KVBlockInfo]],
     lengths: Sequence[int],
-    free: int,
-) -> int:
-    """Raise unless every list can be cut when its turn comes, if ``free`` blocks are free.
+) -> None:
+    """Raise unless every list can be cut, if there is room for the copies that it takes.
 
-    ``infos`` are the records of its blocks, without those that were given back. This returns how
-    many blocks are free behind the last list.
+    ``infos`` are the records of its blocks, without those that were given back.
     """
     if len(lengths) != len(block_lists):
         raise BadArgument(f"{len(lengths)} lengths for {len(block_lists)} block lists")
     _check_holders(pool, block_lists)
-    leaving: Counter[int] = Counter()  # block index -> earlier lists that let go of it
     for block_ids, own, length in zip(block_lists, infos, lengths, strict=True):
         if not isinstance(block_ids, list):
             raise BadArgument(f"a block list must be a list, not {block_ids!r}")
@@ -49,6 +47,23 @@ def survey(
                 f"truncate to {length}: what the next token would see was given back when it left "
                 f"the window of {group.window} tokens"
             )
+
+
+def room_left(
+    pool: BlockPool,
+    block_lists: Sequence[list[int]],
+    infos: Sequence[list[KVBlockInfo]],
+    lengths: Sequence[int],
+    free: int,
+) -> int:
+    """Return how many of ``free`` blocks are free behind the last list, whose turns come in order.
+
+    This raises where a copy finds no room.
+    """
+    leaving: Counter[int] = Counter()  # block index -> earlier lists that let go of it
+    for block_ids, own, length in zip(block_lists, infos, lengths, strict=True):
+        gone = len(block_ids) - len(own)
+        stored = gone * pool.block_size + sum(info.length for info in own)
         kept, cut = blocks_kept(pool, length)
         kept -= gone
         for info in own[max(0, kept) :]:

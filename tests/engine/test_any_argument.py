@@ -325,7 +325,11 @@ def load(network: Any) -> LLM:
     return LLM(network, device="cpu", kv_cache_tokens=64)
 
 
-@pytest.mark.parametrize("tokens", ["x", 1.5, [None], ["a"], [[1]], True, b"x", object()], ids=repr)
+@pytest.mark.parametrize(
+    "tokens",
+    ["x", 1.5, [None], ["a"], [[1]], True, b"x", object()],
+    ids=lambda each: type(each).__name__,
+)
 def test_tokens_that_end_a_text(tokens: Any) -> None:
     network = tiny_gpt2().model
     vars(network.generation_config)["eos_token_id"] = tokens

@@ -140,6 +140,22 @@ def test_a_cut_behind_what_was_given_back(device: str, length: int) -> None:
     assert [len(own) for own in lists] == ([3, 3] if length else [0, 0])
 
 
+def test_a_cut_that_cannot_be_is_told_before_one_that_finds_no_room(device: str) -> None:
+    kv = cache(2, ALL, blocks=4, device=device)
+    first: list[list[int]] = [[], []]
+    append(kv, first, 7)
+    second = [list(own) for own in first]
+    for own in second:
+        kv.incref_blocks(own)
+    assert slide(kv, second, 7) == [1, 0]
+    assert kv.num_free_blocks(0) == 0
+    with pytest.raises(BadArgument, match="was given back"):
+        kv.truncate_groups([second], [3])
+    with pytest.raises(OutOfBlocks):
+        kv.truncate_groups([second], [6])
+    assert kv.num_free_blocks(0) == 0
+
+
 def test_scratch_is_no_block_where_nothing_is_given_back(device: str) -> None:
     kv = cache(3, ALL, device=device)
     with pytest.raises(BadBlock, match="scratch"):
