@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from roseinfer.layer_traits import LayerTraits
 
+_OURS = "roseinfer_"
+"""How the names of our attention begin, that of trials included."""
+
 
 @dataclass(frozen=True, slots=True)
 class OwnCall:
@@ -54,7 +57,8 @@ class _Reference:
 def own_calls(network: Any, tokens: Tensor) -> list[OwnCall]:
     """Run the network with closed doors, and return all calls of attention that has one.
 
-    The doors are open afterwards.
+    The doors are open afterwards. A network that attends by ours already is run as transformers
+    would have loaded it.
     """
     opened = open_doors(network)
     if not opened:
@@ -67,7 +71,8 @@ def own_calls(network: Any, tokens: Tensor) -> list[OwnCall]:
 
     inner = [module for module in opened if not isinstance(module, PreTrainedModel)]
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in inner]
-    network.config._attn_implementation = network.get_correct_attn_implementation(None)
+    if network.config._attn_implementation.startswith(_OURS):
+        network.config._attn_implementation = network.get_correct_attn_implementation(None)
     try:
         network(input_ids=tokens[None], use_cache=False)
     finally:

@@ -201,6 +201,14 @@ def test_falcon_rounds_slopes_that_are_no_powers_of_two() -> None:
     assert 1e-4 < apart(in_steps(runner_for(model, "cpu")), wanted) < 2**-8 * largest
 
 
+def test_a_falcon_that_adds_alibi_twice() -> None:
+    """Transformers' eager attention does, if one asks for it; what it loads by itself does not."""
+    model = build("falcon with alibi")
+    model.config._attn_implementation = "eager"
+    with pytest.raises(UnsupportedModel, match="computes something else than attention with scale"):
+        CausalModel(model)
+
+
 def _scaled(attend: Callable[..., Any]) -> Callable[..., Any]:
     def sharper(module: Any, query: Any, key: Any, value: Any, scaling: float, **asked: Any) -> Any:
         return attend(module, query, key, value, 1.2 * scaling, **asked)
