@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
 
-
-@cache
 def alibi_slopes(heads: int) -> tuple[float, ...]:
     """Return the slopes: a geometric series, with the steps in between where heads are left over.
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 @register("BloomAttention")
-def open_door(attention: Any) -> Methods:  # noqa: ARG001
+def open_door(attention: Any) -> Methods:
+    attention.roseinfer_slopes = alibi_slopes(attention.num_heads)
     return {"forward": _forward}
 
 
@@ -22,8 +23,7 @@ def _forward(
     self: Any, hidden_states: torch.Tensor, residual: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
     query, key, value = self._reshape(self.query_key_value(hidden_states))
-    slopes = alibi_slopes(self.num_heads)
     out = attend_through_interface(
-        self, query, key, value, self.inv_norm_factor, roseinfer_slopes=slopes
+        self, query, key, value, self.inv_norm_factor, roseinfer_slopes=self.roseinfer_slopes
     )
     return self.dense(out.flatten(2)) + residual, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.models.doors import attend_through_interface, register
@@ -16,7 +15,10 @@ if TYPE_CHECKING:
 
 
 @register("FalconAttention")
-def open_door(attention: Any) -> Methods:  # noqa: ARG001
+def open_door(attention: Any) -> Methods:
+    # The model rounds them, times the positions, to bfloat16. These are what it was meant to have.
+    slopes = alibi_slopes(attention.num_heads)
+    attention.roseinfer_slopes = tuple(slope * attention.inv_norm_factor for slope in slopes)
     return {"forward": _forward}
 
 
@@ -37,17 +39,8 @@ def _forward(
         rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
         query, key = rotate(query, key, *position_embeddings)
     else:
-        slopes = _slopes(self.num_heads, self.inv_norm_factor)
+        slopes = self.roseinfer_slopes
     out = attend_through_interface(
         self, query, key, value, self.inv_norm_factor, roseinfer_slopes=slopes
     )
     return self.dense(out.flatten(2)), None
-
-
-@cache
-def _slopes(heads: int, scale: float) -> tuple[float, ...]:
-    """Return the slopes, scaled as scores are.
-
-    The model rounds them, times the positions, to bfloat16. Ours are what it was meant to have.
-    """
-    return tuple(slope * scale for slope in alibi_slopes(heads))

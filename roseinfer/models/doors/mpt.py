@@ -22,7 +22,8 @@ def open_model(model: Any) -> Methods:  # noqa: ARG001
 
 
 @register("MptAttention")
-def open_door(attention: Any) -> Methods:  # noqa: ARG001
+def open_door(attention: Any) -> Methods:
+    attention.roseinfer_slopes = alibi_slopes(attention.n_heads)
     return {"forward": _forward}
 
 
@@ -37,8 +38,7 @@ def _forward(
     if self.clip_qkv:
         mixed = mixed.clamp(-self.clip_qkv, self.clip_qkv)
     query, key, value = mixed.unflatten(-1, (3, self.n_heads, -1)).transpose(1, 3).unbind(2)
-    slopes = alibi_slopes(self.n_heads)
     out = attend_through_interface(
-        self, query, key, value, self.softmax_scale, roseinfer_slopes=slopes
+        self, query, key, value, self.softmax_scale, roseinfer_slopes=self.roseinfer_slopes
     )
     return self.out_proj(out.flatten(2)), None
