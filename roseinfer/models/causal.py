@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
 
 from roseinfer.errors import ConfigError, UnsupportedModel
+from roseinfer.models.doors import use_attention
+from roseinfer.models.running import RUNNING
 from roseinfer.models.shape import shape_of
 from roseinfer.models.trial import Trial
 
@@ -27,6 +28,8 @@ _HARMLESS = frozenset(
         "output_router_logits",
         "position_embeddings",  # queries and keys are rotated already
         "position_ids",
+        "roseinfer_slopes",  # the trial notes what doors ask for
+        "roseinfer_window",
         "return_dict",
         "s_aux",  # the trial notes the sinks
         "sliding_window",  # the trial looks at the masks, which say the same
@@ -47,7 +50,6 @@ def attend(
     *,
     dropout: float = 0.0,
     is_causal: bool | None = None,
-    roseinfer_attention: Attention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend in one layer; transformers calls this with ``[1, heads, tokens, head_dim]`` each."""
@@ -58,13 +60,14 @@ def attend(
         asked.add("is_causal=False")
     if dropout:
         asked.add(f"dropout={dropout}")
-    if asked or roseinfer_attention is None:
+    attention = RUNNING.get()
+    if asked or attention is None:
         raise UnsupportedModel(
             f"{type(module).__name__} asks its attention for "
             f"{', '.join(sorted(asked)) or 'what runs outside the engine'}, which is not supported"
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = roseinfer_attention.attend_new(
+    out = attention.attend_new(
         layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     )
     return out[None], None
@@ -93,11 +96,9 @@ class CausalModel:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         # The trial runs the model's own modules, even where fused kernels replace them.
-        run = partial(CausalModel.logits, self)
-        self.traits = Trial(model, self.shape, run, attend).layer_traits()
-        model.set_attn_implementation(ATTENTION)
+        self.traits = Trial(model, self.shape, self._forward, attend).layer_traits()
+        use_attention(model, ATTENTION)
 
-    @torch.inference_mode()
     def logits(
         self,
         token_ids: torch.Tensor,
@@ -109,14 +110,21 @@ class CausalModel:
 
         ``last_rows`` are the indices of the last tokens; None where every sequence has one token.
         """
-        output = self._model(
+        return self._forward(
+            attention,
             input_ids=token_ids[None],
             position_ids=positions[None],
-            use_cache=False,
             logits_to_keep=0 if last_rows is None else last_rows,
-            roseinfer_attention=attention,
         )
-        logits: torch.Tensor = output.logits[0]
+
+    @torch.inference_mode()
+    def _forward(self, attention: Attention, **inputs: Any) -> torch.Tensor:
+        """Run the model's own modules with an attention, and return the logits."""
+        before = RUNNING.set(attention)
+        try:
+            logits: torch.Tensor = self._model(**inputs, use_cache=False).logits[0]
+        finally:
+            RUNNING.reset(before)
         return logits
 
 
@@ -139,7 +147,6 @@ def compile_layers(model: Any) -> None:
 
 
 _CHANGES_ATTENTION = {
-    "alibi": "ALiBi positions",
     "attn_temperature_tuning": "queries scaled by their place in a step",
     "indexer": "attention to what an index picks",
     "reorder_and_upcast_attn": "reordered attention",
@@ -150,8 +157,6 @@ not show them, since some models ask for them only in a long text."""
 
 def _refuse_other_attention(model: Any, config: Any, name: str) -> None:
     """Raise for attention that this engine would compute wrongly."""
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{name} does not use transformers' attention interface")
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder model")
     attentions = [module for module in model.modules() if hasattr(module, "layer_idx")]

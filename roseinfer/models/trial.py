@@ -13,15 +13,18 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from roseinfer.attention.reference import attend as attend_by_reference
 from roseinfer.errors import UnsupportedModel
 from roseinfer.layer_traits import LayerTraits
+from roseinfer.models.doors import use_attention
+from roseinfer.models.own_attention import own_calls
+from roseinfer.models.running import RUNNING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from roseinfer.attention.backend import Attention
+    from roseinfer.models.own_attention import OwnCall
     from roseinfer.models.shape import ModelShape
 
-    Run = Callable[[torch.Tensor, torch.Tensor, None, Attention], torch.Tensor]
-    """Runs tokens at positions, as ``CausalModel.logits``, and returns the logits of each."""
+    Run = Callable[..., torch.Tensor]
+    """Runs the network with an attention on named inputs, and returns the logits."""
     Mask = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     """Given batch, head, and the positions of a query and a key: whether the one sees the other."""
 
@@ -33,6 +36,8 @@ _MASKED_TRIAL = "roseinfer_masked_trial"
 _SHORT = 16
 """A short length, where a config does not say which lengths its rotation counts as short."""
 _MIDDLE = slice(1, 2)
+_ALIBI_ROUNDED_TO = 2**-7
+"""Falcon rounds what ALiBi takes off to bfloat16, whatever its own dtype; ours is not rounded."""
 
 
 @dataclass(slots=True)
@@ -42,7 +47,7 @@ class _Noted:
     layers: list[int] = field(default_factory=list)
     key_shapes: list[tuple[int, ...]] = field(default_factory=list)
     traits: list[LayerTraits] = field(default_factory=list)
-    """The windows are not among them: the masks say them."""
+    """The windows among them are those of doors: elsewhere the masks say them."""
     handed: list[torch.Tensor] = field(default_factory=list)
     """Queries, keys and values of every layer, and the logits: ``[tokens, ...]`` each."""
     masks: dict[int, tuple[Mask, str]] = field(default_factory=dict)
@@ -67,9 +72,9 @@ class _Noted:
         )
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _alike(one: torch.Tensor, other: torch.Tensor, rounded_to: float = 0.0) -> bool:
     """Return True if they are equal but for rounding; NaN equals anything."""
-    tolerance: float = torch.finfo(one.dtype).eps ** 0.5
+    tolerance: float = max(torch.finfo(one.dtype).eps ** 0.5, rounded_to)
     largest, apart = one.nan_to_num().abs().max(), (one - other).nan_to_num().abs().max()
     return bool(apart <= tolerance * largest)
 
@@ -85,21 +90,23 @@ def _attend_noted(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Note the mask and the traits, and attend as the engine does."""
-    noted: _Noted | None = kwargs.get("roseinfer_attention")
-    if noted is None:
+    noted = RUNNING.get()
+    if not isinstance(noted, _Noted):
         return attend(module, query, key, value, attention_mask, scaling, **kwargs)
     sinks = kwargs.get("s_aux")
+    slopes = kwargs.get("roseinfer_slopes")
     traits = LayerTraits(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=kwargs.get("roseinfer_window"),
         cap=kwargs.get("softcap"),
         sinks=None if sinks is None else sinks.detach(),
+        slopes=None if slopes is None else torch.tensor(slopes, device=query.device),
     )
     mask: Mask | None = getattr(attention_mask, "roseinfer_mask", None)
     if mask is not None:
         noted.masks[len(noted.traits)] = mask, type(module).__name__
         attention_mask = None
-        own = {name: told for name, told in kwargs.items() if name != "roseinfer_attention"}
-        _refuse_other_arithmetic(module, query, key, value, traits, own)
+        _refuse_other_arithmetic(module, query, key, value, traits, kwargs)
     noted.traits.append(traits)
     return attend(module, query, key, value, attention_mask, scaling, **kwargs)
 
@@ -122,10 +129,21 @@ def _refuse_other_arithmetic(
     theirs = own(module, query, key, value, mask, scaling=traits.scale, **told)[0][0]
     ours = attend_by_reference(query[0].transpose(0, 1), key[0], value[0], traits)
     if not _alike(ours, theirs.view(ours.shape)):
-        raise UnsupportedModel(
-            f"{type(module).__name__} computes something else than attention with "
-            f"{', '.join(sorted(traits.asked_for))}, which is not supported"
-        )
+        raise _something_else(module, traits)
+
+
+def _refuse_other_calls(own: Sequence[OwnCall], traits: Sequence[LayerTraits]) -> None:
+    """Raise unless attention that has a door computed by itself what it does with ours."""
+    for call in own:
+        if not _alike(call.output, call.again(traits), _ALIBI_ROUNDED_TO):
+            raise _something_else(call.module, traits[call.module.layer_idx])
+
+
+def _something_else(module: torch.nn.Module, traits: LayerTraits) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{type(module).__name__} computes something else than attention with "
+        f"{', '.join(sorted(traits.asked_for))}, which is not supported"
+    )
 
 
 def _noted_mask(*, mask_function: Mask, device: Any = None, **_: Any) -> torch.Tensor:
@@ -181,8 +199,9 @@ class Trial:
             AttentionInterface.register(name, partial(_attend_noted, attend))
         self._network = network
         self._shape = shape
-        self._run_at = run
+        self._forward = run
         self._name = type(network).__name__
+        self._other_way = f"{self._name} does not use transformers' attention interface"
         self._config = network.config.get_text_config()
         self._tokens = torch.tensor(_tokens(self._config, shape), device=network.device)
 
@@ -194,17 +213,20 @@ class Trial:
         step. The network keeps the attention of the trial.
         """
         try:
-            self._network.set_attn_implementation(_MASKED_TRIAL)
+            own = own_calls(self._network, self._tokens)
+            if not use_attention(self._network, _MASKED_TRIAL):
+                raise UnsupportedModel(self._other_way)
             plain = self._run(self._tokens)
-            self._network.set_attn_implementation(_TRIAL)
+            use_attention(self._network, _TRIAL)
             self._check_layers(plain)
+            _refuse_other_calls(own, plain.traits)
             self._check_company()
             # This comes last, so as to see what the others changed in the network, and is
             # backwards, since the row of a token in a step does not depend on its position.
             ours = self._run(self._tokens.flip(0), [*reversed(range(len(self._tokens)))])
         except UnsupportedModel:
             raise
-        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+        except Exception as error:  # of any kind, since models may ask for what nobody gives them
             raise UnsupportedModel(
                 f"{self._name} cannot be run on a few tokens: {error}"
             ) from error
@@ -221,13 +243,20 @@ class Trial:
                 windows[mask] = _window_of(name, mask, most, device)
         of_layer = {layer: windows[mask] for layer, (mask, _) in plain.masks.items()}
         return [
-            replace(traits, window=of_layer.get(layer)) for layer, traits in enumerate(plain.traits)
+            replace(traits, window=of_layer.get(layer, self._within(traits.window)))
+            for layer, traits in enumerate(plain.traits)
         ]
+
+    def _within(self, window: int | None) -> int | None:
+        """Return the window, or None where the longest text fits into it."""
+        return window if window and window < self._shape.max_length else None
 
     def _check_layers(self, noted: _Noted) -> None:
         """Refuse models that keep tokens elsewhere too, and would mix up the sequences."""
         shape = self._shape
         keys = (len(self._tokens), shape.num_kv_heads, shape.head_dim)
+        if not noted.layers:
+            raise UnsupportedModel(self._other_way)
         if noted.layers != [*range(shape.num_layers)] or {*noted.key_shapes} != {keys}:
             raise UnsupportedModel(
                 f"{self._name} is not supported: {shape.num_layers} layers should attend once "
@@ -269,16 +298,11 @@ class Trial:
     def _run(self, tokens: torch.Tensor, positions: list[int] | None = None) -> _Noted:
         """Run tokens at positions, or let the network count the positions itself."""
         noted = _Noted()
-        if positions is None:
-            with torch.inference_mode():
-                output = self._network(
-                    input_ids=tokens[None], use_cache=False, roseinfer_attention=noted
-                )
-            logits = output.logits[0]
-        else:
+        inputs: dict[str, Any] = {"input_ids": tokens[None]}
+        if positions is not None:
             at = torch.tensor(positions, device=tokens.device)
-            logits = self._run_at(tokens, at, None, noted)
-        noted.handed.append(logits)
+            inputs |= {"position_ids": at[None], "logits_to_keep": 0}
+        noted.handed.append(self._forward(noted, **inputs))
         return noted
 
 

@@ -21,8 +21,8 @@ def build(config: Any, **options: Any) -> CausalModel:
 
 
 def test_a_model_without_the_attention_interface() -> None:
-    config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=1, n_head=2)
-    with pytest.raises(UnsupportedModel, match="Bloom"):
+    config = transformers.OpenAIGPTConfig(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2)
+    with pytest.raises(UnsupportedModel, match=r"OpenAIGPT.* does not use transformers' attention"):
         build(config)
 
 
@@ -45,7 +45,7 @@ _CONVOLUTION = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"
         (transformers.BertConfig(**_SMALL, is_decoder=False), "attends to what comes later too"),
         (transformers.Lfm2Config(**_SMALL | _CONVOLUTION), r"layers that did are \[1\]"),
         (transformers.DiffLlamaConfig(**_SMALL), r"layers that did are \[0, 0\]"),
-        (transformers.NemotronConfig(**_SMALL, head_dim=8), "asks its attention for a mask"),
+        (transformers.DogeConfig(**_SMALL), "asks its attention for a mask"),
     ],
     ids=["looks_ahead", "convolution", "attends_twice", "wants_a_mask"],
 )

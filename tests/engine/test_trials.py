@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,7 +13,11 @@ import transformers
 
 from roseinfer import LLM, SamplingParams, UnsupportedModel
 from roseinfer.models.causal import _CHANGES_ATTENTION, CausalModel, attend
+from roseinfer.models.running import RUNNING
 from tests.engine.families import VOCABULARY, scaled_up
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -177,9 +181,18 @@ def test_arguments_nobody_knows_are_refused_when_the_model_is_loaded() -> None:
 
 
 class _Zeros:
+    """An attention of an engine."""
+
     def attend_new(self, layer: int, query: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
         del layer, key, value
         return torch.zeros_like(query)
+
+
+@pytest.fixture
+def engine_running() -> Iterator[None]:
+    before = RUNNING.set(_Zeros())
+    yield
+    RUNNING.reset(before)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +204,7 @@ class _Zeros:
     + [{"is_causal": False}, {"dropout": 0.1}, {"never_heard_of": 1}],
     ids=lambda asked: next(iter(asked)),
 )
+@pytest.mark.usefixtures("engine_running")
 def test_an_argument_is_refused_by_name(asked: dict[str, Any]) -> None:
     module: Any = SimpleNamespace(layer_idx=0)
     tensor = torch.ones(1, 2, 3, 4)
@@ -199,19 +213,24 @@ def test_an_argument_is_refused_by_name(asked: dict[str, Any]) -> None:
         "dropout": 0.0,
         "use_cache": False,
     }
-    attend_now: Any = partial(
-        attend, module, tensor, tensor, tensor, None, roseinfer_attention=_Zeros()
-    )
+    attend_now: Any = partial(attend, module, tensor, tensor, tensor, None)
     attend_now(**harmless)
     with pytest.raises(UnsupportedModel, match=next(iter(asked))):
         attend_now(**asked)
 
 
+@pytest.mark.usefixtures("engine_running")
 def test_a_mask_is_refused() -> None:
     module: Any = SimpleNamespace(layer_idx=0)
     tensor = torch.ones(1, 2, 3, 4)
     with pytest.raises(UnsupportedModel, match="asks its attention for a mask"):
-        attend(module, tensor, tensor, tensor, torch.ones(1), roseinfer_attention=_Zeros())
+        attend(module, tensor, tensor, tensor, torch.ones(1))
+
+
+def test_attention_outside_the_engine_is_refused() -> None:
+    model = CausalModel(build(transformers.LlamaConfig(**_SHAPE)))._model
+    with pytest.raises(UnsupportedModel, match="for what runs outside the engine"):
+        model(torch.tensor([[1, 2]]))
 
 
 def llama4(**more: Any) -> Any:
@@ -320,8 +339,6 @@ def test_keys_of_another_shape_than_the_config_says() -> None:
 
 
 def test_a_config_without_a_shape() -> None:
-    config = transformers.RecurrentGemmaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=4
-    )
+    config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1)
     with pytest.raises(UnsupportedModel, match="does not say what shape it has"):
         CausalModel(build(config))
