@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from roseinfer.engine.engine import Update
     from roseinfer.engine.request import Request
     from roseinfer.errors import RoseinferError
+    from roseinfer.text.request_text import RequestText
 
 
 _MOST_FAILURES = 3
@@ -73,7 +74,8 @@ class AsyncLLM:
         """
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         asked = params or SamplingParams()
-        self._do(lambda: self._submit(listener, prompt, asked))
+        text = self._engine.text_for(asked)  # here, where preparing it holds up no other stream
+        self._do(lambda: self._submit(listener, prompt, asked, text))
         try:
             while True:
                 what = await listener.arrived.get()
@@ -156,13 +158,17 @@ class AsyncLLM:
             return
 
     def _submit(
-        self, listener: _Listener, prompt: str | Sequence[int], params: SamplingParams
+        self,
+        listener: _Listener,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        text: RequestText | None,
     ) -> None:
         if self._closed:
             listener.tell(self._why())
             return
         try:
-            listener.request = self._engine.submit(prompt, params)
+            listener.request = self._engine.submit(prompt, params, text)
         except BaseException as error:  # whatever it is, only this stream fails
             listener.tell(error)
         else:

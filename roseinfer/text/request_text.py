@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from roseinfer.text.byte_level import ByteLevelDetokenizer, TokenPieces
 from roseinfer.text.detokenizer import Detokenizer
-from roseinfer.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from roseinfer.text.detokenizer import Decodes
+    from roseinfer.text.stop_strings import StopStrings
 
 
 def detokenizers(tokenizer: Decodes) -> Callable[[], Detokenizer | ByteLevelDetokenizer]:
@@ -29,9 +29,8 @@ class RequestText:
 
     _new_detokenizer: Callable[[], Detokenizer | ByteLevelDetokenizer]
     """Called when the first token comes."""
-    _stop_strings: Sequence[str]
+    _stops: StopStrings | None
     _detokenizer: Detokenizer | ByteLevelDetokenizer | None = None
-    _stops: StopStrings | None = None
     _parts: list[str] = field(default_factory=list)
 
     @property
@@ -42,7 +41,6 @@ class RequestText:
         """Return the text that became certain, and whether a stop string ended it."""
         if self._detokenizer is None:
             self._detokenizer = self._new_detokenizer()
-            self._stops = StopStrings(self._stop_strings) if self._stop_strings else None
         text, stopped = self._detokenizer.add(token), False
         if self._stops:
             text, stopped = self._stops.feed(text)
