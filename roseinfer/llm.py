@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -12,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from roseinfer.config import EngineConfig, SamplingParams
 from roseinfer.engine.engine import Engine
-from roseinfer.errors import BadArgument, RoseinferError
+from roseinfer.errors import BadArgument, EngineStopped, RoseinferError
 from roseinfer.how_far import counting
 from roseinfer.models.loading import load
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Generator, Iterator, Sequence
     from types import FrameType
 
@@ -69,6 +69,7 @@ class LLM:
         """Calls and streams that are open, all in the thread ``_user``."""
         self._user = 0
         self._use_lock = threading.Lock()
+        self._process = os.getpid()
 
     def generate(
         self,
@@ -131,9 +132,24 @@ class LLM:
         if request.error is not None:
             raise request.error
 
+    @property
+    def forked(self) -> bool:
+        """True in a process that was forked from the one in which this ``LLM`` was made."""
+        return os.getpid() != self._process
+
+    def require_own_process(self) -> None:
+        """Raise in a forked process, where a step would wait for threads that are not there."""
+        if self.forked:
+            raise EngineStopped(
+                f"this LLM was made in process {self._process}, and this process is a fork of it: "
+                "the engine's threads, its locks and its GPU stayed there. Make the LLM in the "
+                "process that uses it, and start processes by 'spawn' once there is an LLM"
+            )
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Refuse other threads meanwhile: two would take each other's tokens."""
+        self.require_own_process()
         me = threading.get_ident()
         with self._use_lock:
             if self._uses and self._user != me:
@@ -146,11 +162,13 @@ class LLM:
         try:
             yield
         finally:
-            with self._use_lock:
-                self._uses -= 1
+            if not self.forked:  # another thread may have held the lock then, and never let go
+                with self._use_lock:
+                    self._uses -= 1
 
     def _step(self) -> list[Update]:
         """Run a step, and keep the updates of streams until they are asked for."""
+        self.require_own_process()
         with uninterrupted():
             updates = self.engine.step()
             for update in updates:
@@ -166,7 +184,7 @@ class LLM:
             yield requests
         finally:
             with uninterrupted():
-                for request in requests:
+                for request in requests if not self.forked else []:
                     self._mail.pop(request.id, None)
                     self.engine.cancel(request)  # has no effect on one that has ended
 
