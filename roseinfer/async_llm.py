@@ -49,6 +49,7 @@ class AsyncLLM:
             while True:
                 self._llm.require_own_process()
                 what = await listener.arrived.get()
+                self._thread.note_taken(listener)
                 if isinstance(what, BaseException):
                     raise what
                 yield what

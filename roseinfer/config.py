@@ -25,6 +25,10 @@ LONGEST_STOP = 256
 _LARGEST = 3.4e38
 """The largest number that fits into the 32-bit floats of a device."""
 _LEAST_PENALTY = 1e-38
+MOST_UNREAD = 128
+"""A request whose stream holds so many updates that nobody has read is paused."""
+RESUMED_AT = MOST_UNREAD // 2
+"""It goes on when no more of them are left."""
 ADMISSION_POLICIES = ("fifo", "pack")
 
 _SWITCH = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(

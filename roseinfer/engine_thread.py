@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from roseinfer.config import MOST_UNREAD, RESUMED_AT
 from roseinfer.errors import BadArgument, EngineStopped
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _MOST_FAILURES = 3
 """After so many failed steps in a row the engine stops: the requests are not to blame."""
+_GLANCE = 1.0
+"""Seconds after which an idle engine looks whether those who do not read can still come back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +36,16 @@ class Listener:
     loop: asyncio.AbstractEventLoop
     arrived: asyncio.Queue[Update | BaseException]
     request: Request | None = None
+    told: int = 0
+    """How many things were handed over, which the engine's thread alone counts."""
+    taken: int = 0
+    """How many of them were read, which the stream alone counts."""
+    full: bool = False
+    """True while its request is paused, since too many were not read."""
+
+    @property
+    def unread(self) -> int:
+        return self.told - self.taken
 
     def tell(self, what: Update | BaseException) -> bool:
         """Hand something over, and return False if the loop is closed."""
@@ -40,6 +53,7 @@ class Listener:
             self.loop.call_soon_threadsafe(self.arrived.put_nowait, what)
         except RuntimeError:  # asking first would not help, since it may close at any moment
             return False
+        self.told += 1
         return True
 
 
@@ -51,6 +65,8 @@ class EngineThread:
         self._engine = llm.engine
         self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[Request, Listener] = {}
+        self._full: set[Listener] = set()
+        """Those of them whose requests are paused."""
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._failures = 0
@@ -70,6 +86,12 @@ class EngineThread:
     ) -> None:
         """Tell a listener what comes of a prompt."""
         self._do(lambda: self._submit(listener, prompt, params, text))
+
+    def note_taken(self, listener: Listener) -> None:
+        """Count that a stream was read, and let its request go on if it was paused."""
+        listener.taken += 1
+        if listener.full and listener.unread <= RESUMED_AT:
+            self._do(lambda: self._resume(listener))
 
     def leave(self, listener: Listener) -> None:
         """Cancel a listener's request, unless it has ended."""
@@ -125,6 +147,10 @@ class EngineThread:
                     self._leave(listener)
                 if not listener.tell(update):
                     self._leave(listener)
+                elif listener.unread >= MOST_UNREAD and update.finish_reason is None:
+                    self._pause(listener, update.request)
+        for listener in [each for each in self._full if each.loop.is_closed()]:
+            self._leave(listener)
 
     def _step(self) -> list[Update]:
         idle = not self._engine.has_work
@@ -144,7 +170,7 @@ class EngineThread:
     def _do_all(self, *, wait: bool = False) -> None:
         try:
             while True:
-                self._todo.get(block=wait)()
+                self._todo.get(block=wait, timeout=_GLANCE if self._full else None)()
                 wait = False
         except queue.Empty:
             return
@@ -166,7 +192,21 @@ class EngineThread:
         else:
             self._listeners[listener.request] = listener
 
+    def _pause(self, listener: Listener, request: Request) -> None:
+        self._engine.pause(request)
+        self._full.add(listener)
+        listener.full = True
+        if listener.unread <= RESUMED_AT:  # read meanwhile, by who did not know that it is full
+            self._resume(listener)
+
+    def _resume(self, listener: Listener) -> None:
+        if listener in self._full and listener.request is not None:
+            listener.full = False
+            self._full.discard(listener)
+            self._engine.resume(listener.request)
+
     def _leave(self, listener: Listener) -> None:
+        self._full.discard(listener)
         if listener.request in self._listeners:
             self._engine.cancel(listener.request)
             del self._listeners[listener.request]

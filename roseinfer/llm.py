@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.config import EngineConfig, SamplingParams
+from roseinfer.config import MOST_UNREAD, RESUMED_AT, EngineConfig, SamplingParams
 from roseinfer.engine.engine import Engine
 from roseinfer.errors import BadArgument, EngineStopped, RoseinferError
 from roseinfer.how_far import counting
@@ -126,7 +126,11 @@ class LLM:
                 arrived = self._mail[request.id] = deque()
             while request.finish_reason is None or arrived:
                 while arrived:
-                    yield arrived.popleft()
+                    update = arrived.popleft()
+                    if len(arrived) == RESUMED_AT:
+                        with uninterrupted():
+                            self.engine.resume(request)
+                    yield update
                 if request.finish_reason is None:
                     self._step()
         if request.error is not None:
@@ -172,8 +176,10 @@ class LLM:
         with uninterrupted():
             updates = self.engine.step()
             for update in updates:
-                if update.request.id in self._mail:
-                    self._mail[update.request.id].append(update)
+                if (mail := self._mail.get(update.request.id)) is not None:
+                    mail.append(update)
+                    if len(mail) >= MOST_UNREAD:
+                        self.engine.pause(update.request)
         return updates
 
     @contextmanager

@@ -133,6 +133,19 @@ class Engine:
             self.path_counts[EnginePath.CANCELLED] += 1
             self._end(request, FinishReason.CANCELLED)
 
+    def pause(self, request: Request) -> None:
+        """Give a request no more tokens until it is resumed, but for those in flight.
+
+        It holds no blocks meanwhile. The prefix cache keeps what it stored while there is room.
+        """
+        if request.finish_reason is None:
+            self._runner.give_up_slot(request)
+            self._scheduler.pause(request)
+
+    def resume(self, request: Request) -> None:
+        """Let a request go on, if it is paused."""
+        self._scheduler.resume(request)
+
     def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str) and self._tokenizer is None:
             raise BadArgument(

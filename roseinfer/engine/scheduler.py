@@ -55,16 +55,37 @@ class Scheduler:
         self._supply = supply
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
+        self.paused: dict[int, Request] = {}
+        """Requests that get no token until they are resumed. They hold nothing, and so they are in
+        nobody's way, but for those among the running ones that still have tokens in flight."""
+        self._leaving: list[Request] = []
+        """Requests that were paused while they ran, and are set aside when none is in flight."""
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
+        paused = self.paused.pop(request.id, None)
         if request.id in self.running:
             self._supply.give_back(request)
             del self.running[request.id]
-        else:
+        elif paused is None:
             self.waiting.remove(request)
+
+    def pause(self, request: Request) -> None:
+        """Give a request no more tokens until it is resumed."""
+        if request.id in self.paused:
+            return
+        self.paused[request.id] = request
+        if request.id not in self.running:
+            self.waiting.remove(request)
+        elif request not in self._leaving:
+            self._leaving.append(request)
+
+    def resume(self, request: Request) -> None:
+        """Let a request go on, if it is paused: it waits with those that came before and after."""
+        if self.paused.pop(request.id, None) and request.id not in self.running:
+            self._wait(request)
 
     @property
     def _in_flight(self) -> bool:
@@ -76,6 +97,7 @@ class Scheduler:
         The step is empty if there are no requests, or if tokens in flight must land first: one
         may end a request, and if none does, a request must be preempted.
         """
+        self._set_paused_aside()
         if not (self.running or self.waiting):
             return Step()
         dropped = False
@@ -134,10 +156,25 @@ class Scheduler:
             self._preempt_newest()
 
     def _preempt_newest(self) -> None:
-        request = self.running.pop(max(self.running))
+        self._set_aside(self.running.pop(max(self.running)))
+
+    def _set_paused_aside(self) -> None:
+        for request in [each for each in self._leaving if not each.in_flight]:
+            self._leaving.remove(request)
+            if self.running.pop(request.id, None):  # or it has ended, or was preempted, meanwhile
+                self._set_aside(request)
+
+    def _set_aside(self, request: Request) -> None:
+        """Take all blocks of a request that ran. The prefix cache may keep what is in them."""
         self._supply.give_back(request)
         request.preempted += 1
-        self.waiting.appendleft(request)
+        if request.id not in self.paused:
+            self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        """Queue a request that ran before, in front of all that came after it."""
+        later = (at for at, other in enumerate(self.waiting) if other.id > request.id)
+        self.waiting.insert(next(later, len(self.waiting)), request)
 
 
 class PromptShare:
