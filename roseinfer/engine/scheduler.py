@@ -25,7 +25,8 @@ _WINDOW = 64
 """The scheduler looks at so many waiting requests, or at as many as a step may begin if these
 are more. A longer queue costs nothing."""
 _PATIENCE = 8
-"""So many later requests may be admitted before one that waits."""
+"""So often a request that waits may be passed over. Then it is begun as soon as there is room for
+it, in part if need be, and nobody behind it is admitted before."""
 
 
 @dataclass(slots=True)
@@ -199,21 +200,25 @@ class PromptShare:
                 self.blocks -= promised
         first_come = self.config.prefill_admission_policy == "fifo"
         skipped: list[Request] = []
+        most_passed_over = 0
+        """How often one of them was."""
         for request in list(islice(waiting, max(_WINDOW, self.config.prefill_max_batch_size))):
             if min(self.tokens, self.prompts, self.blocks) < 1 or (skipped and first_come):
                 break
             if len(running) >= self.config.max_batch_size:
                 break
-            if skipped and skipped[0].passed_over >= _PATIENCE:
+            if most_passed_over >= _PATIENCE:
                 break
-            if self._admit(request, whole=not first_come):
+            if self._admit(request, whole=not first_come and request.passed_over < _PATIENCE):
                 waiting.remove(request)
                 running[request.id] = request
                 self.step.overtaken += len(skipped)
                 for other in skipped:
                     other.passed_over += 1
+                    most_passed_over = max(most_passed_over, other.passed_over)
             else:
                 skipped.append(request)
+                most_passed_over = max(most_passed_over, request.passed_over)
         self.step.spare = self.blocks
 
     def _admit(self, request: Request, *, whole: bool) -> bool:
@@ -223,18 +228,21 @@ class PromptShare:
         """
         if request.waits_for > self.blocks:
             return False
-        untouched = self.tokens == self.config.prefill_max_tokens
-        if whole and request.pending > self.tokens and not untouched:
-            return False
         before = self.supply.available
         self.supply.start(request)
         held = before - self.supply.available
-        needed = self.supply.needed(request.session, request.pending)
-        if held + needed > self.blocks or not self._count(request.pending):
+        pending = request.pending
+        needed = self.supply.needed(request.session, pending)
+        has_room = held + needed <= self.blocks and self._count(pending) > 0
+        too_long = whole and pending > self.tokens and not self._untouched
+        if not has_room:
             request.waits_for = held + needed
+        elif too_long:
+            request.passed_over += 1
+        if not has_room or too_long:
             self.supply.give_back(request)
             return False
-        self._store(request, request.pending, self.blocks - held)
+        self._store(request, pending, self.blocks - held)
         self.blocks -= held + needed
         return True
 
@@ -255,5 +263,9 @@ class PromptShare:
             return 0
         if self.config.chunked_prefill:
             return min(pending, self.tokens)
-        untouched = self.tokens == self.config.prefill_max_tokens
-        return pending if untouched or pending <= self.tokens else 0
+        return pending if self._untouched or pending <= self.tokens else 0
+
+    @property
+    def _untouched(self) -> bool:
+        """True if the step has no prompt yet."""
+        return self.tokens == self.config.prefill_max_tokens

@@ -373,7 +373,7 @@ limits = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=250, deadline=None, database=None)
+@settings(max_examples=170, deadline=None, database=None)
 @given(arrivals, limits, st.sampled_from([0, 0, 1, 3, 100]))
 @example([Arrival(0, 8, 1, 6, None)], {"size": 4}, 0)
 def test_every_request_of_any_history_ends(
