@@ -67,6 +67,8 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         paused = self.paused.pop(request.id, None)
+        if request in self._leaving:
+            self._leaving.remove(request)
         if request.id in self.running:
             self._supply.give_back(request)
             del self.running[request.id]
@@ -162,7 +164,7 @@ class Scheduler:
     def _set_paused_aside(self) -> None:
         for request in [each for each in self._leaving if not each.in_flight]:
             self._leaving.remove(request)
-            if self.running.pop(request.id, None):  # or it has ended, or was preempted, meanwhile
+            if self.running.pop(request.id, None):  # or it was preempted meanwhile
                 self._set_aside(request)
 
     def _set_aside(self, request: Request) -> None:

@@ -309,6 +309,7 @@ def test_a_paused_request_that_ends_is_forgotten() -> None:
     world.step()
     world.pause(first)
     world.end(first, FinishReason.CANCELLED)
+    assert not world.scheduler._leaving
     world.pause(second)
     world.step()
     world.end(second, FinishReason.CANCELLED)
