@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from contextlib import aclosing
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -52,6 +53,7 @@ def long(**more: Any) -> Any:
     return greedy(LONG, ignore_eos=True, **more)
 
 
+@cache
 def whole(device: str, text: str) -> list[int]:
     (output,) = small_llm(device).generate(text, long(), progress=False)
     return output.token_ids
