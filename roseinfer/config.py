@@ -20,9 +20,16 @@ TRITON_MIN_BATCH = "ROSELLM_TRITON_KV_APPEND_MIN_BATCH"
 TRITON_FULL_BATCH_MIN_BATCH = "ROSELLM_TRITON_KV_APPEND_FULL_BATCH_MIN_BATCH"
 
 MOST_AHEAD = 16
+MOST_STOPS = 32
+LONGEST_STOP = 256
+"""In characters. With ``MOST_STOPS`` it bounds the time that looking for them takes to prepare."""
 _LARGEST = 3.4e38
 """The largest number that fits into the 32-bit floats of a device."""
 _LEAST_PENALTY = 1e-38
+MOST_UNREAD = 128
+"""A request whose stream holds so many updates that nobody has read is paused."""
+RESUMED_AT = MOST_UNREAD // 2
+"""It goes on when no more of them are left."""
 ADMISSION_POLICIES = ("fifo", "pack")
 
 _SWITCH = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(
@@ -117,7 +124,7 @@ class SamplingParams:
     """The same seed and tokens give the same choice, whatever else is in the batch."""
     max_new_tokens: int = 16
     stop: tuple[str, ...] = ()
-    """Texts that end the request. The output does not include them."""
+    """Texts that end the request, up to 32 of 256 characters. The output does not include them."""
     ignore_eos: bool = False
     """Go on after a token that ends a text."""
     logprobs: bool = False
@@ -128,6 +135,18 @@ class SamplingParams:
             value = getattr(self, name)
             if not (isinstance(value, kinds) and holds(value)):
                 raise ConfigError(f"SamplingParams.{name} is {value!r}; it must be {wanted}")
+        object.__setattr__(self, "stop", tuple(self.stop))  # a list could still grow
+        if len(self.stop) > MOST_STOPS:
+            raise ConfigError(
+                f"SamplingParams.stop has {len(self.stop)} texts; at most {MOST_STOPS} can be "
+                "looked for"
+            )
+        longest = max(map(len, self.stop), default=0)
+        if longest > LONGEST_STOP:
+            raise ConfigError(
+                f"SamplingParams.stop has a text of {longest} characters; at most {LONGEST_STOP} "
+                "can be looked for"
+            )
 
 
 _NUMBER = (int, float)

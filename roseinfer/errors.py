@@ -112,7 +112,7 @@ class NoText(_Caused):
 
 
 class EngineStopped(_Caused):
-    """A stream of an engine that no longer runs."""
+    """Tokens are asked of an engine that does not run: any more, or in this process."""
 
 
 def _clear_all_frames(error: BaseException) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -11,14 +12,19 @@ from dataclasses import dataclass, fields
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.config import EngineConfig, SamplingParams
+from roseinfer.config import MOST_UNREAD, RESUMED_AT, EngineConfig, SamplingParams
 from roseinfer.engine.engine import NO_PROMPTS, Engine
-from roseinfer.errors import BadArgument, ConfigError, RoseinferError, did_you_mean
+from roseinfer.errors import (
+    BadArgument,
+    ConfigError,
+    EngineStopped,
+    RoseinferError,
+    did_you_mean,
+)
 from roseinfer.how_far import counting
 from roseinfer.models.loading import load
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Generator, Iterator, Sequence
     from types import FrameType
 
@@ -73,6 +79,7 @@ class LLM:
         """Calls and streams that are open, all in the thread ``_user``."""
         self._user = 0
         self._use_lock = threading.Lock()
+        self._process = os.getpid()
 
     def generate(
         self,
@@ -128,15 +135,34 @@ class LLM:
                 arrived = self._mail[request.id] = deque()
             while request.finish_reason is None or arrived:
                 while arrived:
-                    yield arrived.popleft()
+                    update = arrived.popleft()
+                    if len(arrived) == RESUMED_AT:
+                        with uninterrupted():
+                            self.engine.resume(request)
+                    yield update
                 if request.finish_reason is None:
                     self._step()
         if request.error is not None:
             raise request.error
 
+    @property
+    def forked(self) -> bool:
+        """True in a process that was forked from the one in which this ``LLM`` was made."""
+        return os.getpid() != self._process
+
+    def require_own_process(self) -> None:
+        """Raise in a forked process, where a step would wait for threads that are not there."""
+        if self.forked:
+            raise EngineStopped(
+                f"this LLM was made in process {self._process}, and this process is a fork of it: "
+                "the engine's threads, its locks and its GPU stayed there. Make the LLM in the "
+                "process that uses it, and start processes by 'spawn' once there is an LLM"
+            )
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Refuse other threads meanwhile: two would take each other's tokens."""
+        self.require_own_process()
         me = threading.get_ident()
         with self._use_lock:
             if self._uses and self._user != me:
@@ -149,16 +175,20 @@ class LLM:
         try:
             yield
         finally:
-            with self._use_lock:
-                self._uses -= 1
+            if not self.forked:  # another thread may have held the lock then, and never let go
+                with self._use_lock:
+                    self._uses -= 1
 
     def _step(self) -> list[Update]:
         """Run a step, and keep the updates of streams until they are asked for."""
+        self.require_own_process()
         with uninterrupted():
             updates = self.engine.step()
             for update in updates:
-                if update.request.id in self._mail:
-                    self._mail[update.request.id].append(update)
+                if (mail := self._mail.get(update.request.id)) is not None:
+                    mail.append(update)
+                    if len(mail) >= MOST_UNREAD:
+                        self.engine.pause(update.request)
         return updates
 
     @contextmanager
@@ -169,7 +199,7 @@ class LLM:
             yield requests
         finally:
             with uninterrupted():
-                for request in requests:
+                for request in requests if not self.forked else []:
                     self._mail.pop(request.id, None)
                     self.engine.cancel(request)  # has no effect on one that has ended
 

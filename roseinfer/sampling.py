@@ -123,7 +123,8 @@ def gumbel_noise(
 ) -> torch.Tensor:
     """Return standard Gumbel noise, a function of seed, position and token alone."""
     bits = _mix(_mix(_mix(seeds) + positions) + tokens)
-    uniform = (((bits >> 40) & 0xFFFFFF).to(torch.float32) + 0.5) / (1 << 24)
+    # With one bit more, the largest would be rounded to 1, and its noise be infinite.
+    uniform = (((bits >> 41) & 0x7FFFFF).to(torch.float32) + 0.5) / (1 << 23)
     return -(-uniform.log()).log()
 
 

@@ -24,6 +24,7 @@ ENGINE_LAYERS = (
     {"decode"},
     {"engine"},
     {"llm"},
+    {"engine_thread"},
     {"async_llm"},
     {"cli", "bench", "benchmark_scheduler", "benchmark_streaming", "__main__"},
 )

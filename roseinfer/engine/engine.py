@@ -19,6 +19,7 @@ from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument, NoDistribution, NoText, RequestTooLarge, StepFailed
 from roseinfer.text.request_text import RequestText, detokenizers
+from roseinfer.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -98,14 +99,33 @@ class Engine:
     def num_running(self) -> int:
         return len(self._scheduler.running)
 
-    def submit(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
-        """Queue a prompt. This raises for one that could never be served."""
+    def text_for(self, params: SamplingParams) -> RequestText | None:
+        """Return an empty text for a request, or None for a model without a tokenizer.
+
+        Looking for long stop strings takes time to prepare. Any thread may call this.
+        """
         if not isinstance(params, SamplingParams):
             raise BadArgument(f"params must be SamplingParams, not {params!r}")
+        if self._new_detokenizer is None:
+            if params.stop:
+                raise BadArgument("stop strings need a tokenizer, and this model came without one")
+            return None
+        stops = StopStrings(params.stop) if params.stop else None
+        return RequestText(self._new_detokenizer, stops)
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        text: RequestText | None = None,
+    ) -> Request:
+        """Queue a prompt. This raises for one that could never be served.
+
+        ``text`` is what ``text_for`` returned for it, if somebody has called that already.
+        """
+        text = text or self.text_for(params)
         token_ids = self._token_ids(prompt)
         self.sessions.check_tokens(token_ids)
-        if params.stop and self._tokenizer is None:
-            raise BadArgument("stop strings need a tokenizer, and this model came without one")
         request = Request(
             id=self._next_id,
             params=params,
@@ -113,7 +133,7 @@ class Engine:
             prompt_length=len(token_ids),
             most_tokens=self._most_tokens(len(token_ids), params),
             session=self.sessions.empty(token_ids),
-            text=RequestText(self._new_detokenizer, params.stop) if self._new_detokenizer else None,
+            text=text,
         )
         self._next_id += 1
         self._scheduler.add(request)
@@ -124,6 +144,19 @@ class Engine:
         if request.finish_reason is None:
             self.path_counts[EnginePath.CANCELLED] += 1
             self._end(request, FinishReason.CANCELLED)
+
+    def pause(self, request: Request) -> None:
+        """Give a request no more tokens until it is resumed, but for those in flight.
+
+        It holds no blocks meanwhile. The prefix cache keeps what it stored while there is room.
+        """
+        if request.finish_reason is None:
+            self._runner.give_up_slot(request)
+            self._scheduler.pause(request)
+
+    def resume(self, request: Request) -> None:
+        """Let a request go on, if it is paused."""
+        self._scheduler.resume(request)
 
     def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str) and self._tokenizer is None:

@@ -63,7 +63,8 @@ class Request:
     waits_for: int = 0
     """How many blocks must be available before it is tried again."""
     passed_over: int = 0
-    """How many later requests were admitted before it."""
+    """How many later requests were admitted before it, and how many steps did without it since it
+    was too long for what was left of them."""
     preempted: int = 0
 
     # Changed by the runner:

@@ -179,8 +179,14 @@ class StepRunner:
 
     def withdraw(self, request: Request) -> None:
         """Take back a request's slot, and forget its tokens in flight."""
-        self._leave(request)
+        self.give_up_slot(request)
         request.in_flight = 0
+
+    def give_up_slot(self, request: Request) -> None:
+        """Give up the request's slot, if it has one. No slot is given up anywhere else."""
+        if self._resident is not None and request.resident is not None:
+            self._resident.leave(request.resident)
+            request.resident = None
 
     def forget(self) -> None:
         """Forget the parameters of the last step's requests, since one of them has ended."""
@@ -201,14 +207,8 @@ class StepRunner:
             request.in_flight += 1
             coming = len(request.session.token_ids) + request.in_flight
             if coming == request.full_length:
-                self._leave(request)
+                self.give_up_slot(request)
         return Flight(requests, rows, arrival, None, urgent=False)
-
-    def _leave(self, request: Request) -> None:
-        """Give up the request's slot, if it has one. No slot is given up anywhere else."""
-        if self._resident is not None and request.resident is not None:
-            self._resident.leave(request.resident)
-            request.resident = None
 
     def _launch_others(self, requests: list[Request], counts: list[int]) -> list[Flight]:
         logits = self._sessions.extend([request.session for request in requests], counts)

@@ -25,7 +25,8 @@ _WINDOW = 64
 """The scheduler looks at so many waiting requests, or at as many as a step may begin if these
 are more. A longer queue costs nothing."""
 _PATIENCE = 8
-"""So many later requests may be admitted before one that waits."""
+"""So often a request that waits may be passed over. Then it is begun as soon as there is room for
+it, in part if need be, and nobody behind it is admitted before."""
 
 
 @dataclass(slots=True)
@@ -55,16 +56,39 @@ class Scheduler:
         self._supply = supply
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
+        self.paused: dict[int, Request] = {}
+        """Requests that get no token until they are resumed. They hold nothing, and so they are in
+        nobody's way, but for those among the running ones that still have tokens in flight."""
+        self._leaving: list[Request] = []
+        """Requests that were paused while they ran, and are set aside when none is in flight."""
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
+        paused = self.paused.pop(request.id, None)
+        if request in self._leaving:
+            self._leaving.remove(request)
         if request.id in self.running:
             self._supply.give_back(request)
             del self.running[request.id]
-        else:
+        elif paused is None:
             self.waiting.remove(request)
+
+    def pause(self, request: Request) -> None:
+        """Give a request no more tokens until it is resumed."""
+        if request.id in self.paused:
+            return
+        self.paused[request.id] = request
+        if request.id not in self.running:
+            self.waiting.remove(request)
+        elif request not in self._leaving:
+            self._leaving.append(request)
+
+    def resume(self, request: Request) -> None:
+        """Let a request go on, if it is paused: it waits with those that came before and after."""
+        if self.paused.pop(request.id, None) and request.id not in self.running:
+            self._wait(request)
 
     @property
     def _in_flight(self) -> bool:
@@ -76,6 +100,7 @@ class Scheduler:
         The step is empty if there are no requests, or if tokens in flight must land first: one
         may end a request, and if none does, a request must be preempted.
         """
+        self._set_paused_aside()
         if not (self.running or self.waiting):
             return Step()
         dropped = False
@@ -134,10 +159,25 @@ class Scheduler:
             self._preempt_newest()
 
     def _preempt_newest(self) -> None:
-        request = self.running.pop(max(self.running))
+        self._set_aside(self.running.pop(max(self.running)))
+
+    def _set_paused_aside(self) -> None:
+        for request in [each for each in self._leaving if not each.in_flight]:
+            self._leaving.remove(request)
+            if self.running.pop(request.id, None):  # or it was preempted meanwhile
+                self._set_aside(request)
+
+    def _set_aside(self, request: Request) -> None:
+        """Take all blocks of a request that ran. The prefix cache may keep what is in them."""
         self._supply.give_back(request)
         request.preempted += 1
-        self.waiting.appendleft(request)
+        if request.id not in self.paused:
+            self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        """Queue a request that ran before, in front of all that came after it."""
+        later = (at for at, other in enumerate(self.waiting) if other.id > request.id)
+        self.waiting.insert(next(later, len(self.waiting)), request)
 
 
 class PromptShare:
@@ -162,21 +202,25 @@ class PromptShare:
                 self.blocks -= promised
         first_come = self.config.prefill_admission_policy == "fifo"
         skipped: list[Request] = []
+        most_passed_over = 0
+        """How often one of them was."""
         for request in list(islice(waiting, max(_WINDOW, self.config.prefill_max_batch_size))):
             if min(self.tokens, self.prompts, self.blocks) < 1 or (skipped and first_come):
                 break
             if len(running) >= self.config.max_batch_size:
                 break
-            if skipped and skipped[0].passed_over >= _PATIENCE:
+            if most_passed_over >= _PATIENCE:
                 break
-            if self._admit(request, whole=not first_come):
+            if self._admit(request, whole=not first_come and request.passed_over < _PATIENCE):
                 waiting.remove(request)
                 running[request.id] = request
                 self.step.overtaken += len(skipped)
                 for other in skipped:
                     other.passed_over += 1
+                    most_passed_over = max(most_passed_over, other.passed_over)
             else:
                 skipped.append(request)
+                most_passed_over = max(most_passed_over, request.passed_over)
         self.step.spare = self.blocks
 
     def _admit(self, request: Request, *, whole: bool) -> bool:
@@ -186,18 +230,21 @@ class PromptShare:
         """
         if request.waits_for > self.blocks:
             return False
-        untouched = self.tokens == self.config.prefill_max_tokens
-        if whole and request.pending > self.tokens and not untouched:
-            return False
         before = self.supply.available
         self.supply.start(request)
         held = before - self.supply.available
-        needed = self.supply.needed(request.session, request.pending)
-        if held + needed > self.blocks or not self._count(request.pending):
+        pending = request.pending
+        needed = self.supply.needed(request.session, pending)
+        has_room = held + needed <= self.blocks and self._count(pending) > 0
+        too_long = whole and pending > self.tokens and not self._untouched
+        if not has_room:
             request.waits_for = held + needed
+        elif too_long:
+            request.passed_over += 1
+        if not has_room or too_long:
             self.supply.give_back(request)
             return False
-        self._store(request, request.pending, self.blocks - held)
+        self._store(request, pending, self.blocks - held)
         self.blocks -= held + needed
         return True
 
@@ -218,5 +265,9 @@ class PromptShare:
             return 0
         if self.config.chunked_prefill:
             return min(pending, self.tokens)
-        untouched = self.tokens == self.config.prefill_max_tokens
-        return pending if untouched or pending <= self.tokens else 0
+        return pending if self._untouched or pending <= self.tokens else 0
+
+    @property
+    def _untouched(self) -> bool:
+        """True if the step has no prompt yet."""
+        return self.tokens == self.config.prefill_max_tokens

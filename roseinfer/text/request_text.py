@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerFast
 from roseinfer.text.agreement import decodes_by_its_own_code, require_agreement
 from roseinfer.text.decoder_chain import DecoderChain
 from roseinfer.text.detokenizer import Detokenizer
-from roseinfer.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from roseinfer.text.detokenizer import Decodes, DecodesInPieces
+    from roseinfer.text.stop_strings import StopStrings
 
 
 def detokenizers(tokenizer: Decodes) -> Callable[[], DecodesInPieces]:
@@ -35,9 +35,8 @@ class RequestText:
 
     _new_detokenizer: Callable[[], DecodesInPieces]
     """Called when the first token comes."""
-    _stop_strings: Sequence[str]
+    _stops: StopStrings | None
     _detokenizer: DecodesInPieces | None = None
-    _stops: StopStrings | None = None
     _parts: list[str] = field(default_factory=list)
 
     @property
@@ -48,7 +47,6 @@ class RequestText:
         """Return the text that became certain, and whether a stop string ended it."""
         if self._detokenizer is None:
             self._detokenizer = self._new_detokenizer()
-            self._stops = StopStrings(self._stop_strings) if self._stop_strings else None
         text, stopped = self._detokenizer.add(token), False
         if self._stops:
             text, stopped = self._stops.feed(text)

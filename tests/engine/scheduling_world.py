@@ -77,6 +77,8 @@ class World:
         self.requests: list[Request] = []
         self.admitted: list[int] = []
         """Ids in the order in which they first ran."""
+        self.paused = False
+        """True if any request ever was."""
 
     def submit(self, prompt: int, new: int = 1, known: int = 0) -> Request:
         request = Request(
@@ -99,9 +101,14 @@ class World:
             self.scheduler.remove(request)
             request.finish_reason = reason
 
+    def pause(self, request: Request) -> None:
+        if request.finish_reason is None:
+            self.paused = True
+            self.scheduler.pause(request)
+
     def step(self) -> Step:
         scheduler = self.scheduler
-        before = list(scheduler.running.values())
+        before = [each for each in scheduler.running.values() if each not in scheduler._leaving]
         preempted_before = [request.preempted for request in before]
         step = scheduler.next_step()
         gone = [
@@ -176,9 +183,11 @@ class World:
         running, waiting = self.scheduler.running, self.scheduler.waiting
         alive = {request.id for request in self.requests if request.finish_reason is None}
         ids = [*running, *(request.id for request in waiting)]
-        assert sorted(ids) == sorted(alive), "lost, or twice"
+        paused = {*self.scheduler.paused} - {*running}
+        assert sorted([*ids, *paused]) == sorted(alive), "lost, or twice"
         held = sum(len(request.session.block_lists[0]) for request in running.values())
         assert self.supply.taken == held
         assert all(request.session.block_lists == [[]] for request in waiting)
         if self.config.prefill_admission_policy == "fifo":
-            assert ids == sorted(ids), "not in the order they came"
+            queued = [request.id for request in waiting] if self.paused else ids
+            assert queued == sorted(queued), "not in the order they came"

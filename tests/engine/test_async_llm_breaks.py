@@ -197,7 +197,7 @@ def test_what_was_asked_for_in_the_step_that_breaks_is_told_too(
             first = asyncio.create_task(collect(served, TEXTS[0]))
             await asyncio.to_thread(stepping.wait)
             others = asyncio.create_task(ends_of_all(served))
-            while served._todo.qsize() < len(TEXTS):
+            while served._thread._todo.qsize() < len(TEXTS):
                 await asyncio.sleep(0.001)
             go_on.set()
             return [*await asyncio.gather(first, return_exceptions=True), *await others]
@@ -261,7 +261,7 @@ def test_a_loop_that_closes_while_it_is_told_leaves_and_the_others_go_on(
         monkeypatch.setattr(loop, "call_soon_threadsafe", closing_first)
         assert closed.wait(PATIENCE)
         beside = run(collect(served, TEXTS[1]))
-        assert not served._listeners
+        assert not served._thread._listeners
         assert not llm.engine.has_work
     assert tokens_of(beside) == expected(device, TEXTS[1])
     assert first.request.finish_reason == ("length" if at_last else "cancelled")
@@ -275,7 +275,7 @@ def test_a_loop_that_closed_before_leaves_too(device: str) -> None:
         first: Update = loop.run_until_complete(anext(stream))
         loop.close()
         beside = run(collect(served, TEXTS[1]))
-        assert not served._listeners
+        assert not served._thread._listeners
     assert tokens_of(beside) == expected(device, TEXTS[1])
     assert first.request.finish_reason == "cancelled"
 
@@ -288,4 +288,4 @@ def test_a_stream_that_was_read_to_its_end_is_forgotten_at_once(device: str) -> 
         for _ in range(3):
             loop.run_until_complete(anext(stream))
         loop.close()
-        assert not served._listeners
+        assert not served._thread._listeners

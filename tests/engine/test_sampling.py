@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from roseinfer import ConfigError
+from roseinfer import ConfigError, sampling
 from roseinfer.config import SamplingParams
 from roseinfer.sampling import (
     SamplingBatch,
@@ -182,6 +182,14 @@ def test_a_penalty_reaches_greedy_choices_too(device: str) -> None:
     seen = torch.tensor([[True, False, False]], device=device)
     penalised = batch(device, SamplingParams(temperature=0, repetition_penalty=2.0))
     assert penalised.choose(logits, at(device, 0), seen).tolist() == [1]
+
+
+@pytest.mark.parametrize("bits", [0, -1])
+def test_no_noise_is_infinite(device: str, monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    """A token that nothing else can beat would be drawn however unlikely, or ruled out, it is."""
+    monkeypatch.setattr(sampling, "_mix", lambda _: torch.tensor([bits], device=device))
+    number = torch.zeros(1, dtype=torch.int64, device=device)
+    assert gumbel_noise(number, number, number).isfinite().all()
 
 
 def test_noise_is_gumbel(device: str) -> None:

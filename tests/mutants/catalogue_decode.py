@@ -48,9 +48,9 @@ MUTANTS = (
         "slot-left-active",
         "The slot of a request that ended before its last token stays active on the device.",
         _RUNNER,
-        "        self._leave(request)\n        request.in_flight = 0\n",
+        "        self.give_up_slot(request)\n        request.in_flight = 0\n",
         "        left = request.resident\n"
-        "        self._leave(request)\n"
+        "        self.give_up_slot(request)\n"
         "        if self._resident is not None and left is not None:\n"
         "            self._resident.slots._changed.pop(left.slot, None)\n"
         "        request.in_flight = 0\n",

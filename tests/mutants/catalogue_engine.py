@@ -151,7 +151,7 @@ MUTANTS = (
         "preempted-and-forgotten",
         "A preempted request is not put back into the queue.",
         _SCHEDULER,
-        "        self.waiting.appendleft(request)\n",
+        "        self.waiting.insert(next(later, len(self.waiting)), request)\n",
         "",
     ),
     _mutant(
