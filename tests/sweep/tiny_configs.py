@@ -1,0 +1,75 @@
+"""A tiny config of any class: the class's own defaults, but for sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests.sweep.odd_configs import LEFT, ODD
+from tests.sweep.tiny_sizes import TINY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_ABSENT: Any = object()
+_OWN_LAYERS = dict.fromkeys(
+    ("layer_types", "mlp_layer_types", "block_types", "layers_block_type"), LEFT
+)
+_OWN_HEADS = {"head_dim": LEFT, "qk_head_dim": LEFT}
+_A_KEY_EACH = {"num_key_value_heads": 4}
+ATTEMPTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
+    {"head_dim": 8},
+    {"layer_types": LEFT},
+    _OWN_LAYERS,
+    _OWN_HEADS,
+    _A_KEY_EACH,
+    _OWN_HEADS | _A_KEY_EACH,
+    {"num_hidden_layers": LEFT, **_OWN_LAYERS},
+    {"is_decoder": LEFT},
+)
+"""What is tried in turn until a model can be built and run: other values for some names."""
+
+
+def tiny_config(config_class: Any, attempt: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
+    """Return a config with ``changes``; the rest is as small as its names allow.
+
+    Of an ``attempt`` the names count that such a config has.
+    """
+    needed = ODD.get(config_class.__name__, {})
+    default = config_class(**{name: value for name, value in needed.items() if value is not LEFT})
+    if unknown := [name for name in changes if _value(default, name) is _ABSENT]:
+        raise ValueError(f"{config_class.__name__} has no {', '.join(unknown)}")
+    told = dict(_sizes(config_class, default))
+    told |= {name: value for name, value in attempt.items() if _value(default, name) is not _ABSENT}
+    told |= {**needed, **changes}
+    told = {name: value for name, value in told.items() if value is not LEFT}
+    renamed = getattr(config_class, "attribute_map", {})
+    told = {name: value for name, value in told.items() if renamed.get(name) not in told}
+    for name in getattr(config_class, "sub_configs", {}):
+        if (part := getattr(default, name, None)) is not None:
+            told[name] = tiny_config(type(part), attempt, told.get(name, {}))
+    return config_class(**told)
+
+
+def _sizes(config_class: Any, default: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the sizes that a config of the class can be given. What is open stays open."""
+    for name, value in TINY.items():
+        own = _value(default, name)
+        if own is not _ABSENT and not _is_computed(config_class, name):
+            if value is None or type(own) is type(value):
+                yield name, value
+
+
+def _value(config: Any, name: str) -> Any:
+    """Return what a config has under a name."""
+    try:
+        return getattr(config, name, _ABSENT)
+    except Exception:  # of any kind: a number that differs from layer to layer
+        return 0
+
+
+def _is_computed(config_class: Any, name: str) -> bool:
+    """Return True for an attribute that cannot be set."""
+    found = getattr(config_class, name, None)
+    return isinstance(found, property) and found.fset is None
