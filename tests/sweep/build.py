@@ -38,6 +38,8 @@ def build(subject: Subject) -> Any:
 def _attempt(subject: Subject, attempt: Mapping[str, Any]) -> Any:
     config_class = transformers.CONFIG_MAPPING[subject.kind]
     model_class = getattr(transformers, subject.model_class)
+    if unknown := [name for name in subject.changes if not hasattr(config_class(), name)]:
+        raise NotBuilt(f"{subject.config_class} has no {', '.join(unknown)}")
     config = _for_class(model_class, tiny_config(config_class, attempt, subject.changes))
     config._attn_implementation = "eager"
     with torch.device("meta"):

@@ -33,11 +33,18 @@ def check(subject: Subject) -> Outcome:
     try:
         outputs = _serve(_load(model, subject), subject)
     except RoseinferError as error:
-        return Outcome(Kind.REFUSED, str(error))
+        return _refusal(model, error)
     except Exception as error:  # of any kind, since none but ours may come
         return Outcome(Kind.WRONG, f"{type(error).__name__}: {error}")
     found = compare(outputs, Reference(model, subject.dtype))
     return _in_halves(model, subject) or found if found.kind is Kind.AGREES else found
+
+
+def _refusal(model: Any, error: RoseinferError) -> Outcome:
+    """Return a refusal; one that does not say of which model or module it speaks is wrong."""
+    said = str(error)
+    named = any(type(module).__name__ in said for module in model.modules())
+    return Outcome(Kind.REFUSED, said) if named else Outcome(Kind.WRONG, f"without a name, {said}")
 
 
 def _load(model: Any, subject: Subject) -> LLM:

@@ -14,6 +14,8 @@ ODD: dict[str, dict[str, Any]] = {
         "rope_parameters": {"full_attention": _ROTATION, "sliding_attention": _ROTATION}
     },
     "DbrxConfig": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "DeepseekV2Config": {"num_experts_per_tok": 2, "head_dim": 8},
+    "Dots3NoteVisionConfig": {"mlp_layer_types": ["dense", "dense"]},
     "Gemma4AssistantConfig": {"text_config": _NO_LAYER_INPUTS},
     "GPTNeoConfig": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "Lfm2MoeConfig": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},

@@ -8,7 +8,7 @@ import signal
 import warnings
 from collections import deque
 from dataclasses import asdict
-from multiprocessing.connection import wait
+from select import select
 from typing import TYPE_CHECKING
 
 import huggingface_hub.constants
@@ -36,8 +36,8 @@ def run(
         while waiting and len(running) < processes:
             subject = waiting.popleft()
             running[_start(subject, seconds)] = subject
-        for child in wait(running):
-            assert isinstance(child, Child)
+        ready: list[Child] = select([*running], [], [])[0]
+        for child in ready:
             yield running.pop(child), _outcome(child, seconds)
 
 

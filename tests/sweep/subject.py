@@ -15,7 +15,7 @@ class Subject:
     """The type of the model, as transformers' mappings know it."""
     variant: str = ""
     """How it differs from the class's own defaults, in words."""
-    changes: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict, compare=False)
     """The same as values of the config."""
     max_length: int | None = None
     dtype: str = "float32"

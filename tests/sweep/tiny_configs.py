@@ -38,8 +38,6 @@ def tiny_config(config_class: Any, attempt: Mapping[str, Any], changes: Mapping[
     """
     needed = ODD.get(config_class.__name__, {})
     default = config_class(**{name: value for name, value in needed.items() if value is not LEFT})
-    if unknown := [name for name in changes if _value(default, name) is _ABSENT]:
-        raise ValueError(f"{config_class.__name__} has no {', '.join(unknown)}")
     told = dict(_sizes(config_class, default))
     told |= {name: value for name, value in attempt.items() if _value(default, name) is not _ABSENT}
     told |= {**needed, **changes}
@@ -56,9 +54,10 @@ def _sizes(config_class: Any, default: Any) -> Iterator[tuple[str, Any]]:
     """Yield the sizes that a config of the class can be given. What is open stays open."""
     for name, value in TINY.items():
         own = _value(default, name)
-        if own is not _ABSENT and not _is_computed(config_class, name):
-            if value is None or type(own) is type(value):
-                yield name, value
+        if own is _ABSENT or _is_computed(config_class, name):
+            continue
+        if value is None or type(own) is type(value):
+            yield name, value
 
 
 def _value(config: Any, name: str) -> Any:

@@ -29,19 +29,22 @@ _LONGROPE = {
     "short_factor": [1.0, 1.05, 1.1, 1.15],
     "long_factor": [2.0, 3.0, 4.0, 5.0],
 }
+_PARTS = {"stablelm": {"partial_rotary_factor": 0.5}}
+"""Its own quarter of a tiny head are two numbers, too few for a dynamic rotation."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def every_variant() -> list[Subject]:
-    return [*_rotations(), *_windows(), *_scores(), *_heads(), *_others(), *_dtypes()]
+    """Return the variants, those of one class together."""
+    found = [*_rotations(), *_windows(), *_scores(), *_heads(), *_others(), *_dtypes()]
+    return sorted(found, key=lambda subject: subject.model_class)
 
 
 def _rotations() -> Iterator[Subject]:
     for kind in ("llama", "mistral", "qwen3", "granite", "olmo2", "starcoder2", "stablelm"):
         for rotation, told in _ROTATIONS.items():
-            yield Subject(
-                kind, f"{rotation} rotation", {"rope_parameters": {"rope_type": rotation, **told}}
-            )
+            scaled = {"rope_type": rotation, **told, **_PARTS.get(kind, {})}
+            yield Subject(kind, f"{rotation} rotation", {"rope_parameters": scaled})
     for kind in ("llama", "qwen3", "phi3"):
         longrope: dict[str, Any] = {"rope_parameters": _LONGROPE}
         if kind == "phi3":
@@ -65,11 +68,12 @@ def _windows() -> Iterator[Subject]:
             ("no window", [_FULL, _FULL]),
         ):
             yield from _windowed(kind, said, {**window, "layer_types": types})
-    for kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3"):
-        asked = {**window, "use_sliding_window": True}
+    asked = {**window, "use_sliding_window": True}
+    for kind in ("qwen2", "qwen3", "qwen2_moe", "smollm3"):
         yield from _windowed(
             kind, "a window in the second layer", {**asked, "layer_types": [_FULL, _SLIDING]}
         )
+    yield from _windowed("qwen3_moe", "a window", asked)
     for chunk in (WINDOW, 64):
         yield Subject("llama4_text", f"chunks of {chunk}", {"attention_chunk_size": chunk})
     short = {"attention_chunk_size": WINDOW, "attn_temperature_tuning": False}
@@ -134,6 +138,16 @@ def _others() -> Iterator[Subject]:
 
 
 def _dtypes() -> Iterator[Subject]:
-    for kind in ("llama", "gpt2", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gpt_oss", "olmo2"):
+    for kind in (
+        "llama",
+        "gpt2",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "gemma2",
+        "gpt_oss",
+        "olmo2",
+    ):
         for dtype in ("bfloat16", "float16"):
             yield Subject(kind, dtype, dtype=dtype)
