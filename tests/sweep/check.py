@@ -64,7 +64,7 @@ def _load(model: Any, subject: Subject) -> LLM:
 
 
 def _serve(llm: LLM, subject: Subject) -> list[RequestOutput]:
-    """Run prompts together; then such as begin alike, decoded as residents are."""
+    """Run prompts together; then again, without log-probabilities, which residents do not have."""
     greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
     asked = prompts(subject.max_length)
     outputs = llm.generate(asked, replace(greedy, logprobs=True), progress=False)

@@ -24,6 +24,6 @@ def prompts(max_length: int | None) -> list[list[int]]:
 
 
 def begun_alike(asked: list[list[int]]) -> list[list[int]]:
-    """Return the longest prompt again, and one that begins as it does."""
+    """Return the same prompts again, and one that begins as the longest does."""
     longest = asked[-1]
-    return [longest, [*longest[: len(longest) // 2], 11]]
+    return [*asked, [*longest[: len(longest) // 2], 11]]

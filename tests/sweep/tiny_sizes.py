@@ -13,8 +13,9 @@ _SIZES: dict[str, int | bool | None] = {
     "max_target_positions mamba_d_ssm": POSITIONS,
     "sliding_window window_size attention_window attention_chunk_size local_attention "
     "attention_window_size local_attention_window_len": WINDOW,
-    "hidden_size d_model n_embd embedding_size word_embed_proj_dim hidden_dim lru_width conv_dim "
-    "attention_hidden_size hidden_size_global": 32,
+    "hidden_size d_model n_embd embedding_size word_embed_proj_dim hidden_dim lru_width "
+    "conv_dim attention_hidden_size hidden_size_global adapter_in_dim adapter_out_dim "
+    "adapter_input_size": 32,
     "intermediate_size ffn_dim d_ff decoder_ffn_dim encoder_ffn_dim ffn_hidden_size ff_dim "
     "intermediate_size_mlp n_inner mlp_hidden_size feed_forward_size d_inner dff": 48,
     "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "

@@ -88,7 +88,7 @@ def _windowed(kind: str, said: str, changes: dict[str, Any]) -> Iterator[Subject
 
 
 def _scores() -> Iterator[Subject]:
-    for kind in ("gemma2", "gemma3_text", "vaultgemma"):
+    for kind in ("gemma2", "vaultgemma"):
         yield Subject(kind, "scores capped at 5", {"attn_logit_softcapping": 5.0})
         no_cap = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
         yield Subject(kind, "nothing capped", no_cap)
@@ -118,7 +118,7 @@ def _heads() -> Iterator[Subject]:
             yield Subject(kind, f"{said} of keys", {"multi_query": multi})
     two = {"new_decoder_architecture": True, "num_kv_heads": 2}
     yield Subject("falcon", "two heads of keys", two)
-    for kind in ("llama", "qwen2", "gemma2", "gpt2", "opt", "gpt_neox", "mpt", "bloom", "falcon"):
+    for kind in ("llama", "qwen2", "gpt2", "opt", "gpt_neox", "mpt", "bloom", "falcon"):
         for tied in (True, False):
             said = "the embedding's" if tied else "weights of its own"
             yield Subject(kind, f"a head with {said}", {"tie_word_embeddings": tied})

@@ -21,8 +21,10 @@ def enlarge(model: Any) -> None:
         module = model.get_submodule(name.rpartition(".")[0])
         noise = torch.randn(weight.shape, generator=generator)
         if weight.dim() < 2:
-            # Most are added or multiplied somewhere; some stay as they were made, of no numbers.
-            weight.copy_(0.1 * noise + weight.nan_to_num(0, 0, 0))
+            # Sinks must weigh something beside scores that are far apart. Some weights are made
+            # of no numbers.
+            size = 3.0 if name.endswith("sinks") else 0.1
+            weight.copy_(size * noise + weight.nan_to_num(0, 0, 0))
         elif isinstance(module, nn.Embedding) and module is not head:
             weight.copy_(noise)
         else:
