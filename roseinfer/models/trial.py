@@ -88,8 +88,8 @@ def _attend_noted(
         return attend(module, query, key, value, attention_mask, scaling, **kwargs)
     if value.shape != key.shape:
         raise UnsupportedModel(
-            f"{type(module).__name__} has values of {value.shape[-1]} numbers beside keys of "
-            f"{key.shape[-1]}, which is not supported"
+            f"{type(module).__name__} has values of {value.shape[1]} heads of {value.shape[3]} "
+            f"beside keys of {key.shape[1]} of {key.shape[3]}, which is not supported"
         )
     sinks = kwargs.get("s_aux")
     traits = LayerTraits(

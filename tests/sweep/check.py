@@ -31,11 +31,15 @@ def check(subject: Subject) -> Outcome:
     except NotBuilt as error:
         return Outcome(Kind.NOT_BUILT, str(error))
     try:
-        outputs = _serve(_load(model, subject), subject)
+        llm = _load(model, subject)
     except RoseinferError as error:
         return _refusal(model, error)
     except Exception as error:  # of any kind, since none but ours may come
         return Outcome(Kind.WRONG, f"{type(error).__name__}: {error}")
+    try:
+        outputs = _serve(llm, subject)
+    except Exception as error:  # ours too, since it comes too late to be a refusal
+        return Outcome(Kind.WRONG, f"when it ran, {type(error).__name__}: {error}")
     found = compare(outputs, Reference(model, subject.dtype))
     return _in_halves(model, subject) or found if found.kind is Kind.AGREES else found
 

@@ -84,7 +84,7 @@ def _an_error_of_torch(logits: torch.Tensor) -> torch.Tensor:
     [
         (_another_token, r"^behind \d+ tokens comes \d+ instead of \d+"),
         (_somewhat_less_sure, r"its log-probability is off by 0\.00\d"),
-        (_an_error_of_torch, "^RuntimeError: shape .* is invalid for input of size"),
+        (_an_error_of_torch, "^when it ran, RuntimeError: shape .* is invalid for input of size"),
     ],
 )
 def test_an_engine_that_is_wrong_is_found(
