@@ -56,8 +56,6 @@ class _Noted:
     def attend_new(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        if value.shape != key.shape:
-            raise UnsupportedModel(f"values of {list(value.shape)} beside keys {list(key.shape)}")
         self.layers.append(layer)
         self.key_shapes.append(tuple(key.shape))
         self.handed += query, key, value
@@ -93,6 +91,11 @@ def _attend_noted(
     noted = RUNNING.get()
     if not isinstance(noted, _Noted):
         return attend(module, query, key, value, attention_mask, scaling, **kwargs)
+    if value.shape != key.shape:
+        raise UnsupportedModel(
+            f"{type(module).__name__} has values of {value.shape[1]} heads of {value.shape[3]} "
+            f"beside keys of {key.shape[1]} of {key.shape[3]}, which is not supported"
+        )
     sinks = kwargs.get("s_aux")
     slopes = kwargs.get("roseinfer_slopes")
     traits = LayerTraits(
@@ -121,7 +124,7 @@ def _refuse_other_arithmetic(
 ) -> None:
     """Raise unless the model's own attention, where it has one, comes to what ours does."""
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if own is None or value.shape != key.shape:
+    if own is None:
         return
     tokens = query.shape[2]
     hidden = torch.full((tokens, tokens), torch.finfo(query.dtype).min, device=query.device)
