@@ -88,7 +88,8 @@ class CausalModel:
         except UnsupportedModel:
             raise
         except Exception as error:  # of any kind, since configs can lack anything
-            raise UnsupportedModel(f"{name} does not say what shape it has: {error}") from error
+            why = str(error).partition(". ")[0]
+            raise UnsupportedModel(f"{name} does not say what shape it has: {why}") from error
         self._model = model.eval()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype

@@ -51,8 +51,6 @@ class _Noted:
     def attend_new(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        if value.shape != key.shape:
-            raise UnsupportedModel(f"values of {list(value.shape)} beside keys {list(key.shape)}")
         self.layers.append(layer)
         self.key_shapes.append(tuple(key.shape))
         self.handed += query, key, value
@@ -88,6 +86,11 @@ def _attend_noted(
     noted: _Noted | None = kwargs.get("roseinfer_attention")
     if noted is None:
         return attend(module, query, key, value, attention_mask, scaling, **kwargs)
+    if value.shape != key.shape:
+        raise UnsupportedModel(
+            f"{type(module).__name__} has values of {value.shape[1]} heads of {value.shape[3]} "
+            f"beside keys of {key.shape[1]} of {key.shape[3]}, which is not supported"
+        )
     sinks = kwargs.get("s_aux")
     traits = LayerTraits(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -114,7 +117,7 @@ def _refuse_other_arithmetic(
 ) -> None:
     """Raise unless the model's own attention, where it has one, comes to what ours does."""
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if own is None or value.shape != key.shape:
+    if own is None:
         return
     tokens = query.shape[2]
     hidden = torch.full((tokens, tokens), torch.finfo(query.dtype).min, device=query.device)

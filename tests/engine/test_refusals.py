@@ -26,6 +26,17 @@ def test_a_model_without_the_attention_interface() -> None:
         build(config)
 
 
+def test_why_a_model_has_no_shape_is_said_in_a_sentence() -> None:
+    model = tiny("gpt2", "cpu")
+
+    def fail() -> None:
+        raise AttributeError("'n_head' differs. Ask each layer instead. Beware.")
+
+    model.config.get_text_config = fail
+    with pytest.raises(UnsupportedModel, match=r"say what shape it has: 'n_head' differs$"):
+        CausalModel(model)
+
+
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

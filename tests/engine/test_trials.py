@@ -152,6 +152,14 @@ def test_tokens_mixed_with_those_beside_them() -> None:
         CausalModel(model)
 
 
+def test_values_wider_than_keys() -> None:
+    model = build(transformers.LlamaConfig(**_SHAPE))
+    attention = model.model.layers[0].self_attn
+    attention.v_proj = torch.nn.Linear(32, 64)
+    with pytest.raises(UnsupportedModel, match="LlamaAttention has values of 8 heads of 8 beside"):
+        CausalModel(model)
+
+
 def test_sparse_attention() -> None:
     config = transformers.MiniMaxM3VLTextConfig(
         **_SHAPE,

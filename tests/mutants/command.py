@@ -19,6 +19,7 @@ from tests.mutants.options import DESCRIPTION, add_options
 from tests.mutants.results import sum_up
 from tests.mutants.runner import WorkerFailed, run
 from tests.mutants.shortest import SHORTEST, Made
+from tests.pages import NoPage
 
 if TYPE_CHECKING:
     import argparse
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_targets(asked)
         if asked.write_docs:
             report.require_page(Path(asked.write_docs))
-    except report.NoPage as error:
+    except NoPage as error:
         print(f"--write-docs: {error}", file=sys.stderr)
         return 2
     except KeyError as error:

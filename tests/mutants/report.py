@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import platform
-import re
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from tabulate import tabulate
 from pytest_roseinfer.report.strength import Strength
 from tests.mutants.catalogue import NOT_PLANTED
 from tests.mutants.known_bugs import KNOWN_BUGS
+from tests.pages import put_section, read_section
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
 _RESULTS, _ALARMS, _KNOWN, _LEFT_OUT = "results", "false-alarms", "known-bugs", "not-planted"
 _SMALLEST = "smallest"
-
-
-class NoPage(ValueError):
-    """A file that is not a page of planted bugs."""
 
 
 def table(results: Sequence[Result], *, style: str = "simple", words: bool = False) -> str:
@@ -88,9 +84,9 @@ def write_results(file: Path, results: Sequence[Result], seconds: float, command
         summary(results, seconds) + ".\n",
         table(results, style="github", words=True) + "\n",
     ]
-    _put(file, _RESULTS, "\n".join(body))
-    _put(file, _KNOWN, known_bugs())
-    _put(file, _LEFT_OUT, left_out())
+    put_section(file, _RESULTS, "\n".join(body))
+    put_section(file, _KNOWN, known_bugs())
+    put_section(file, _LEFT_OUT, left_out())
 
 
 def write_profile(
@@ -101,7 +97,7 @@ def write_profile(
     if missed := [result for result in results if result.survived]:
         body += "\nMissed by some of the seeds:\n\n"
         body += table(missed, style="github", words=True) + "\n"
-    _put(file, strength.profile, body)
+    put_section(file, strength.profile, body)
 
 
 def _sentence(words: str) -> str:
@@ -126,7 +122,7 @@ def strength(results: Sequence[Result], seeds: int, profile: str) -> Strength:
 
 def write_alarms(file: Path, said: str, command: str) -> None:
     """Put what ``alarms`` said into the page."""
-    _put(file, _ALARMS, f"{_how(command)}\n{said}\n")
+    put_section(file, _ALARMS, f"{_how(command)}\n{said}\n")
 
 
 def smallest(made: Made, *, style: str = "simple") -> str:
@@ -149,7 +145,7 @@ def smallest(made: Made, *, style: str = "simple") -> str:
 
 def write_smallest(file: Path, made: Made, command: str) -> None:
     """Put what ``smallest`` says into the page."""
-    _put(file, _SMALLEST, f"{_how(command)}\n{smallest(made, style='github')}\n")
+    put_section(file, _SMALLEST, f"{_how(command)}\n{smallest(made, style='github')}\n")
 
 
 def _how(command: str) -> str:
@@ -168,25 +164,7 @@ def _today() -> datetime.date:
 def require_page(file: Path) -> None:
     """Raise unless the file has every section that is written into it."""
     for section in (_RESULTS, _ALARMS, _KNOWN, _LEFT_OUT):
-        _read(file, section)
-
-
-def _put(file: Path, section: str, body: str) -> None:
-    """Replace one section of the page."""
-    text, pattern = _read(file, section)
-    file.write_text(pattern.sub(lambda _: body, text, count=1))
-
-
-def _read(file: Path, section: str) -> tuple[str, re.Pattern[str]]:
-    """Return the page, and the pattern of one of its sections."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise NoPage(f"{file} cannot be read: {error}") from None
-    pattern = re.compile(rf"(?<=<!-- {section} -->\n).*?(?=<!-- end -->)", re.DOTALL)
-    if not pattern.search(text):
-        raise NoPage(f"{file} has no section {section}: it is no page of this command")
-    return text, pattern
+        read_section(file, section)
 
 
 def known_bugs() -> str:

@@ -1,0 +1,91 @@
+"""Holds the engine to transformers on one subject."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from roseinfer import LLM, AppendPolicy, RoseinferError, SamplingParams
+from tests.sweep.build import NotBuilt, build
+from tests.sweep.compare import compare
+from tests.sweep.outcome import Kind, Outcome
+from tests.sweep.prompts import NEW_TOKENS, begun_alike, prompts
+from tests.sweep.reference import Reference
+
+if TYPE_CHECKING:
+    from roseinfer import RequestOutput
+    from tests.sweep.subject import Subject
+
+_HALVES = ("bfloat16", "float16")
+
+
+class _Wrong(Exception):
+    """The engine did something else than to agree or to refuse."""
+
+
+def check(subject: Subject) -> Outcome:
+    """Build the subject, have the engine serve it, and compare every token with transformers'."""
+    try:
+        model = build(subject)
+    except NotBuilt as error:
+        return Outcome(Kind.NOT_BUILT, str(error))
+    try:
+        llm = _load(model, subject)
+    except RoseinferError as error:
+        return _refusal(model, error)
+    except Exception as error:  # of any kind, since none but ours may come
+        return Outcome(Kind.WRONG, f"{type(error).__name__}: {error}")
+    try:
+        outputs = _serve(llm, subject)
+    except Exception as error:  # ours too, since it comes too late to be a refusal
+        return Outcome(Kind.WRONG, f"when it ran, {type(error).__name__}: {error}")
+    found = compare(outputs, Reference(model, subject.dtype))
+    return _in_halves(model, subject) or found if found.kind is Kind.AGREES else found
+
+
+def _refusal(model: Any, error: RoseinferError) -> Outcome:
+    """Return a refusal; one that does not say of which model or module it speaks is wrong."""
+    said = str(error)
+    named = any(type(module).__name__ in said for module in model.modules())
+    return Outcome(Kind.REFUSED, said) if named else Outcome(Kind.WRONG, f"without a name, {said}")
+
+
+def _load(model: Any, subject: Subject) -> LLM:
+    return LLM(
+        deepcopy(model),
+        device="cpu",
+        dtype=subject.dtype,
+        max_length=subject.max_length,
+        block_size=4,
+        kv_cache_tokens=400,
+        max_batch_size=8,
+        prefill_max_tokens=24,
+        attention_backend="reference",
+        append_policy=AppendPolicy(triton=False),
+        resident_decode=True,
+    )
+
+
+def _serve(llm: LLM, subject: Subject) -> list[RequestOutput]:
+    """Run prompts together; then again, without log-probabilities, which residents do not have."""
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    asked = prompts(subject.max_length)
+    outputs = llm.generate(asked, replace(greedy, logprobs=True), progress=False)
+    outputs += llm.generate(begun_alike(asked), greedy, progress=False)
+    for output in outputs:
+        if output.error is not None or len(output.token_ids) != NEW_TOKENS:
+            raise _Wrong(f"{output.finish_reason} after {output.token_ids}: {output.error}")
+    return outputs
+
+
+def _in_halves(model: Any, subject: Subject) -> Outcome | None:
+    """Return what is wrong or refused when the model is loaded in 16 bits."""
+    for dtype in _HALVES:
+        try:
+            _load(model, replace(subject, dtype=dtype))
+        except RoseinferError as error:
+            return Outcome(Kind.REFUSED, f"in {dtype} alone, {error}")
+        except Exception as error:
+            return Outcome(Kind.WRONG, f"in {dtype}, {type(error).__name__}: {error}")
+    return None
