@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.targets.own import engine_models as models
+from pytest_roseinfer.targets.own import model_shapes as shapes
 from pytest_roseinfer.targets.own.alone import alone, undecided
 from pytest_roseinfer.targets.own.engine_fast_paths import PATHS
 from pytest_roseinfer.targets.own.engine_switches import OPTION_CHOICES, RUN_AHEAD, SIZES
@@ -25,13 +26,13 @@ _served = lru_cache(maxsize=16)(models.network)
 class RoseinferEngine(EngineAdapter):
     """``LLM``, driven step by step on a cache full of NaN."""
 
-    vocabulary = models.VOCABULARY
-    most_tokens = models.POSITIONS
+    vocabulary = shapes.VOCABULARY
+    most_tokens = shapes.POSITIONS
     lag = max(RUN_AHEAD)
     takes_min_p = True
     paths = PATHS
     option_choices = OPTION_CHOICES
-    longest = models.LONG_POSITIONS
+    longest = shapes.LONG_POSITIONS
     sizes = SIZES
 
     def make(self, mix: RequestMix) -> None:

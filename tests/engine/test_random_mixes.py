@@ -178,9 +178,9 @@ def run(llm: LLM, asked: list[Asked]) -> list[Request]:
 
 def assert_no_block_is_lost(llm: LLM) -> None:
     kv, prefixes = llm.engine.sessions.kv, llm.engine.prefixes
-    firsts = range(0, kv.num_layers, kv.layers_per_group)
+    firsts = [group.layers[0] for group in kv.groups]
     whole = kv.max_blocks_per_layer - 1
-    unused = len(prefixes.unused) if prefixes else 0
+    unused = prefixes.num_unused if prefixes else 0
     assert [kv.num_free_blocks(layer) + unused for layer in firsts] == [whole] * len(firsts)
     if prefixes:
         prefixes.clear()

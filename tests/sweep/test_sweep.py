@@ -17,6 +17,8 @@ from tests.python_process import ROOT
 from tests.sweep import command, run, table
 from tests.sweep.check import check
 from tests.sweep.outcome import Kind, Outcome
+from tests.sweep.prompts import NEW_TOKENS
+from tests.sweep.reference import Reference
 from tests.sweep.subject import Subject, every_class
 from tests.sweep.variants import every_variant
 
@@ -101,6 +103,29 @@ def test_an_engine_that_is_wrong_is_found(
     outcome = check(Subject("gpt2"))
     assert outcome.kind is Kind.WRONG
     assert re.search(said, outcome.why)
+
+
+def _other_tokens(*_: Any) -> list[int]:
+    return [7] * NEW_TOKENS
+
+
+def _no_tokens(*_: Any) -> list[int]:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("generate", "said"),
+    [
+        (_other_tokens, "its own `generate` differs from its plain forward pass"),
+        (_no_tokens, "its own `generate` fails: NotImplementedError"),
+    ],
+)
+def test_where_transformers_disagrees_with_itself_the_forward_pass_counts(
+    monkeypatch: pytest.MonkeyPatch, generate: Any, said: str
+) -> None:
+    monkeypatch.setattr(Reference, "generated", generate)
+    outcome = check(Subject("gpt2"))
+    assert (outcome.kind, outcome.why) == (Kind.AGREES, said)
 
 
 def test_another_exception_than_ours_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pytest_roseinfer.targets.own import engine_models as models
+from pytest_roseinfer.targets.own import model_shapes as shapes
 from pytest_roseinfer.targets.own.roseinfer_draws import draw
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def alone(name: str, device: str, prompt: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
     """Compute each token from all that comes before it."""
     tokens = list(prompt)
-    positions = models.LONG_POSITIONS if name in models.OF_MANY_SHAPES else models.POSITIONS
+    positions = shapes.LONG_POSITIONS if name in shapes.OF_MANY_SHAPES else shapes.POSITIONS
     while len(tokens) < positions and goes_on(tokens, len(prompt), sampling):
         tokens.append(draw(models.logits(name, device, tuple(tokens)), sampling, tokens))
     return tuple(tokens[len(prompt) :])
@@ -29,7 +30,7 @@ def alone(name: str, device: str, prompt: tuple[int, ...], sampling: Sampling) -
 def goes_on(tokens: Sequence[int], prompted: int, sampling: Sampling) -> bool:
     """Return True if a request is not over with what follows its prompt in these tokens."""
     new = tokens[prompted:]
-    ended = bool(new) and new[-1] == models.END and not sampling.ignore_eos
+    ended = bool(new) and new[-1] == shapes.END and not sampling.ignore_eos
     return len(new) < sampling.max_new_tokens and not ended
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.adapters.fast_path import FastPath
-from pytest_roseinfer.targets.own import engine_models as models
+from pytest_roseinfer.targets.own import model_shapes as shapes
 from roseinfer import AttentionPath, EnginePath
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.RESUMED: [{"max_batch_size": 8}],
     EnginePath.GAVE_BACK: [
         {"model": name, "per_layer_kv": False, "prefix_cache": kept}
-        for name, kept in zip(models.WINDOWED, (True, True, False, False), strict=True)
+        for name, kept in zip(shapes.WINDOWED, (True, True, False, False), strict=True)
     ],
     EnginePath.FORKED: (),
-    EnginePath.PADDED_HEAD: [{"pad_head": True, "model": models.ODD}],
+    EnginePath.PADDED_HEAD: [{"pad_head": True, "model": shapes.ODD}],
     EnginePath.GRAPH: [
         {**_RESIDENT, "cuda_graph": True, "run_ahead": 0},
         {**_RESIDENT, "cuda_graph": True, "run_ahead": 2},
@@ -78,17 +78,17 @@ PATHS: Mapping[str, FastPath] = {
     **{path.value: _alone_equals(path) for path in _FIRST},
     AttentionPath.DECODE_TRITON.value: FastPath(
         AttentionPath.REFERENCE.value,
-        _with_models(_KERNELS, "llama", "llama 10:2", models.CAPPED),
+        _with_models(_KERNELS, "llama", "llama 10:2", shapes.CAPPED),
         share=_OF_KERNELS,
     ),
     AttentionPath.APPEND_AND_ATTEND.value: FastPath(
         AttentionPath.SLOTS_REFERENCE.value,
-        _with_models(_RESIDENT_KERNELS, "llama", "llama 32:2", models.SINKING),
+        _with_models(_RESIDENT_KERNELS, "llama", "llama 32:2", shapes.SINKING),
         share=_OF_KERNELS,
     ),
     AttentionPath.CHUNK_TRITON.value: FastPath(
         AttentionPath.REFERENCE.value,
-        _with_models(_KERNELS, "llama 10:2", models.HYBRID),
+        _with_models(_KERNELS, "llama 10:2", shapes.HYBRID),
         share=_OF_KERNELS,
     ),
     **{path.value: _alone_equals(path) for path in _RUNS_WITH},

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.targets.own import engine_models as models
+from pytest_roseinfer.targets.own import model_shapes as shapes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 RUN_AHEAD = (0, 1, 3)
 OPTION_CHOICES: Mapping[str, Sequence[Any]] = {
-    "model": ("gpt2", "llama", "llama 10:2", "llama 24:3", "llama 32:2", *models.WINDOWED),
+    "model": ("gpt2", "llama", "llama 10:2", "llama 24:3", "llama 32:2", *shapes.WINDOWED),
     "prefix_cache": (True, False),
     "prefill_admission_policy": ("fifo", "pack"),
     "prefill_max_tokens": (100, 1, 3, 8),
@@ -29,7 +29,7 @@ OPTION_CHOICES: Mapping[str, Sequence[Any]] = {
     "cuda_graph": (False,),
 }
 SIZES: Mapping[str, Sequence[Any]] = {
-    "model": models.OF_MANY_SHAPES,
+    "model": shapes.OF_MANY_SHAPES,
     "max_batch_size": (8, 1, 17, 3, 64, 128),
     "prefill_max_tokens": (2048, 16, 100, 333),
     "prefill_max_batch_size": (16, 1, 128),

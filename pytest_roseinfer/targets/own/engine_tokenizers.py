@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers import decoders
 
-from pytest_roseinfer.targets.own.engine_models import END, VOCABULARY
+from pytest_roseinfer.targets.own.model_shapes import END, VOCABULARY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,6 +15,7 @@ import torch
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
 from pytest_roseinfer.targets.own import engine_models as models
+from pytest_roseinfer.targets.own import model_shapes as shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +27,9 @@ _served = lru_cache(models.network)
 
 
 class TransformersEngine(EngineAdapter):
-    vocabulary = models.VOCABULARY
-    most_tokens = models.POSITIONS
-    end = models.END
+    vocabulary = shapes.VOCABULARY
+    most_tokens = shapes.POSITIONS
+    end = shapes.END
     takes_sampling = False
     block_sizes: ClassVar[Sequence[int]] = (4, 5, 6, 8)
     paths: ClassVar[Mapping[str, FastPath]] = {
@@ -36,7 +37,7 @@ class TransformersEngine(EngineAdapter):
         "chunked prefill": FastPath("no cache", [{"max_batch_tokens": 3}]),
     }
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "model": ("llama", "gpt2", *models.WINDOWED),
+        "model": ("llama", "gpt2", *shapes.WINDOWED),
         "attention": ("sdpa", "eager"),
         "scheduler_type": ("fifo", "prefill_first"),
         "allow_block_sharing": (True, False),
@@ -53,7 +54,7 @@ class TransformersEngine(EngineAdapter):
         model = _served(name, mix.device)
         model.set_attn_implementation(options.pop("attention"))
         # Two kinds of layers share no sector, and need more than num_blocks says: docs/found.md.
-        options["num_blocks"] = -(-mix.cache_tokens // mix.block_size) + 2 * (name == models.HYBRID)
+        options["num_blocks"] = -(-mix.cache_tokens // mix.block_size) + 2 * (name == shapes.HYBRID)
         options |= {"page_size": mix.block_size, "return_logprobs": True}
         config = ContinuousBatchingConfig(auto_switch_to_flash=False, **options)
         self.manager = model.init_continuous_batching(GenerationConfig(do_sample=False), config)
