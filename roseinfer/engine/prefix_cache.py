@@ -116,8 +116,10 @@ class PrefixCache:
         if tail is not None and tail not in entries[-1:]:
             tail = None
         num_tokens = entries[-1].end if entries else 0
-        size = self.kv.block_size
-        begins = [group.first_seen(num_tokens) // size for group in self.kv.groups]
+        begins = [0] * len(self.kv.groups)
+        """The first entry of which a sequence has a block, for each group."""
+        for group in self._windowed:
+            begins[group] = self.kv.groups[group].first_seen(num_tokens) // self.kv.block_size
         for at, entry in enumerate(entries):
             self._hold(entry, [group for group, begin in enumerate(begins) if at >= begin])
         block_lists = [

@@ -82,6 +82,8 @@ class KVBlockManager(PerLayerCalls):
             of_layer = {at: plane for own in self.groups for plane, at in enumerate(own.layers)}
             planes = [of_layer[layer] for layer in range(num_layers)]
         self.layers_per_group = layers_per_group or len(self.groups[0].layers)
+        self.has_own_lists = self.layers_per_group == 1 and not self.one_pool
+        """Every layer has block lists of its own."""
         self._planes = planes
         """The first index of a layer's keys and values in the storage."""
         own = {layer: at for at, group in enumerate(self.groups) for layer in group.layers}

@@ -30,7 +30,7 @@ class PerLayerCalls:
     head_dim: int
     block_size: int
     layers_per_group: int
-    one_pool: bool
+    has_own_lists: bool
     path_counts: PathCounts
     _storage: KVStorage
     _mover: DataMover
@@ -38,11 +38,6 @@ class PerLayerCalls:
     _check_inputs: Callable[[Tensor, Tensor, tuple[int, ...]], None]
     plan_append: Callable[..., AppendPlan]
     _commit: Callable[..., AppendPlan]
-
-    @property
-    def has_own_lists(self) -> bool:
-        """True if every layer has block lists of its own."""
-        return self.layers_per_group == 1 and not self.one_pool
 
     def append_token(
         self, layer_idx: int, block_ids: list[int], key: Tensor, value: Tensor

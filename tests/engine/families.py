@@ -46,8 +46,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **_SHAPE, head_dim=12, sliding_window=5, num_local_experts=2, num_experts_per_tok=1
     ),
 }
-"""The last three have windows: in every layer, and in every other one with capped scores or with
-sinks."""
+WINDOWED = ("mistral window", "gemma2", "gpt-oss")
+"""These have windows: in every layer, and in every other one with capped scores or with sinks."""
 
 
 def tiny(family: str, device: str) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams
-from tests.engine.families import CONFIGS, VOCABULARY, tiny
+from tests.engine.families import CONFIGS, VOCABULARY, WINDOWED, tiny
 
 if TYPE_CHECKING:
     from roseinfer.engine.request import Request
@@ -223,4 +223,5 @@ def test_every_request_of_a_mix_ends_as_transformers_would(
     for seed in range(first, first + MIXES):
         print(f"the mix of {family} with seed {seed}")
         taken += run_mix(family, device, seed)
-    assert [path for path in MUST_HAPPEN if not taken[path]] == []
+    rare = {EnginePath.OVERTAKEN} if family in WINDOWED else set()
+    assert [path for path in MUST_HAPPEN if not taken[path] and path not in rare] == []

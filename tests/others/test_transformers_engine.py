@@ -16,7 +16,7 @@ from pytest_roseinfer import (
     run_forks,
     run_mix,
 )
-from pytest_roseinfer.targets.own import engine_models as models
+from pytest_roseinfer.targets.own import model_shapes as shapes
 from pytest_roseinfer.targets.whole_engines.forking_transformers import ForkingTransformersEngine
 from pytest_roseinfer.targets.whole_engines.transformers_engine import TransformersEngine
 from tests.others.engine_search import verdicts_of
@@ -49,7 +49,7 @@ class GoesOn(TransformersEngine):
 class ReadsAWindowTooFarBack(GoesOn):
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         **GoesOn.option_choices,
-        "model": models.WINDOWED,
+        "model": shapes.WINDOWED,
     }
 
     def make(self, mix: RequestMix) -> None:
