@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -10,11 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.engine_paths import EnginePath
+from roseinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from roseinfer.decode.slots import DecodeSlots
+
+
+_LOG = logging.getLogger("roseinfer")
 
 
 class StepGraphs:
@@ -33,11 +38,30 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Counter[str]]] = {}
 
-    def capture(self, sizes: Sequence[int]) -> None:
-        """Capture steps of all sizes, the largest first: the others use the memory it leaves."""
-        for count in sorted(sizes, reverse=True):
-            for greedy in (True, False):
-                self._capture(count, greedy)
+    def capture(self, sizes: Sequence[int], *, required: bool) -> bool:
+        """Capture steps of all sizes, the largest first: the others use the memory it leaves.
+
+        A model whose modules wait for the host cannot be captured. Where graphs are not required,
+        this returns False then.
+        """
+        before = Counter(self._path_counts)
+        try:
+            for count in sorted(sizes, reverse=True):
+                for greedy in (True, False):
+                    self._capture(count, greedy)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._path_counts.clear()
+            self._path_counts.update(before)
+            why = str(error).splitlines()[0]
+            if required:
+                raise ConfigError(
+                    f"cuda_graph=True: the model's step cannot be captured ({why}): leave it off"
+                ) from error
+            _LOG.warning("steps run without CUDA graphs, since they cannot be captured: %s", why)
+            return False
+        return True
 
     def run(self, count: int, *, greedy: bool) -> None:
         """Replay the step; it is captured first if it never was."""

@@ -48,7 +48,13 @@ class ResidentDecode:
     """Runs the decode steps of residents."""
 
     def __init__(
-        self, model: CausalModel, attention: AttentionBackend, num_slots: int, *, graphs: bool
+        self,
+        model: CausalModel,
+        attention: AttentionBackend,
+        num_slots: int,
+        *,
+        graphs: bool,
+        graphs_required: bool = False,
     ) -> None:
         self._kv = kv = attention.kv
         self._path_counts = attention.path_counts
@@ -75,8 +81,8 @@ class ResidentDecode:
         self._readback = Readback(num_slots, torch.int64, kv.device)
         self._sizes = ladder(num_slots)
         self._num_sampled = 0
-        if self._graphs:
-            self._graphs.capture(self._sizes)
+        if self._graphs and not self._graphs.capture(self._sizes, required=graphs_required):
+            self._graphs = None
 
     @staticmethod
     def takes(params: SamplingParams) -> bool:

@@ -63,7 +63,13 @@ class Engine:
         if config.decodes_in_slots(device):
             graphs = device == "cuda" and config.cuda_graph is not False
             most = config.max_batch_size
-            resident = ResidentDecode(model, self.sessions.attention, most, graphs=graphs)
+            resident = ResidentDecode(
+                model,
+                self.sessions.attention,
+                most,
+                graphs=graphs,
+                graphs_required=config.cuda_graph is True,
+            )
         self._runner = StepRunner(self.sessions, resident, config.max_batch_size)
         self._run_ahead = config.lag(device) if resident else 0
         self._supply = BlockSupply(

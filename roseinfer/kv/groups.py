@@ -35,7 +35,10 @@ def given_back(block_ids: Sequence[int]) -> int:
 def consecutive(num_layers: int, layers_per_group: int) -> list[LayerGroup]:
     """Group layers that follow one another."""
     if num_layers % layers_per_group:
-        raise BadArgument(f"{num_layers} layers do not divide into groups of {layers_per_group}")
+        raise BadArgument(
+            f"{num_layers} layers do not divide into groups of {layers_per_group} "
+            "(layers_per_group)"
+        )
     begins = range(0, num_layers, layers_per_group)
     return [LayerGroup(tuple(range(at, at + layers_per_group)), None) for at in begins]
 

@@ -74,25 +74,25 @@ class KVBlockManager(PerLayerCalls):
                 f"max_blocks_per_layer={max_blocks_per_layer}: at least 2 are needed, "
                 "since block 0 is scratch"
             )
-        if windows is None:
-            self.groups = consecutive(num_layers, layers_per_group or 1)
-            planes = list(range(num_layers))
-        else:
-            self.groups = by_window(windows, layers_per_group)
-            of_layer = {at: plane for own in self.groups for plane, at in enumerate(own.layers)}
-            planes = [of_layer[layer] for layer in range(num_layers)]
-        self.layers_per_group = layers_per_group or len(self.groups[0].layers)
-        self.has_own_lists = self.layers_per_group == 1 and not self.one_pool
-        """Every layer has block lists of its own."""
-        self._planes = planes
-        """The first index of a layer's keys and values in the storage."""
-        own = {layer: at for at, group in enumerate(self.groups) for layer in group.layers}
-        self._group_of = [own[layer] for layer in range(num_layers)]
         self.path_counts: PathCounts = PathCounts()
         self.work_counts: Counter[str] = Counter()
         """How much work the host has done, by ``Work``."""
-        shape = (max(planes) + 1, max_blocks_per_layer, num_heads, block_size, head_dim)
+        self.groups = by_window(windows, layers_per_group) if windows is not None else []
+        self.layers_per_group = layers_per_group or (
+            len(self.groups[0].layers) if self.groups else 1
+        )
+        planes = self.layers_per_group if self.one_pool else num_layers
+        shape = (planes, max_blocks_per_layer, num_heads, block_size, head_dim)
+        # Before lists are made: torch says what no machine has.
         self._storage = KVStorage(shape, checked_device(device), dtype)
+        self.groups = self.groups or consecutive(num_layers, self.layers_per_group)
+        self.has_own_lists = self.layers_per_group == 1 and not self.one_pool
+        """Every layer has block lists of its own."""
+        of_layer = {at: plane for own in self.groups for plane, at in enumerate(own.layers)}
+        self._planes = [of_layer[at] if self.one_pool else at for at in range(num_layers)]
+        """The first index of a layer's keys and values in the storage."""
+        own = {layer: at for at, group in enumerate(self.groups) for layer in group.layers}
+        self._group_of = [own[layer] for layer in range(num_layers)]
         self.keys, self.values = self._storage.keys, self._storage.values
         """All keys and all values, ``[layers, blocks, kv_heads, block_size, head_dim]``; with
         windows, the layers of any one group."""

@@ -87,7 +87,7 @@ class CausalModel:
         try:
             config = model.config.get_text_config()
             _refuse_other_attention(model, config, name)
-            self.shape = shape_of(config, max_length)
+            self.shape = shape_of(config, name, max_length)
         except UnsupportedModel:
             raise
         except Exception as error:  # of any kind, since configs can lack anything

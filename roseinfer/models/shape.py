@@ -22,15 +22,15 @@ _UNSAID = 2048
 """Positions of a model that says nothing of them, since it could have any number: Bloom."""
 
 
-def shape_of(text: Any, max_length: int | None) -> ModelShape:
+def shape_of(text: Any, name: str, max_length: int | None) -> ModelShape:
     """Return the shape by a model's text config, with at most ``max_length`` positions."""
     heads = text.num_attention_heads
     made_for = _positions(text) or max_length or _UNSAID
     if max_length is not None and max_length > made_for:
-        raise UnsupportedModel(f"max_length={max_length}: the model has {made_for} positions")
+        raise UnsupportedModel(f"max_length={max_length}: {name} has {made_for} positions")
     if min(text.num_hidden_layers, heads, text.vocab_size, made_for) < 1:
         raise UnsupportedModel(
-            f"a model of {text.num_hidden_layers} layers, {heads} heads, {text.vocab_size} tokens "
+            f"{name} has {text.num_hidden_layers} layers, {heads} heads, {text.vocab_size} tokens "
             f"and {made_for} positions: each must be at least 1"
         )
     return ModelShape(

@@ -33,17 +33,18 @@ def load_tokenizer(name: str) -> Any:
             raise _refused(name, f"{file} is a directory")
         if path.is_file() and not path.stat().st_size:
             raise _refused(name, f"{file} is empty")
+    found = [file for file in _FILES if file_of(name, file)]
+    if not found:  # some families would make one up
+        return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        # Without files, and with some that it cannot read, some families have an empty vocabulary.
+        # With files that it cannot read, some families have an empty vocabulary.
         if tokenizer.vocab_size > 1:
             return tokenizer
         why: Exception = ValueError("there is no vocabulary")
     except Exception as error:  # of any kind, since tokenizers trusts what a file says
         why = error
-    if found := [file for file in _FILES if file_of(name, file)]:
-        raise _refused(name, f"from {', '.join(found)}: {with_kind(why)}") from why
-    return None
+    raise _refused(name, f"from {', '.join(found)}: {with_kind(why)}") from why
 
 
 def _refused(name: str, why: str) -> UnsupportedModel:

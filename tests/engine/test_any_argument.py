@@ -62,6 +62,7 @@ VALUES: dict[str, Any] = {
     "a class": int,
 }
 """Each is wrong for most arguments."""
+pytestmark = pytest.mark.filterwarnings("ignore::roseinfer.TritonUnavailable")
 ONE = SamplingParams(max_new_tokens=1)
 CACHE: dict[str, Any] = {
     "num_layers": 2,
@@ -71,7 +72,7 @@ CACHE: dict[str, Any] = {
     "max_blocks_per_layer": 4,
     "device": "cpu",
     "dtype": torch.float32,
-    "policy": None,
+    "policy": AppendPolicy(triton=False),
     "layers_per_group": 1,
 }
 

@@ -45,7 +45,7 @@ def test_leaving_early_cancels(device: str) -> None:
 
         async def leave() -> tuple[Request, Request]:
             other = asyncio.create_task(served.generate(TEXTS[1], greedy()))
-            async with aclosing(served.stream(TEXTS[0], greedy(900))) as stream:
+            async with aclosing(served.stream(TEXTS[0], greedy(900, ignore_eos=True))) as stream:
                 async for update in stream:
                     if update.request.num_generated >= 3:
                         break
@@ -79,7 +79,7 @@ def test_a_task_that_is_cancelled_cancels(device: str, queued: bool) -> None:
 
         async def cancel() -> Request:
             first = asyncio.create_task(served.generate(TEXTS[0], greedy(60, ignore_eos=True)))
-            second = asyncio.create_task(served.generate(TEXTS[1], greedy(900)))
+            second = asyncio.create_task(served.generate(TEXTS[1], greedy(900, ignore_eos=True)))
             while llm.engine.num_running + llm.engine.num_waiting < 2:
                 await asyncio.sleep(0.001)
             if not queued:

@@ -283,5 +283,5 @@ def test_a_model_that_does_not_say_how_many_positions_it_has() -> None:
     assert CausalModel(model).shape.max_length == 2048
     assert CausalModel(model, max_length=4096).shape.max_length == 4096
     assert CausalModel(build("bloom")).shape.max_length == POSITIONS
-    with pytest.raises(UnsupportedModel, match=f"the model has {POSITIONS} positions"):
+    with pytest.raises(UnsupportedModel, match=f"has {POSITIONS} positions"):
         CausalModel(build("mpt"), max_length=POSITIONS + 1)

@@ -66,7 +66,7 @@ def test_layers_that_do_not_attend_as_ours_do(config: Any, said: str) -> None:
 
 
 def test_more_positions_than_the_model_has() -> None:
-    with pytest.raises(UnsupportedModel, match="the model has 96 positions"):
+    with pytest.raises(UnsupportedModel, match="has 96 positions"):
         build(CONFIGS["gpt2"](), max_length=97)
 
 

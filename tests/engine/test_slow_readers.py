@@ -38,6 +38,7 @@ MOST = 8
 """The most updates that an unread stream holds in these tests, besides those in flight."""
 LONG = 40
 """Tokens of a text that does not fit into an unread stream."""
+NO_LAG: dict[str, Any] = {"resident_decode": True, "run_ahead": 0, "cuda_graph": False}
 Stream = Any
 lags = pytest.mark.parametrize("lag", [0, 3])
 
@@ -55,7 +56,7 @@ def long(**more: Any) -> Any:
 
 @cache
 def whole(device: str, text: str) -> list[int]:
-    (output,) = small_llm(device).generate(text, long(), progress=False)
+    (output,) = small_llm(device, **NO_LAG).generate(text, long(), progress=False)
     return output.token_ids
 
 
@@ -96,7 +97,7 @@ def test_a_stream_that_is_not_read_holds_no_more_than_it_may(device: str, lag: i
 
 def test_a_loop_that_is_busy_piles_nothing_up_either(device: str) -> None:
     """What is on its way to an event loop that does not run counts as unread."""
-    llm = small_llm(device)
+    llm = small_llm(device, **NO_LAG)
     with serving(llm) as served:
 
         async def block() -> tuple[int, list[int | None]]:
@@ -116,7 +117,7 @@ def test_a_loop_that_is_busy_piles_nothing_up_either(device: str) -> None:
 
 def test_whatever_a_reader_does_it_misses_nothing(device: str) -> None:
     """Many readers, each with pauses of its own, on a cache that has not room for all of them."""
-    llm = small_llm(device, kv_cache_tokens=128, block_size=4, max_batch_size=3)
+    llm = small_llm(device, **NO_LAG, kv_cache_tokens=128, block_size=4, max_batch_size=3)
     with serving(llm) as served:
 
         async def read(number: int) -> list[int | None]:
@@ -138,7 +139,7 @@ def test_a_reader_that_comes_while_its_request_is_being_paused(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads all before it can know that the request is paused, and so asks for nothing."""
-    llm = small_llm(device)
+    llm = small_llm(device, **NO_LAG)
     pausing, all_read = threading.Event(), threading.Event()
     pause = llm.engine.pause
 
@@ -188,7 +189,7 @@ def test_streams_that_are_not_read_hold_up_nobody(device: str) -> None:
 
 @pytest.mark.parametrize("how", ["closed", "forgotten", "its task cancelled"])
 def test_leaving_a_stream_that_was_not_read_cancels(device: str, how: str) -> None:
-    llm = small_llm(device)
+    llm = small_llm(device, **NO_LAG)
     with serving(llm) as served:
 
         async def leave() -> Request:
@@ -218,7 +219,7 @@ def test_leaving_a_stream_that_was_not_read_cancels(device: str, how: str) -> No
 
 def test_closing_ends_a_stream_that_was_not_read(device: str) -> None:
     """What had come can be read still."""
-    with serving(small_llm(device)) as served:
+    with serving(small_llm(device, **NO_LAG)) as served:
 
         async def close_and_read() -> tuple[int, Any]:
             stream, _ = await begin(served, TEXTS[0])
@@ -241,7 +242,7 @@ def test_a_loop_that_closed_is_found_out_though_nothing_is_to_be_told(
 ) -> None:
     """Nobody will ever read that stream, and no step will be done that shows it."""
     monkeypatch.setattr(engine_thread, "_GLANCE", 0.01)
-    with serving(small_llm(device)) as served:
+    with serving(small_llm(device, **NO_LAG)) as served:
         loop = asyncio.new_event_loop()
         stream, first = loop.run_until_complete(begin(served, TEXTS[0]))
         loop.close()
@@ -258,7 +259,7 @@ def test_a_loop_that_closed_is_found_out_though_nothing_is_to_be_told(
 
 
 def test_a_stream_of_an_llm_that_is_not_read_is_paused_too(device: str) -> None:
-    llm = small_llm(device)
+    llm = small_llm(device, **NO_LAG)
     slow = llm.stream(TEXTS[0], long())
     first = next(slow)
     for text in TEXTS[1:3]:
@@ -275,7 +276,7 @@ def test_a_stream_of_an_llm_that_is_not_read_is_paused_too(device: str) -> None:
 
 
 def test_an_unread_stream_of_an_llm_can_be_left(device: str) -> None:
-    llm = small_llm(device)
+    llm = small_llm(device, **NO_LAG)
     slow = llm.stream(TEXTS[0], long())
     request = next(slow).request
     llm.generate(TEXTS[1], long(), progress=False)

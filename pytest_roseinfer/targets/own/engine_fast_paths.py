@@ -21,6 +21,7 @@ _REUSED_AT_ONCE = {**_RESIDENT, "prefix_cache": False, "max_batch_size": 8}
 """A new sequence takes what another one gave up while others still decode beside it."""
 _ONE_BY_ONE = {**_RESIDENT, "prefill_max_batch_size": 1, "max_batch_size": 8}
 """Sequences begin to decode one after another, and none ends in between."""
+_FUSED = {"fused_model": True, "model": "gpt2"}
 _TWO_AT_ONCE = {**_RESIDENT, **_IN_CHUNKS, "prefix_cache": True, "max_batch_size": 2}
 _PACKED = {"prefill_admission_policy": "pack", "prefill_max_tokens": 8, "max_batch_size": 8}
 
@@ -45,12 +46,12 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.FORKED: (),
     EnginePath.PADDED_HEAD: [{"pad_head": True, "model": shapes.ODD}],
     EnginePath.GRAPH: [
-        {**_RESIDENT, "cuda_graph": True, "run_ahead": 0},
-        {**_RESIDENT, "cuda_graph": True, "run_ahead": 2},
-        {**_RESIDENT_KERNELS, "cuda_graph": True, "run_ahead": 2, "fused_model": True},
+        {**_RESIDENT, "cuda_graph": True, "run_ahead": 0, "model": "llama"},
+        {**_RESIDENT, "cuda_graph": True, "run_ahead": 2, "model": shapes.HYBRID},
+        {**_RESIDENT_KERNELS, "cuda_graph": True, "run_ahead": 2, **_FUSED},
     ],
     EnginePath.CANCELLED: (),
-    EnginePath.FUSED: [{"fused_model": True, "model": "gpt2"}],
+    EnginePath.FUSED: [_FUSED],
     EnginePath.LIKELIEST: [_RESIDENT_KERNELS],
 }
 """Only ``COMPILED`` is missing. To compile takes seconds for every model of every mix, so no

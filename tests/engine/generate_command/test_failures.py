@@ -153,11 +153,13 @@ def test_standard_input_that_is_no_text(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_model_the_engine_refuses(run: Run, tmp_path: Path) -> None:
-    config = transformers.BloomConfig(vocab_size=20, hidden_size=16, n_layer=1, n_head=2)
+    config = transformers.MambaConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=1, state_size=4
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     outcome = run("--model", str(tmp_path), "--prompt", "x")
     assert (outcome.status, outcome.out) == (2, "")
-    assert outcome.err.splitlines()[-1].startswith("roseinfer generate: BloomForCausalLM does not")
+    assert outcome.err.splitlines()[-1].startswith("roseinfer generate: MambaForCausalLM does not")
 
 
 @pytest.mark.parametrize(
