@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from roseinfer.kv.plan import AppendPlan, Survey
 
 
+_MOST_LAYERS = 1 << 16
+"""The manager keeps a few numbers for each."""
+
+
 class KVBlockManager(PerLayerCalls):
     """Keys and values of many sequences in blocks of ``block_size`` tokens.
 
@@ -58,6 +62,8 @@ class KVBlockManager(PerLayerCalls):
         windows: Sequence[int | None] | None = None,
     ) -> None:
         self.num_layers = num_layers = checked_size("num_layers", num_layers)
+        if num_layers > _MOST_LAYERS:
+            raise BadArgument(f"num_layers must be at most {_MOST_LAYERS}, not {num_layers}")
         self.num_heads = num_heads = checked_size("num_heads", num_heads)
         self.head_dim = head_dim = checked_size("head_dim", head_dim)
         self.block_size = block_size = checked_size("block_size", block_size)

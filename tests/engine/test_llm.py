@@ -346,5 +346,5 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_positions_than_the_model_has(device: str) -> None:
-    with pytest.raises(UnsupportedModel, match="max_length=1025: .* has 1024 positions"):
+    with pytest.raises(UnsupportedModel, match=r"max_length=1025: .* has 1024 positions"):
         small_llm(device, max_length=1025)

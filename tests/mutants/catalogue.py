@@ -17,7 +17,6 @@ from tests.mutants import (
     catalogue_prefixes,
     catalogue_sampling,
     catalogue_truncation,
-    catalogue_windows,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ CATALOGUE: tuple[Mutant, ...] = (
     *catalogue_decode.MUTANTS,
     *catalogue_sampling.MUTANTS,
     *catalogue_caches.MUTANTS,
-    *catalogue_windows.MUTANTS,
 )
 
 

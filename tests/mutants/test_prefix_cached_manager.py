@@ -20,7 +20,11 @@ from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.strategies import histories
 from pytest_roseinfer.oracle.texts import WHOLE
-from tests.mutants.prefix_cached_manager import HashedPrefixes, PrefixCachedManager
+from tests.mutants.prefix_cached_manager import (
+    HashedPrefixes,
+    PrefixCachedManager,
+    WindowedPrefixes,
+)
 
 if TYPE_CHECKING:
     from pytest_roseinfer.cases.operations.operation import Operation
@@ -35,7 +39,7 @@ def ran(*steps: Operation, spec: CacheSpec = SPEC) -> dict[str, int]:
     return dict(run_history(PrefixCachedManager, History(spec, steps, texts=ALIKE)))
 
 
-@pytest.mark.parametrize("cache", [PrefixCachedManager, HashedPrefixes])
+@pytest.mark.parametrize("cache", [PrefixCachedManager, HashedPrefixes, WindowedPrefixes])
 def test_any_history_is_right(cache: type[PrefixCachedManager]) -> None:
     @hypothesis_settings(max_examples=20, database=None, phases=[Phase.generate], deadline=None)
     @seed(1)

@@ -106,7 +106,7 @@ NOTHING_DONE = {
     "temperature": (["--prompt", "x", "--temperature", "-1"], "temperature is -1.0; it must be"),
     "stop": (["--prompt", "x", "--stop", ""], "stop is ('',); it must be"),
     "engine": (["--prompt", "x", "--block-size", "0"], "block_size must be a whole number"),
-    "positions": (["--prompt", "x", "--max-length", "1025"], "the model has 1024 positions"),
+    "positions": (["--prompt", "x", "--max-length", "1025"], "has 1024 positions"),
     "device": (
         ["--prompt", "x", "--device", "toaster"],
         "'toaster': the engine runs on cpu, cuda or cuda:1",
