@@ -38,12 +38,16 @@ COMPILE = """
             return "*fp32"
         if name in OWN:
             return "*" + dtype
-        return "fp32" if name in ("scale", "epsilon") else "i32"
+        if name in ("sinks", "slopes"):
+            return "*fp32"
+        return "fp32" if name in ("scale", "cap", "epsilon") else "i32"
 
     def check(kernel, dtype, warps=4, **constants):
         names = kernel.arg_names
         if "EARLY" in names:
             constants["EARLY"] = capability >= 90
+        if "WINDOW" in names:
+            constants = PLAIN | constants
         types = {n: "constexpr" if n in constants else kind(kernel, n, dtype) for n in names}
         if constants.get("PARTS") == 1:  # nothing to combine
             types |= {name: "*" + dtype for name in SINGLE if name in names}
@@ -55,6 +59,8 @@ COMPILE = """
         assert made.metadata.shared <= 64 << 10
         print(kernel.__name__)
 
+    PLAIN = dict(WINDOW=0, CAPPED=False, SINKING=False, SLOPED=False)
+    traits = dict(WINDOW=40, CAPPED=True, SINKING=True, SLOPED=True)
     capability, dtype = int(sys.argv[1]), sys.argv[2]
     attends = dict(GROUP=2, D=80, TILE_D=128, TILE_T=64, LIMIT=0)
     decodes = dict(Q_HEADS=4, TILE_G=16, **attends)
@@ -67,7 +73,9 @@ COMPILE = """
             tile_t, warps = _tile(programs, head_dim * size)
             decodes |= dict(D=head_dim, TILE_D=head_dim, TILE_T=tile_t, ROOM=programs == 1)
             check(_decode_kernel, kind_of, warps, BLOCK=64, PARTS=1, APPENDS=True, **decodes)
+    check(_decode_kernel, dtype, BLOCK=64, PARTS=1, APPENDS=True, **decodes, **traits)
     check(_chunk_kernel, dtype, BLOCK=16, TILE_Q=16, TILE_G=2, **attends)
+    check(_chunk_kernel, dtype, BLOCK=16, TILE_Q=16, TILE_G=2, **attends, **traits)
     check(_combine_kernel, dtype, Q_HEADS=4, D=80, TILE_P=4, TILE_D=128)
     tile = dict(TILE_R=16, TILE_N=32, TILE_K=64)
     check(_whole_kernel, dtype, N=48, K=100, STAGES=3, BIAS=True, GELU=True, **tile)
@@ -84,4 +92,4 @@ COMPILE = """
 def test_the_kernels_of_decoding_compile(capability: int, dtype: str) -> None:
     """For GPUs that let kernels start early, and for others."""
     code = COMPILE.replace("sys.argv[1]", f"'{capability}'").replace("sys.argv[2]", f"'{dtype}'")
-    assert len(run_python(code, warm=True).split()) == 18
+    assert len(run_python(code, warm=True).split()) == 20

@@ -276,7 +276,7 @@ class Engine:
         length = len(tokens)
         # Requests take turns, each once a block.
         turn = (length - request.id) % self._block_size == 0
-        if turn or length == request.prompt_length + 1:
+        if self._supply.listens and (turn or length == request.prompt_length + 1):
             self._supply.note_stored(request)
         if logprob is not None and request.params.logprobs:
             request.logprobs.append(logprob)

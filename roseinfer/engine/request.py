@@ -129,6 +129,8 @@ class BlockSupply:
         self._windows = [
             (at, group) for at, group in enumerate(kv.groups) if group.window is not None
         ]
+        self.listens = bool(prefixes is not None or self._windows)
+        """What is stored matters here: ``note_stored`` is to be called."""
 
     @property
     def capacity(self) -> int:

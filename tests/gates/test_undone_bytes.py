@@ -74,12 +74,12 @@ def test_the_whole_cache_copied_is_named(
 
     def copying(self: Any, *args: Any) -> torch.Tensor:
         kv = self.kv
-        caches = kv.keys, kv.values
-        kv.keys, kv.values = (cache.clone() for cache in caches)
+        keys, values = kv.keys.clone(), kv.values.clone()
+        kv.caches = lambda layer: (keys[layer], values[layer])
         try:
             return singly(self, *args)
         finally:
-            kv.keys, kv.values = caches
+            del kv.caches
 
     monkeypatch.setattr(TritonAttention, "_singly", copying)
     found = grown(measured(paged), as_it_is)

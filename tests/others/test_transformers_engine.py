@@ -49,7 +49,7 @@ class GoesOn(TransformersEngine):
 class ReadsAWindowTooFarBack(GoesOn):
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         **GoesOn.option_choices,
-        "model": shapes.WINDOWED,
+        "model": shapes.WITH_WINDOWS_ALONE,
     }
 
     def make(self, mix: RequestMix) -> None:

@@ -51,6 +51,7 @@ _FAMILY_TRAITS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1},
 }
 SMALL = tuple(_SHORT)
+WITH_WINDOWS_ALONE = ("windowed mistral", HYBRID)
 WINDOWED = tuple(_WINDOWED)
 """Models whose layers, or every second of them, attend to the last ``WINDOW`` tokens."""
 WINDOW = 5

@@ -37,7 +37,7 @@ class TransformersEngine(EngineAdapter):
         "chunked prefill": FastPath("no cache", [{"max_batch_tokens": 3}]),
     }
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "model": ("llama", "gpt2", *shapes.WINDOWED),
+        "model": ("llama", "gpt2", *shapes.WITH_WINDOWS_ALONE),
         "attention": ("sdpa", "eager"),
         "scheduler_type": ("fifo", "prefill_first"),
         "allow_block_sharing": (True, False),
