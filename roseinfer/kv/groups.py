@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from roseinfer.errors import BadArgument
+from roseinfer.kv.cache_arguments import checked_size
 from roseinfer.kv.pool import SCRATCH
 
 if TYPE_CHECKING:
@@ -23,6 +24,50 @@ class LayerGroup:
     def first_seen(self, stored: int) -> int:
         """Return the position of the first token that one behind ``stored`` others sees."""
         return 0 if self.window is None else max(0, stored - self.window + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Where the layers of a cache have their tokens."""
+
+    groups: list[LayerGroup]
+    layers_per_group: int
+    one_pool: bool
+    """All groups take their blocks from one pool, so a plane is used by a layer of each."""
+    num_planes: int
+    """How many layers the storage has room for."""
+    planes: list[int]
+    """The first index of a layer's keys and values in the storage."""
+    group_of: list[int]
+
+
+def arrange(
+    num_layers: int, layers_per_group: int | None, windows: Sequence[int | None] | None
+) -> Arrangement:
+    """Group layers by their windows, or else in the order they have."""
+    if layers_per_group is not None:
+        layers_per_group = checked_size("layers_per_group", layers_per_group)
+    if windows is None:
+        size, groups = layers_per_group or 1, consecutive(num_layers, layers_per_group or 1)
+    elif len(windows) != num_layers:
+        raise BadArgument(f"{len(windows)} windows for {num_layers} layers")
+    else:
+        groups = by_window(windows, layers_per_group)
+        size = layers_per_group or len(groups[0].layers)
+    of_layer = {
+        layer: (at, plane)
+        for at, group in enumerate(groups)
+        for plane, layer in enumerate(group.layers)
+    }
+    one_pool = windows is not None
+    return Arrangement(
+        groups=groups,
+        layers_per_group=size,
+        one_pool=one_pool,
+        num_planes=size if one_pool else num_layers,
+        planes=[of_layer[at][1] if one_pool else at for at in range(num_layers)],
+        group_of=[of_layer[at][0] for at in range(num_layers)],
+    )
 
 
 def given_back(block_ids: Sequence[int]) -> int:
@@ -51,9 +96,7 @@ def by_window(
     A block has room for the layers of any one group, so that groups can share a pool; what the
     last group of a window does not fill is lost.
     """
-    for window in windows:
-        if window is not None and window < 1:
-            raise BadArgument(f"a window of {window} tokens: a token sees itself at least")
+    windows = [each if each is None else checked_size("a window", each) for each in windows]
     kinds = {window: [at for at, own in enumerate(windows) if own == window] for window in windows}
     size = layers_per_group or min(map(len, kinds.values()))
     return [

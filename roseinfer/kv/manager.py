@@ -12,10 +12,11 @@ from roseinfer.errors import BadArgument, wrong_kind
 from roseinfer.kv import plan as planning
 from roseinfer.kv import truncation
 from roseinfer.kv.cache_arguments import check_policy, checked_device, checked_size
-from roseinfer.kv.groups import by_window, consecutive, given_back
+from roseinfer.kv.group_calls import GroupCalls
+from roseinfer.kv.groups import arrange, given_back
 from roseinfer.kv.paths import Condition, PathCounts, Work
 from roseinfer.kv.per_layer import PerLayerCalls
-from roseinfer.kv.pool import SCRATCH, BlockPool, KVBlockInfo
+from roseinfer.kv.pool import BlockPool, KVBlockInfo
 from roseinfer.kv.storage import DataMover, KVStorage
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _MOST_LAYERS = 1 << 16
 """The manager keeps a few numbers for each."""
 
 
-class KVBlockManager(PerLayerCalls):
+class KVBlockManager(PerLayerCalls, GroupCalls):
     """Keys and values of many sequences in blocks of ``block_size`` tokens.
 
     A sequence is a plain list of block ids, owned by the caller and changed in place. Ids are
@@ -69,12 +70,6 @@ class KVBlockManager(PerLayerCalls):
         self.block_size = block_size = checked_size("block_size", block_size)
         max_blocks_per_layer = checked_size("max_blocks_per_layer", max_blocks_per_layer)
         self.max_blocks_per_layer = max_blocks_per_layer
-        self.one_pool = windows is not None
-        """All groups take their blocks from one pool."""
-        if layers_per_group is not None:
-            layers_per_group = checked_size("layers_per_group", layers_per_group)
-        if windows is not None and len(windows) != num_layers:
-            raise BadArgument(f"{len(windows)} windows for {num_layers} layers")
         if max_blocks_per_layer < 2:
             raise BadArgument(
                 f"max_blocks_per_layer={max_blocks_per_layer}: at least 2 are needed, "
@@ -83,27 +78,20 @@ class KVBlockManager(PerLayerCalls):
         self.path_counts: PathCounts = PathCounts()
         self.work_counts: Counter[str] = Counter()
         """How much work the host has done, by ``Work``."""
-        self.groups = by_window(windows, layers_per_group) if windows is not None else []
-        self.layers_per_group = layers_per_group or (
-            len(self.groups[0].layers) if self.groups else 1
-        )
-        planes = self.layers_per_group if self.one_pool else num_layers
-        shape = (planes, max_blocks_per_layer, num_heads, block_size, head_dim)
-        # Before lists are made: torch says what no machine has.
-        self._storage = KVStorage(shape, checked_device(device), dtype)
-        self.groups = self.groups or consecutive(num_layers, self.layers_per_group)
+        arranged = arrange(num_layers, layers_per_group, windows)
+        self.groups = arranged.groups
+        self.layers_per_group = arranged.layers_per_group
+        self.one_pool = arranged.one_pool
+        """All groups take their blocks from one pool."""
         self.has_own_lists = self.layers_per_group == 1 and not self.one_pool
         """Every layer has block lists of its own."""
-        of_layer = {at: plane for own in self.groups for plane, at in enumerate(own.layers)}
-        self._planes = [of_layer[at] if self.one_pool else at for at in range(num_layers)]
-        """The first index of a layer's keys and values in the storage."""
-        own = {layer: at for at, group in enumerate(self.groups) for layer in group.layers}
-        self._group_of = [own[layer] for layer in range(num_layers)]
+        self._planes, self._group_of = arranged.planes, arranged.group_of
+        shape = (arranged.num_planes, max_blocks_per_layer, num_heads, block_size, head_dim)
+        self._storage = KVStorage(shape, checked_device(device), dtype)
         self.keys, self.values = self._storage.keys, self._storage.values
         """All keys and all values, ``[layers, blocks, kv_heads, block_size, head_dim]``; with
         windows, the layers of any one group."""
         self.device, self.dtype = self.keys.device, dtype
-        pools = 1 if self.one_pool else len(self.groups)
         self._pools = [
             BlockPool(
                 layer=group * self.layers_per_group,
@@ -112,7 +100,7 @@ class KVBlockManager(PerLayerCalls):
                 block_size=block_size,
                 gives_back=self.one_pool,
             )
-            for group in range(pools)
+            for group in range(1 if self.one_pool else len(self.groups))
         ]
         policy = AppendPolicy.from_env() if policy is None else policy
         check_policy(policy)
@@ -150,28 +138,6 @@ class KVBlockManager(PerLayerCalls):
         self._mover.prepare(plan)
         return plan
 
-    def plan_groups(
-        self,
-        block_lists: Sequence[Sequence[list[int]]],
-        num_tokens: Sequence[int] | None = None,
-    ) -> list[AppendPlan]:
-        """Plan an append in all groups, all or none; ``block_lists[i]`` are a sequence's lists."""
-        by_group = [list(lists) for lists in zip(*block_lists, strict=True)]
-        pools = [self._pool(group.layers[0]) for group in self.groups]
-        surveys = [
-            planning.survey(pool, lists, num_tokens)
-            for pool, lists in zip(pools, by_group, strict=True)
-        ]
-        if self.one_pool:
-            self._pools[0].require(sum(seen.blocks_needed for seen in surveys))
-        plans = []
-        for at, (pool, seen) in enumerate(zip(pools, surveys, strict=True)):
-            plan = self._commit(pool, seen, num_tokens)
-            plan.group = at
-            self._mover.prepare(plan)
-            plans.append(plan)
-        return plans
-
     def reserve(
         self, layer_idx: int, block_ids_list: Sequence[list[int]], num_tokens: Sequence[int]
     ) -> None:
@@ -203,41 +169,6 @@ class KVBlockManager(PerLayerCalls):
             wanted = "block_ids must be a list of block ids, and length a whole number, for each"
             raise wrong_kind(error, wanted, block_ids_list, lengths) from None
         self._mover.copy_shared(truncation.commit(pool, block_ids_list, lengths))
-
-    def truncate_groups(
-        self, block_lists: Sequence[Sequence[list[int]]], lengths: Sequence[int]
-    ) -> None:
-        """Truncate sequences in all groups, all or nothing; ``block_lists[i]`` are one's lists."""
-        firsts = [group.layers[0] for group in self.groups]
-        by_group = [list(lists) for lists in zip(*block_lists, strict=True)]
-        stored = [
-            self._check_cuts(first, lists, lengths)
-            for first, lists in zip(firsts, by_group, strict=True)
-        ]
-        left = self._pools[0].num_free
-        for first, lists, own in zip(firsts, by_group, stored, strict=True):
-            pool = self._pool(first)
-            free = left if self.one_pool else pool.num_free
-            left = truncation.room_left(pool, lists, own, lengths, free)
-        for first, lists in zip(firsts, by_group, strict=True):
-            self._mover.copy_shared(truncation.commit(self._pool(first), lists, lengths))
-
-    def give_back(self, layer_idx: int, block_ids: list[int], stored: int) -> list[int]:
-        """Let go of the blocks that no token sees any more once ``stored`` tokens are stored.
-
-        The scratch block takes their places in the list. They are returned, the last one first.
-        """
-        pool, group = self._pool(layer_idx), self.groups[self._group_of[layer_idx]]
-        at = group.first_seen(stored) // self.block_size - 1
-        leaving = []
-        while at >= 0 and block_ids[at] != SCRATCH:
-            leaving.append(block_ids[at])
-            at -= 1
-        pool.check_release(leaving)
-        for block_id in leaving:
-            pool.drop(block_id)
-        block_ids[at + 1 : at + 1 + len(leaving)] = [SCRATCH] * len(leaving)
-        return leaving
 
     def write(self, plan: AppendPlan, layer_idx: int, key: Tensor, value: Tensor) -> None:
         """Write one layer's ``[tokens, heads, head_dim]`` where ``plan`` says.

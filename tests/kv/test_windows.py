@@ -168,7 +168,8 @@ def test_scratch_is_no_block_where_nothing_is_given_back(device: str) -> None:
     ("more", "message"),
     [
         ({"windows": (3,)}, "1 windows for 2 layers"),
-        ({"windows": (3, 0)}, "a window of 0 tokens: a token sees itself at least"),
+        ({"windows": (3, 0)}, "a window must be at least 1, not 0"),
+        ({"windows": (3, "4")}, "a window must be a whole number, not '4'"),
     ],
 )
 def test_windows_that_make_no_sense(more: dict[str, Any], message: str) -> None:
