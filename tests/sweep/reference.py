@@ -61,5 +61,8 @@ class Reference:
 
 @torch.no_grad()
 def _last_logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits
+    row = torch.tensor([tokens])
+    # Some versions of Moshi look ahead where no mask is given.
+    everything = torch.ones_like(row)
+    logits: torch.Tensor = model(row, attention_mask=everything, use_cache=False).logits
     return logits[0, -1].float().log_softmax(-1)
