@@ -60,31 +60,41 @@ def distribution_of(target: str) -> str:
 def _owners(package: str) -> list[str]:
     """Return the distributions that list a file of ``package`` among theirs.
 
-    ``packages_distributions`` looks for every one of the files, which takes seconds.
+    ``packages_distributions`` looks for every one of the files, which takes seconds. A list
+    names what lies in its own folder, and most packages under test lie where there is none.
     """
     of_package = re.compile(rf"^{re.escape(package)}([/.]|$)", re.MULTILINE)
+    folders = {Path(place).parent for place in _places(package)}
     files = (
         (each.name, each.read_text("RECORD") or each.read_text("top_level.txt") or "")
         for each in metadata.distributions()
+        if Path(str(each.locate_file(""))) in folders
     )
     return [name for name, listed in files if of_package.search(listed)]
 
 
 def _editable_owners(package: str) -> list[str]:
     """Return the distributions that were installed from a folder around ``package``."""
+    places = _places(package)
+    owners = []
+    for distribution in metadata.distributions() if places else ():
+        source = json.loads(distribution.read_text("direct_url.json") or "{}")
+        path = urlsplit(source.get("url", "")).path
+        if path and any(Path(place).is_relative_to(url2pathname(path)) for place in places):
+            owners.append(distribution.name)
+    return owners
+
+
+def _places(package: str) -> list[str]:
+    """List the folders of a package, or the file of a module."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return []
-    if spec is None or spec.origin is None:
+    if spec is None:
         return []
-    owners = []
-    for distribution in metadata.distributions():
-        source = json.loads(distribution.read_text("direct_url.json") or "{}")
-        path = urlsplit(source.get("url", "")).path
-        if path and Path(spec.origin).is_relative_to(url2pathname(path)):
-            owners.append(distribution.name)
-    return owners
+    file = [spec.origin] if spec.origin else []
+    return list(spec.submodule_search_locations or file)
 
 
 def describe_run(asked: Settings) -> list[str]:

@@ -18,7 +18,8 @@ from roseinfer import (
     cli,
 )
 from roseinfer.bench import __main__ as bench
-from roseinfer.bench import append_bench
+from roseinfer.bench.appends import append_bench
+from roseinfer.bench.appends.append_rig import POLICIES
 from roseinfer.bench.serving.commands import benchmark_streaming
 from roseinfer.config import TRITON_FULL_BATCH_MIN_BATCH as FULL_BATCH
 from roseinfer.config import TRITON_MIN_BATCH as MIN_BATCH
@@ -125,7 +126,7 @@ def test_bench_append_leaves_out_what_is_switched_off(monkeypatch: pytest.Monkey
     assert not any(left_out(4).values())
     monkeypatch.setenv(SWITCH, "off")
     assert left_out(4) == {
-        path: f"{SWITCH} is off" if path.needs_triton else "" for path in append_bench.POLICIES
+        path: f"{SWITCH} is off" if path.needs_triton else "" for path in POLICIES
     }
 
 
@@ -145,4 +146,4 @@ def test_bench_append_leaves_out_batches_below_the_thresholds(
 
 def left_out(batch: int) -> dict[Path, str]:
     device = torch.device("cpu")
-    return {path: append_bench.why_left_out(path, batch, device) for path in append_bench.POLICIES}
+    return {path: append_bench.why_left_out(path, batch, device) for path in POLICIES}

@@ -1,8 +1,9 @@
 """Python processes that begin with the slow imports done.
 
 Torch and transformers take seconds to import, and hundreds of tests want a process of their own.
-A server imports them once; a process is a fork of it. Of the packages under test it has nothing,
-nor of pytest's plugins, so all of these come in as they do in a new interpreter.
+A server imports them once; a process is a fork of it. So it does with pytest, Hypothesis and the
+plugins of others. Of the packages under test it has nothing, so these come in as they do in a new
+interpreter.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib
 import json
 import os
 import random
+import re
 import runpy
 import select
 import signal
@@ -21,14 +23,19 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from functools import cache
 from importlib.metadata import entry_points
 from struct import Struct
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from importlib.metadata import EntryPoint
     from pathlib import Path
 
 _SLOW_IMPORTS = (
@@ -38,6 +45,11 @@ _SLOW_IMPORTS = (
     "transformers.models.llama.modeling_llama",
     "transformers.generation.continuous_batching.cache",
 )
+_UNDER_TEST = "pytest_roseinfer"
+_LOOKS_FOR_HYPOTHESIS = "_hypothesis_pytestplugin"
+"""When it is imported it counts from when on Hypothesis is in use."""
+_READ_BY_HYPOTHESIS = re.compile("HYPOTHESIS_|CI$|GITHUB_ACTIONS$")
+"""The variables that it reads when it is imported."""
 _NUMBER = Struct("q")
 
 
@@ -112,22 +124,55 @@ class _Server:
 
 def serve(replies: int) -> None:
     """Fork a process for every request, and tell its number and then its status."""
+    _import_plugins()  # ahead of whatever would import parts of them
     for name in _SLOW_IMPORTS:
         importlib.import_module(name)
-    # Pytest warns of what it finds imported before it could rewrite its assertions.
-    plugins = {found.module.partition(".")[0] for found in entry_points(group="pytest11")}
-    for name in [name for name in sys.modules if name.partition(".")[0] in plugins]:
-        del sys.modules[name]
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch has one for every operator, and a fork would call them all
     gc.collect()
     gc.freeze()
+    read = _read_by_hypothesis(os.environ)
     for line in sys.stdin.buffer:
         pid = os.fork()
         if not pid:
             os.close(replies)
-            _become(**json.loads(line))
+            asked = json.loads(line)
+            if _read_by_hypothesis(asked["environment"]) != read:
+                _forget_hypothesis()
+            _become(**asked)
         os.write(replies, _NUMBER.pack(pid))
         _, status = os.waitpid(pid, 0)
         os.write(replies, _NUMBER.pack(status))
+
+
+def _import_plugins() -> None:
+    """Import pytest and the plugins that are not under test, with their assertions rewritten.
+
+    Pytest warns of what it finds imported before it could do that.
+    """
+    config = get_config()
+    hook = install_importhook(config)
+    others = [found for found in entry_points(group="pytest11") if not _is_under_test(found)]
+    files = [file for found in others if found.dist for file in found.dist.files or ()]
+    hook.mark_rewrite(*{file.parts[0].removesuffix(".py") for file in files})
+    for name in {found.module for found in others} - {_LOOKS_FOR_HYPOTHESIS}:
+        importlib.import_module(name)
+    importlib.import_module("hypothesis.strategies")
+    sys.meta_path.remove(hook)
+
+
+def _is_under_test(plugin: EntryPoint) -> bool:
+    return plugin.module.partition(".")[0] == _UNDER_TEST
+
+
+def _read_by_hypothesis(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in environment.items() if _READ_BY_HYPOTHESIS.match(name)}
+
+
+def _forget_hypothesis() -> None:
+    """Have it imported again, where it would read something else in the environment."""
+    for name in [name for name in sys.modules if re.match(r"_?hypothesis(_|\.|$)", name)]:
+        del sys.modules[name]
 
 
 def _become(
@@ -143,6 +188,10 @@ def _become(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    if "hypothesis" in sys.modules:
+        sys.modules["hypothesis.configuration"].set_hypothesis_home_dir(
+            os.path.abspath(".hypothesis")
+        )
     sys.path[:0] = ["", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     random.seed()  # or all forks would draw the same
     status = _exit_status(arguments)

@@ -15,7 +15,7 @@ import torch
 
 from pytest_roseinfer.cases.coarse import coarse, times_as_large
 from pytest_roseinfer.cases.poison import ANY_NAN, WORDS
-from pytest_roseinfer.oracle.oracle import page_number, token_words
+from pytest_roseinfer.oracle.oracle import PADDING_SEQUENCE, POSITIONS, TEXTS, token_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -284,3 +284,23 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def _equal(coded: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return as_bits(coded) == as_bits(row)
+
+
+def page_number(token: int, block_size: int) -> int:
+    """Number the page that a token was written to: tokens of one sequence and page have the same.
+
+    That is as long as the sequence is not cut.
+    """
+    wrote, position = divmod(token, POSITIONS)
+    return wrote * POSITIONS + position // block_size
+
+
+def token_words(token: int) -> str:
+    seq, position, life = token_parts(token)
+    if seq == PADDING_SEQUENCE:
+        return f"padding row {position}"
+    if seq >= TEXTS:
+        within = f" in namespace {life}" if life else ""
+        return f"text {seq - TEXTS}{within}, token {position}"
+    again = f" (life {life + 1})" if life else ""
+    return f"sequence {seq}{again}, token {position}"

@@ -303,17 +303,42 @@ def histories(
 
     The cache starts out with the switches that the path ``aim`` needs.
     """
-    options = switches(adapter, aim)
+    spec = _draw_spec(draw, adapter, device, aim)
     told = "texts" in adapter.abilities
+    texts = draw(text_branches(block_size=spec.block_size)) if told else ()
+    if "namespaces" in adapter.abilities:
+        texts = in_two_namespaces(texts)
+    oracle = ORACLES[bool(spec.windows)].of(adapter, spec, texts)
+    layouts = LAYOUTS if device == _INTERPRETED_ON else few_of(LAYOUTS, spec)
+    writer = _Writer(draw, adapter, oracle, layouts)
+    if told and adapter.sharing == "equal prefixes":
+        in_parts = adapter.match_granularity == "token"
+        writer.said = SaidBefore(oracle, least=1 if in_parts else spec.block_size)
+    _begin(writer)
+    for _ in range(most_steps):
+        # None comes first, so that shrinking ends a history early.
+        moves = writer.moves() * 2
+        move = None if writer.over else draw(st.sampled_from([None, *moves][not writer.steps :]))
+        if move is None:
+            break
+        writer.take(move())
+    _finish(writer)
+    return History(spec, tuple(writer.steps), finite=draw(st.booleans()), texts=texts)
+
+
+def _draw_spec(
+    draw: st.DrawFn, adapter: type[KVCacheAdapter], device: str, aim: str | None
+) -> CacheSpec:
+    """Draw a cache that the adapter can be built as, with windows where it has any."""
     spec = draw(
         cache_specs(
             dtypes=adapter.dtypes,
             head_counts=adapter.head_counts,
             head_dims=adapter.head_dims,
             block_sizes=adapter.block_sizes,
-            options=options,
+            options=switches(adapter, aim),
             device=device,
-            pools=_POOLS_OF_TEXTS if told else _POOLS,
+            pools=_POOLS_OF_TEXTS if "texts" in adapter.abilities else _POOLS,
         )
     )
     if groups := adapter.window_groups:
@@ -322,32 +347,25 @@ def histories(
         sharing = len({*windows}) if adapter.window_pools == "shared" else 1
         blocks = sharing * spec.num_blocks
         spec = replace(spec, num_layers=layers, num_blocks=blocks, windows=windows)
-    texts = draw(text_branches(block_size=spec.block_size)) if told else ()
-    if "namespaces" in adapter.abilities:
-        texts = in_two_namespaces(texts)
-    oracle = ORACLES[bool(spec.windows)].of(adapter, spec, texts)
-    layouts = LAYOUTS if device == _INTERPRETED_ON else few_of(LAYOUTS, spec)
-    writer = _Writer(draw, adapter, oracle, layouts)
-    if told:
-        if adapter.sharing == "equal prefixes":
-            in_parts = adapter.match_granularity == "token"
-            writer.said = SaidBefore(oracle, least=1 if in_parts else spec.block_size)
+    return spec
+
+
+def _begin(writer: _Writer) -> None:
+    """Open with what the abilities of the cache are hard to test without."""
+    abilities = writer.adapter.abilities
+    if "texts" in abilities:
         leave_a_text(writer)
-    if "use_queue" in adapter.abilities:
+    if "use_queue" in abilities:
         free_in_flight(writer)
-    if "fork" in adapter.abilities:
+    if "fork" in abilities:
         share_blocks(writer)
-    for _ in range(most_steps):
-        # None comes first, so that shrinking ends a history early.
-        moves = writer.moves() * 2
-        move = None if writer.over else draw(st.sampled_from([None, *moves][not writer.steps :]))
-        if move is None:
-            break
-        writer.take(move())
-    while oracle.reserved:
+
+
+def _finish(writer: _Writer) -> None:
+    """Write what room was reserved for, begin what was looked up, and end what is half done."""
+    while writer.oracle.reserved:
         writer.take(Fill())
-    for seq in [*oracle.looked_up]:
+    for seq in [*writer.oracle.looked_up]:
         writer.take(Take(seq))
-    if oracle.away.stages:
+    if writer.oracle.away.stages:
         end_absences(writer)
-    return History(spec, tuple(writer.steps), finite=draw(st.booleans()), texts=texts)

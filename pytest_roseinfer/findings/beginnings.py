@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_roseinfer.oracle.oracle import text_place
+from pytest_roseinfer.oracle.token_labels import text_place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -30,65 +30,32 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.texts import Branch, Said
     from pytest_roseinfer.oracle.windows import Window
 
-_POSITIONS = 1 << 16
+POSITIONS = 1 << 16
 """The longest sequence whose tokens have numbers of their own."""
-_NAMES = 1 << 16
-_PADDING_SEQUENCE = 1 << 15
-_TEXTS = _PADDING_SEQUENCE + 1
+NAMES = 1 << 16
+PADDING_SEQUENCE = 1 << 15
+TEXTS = PADDING_SEQUENCE + 1
 
 
 def token_of(seq: int, position: int, life: int = 0) -> int:
     """Number the token at a position of a sequence that was freed or cut ``life`` times."""
-    return (life * _NAMES + seq) * _POSITIONS + position
-
-
-def page_number(token: int, block_size: int) -> int:
-    """Number the page that a token was written to: tokens of one sequence and page have the same.
-
-    That is as long as the sequence is not cut.
-    """
-    wrote, position = divmod(token, _POSITIONS)
-    return wrote * _POSITIONS + position // block_size
+    return (life * NAMES + seq) * POSITIONS + position
 
 
 def padding_token(row: int) -> int:
     """Number the token that a padding row writes, which belongs in no sequence."""
-    return token_of(_PADDING_SEQUENCE, row)
+    return token_of(PADDING_SEQUENCE, row)
 
 
 def text_token(text: int, position: int, namespace: int = 0) -> int:
     """Number the token at a position of a text."""
-    return token_of(_TEXTS + text, position, namespace)
+    return token_of(TEXTS + text, position, namespace)
 
 
-def text_place(token: int) -> tuple[int, int, int] | None:
-    """Return the text, position and namespace of a token; None if it is no text's."""
-    seq, position, life = _parts(token)
-    return (seq - _TEXTS, position, life) if seq >= _TEXTS else None
-
-
-def token_label(token: int) -> str:
-    seq, position, life = _parts(token)
-    if seq >= _TEXTS:
-        return f"t{seq - _TEXTS}{f'(namespace {life})' * bool(life)}.{position}"
-    return f"{seq}(life {life + 1}).{position}" if life else f"{seq}.{position}"
-
-
-def token_words(token: int) -> str:
-    seq, position, life = _parts(token)
-    if seq == _PADDING_SEQUENCE:
-        return f"padding row {position}"
-    if seq >= _TEXTS:
-        within = f" in namespace {life}" if life else ""
-        return f"text {seq - _TEXTS}{within}, token {position}"
-    again = f" (life {life + 1})" if life else ""
-    return f"sequence {seq}{again}, token {position}"
-
-
-def _parts(token: int) -> tuple[int, int, int]:
+def token_parts(token: int) -> tuple[int, int, int]:
     """Split a token into sequence, position and life."""
-    named, position = divmod(token, _POSITIONS)
-    life, seq = divmod(named, _NAMES)
+    named, position = divmod(token, POSITIONS)
+    life, seq = divmod(named, NAMES)
     return seq, position, life
 
 

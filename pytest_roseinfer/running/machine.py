@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.cases.history import History
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.findings.observation import Pair
+    from pytest_roseinfer.oracle.pages import Written
+    from pytest_roseinfer.oracle.texts import Said
 
 Reads = dict[tuple[str, int, int], "Pair | Exception"]
 
@@ -168,10 +170,7 @@ class Machine:
         oracle, driven, rows = self.oracle, self.driven, operation.rows()
         said = operation.said(oracle)
         name, room = ("write", f" ({oracle.room(rows)})") if rows else ("step", "")
-        listed, why, refused = "full_errors", f"does not fit{room}", f"no room{room}"
-        if not operation.allowed(oracle):
-            listed, why = "untrimmable_errors", "it must refuse"
-            refused = "it cannot be trimmed"
+        listed, why, refused = self._refusal(operation, room)
         errors: tuple[type[BaseException], ...] = getattr(self.adapter, listed)
         admitted, written = operation.admitted(oracle), operation.written(oracle)
         fits, stored, met = admitted is operation, None, Counter[str]()
@@ -183,19 +182,9 @@ class Machine:
                 met = conditions_met(oracle, admitted)
             admitted.change(oracle)
         if written:
-            writers = (seq for seq, count in written.rows for _ in range(count))
-            for seq, token in zip(writers, written.tokens, strict=True):
-                self.seen.setdefault(token, seq)
-            tokens = operation.inputs(written.tokens)
-            driven.key, driven.value = self.payload.inputs(tokens, written.layout)
-            self.device.hand_over(driven.key, driven.value)
-        driven.planned_with = driven.options
+            self._make_inputs(operation, written)
         try:
-            with self.device.working():
-                if said:
-                    tell(self.adapter, said, written=bool(rows))
-                driven.said = said
-                answer = operation.drive(driven)
+            answer = self._drive(operation, said)
         except errors as error:
             if fits:
                 what = f"refused a {name} that fits{room}: {in_words(error)}"
@@ -223,6 +212,31 @@ class Machine:
             self.device.overwrite(driven.key)
             self.device.overwrite(driven.value)
         return Outcome(fits, driven.planned_with, stored, met)
+
+    def _refusal(self, operation: Operation, room: str) -> tuple[str, str, str]:
+        """Name the errors that refuse a step where that is due, and say why it is, in two ways."""
+        if operation.allowed(self.oracle):
+            return "full_errors", f"does not fit{room}", f"no room{room}"
+        return "untrimmable_errors", "it must refuse", "it cannot be trimmed"
+
+    def _make_inputs(self, operation: Operation, written: Written) -> None:
+        """Make the tensors that a step is to write, and note who writes each token."""
+        writers = (seq for seq, count in written.rows for _ in range(count))
+        for seq, token in zip(writers, written.tokens, strict=True):
+            self.seen.setdefault(token, seq)
+        tokens, driven = operation.inputs(written.tokens), self.driven
+        driven.key, driven.value = self.payload.inputs(tokens, written.layout)
+        self.device.hand_over(driven.key, driven.value)
+
+    def _drive(self, operation: Operation, said: list[Said]) -> object:
+        """Have the cache do a step, told first what the tokens say; return what it answers."""
+        driven = self.driven
+        driven.planned_with = driven.options
+        with self.device.working():
+            if said:
+                tell(self.adapter, said, written=bool(operation.rows()))
+            driven.said = said
+            return operation.drive(driven)
 
     def _ask_for_attention(self) -> Mapping[str, int]:
         of = self.adapter, self.device, self.payload, self.oracle

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_roseinfer.cases.payload import as_bits
 from pytest_roseinfer.findings.rounded import beyond
-from pytest_roseinfer.oracle.oracle import token_label
+from pytest_roseinfer.oracle.token_labels import token_label
 from pytest_roseinfer.running.machine import Machine
 
 if TYPE_CHECKING:

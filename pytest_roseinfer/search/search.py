@@ -99,19 +99,30 @@ def search(
     except (Exception, KeyboardInterrupt, _Ended) as raised:
         if not tried:
             raise
-        (example,) = tried
-        ended = isinstance(raised, _Ended)
-        failure: BaseException = (raised.__cause__ if ended else None) or raised
-        found = _difference(failure)
-        saved = recorder.record(adapter, example, replayed_by, found or failure, folder)
-        if found is None:
-            # This takes the place of Hypothesis's own note.
-            words = f"\non {example.words()}\n\n{raised if ended else ''}\n{saved}"
-            vars(failure)["__notes__"] = [words.rstrip()]
-            raise failure from failure.__cause__
-        found.added.append(saved)
-        raise found from found.__cause__
+        failure = _saved(adapter, tried[0], raised, replayed_by, folder)
+        raise failure from failure.__cause__
     return left_out
+
+
+def _saved(
+    adapter: type[Adapter],
+    example: History | RequestMix,
+    raised: BaseException,
+    replayed_by: str,
+    folder: str | None,
+) -> BaseException:
+    """Save an example that failed, and return its failure, which says where that is."""
+    ended = isinstance(raised, _Ended)
+    failure: BaseException = (raised.__cause__ if ended else None) or raised
+    found = _difference(failure)
+    saved = recorder.record(adapter, example, replayed_by, found or failure, folder)
+    if found:
+        found.added.append(saved)
+        return found
+    # This takes the place of Hypothesis's own note.
+    words = f"\non {example.words()}\n\n{raised if ended else ''}\n{saved}"
+    vars(failure)["__notes__"] = [words.rstrip()]
+    return failure
 
 
 def _never_again(failure: Exception) -> str:
@@ -173,7 +184,7 @@ def try_examples(
 
     Searches with the same ``name`` and ``salt`` draw the same examples.
     """
-    seed, watched = settings.current().seed, _watched(check)
+    watched = _watched(check)
 
     # Each search has a function of its own: Hypothesis rejects one that is run for two classes.
     def attempt(example: _Example) -> None:
@@ -188,22 +199,7 @@ def try_examples(
             raise _Ended(why) from failure
 
     attempt.__qualname__ = f"{name}[{coverage.name_of(adapter)}]"
-    test = given(drawn)(attempt)
-    test = hypothesis_settings(
-        max_examples=examples,
-        # A step under Triton's interpreter takes as long as its launch is large.
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-        report_multiple_bugs=False,
-        print_blob=False,
-        # Where it sees a CI, Hypothesis would draw the same histories in every run.
-        derandomize=False,
-        # It would change what was drawn; ``Smallest`` makes the example itself smaller.
-        phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    )(test)
-    if seed is not None:
-        # Searches of one run must not all draw the same histories.
-        test = seeded(f"{seed} {attempt.__qualname__} {salt}")(test)
+    test = _drawing(attempt, drawn, examples, salt)
     target = coverage.current().of(adapter)
     compiled = compiled_so_far if settings.current().gpu else int
     began, before = monotonic(), compiled()
@@ -218,6 +214,31 @@ def try_examples(
     finally:
         target.seconds += monotonic() - began
         target.compiled += compiled() - before
+
+
+def _drawing(
+    attempt: Callable[[_Example], None],
+    drawn: SearchStrategy[_Example],
+    examples: int,
+    salt: str,
+) -> Callable[[], None]:
+    """Return a test for which Hypothesis draws examples, the same ones for the same run's seed."""
+    test = hypothesis_settings(
+        max_examples=examples,
+        # A step under Triton's interpreter takes as long as its launch is large.
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        report_multiple_bugs=False,
+        print_blob=False,
+        # Where it sees a CI, Hypothesis would draw the same histories in every run.
+        derandomize=False,
+        # It would change what was drawn; ``Smallest`` makes the example itself smaller.
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    )(given(drawn)(attempt))
+    if (seed := settings.current().seed) is not None:
+        # Searches of one run must not all draw the same histories.
+        test = seeded(f"{seed} {attempt.__qualname__} {salt}")(test)
+    return test
 
 
 def _difference(failure: BaseException | None) -> Difference | None:

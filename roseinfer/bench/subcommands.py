@@ -50,7 +50,7 @@ def _add_append(commands: Subparsers) -> None:
 def _append(args: argparse.Namespace) -> Report:
     AppendPolicy.from_env()  # refuses a bad variable
     _before_torch(args)
-    from roseinfer.bench import append_bench
+    from roseinfer.bench.appends import append_bench
 
     return append_bench.run(args)
 

@@ -15,7 +15,7 @@ from roseinfer import AppendPolicy, KVBlockManager, UnsupportedModel
 from roseinfer.engine.runner import SequenceRunner
 from roseinfer.kv.sequence import InferenceSession
 from roseinfer.models.causal import CausalModel
-from roseinfer.models.doors import bloom, falcon, gpt_neo, gptj, mpt
+from roseinfer.models.doors import attn_method, bloom, falcon, mpt
 from roseinfer.models.doors.alibi import alibi_slopes
 from roseinfer.models.tiny import draw_weights
 
@@ -223,9 +223,9 @@ def _scaled(attend: Callable[..., Any]) -> Callable[..., Any]:
         ("mpt", mpt),
         ("falcon", falcon),
         ("falcon with alibi", falcon),
-        ("gpt-j", gptj),
-        ("codegen", gptj),
-        ("gpt-neo", gpt_neo),
+        ("gpt-j", attn_method),
+        ("codegen", attn_method),
+        ("gpt-neo", attn_method),
     ],
 )
 def test_a_door_that_computes_something_else_is_found_out(

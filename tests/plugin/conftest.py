@@ -124,10 +124,18 @@ class Project:
         )
 
 
+@pytest.fixture(scope="session")
+def constants(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hypothesis keeps the constants of each source here, which take longer to find than a test."""
+    return tmp_path_factory.mktemp("constants")
+
+
 @pytest.fixture
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Project:
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, constants: Path) -> Project:
     for name in _OUTSIDE:
         monkeypatch.delenv(name, raising=False)
+    (pytester.path / ".hypothesis").mkdir()
+    (pytester.path / ".hypothesis" / "constants").symlink_to(constants)
     return Project(pytester, monkeypatch)
 
 

@@ -23,8 +23,10 @@ from pytest_roseinfer.cases.operations.sequences.fork import Fork
 from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
+from pytest_roseinfer.cases.payload import token_words
 from pytest_roseinfer.cases.strategies import histories
-from pytest_roseinfer.oracle.oracle import padding_token, token_label, token_of, token_words
+from pytest_roseinfer.oracle.oracle import padding_token, token_of
+from pytest_roseinfer.oracle.token_labels import token_label
 from pytest_roseinfer.running.metamorphic import check_copied, check_permuted, check_split
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter
 from pytest_roseinfer.targets.forked_paged_attention_cache import ForkedPagedAttentionCacheAdapter

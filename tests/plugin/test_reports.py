@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from pytest_roseinfer.environment import distribution_of
 from pytest_roseinfer.report.html import page
 from pytest_roseinfer.report.plot import plot
 from pytest_roseinfer.report.verdict import Verdict, verdict
@@ -214,3 +215,10 @@ def test_the_plot_has_a_cell_for_every_path_and_condition() -> None:
 def test_the_plot_is_well_formed() -> None:
     (target,) = example()["targets"]
     ElementTree.fromstring(plot(target))
+
+
+def test_a_target_is_of_the_distribution_whose_list_names_its_package() -> None:
+    """It may be called otherwise; what lies beside the tests is of none."""
+    assert re.fullmatch(r"PyYAML [\d.]+", distribution_of("yaml:Loader"))
+    assert distribution_of("tests.plugin.caches.list_cache:ListCache") == ""
+    assert distribution_of("no_such_package:Cache") == ""

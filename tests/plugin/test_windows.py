@@ -118,7 +118,7 @@ def test_as_many_blocks_are_skipped_as_in_vllm() -> None:
 
 
 def windowed(*windows: int | None, capacity: int = 8, **declared: Any) -> WindowedOracle:
-    """Blocks of two tokens."""
+    """Return an oracle of a cache whose blocks hold two tokens."""
     of_windows = {
         name: declared.pop(name) for name in ("shared_pool", "gives_back") & declared.keys()
     }

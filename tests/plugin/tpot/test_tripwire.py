@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.plugin.timed_project import against, benchmarks, engine, marked, there
+from tests.plugin.tpot.timed_project import against, benchmarks, engine, marked, there
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import Project

@@ -8,25 +8,29 @@ over every layer and sequence, whose tokens are split before the clock starts.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import cycle
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
+from roseinfer.bench.appends.append_rig import POLICIES, AppendConfig, Rig
+from roseinfer.bench.appends.append_work import (
+    clone_us,
+    clone_work,
+    grouped_step,
+    layer_write,
+    per_layer_step,
+    per_token,
+    plan_us,
+)
 from roseinfer.bench.reporting import Report, Table, unavailable_table
 from roseinfer.bench.timing import (
-    WrongPath,
     copy_bandwidth,
     graph_sampler,
     in_rounds,
     kernel_us,
     one_thread,
-    synchronizer,
-    time_calls,
     why_triton_cannot_be_timed,
 )
 from roseinfer.config import (
@@ -35,18 +39,12 @@ from roseinfer.config import (
     TRITON_SWITCH,
     AppendPolicy,
 )
-from roseinfer.kv.manager import KVBlockManager
 from roseinfer.kv.paths import Path
 from roseinfer.models.loading import resolve_device
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Sequence
-
-    from roseinfer.kv.paths import PathCounts
-    from roseinfer.kv.plan import AppendPlan
-
-Measured = TypeVar("Measured")
+    from collections.abc import Sequence
 
 _WRITES = """\
 One layer's tokens written, us per call. device us: the call's kernels by the profiler, each at
@@ -60,44 +58,11 @@ grouped: planned once, then one write a layer. speedup: against the per-token lo
 _CLONES = """\
 Copy-on-write: planning a step in which every sequence must copy its block, in all layers at
 once. floor: those blocks read once and written once."""
-
-NO_TRITON = AppendPolicy(triton=False)
-POLICIES = {
-    Path.PER_TOKEN: NO_TRITON,
-    Path.TORCH_SCALAR: NO_TRITON,
-    Path.TORCH_VECTOR: AppendPolicy(triton=False, scalar_position=False),
-    Path.TORCH_GATHER: AppendPolicy(triton=False, identity=False),
-    Path.TRITON_FULL_BATCH: AppendPolicy(),
-    Path.TRITON_IDENTITY_POS: AppendPolicy(scalar_position=False),
-    Path.TRITON_GATHER: AppendPolicy(identity=False),
-    Path.CLONE_TORCH: NO_TRITON,
-    Path.CLONE_TRITON: AppendPolicy(),
-}
-"""The policy under which sequences of equal length take each path."""
 _CLONE_PATHS = (Path.CLONE_TORCH, Path.CLONE_TRITON)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_WRITES_PER_SERIES = 150
-"""Writes between two synchronizations: more could fill the GPU's queue of launches."""
 _WRITES_PER_GRAPH = 96
 _CLONES_PER_SAMPLE = 64
 """Blocks copied in one sample, or one for every sequence where those are more."""
-
-
-@dataclass(frozen=True, slots=True)
-class AppendConfig:
-    batches: tuple[int, ...]
-    layers: int
-    heads: int
-    head_dim: int
-    block_size: int
-    device: torch.device
-    dtype: torch.dtype
-    rounds: int
-
-    @property
-    def token_bytes(self) -> int:
-        """To move one token's key and value in one layer: each is read and written."""
-        return 2 * 2 * self.heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +87,6 @@ class StepRow:
     per_layer_speedup: float
     grouped_us: float | None = None
     grouped_speedup: float | None = None
-
-
-# ------------------------------------------------------------------------------- the command
 
 
 @one_thread()
@@ -188,181 +150,6 @@ def why_left_out(path: Path, batch: int, device: torch.device) -> str:
     if path is not Path.CLONE_TRITON and batch < least:
         return f"batch {batch}: {variable} asks for at least {least} tokens"
     return ""
-
-
-# ---------------------------------------------------------------------------- what is measured
-
-
-@contextmanager
-def only(counts: PathCounts, path: Path, times: int) -> Iterator[None]:
-    """Raise unless exactly ``path`` moves data in here, ``times`` times."""
-    before = Counter(counts)
-    yield
-    grown = Counter(counts) - before
-    ran = {key.value: count for key, count in grown.items() if isinstance(key, Path)}
-    if ran != ({path.value: times} if times else {}):
-        raise WrongPath(
-            f"{path.value} was to run {times} times, and what ran is {ran or 'nothing'}: "
-            "the policy that the benchmark sets for this path no longer leads to it"
-        )
-
-
-class Rig:
-    """A cache in one arrangement, the sequences in it, and each layer's new tokens."""
-
-    def __init__(self, config: AppendConfig, batch: int, layers_per_group: int) -> None:
-        self.config = config
-        self.batch = batch
-        self.sync = synchronizer(config.device)
-        self.kv = KVBlockManager(
-            config.layers,
-            config.heads,
-            config.head_dim,
-            config.block_size,
-            2 * batch + 1,
-            config.device,
-            config.dtype,
-            NO_TRITON,
-            layers_per_group=layers_per_group,
-        )
-        for cache in (self.kv.keys, self.kv.values):
-            cache.copy_(torch.rand_like(cache[0]).expand_as(cache))  # zeros may move faster
-        groups = config.layers // layers_per_group
-        self.groups: list[list[list[int]]] = [[[] for _ in range(batch)] for _ in range(groups)]
-        self._second_holder: list[int] = []
-        new = (config.layers, batch, config.heads, config.head_dim)
-        keys = torch.rand(new, device=config.device, dtype=config.dtype)
-        self.tokens = list(zip(range(config.layers), keys, -keys, strict=True))
-
-    def restart(self, path: Path) -> None:
-        """Make every sequence one token long: ``block_size - 1`` more go in place, by ``path``."""
-        self.kv.policy = POLICIES[path]
-        self._drop_second_holder()
-        for group, lists in enumerate(self.groups):
-            layer = group * self.kv.layers_per_group
-            for block_ids in lists:
-                self.kv.free_blocks(layer, block_ids)
-                block_ids.clear()
-            self.kv.plan_append(layer, lists)
-
-    def share(self) -> None:
-        """Give every sequence's last block a second holder: the next plan has to copy it."""
-        self._drop_second_holder()
-        self._second_holder = [block_ids[-1] for block_ids in self.groups[0]]
-        self.kv.incref_blocks(self._second_holder)
-
-    def _drop_second_holder(self) -> None:
-        self.kv.free_blocks(0, self._second_holder)
-        self._second_holder = []
-
-    def plan(self) -> AppendPlan:
-        return self.kv.plan_append(0, self.groups[0])
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A call that makes sequences longer, and what it must be counted as."""
-
-    rig: Rig
-    path: Path
-    call: Callable[[], object]
-    counted: int
-    """A call counts ``path`` so many times."""
-    repeatable: bool = False
-    """A call stores nothing new, so a series of them needs no fresh blocks."""
-
-    def series(
-        self,
-        measure: Callable[[Callable[[], object], int, Callable[[], None]], Measured],
-        calls: int,
-    ) -> Measured:
-        if not self.repeatable:
-            self.rig.restart(self.path)
-        with only(self.rig.kv.path_counts, self.path, self.counted * calls):
-            return measure(self.call, calls, self.rig.sync)
-
-    def sampler(self, *, wait: bool) -> Callable[[], float]:
-        """Return a function that times a series which one block has room for."""
-        calls = max(1, _WRITES_PER_SERIES // self.counted)
-        if not self.repeatable:
-            calls = min(calls, self.rig.config.block_size - 1)
-        return partial(self.series, partial(time_calls, wait=wait), calls)
-
-
-def per_token(rig: Rig, layers_per_call: int) -> Work:
-    layers = cycle(
-        [
-            [(layer, *row) for row in zip(rig.groups[layer], key, value, strict=True)]
-            for layer, key, value in rig.tokens
-        ]
-    )
-
-    def call() -> None:
-        for _ in range(layers_per_call):
-            for row in next(layers):
-                rig.kv.append_token(*row)
-
-    return Work(rig, Path.PER_TOKEN, call, rig.batch * layers_per_call)
-
-
-def layer_write(rig: Rig, path: Path) -> Work:
-    """Return writes of one plan, again and again, to one layer after another.
-
-    Layers take turns as in a step, so that no write finds its tokens and slots where the one
-    before it left them. All layers together may still fit a large GPU's L2 cache.
-    """
-    rig.restart(path)
-    plan, layers = rig.plan(), cycle(rig.tokens)
-    return Work(rig, path, lambda: rig.kv.write(plan, *next(layers)), 1, repeatable=True)
-
-
-def per_layer_step(rig: Rig, path: Path) -> Work:
-    def call() -> None:
-        for layer, key, value in rig.tokens:
-            rig.kv.append_token_batch(layer, rig.groups[layer], key, value)
-
-    return Work(rig, path, call, rig.config.layers)
-
-
-def grouped_step(rig: Rig, path: Path) -> Work:
-    def call() -> None:
-        plan = rig.plan()
-        for layer, key, value in rig.tokens:
-            rig.kv.write(plan, layer, key, value)
-
-    return Work(rig, path, call, rig.config.layers)
-
-
-def plan_us(rig: Rig, path: Path, steps: int) -> float:
-    """Time planning on the host, staging included; a write afterwards shows where plans lead."""
-    rig.restart(path)
-    latest: deque[AppendPlan] = deque(maxlen=1)
-    with only(rig.kv.path_counts, path, 0):
-        microseconds = time_calls(lambda: latest.append(rig.plan()), steps, rig.sync)
-    with only(rig.kv.path_counts, path, 1):
-        rig.kv.write(latest[0], *rig.tokens[0])
-    return microseconds
-
-
-def clone_us(rig: Rig, path: Path, steps: int) -> float:
-    """Time planning, on the host, a step in which every sequence has to copy its block."""
-    rig.restart(path)
-    total = 0.0
-    with only(rig.kv.path_counts, path, steps):
-        for _ in range(steps):
-            rig.share()
-            total += time_calls(rig.plan, 1, rig.sync)
-    return total / steps
-
-
-def clone_work(rig: Rig, path: Path) -> Work:
-    """Return the same work for the device, whose time does not include the sharing."""
-
-    def call() -> None:
-        rig.share()
-        rig.plan()
-
-    return Work(rig, path, call, 1)
 
 
 def _measure_writes(

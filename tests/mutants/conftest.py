@@ -1,0 +1,20 @@
+"""A copy of the page of results, to write to."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.mutants.planted import DOCS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    copy = tmp_path / "mutants.md"
+    shutil.copy(DOCS, copy)
+    return copy

@@ -1,0 +1,24 @@
+"""Bugs that tests of the runner plant, what one of them comes to, and the page of results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.mutants.jobs import HUNT, Outcome
+from tests.mutants.mutant import Mutant
+
+DOCS = Path(__file__).parents[2] / "docs" / "mutants.md"
+POOL = "roseinfer.kv.pool"
+RELEASE = "        self.refcounts[index] -= 1\n"
+EQUIVALENT = Mutant(
+    "equivalent", "Nothing.", POOL, RELEASE, "        self.refcounts[index] += -1\n"
+)
+CRASH = Mutant(
+    "crash", "Freeing ends the process.", POOL, RELEASE,
+    "        import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n",
+)  # fmt: skip
+BROKEN = Mutant("broken", "It is no Python.", POOL, RELEASE, "        self.refcounts[index] -=\n")
+
+
+def outcome(seed: int, *, killed: bool, kind: str = HUNT, examples: int = 3) -> Outcome:
+    return Outcome(EQUIVALENT.name, kind, seed, killed, "histories", "what", examples, 9, 0.5)

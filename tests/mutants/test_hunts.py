@@ -1,0 +1,112 @@
+"""The planted bugs are found, and the runner would say so if they were not."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.mutants import command, hunt
+from tests.mutants.catalogue import CATALOGUE
+from tests.mutants.forking import in_child
+from tests.mutants.install import plant, source_of
+from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Task
+from tests.mutants.known_bugs import KNOWN_BUGS
+from tests.mutants.mutant import COMPACTED, MANAGERS, Mutant, StaleMutant
+from tests.mutants.planted import BROKEN, CRASH, EQUIVALENT, POOL, RELEASE
+from tests.mutants.runner import WorkerFailed, run
+from tests.mutants.tally import Tally
+from tests.mutants.walked import in_the_cache, walk_on
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+def small_job(mutant: Mutant | None, *tasks: Task, targets: Sequence[str] = (COMPACTED,)) -> Job:
+    return Job(mutant, tuple(targets), tasks, examples=10, steps=6)
+
+
+@pytest.mark.parametrize("source", ["nothing of the sort", RELEASE * 2], ids=["gone", "twice"])
+def test_a_stale_mutant_is_an_error(source: str) -> None:
+    with pytest.raises(StaleMutant, match="'equivalent' replaces text that must occur once"):
+        EQUIVALENT.applied_to(source)
+
+
+def test_planting_a_stale_mutant_is_an_error(tmp_path: Path) -> None:
+    stale = Mutant("stale", "Nothing.", POOL, "no such code", "")
+    with pytest.raises(StaleMutant, match="occurs 0 times"):
+        plant(stale, tmp_path)
+
+
+def test_a_bug_is_planted_in_the_copy_alone(tmp_path: Path) -> None:
+    before = source_of(POOL).read_text()
+    plant(CRASH, tmp_path)
+    assert "SIGSEGV" in (tmp_path / "roseinfer" / "kv" / "pool.py").read_text()
+    assert source_of(POOL).read_text() == before
+
+
+def one_for_each_row() -> list[Mutant]:
+    return [next(m for m in CATALOGUE if row in m.rows) for row in KNOWN_BUGS]
+
+
+def test_a_bug_of_every_known_kind_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    names = sorted({mutant.name for mutant in one_for_each_row()})
+    assert command.main([*names, "--quick", "--jobs", "2"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in names)
+    assert f"{len(names)} of {len(names)} planted bugs found" in said
+
+
+def test_a_change_that_breaks_nothing_survives(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def small(mutants: Sequence[Mutant], **_: object) -> list[Job]:
+        return [small_job(mutant, Task(HUNT)) for mutant in mutants]
+
+    monkeypatch.setattr(command, "CATALOGUE", (EQUIVALENT,))
+    monkeypatch.setattr(command, "jobs_for", small)
+    assert command.main([]) == 1
+    assert "SURVIVED: equivalent" in capsys.readouterr().out
+
+
+def test_nothing_is_found_where_nothing_is_planted() -> None:
+    tasks = [Task(kind) for kind in (HUNT, RANDOM, EXAMPLES, DIRECTED)]
+    outcomes = list(run([small_job(None, *tasks)], processes=1))
+    assert [outcome.kind for outcome in outcomes] == [task.kind for task in tasks]
+    assert [(outcome.check, outcome.what) for outcome in outcomes if outcome.killed] == []
+    assert outcomes[0].examples > 10
+    assert outcomes[1].operations >= outcomes[0].operations
+
+
+def test_a_crash_is_a_kill_and_the_next_seed_is_tried() -> None:
+    job = small_job(CRASH, Task(HUNT, 0), Task(HUNT, 1), targets=MANAGERS[:1])
+    outcomes = list(run([job], processes=1))
+    assert [outcome.what for outcome in outcomes] == ["the process was ended by SIGSEGV"] * 2
+    assert all(outcome.killed and outcome.check == "histories" for outcome in outcomes)
+    assert all(outcome.examples for outcome in outcomes)
+
+
+def test_a_copy_that_cannot_be_imported_is_no_kill() -> None:
+    with pytest.raises(WorkerFailed, match=r"could not do broken: [\s\S]*SyntaxError"):
+        list(run([small_job(BROKEN, Task(HUNT), targets=MANAGERS)], processes=1))
+
+
+def test_an_example_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hunt, "_HANGS_AFTER", 1)
+    tally = Tally()
+
+    def hang() -> str:
+        with hunt.guarded(tally, operations=7):
+            time.sleep(30)
+        return "it went on"
+
+    assert in_child(hang).ended_by == "SIGALRM"
+    assert (tally.examples, tally.operations) == (1, 7)
+
+
+def test_short_histories_find_a_bug_and_nothing_where_there_is_none() -> None:
+    (bug,) = (each for each in in_the_cache() if each.name == "truncated-a-block-long")
+    assert walk_on(bug, 2) == "2"
+    assert walk_on(None, 2) == ""

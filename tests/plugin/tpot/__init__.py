@@ -1,0 +1,1 @@
+"""Times of decode steps, as another project takes them."""

@@ -1,0 +1,105 @@
+"""A step is compared with a folder, a revision or a version, and with nothing else."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from textwrap import dedent
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.plugin.tpot.timed_project import against, engine, marked
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import Project
+
+
+def test_a_folder_beside_the_one_pytest_is_started_in(project: Project) -> None:
+    """The option's value looks like a path, so without an ini file pytest's root holds both."""
+    for name, microseconds in (("mine", 1000), ("other", 800)):
+        (project.path / name).mkdir()
+        project.write(**{f"{name}/engine": engine(microseconds), f"{name}/test_speed": marked()})
+    arguments = ["-p", "no:cacheprovider", "--roseinfer-against", "../other"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments, "test_speed.py"],
+        cwd=project.path / "mine",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert re.search(r"test_decode .* 1\.250 .* SLOWER", done.stdout), done.stdout
+
+
+def git(project: Project, *arguments: str) -> None:
+    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@nowhere.example")
+    subprocess.run(["git", *who, *arguments], cwd=project.path, check=True, capture_output=True)
+
+
+def test_a_revision_is_built_apart(timed: Project) -> None:
+    """What is not committed is measured as it stands here, and does not get there."""
+    git(timed, "init", "-q")
+    git(timed, "add", "engine.py", "test_speed.py")
+    git(timed, "commit", "-qm", "a step")
+    timed.write(engine=engine(5000))
+    git(timed, "commit", "-qam", "a slow step")
+    timed.write(engine=engine(1100))
+    result = against(timed, reference="HEAD~1")
+    result.stdout.fnmatch_lines(["*SLOWER than HEAD~1: 1.100 times*"])
+    listed = subprocess.run(
+        ["git", "worktree", "list"], cwd=timed.path, capture_output=True, text=True, check=True
+    )
+    assert len(listed.stdout.splitlines()) == 1
+
+
+def test_a_revision_older_than_the_benchmark_is_timed_with_it(timed: Project) -> None:
+    """The file that makes the step comes from here, what it imports from there."""
+    (timed.path / "tools").mkdir()
+    timed.write(engine="MICROSECONDS = 500", **{"tools/__init__": ""})
+    git(timed, "init", "-q")
+    git(timed, "add", "engine.py", "tools")
+    git(timed, "commit", "-qm", "an engine")
+    speed = engine(0).replace("MICROSECONDS = 0", "from engine import MICROSECONDS")
+    timed.write(engine="MICROSECONDS = 550")
+    for module in ("speed", "tools/speed"):  # the second in a package that is older than it
+        name = module.replace("/", ".")
+        timed.write(**{module: speed, "test_speed": marked().replace("engine:", f"{name}:")})
+        result = against(timed, reference="HEAD")
+        result.stdout.fnmatch_lines(["*SLOWER than HEAD: 1.100 times*"])
+
+
+def test_a_version_is_installed_apart(timed: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(timed.path / "engine-1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("engine.py", dedent(engine(500)))
+        about = "engine-1.2.dist-info"
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: engine\nVersion: 1.2\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(timed.path))
+    result = against(timed, reference="engine==1.2")
+    result.stdout.fnmatch_lines(["*SLOWER than engine==1.2: 2.000 times*"])
+    result = against(timed, reference="engine==1.3")
+    result.stdout.fnmatch_lines(["*--roseinfer-against engine==1.3: *"])
+
+
+def test_a_side_of_which_nothing_is_imported_is_no_side(timed: Project) -> None:
+    (timed.path / "empty").mkdir()
+    result = against(timed, reference="empty")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*empty: nothing was imported from */empty, so this *"])
+
+
+def test_a_reference_that_is_nothing(timed: Project) -> None:
+    error = "ERROR: --roseinfer-against v99: no path, no NAME==VERSION, and no revision of git"
+    result = against(timed, reference="v99")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in result.errlines if line] == [error]
+    git(timed, "init", "-q")
+    git(timed, "commit", "-q", "--allow-empty", "-m", "a release")
+    git(timed, "tag", "v9.9")
+    result = against(timed, reference="v99")
+    assert [line for line in result.errlines if line] == [f"{error}; did you mean v9.9?"]
