@@ -84,7 +84,7 @@ PATHS: Mapping[str, FastPath] = {
     ),
     AttentionPath.APPEND_AND_ATTEND.value: FastPath(
         AttentionPath.SLOTS_REFERENCE.value,
-        _with_models(_RESIDENT_KERNELS, "llama", "llama 32:2", shapes.SINKING),
+        _with_models(_RESIDENT_KERNELS, "llama", "llama 32:2", shapes.SINKING, shapes.SLOPED),
         share=_OF_KERNELS,
     ),
     AttentionPath.CHUNK_TRITON.value: FastPath(
