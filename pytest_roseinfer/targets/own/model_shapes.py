@@ -22,7 +22,7 @@ _SHORT: dict[str, _Shape] = {
     "llama 10:2": ("llama", 10, 2, 6),
     "llama 24:3": ("llama", 24, 3, 6),
     "llama 32:2": ("llama", 32, 2, 6),
-    SLOPED: ("bloom", 4, 4, 6),
+    SLOPED: ("bloom", 8, 8, 6),  # the more heads, the steeper
 }
 LONG: dict[str, _Shape] = {
     "gpt2 1x16": ("gpt2", 1, 1, 16),
