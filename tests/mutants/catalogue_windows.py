@@ -71,13 +71,6 @@ MUTANTS = (
         "        for at, group in self._windows:\n            left =",
         "        for at, (_, group) in enumerate(self._windows):\n            left =",
     ),
-    _of_attention(
-        "given-back-before-it-is-known",
-        "Tokens in flight count as stored: what they push out of a window is given back.",
-        _SUPPLY,
-        "        stored = min(session.stored, len(session.token_ids))  # what is in flight",
-        "        stored = session.stored  # what is in flight",
-    ),
     _of_a_supply(
         "hit-with-a-gap",
         "A prefix is found though the first block that the next token sees in it is gone.",
