@@ -17,6 +17,7 @@ from tests.mutants import (
     catalogue_prefixes,
     catalogue_sampling,
     catalogue_truncation,
+    catalogue_windows,
 )
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ CATALOGUE: tuple[Mutant, ...] = (
     *catalogue_kernels.MUTANTS,
     *catalogue_engine.MUTANTS,
     *catalogue_prefixes.MUTANTS,
+    *catalogue_windows.MUTANTS,
     *catalogue_decode.MUTANTS,
     *catalogue_sampling.MUTANTS,
     *catalogue_caches.MUTANTS,

@@ -11,10 +11,12 @@ if TYPE_CHECKING:
 _TARGETS = "pytest_roseinfer.targets."
 PER_LAYER = _TARGETS + "roseinfer_kv:PerLayerManager"
 GROUPED = _TARGETS + "roseinfer_kv:GroupedManager"
+WINDOWED = _TARGETS + "roseinfer_windows:WindowedManager"
 KERNELS = "tests.mutants.kernel_caches:StridedKernels"
 COMPACTED = "tests.mutants.kernel_caches:CompactedKernels"
 PREFIXED = "tests.mutants.prefix_cached_manager:PrefixCachedManager"
 HASHED = "tests.mutants.prefix_cached_manager:HashedPrefixes"
+WINDOWED_PREFIXES = "tests.mutants.prefix_cached_manager:WindowedPrefixes"
 ENGINE = _TARGETS + "roseinfer_engine:RoseinferEngine"
 MANAGERS = (GROUPED, PER_LAYER)
 

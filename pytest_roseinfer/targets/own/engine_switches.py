@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 RUN_AHEAD = (0, 1, 3)
 OPTION_CHOICES: Mapping[str, Sequence[Any]] = {
-    "model": ("gpt2", "llama", "llama 10:2", "llama 24:3", "llama 32:2", *shapes.WINDOWED),
+    "model": (
+        *("gpt2", "llama", "llama 10:2", "llama 24:3", "llama 32:2", shapes.SLOPED),
+        *shapes.WINDOWED,
+    ),
     "prefix_cache": (True, False),
     "prefill_admission_policy": ("fifo", "pack"),
     "prefill_max_tokens": (100, 1, 3, 8),

@@ -11,6 +11,8 @@ ODD = "odd llama"
 """This model has one token more than the others, so its head is padded."""
 LONG_POSITIONS = 1300
 
+SLOPED = "sloped bloom"
+"""In this one a score loses something for each token between query and key (ALiBi)."""
 _Shape = tuple[str, int, int, int]
 """A family, query heads, KV heads and the size of a head."""
 _SHORT: dict[str, _Shape] = {
@@ -20,6 +22,7 @@ _SHORT: dict[str, _Shape] = {
     "llama 10:2": ("llama", 10, 2, 6),
     "llama 24:3": ("llama", 24, 3, 6),
     "llama 32:2": ("llama", 32, 2, 6),
+    SLOPED: ("bloom", 8, 8, 6),  # the more heads, the steeper
 }
 LONG: dict[str, _Shape] = {
     "gpt2 1x16": ("gpt2", 1, 1, 16),
@@ -47,7 +50,8 @@ _WINDOWED: dict[str, _Shape] = {
     SINKING: ("gpt_oss", 4, 2, 6),
 }
 _FAMILY_TRAITS: dict[str, dict[str, Any]] = {
-    "gemma2": {"attn_logit_softcapping": 2.0},
+    # By default its scores are scaled for heads of 256, and so small that a cap does nothing.
+    "gemma2": {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 6},
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1},
 }
 SMALL = tuple(_SHORT)
@@ -70,6 +74,9 @@ def config(name: str) -> Any:
     tokens = {"vocab_size": VOCABULARY + (name == ODD), "bos_token_id": END, "eos_token_id": END}
     if family == "gpt2":
         sizes = {"n_positions": positions, "n_embd": heads * head_dim, "n_head": heads}
+        return AutoConfig.for_model(family, n_layer=2, **sizes, **tokens)
+    if family == "bloom":
+        sizes = {"seq_length": positions, "hidden_size": heads * head_dim, "n_head": heads}
         return AutoConfig.for_model(family, n_layer=2, **sizes, **tokens)
     return AutoConfig.for_model(
         family,
