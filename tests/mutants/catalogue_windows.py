@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import ENGINE, WINDOWED, WINDOWED_PREFIXES, Mutant
 
 _GROUPS = "roseinfer.kv.groups"
-_MANAGER = "roseinfer.kv.manager"
+_GROUP_CALLS = "roseinfer.kv.group_calls"
 _TRUNCATION = "roseinfer.kv.truncation"
 _SUPPLY = "roseinfer.engine.request"
 _PREFIXES = "roseinfer.engine.prefix_cache"
@@ -46,14 +46,14 @@ MUTANTS = (
     _of_a_cache(
         "given-back-and-still-listed",
         "Blocks are given back, and the scratch block takes their places in a copy of the list.",
-        _MANAGER,
+        _GROUP_CALLS,
         _FIRST_GIVEN_BACK,
         _FIRST_GIVEN_BACK + "        block_ids = [*block_ids]\n",
     ),
     _of_a_cache(
         "need-of-the-neediest-group",
         "A pool that groups share is asked for the blocks of the group that needs most.",
-        _MANAGER,
+        _GROUP_CALLS,
         "require(sum(seen.blocks_needed for seen in surveys))",
         "require(max(seen.blocks_needed for seen in surveys))",
     ),
