@@ -18,11 +18,12 @@ COMPILE = """
     from roseinfer.kernels.likeliest import _advance_kernel, _strip_kernel
     from roseinfer.kernels.linear import _parts_kernel, _whole_kernel
     from roseinfer.kernels.norm import _add_norm_kernel, _embed_norm_kernel
+    from roseinfer.kernels.rotary import _rotate_kernel
 
     INDEX = set("tables lengths sequences rows counts positions chosen tokens active".split())
     SINGLE = set("partial weights_max weights_sum added best".split())
     OWN = set("query key value k_cache v_cache x weight bias out logits residual gain shift "
-              "normed word place".split())
+              "normed word place words both cosines sines query_gain key_gain".split())
 
     def kind(kernel, name, dtype):
         if name == "place" and kernel is not _embed_norm_kernel or name == "kind":
@@ -74,6 +75,9 @@ COMPILE = """
             decodes |= dict(D=head_dim, TILE_D=head_dim, TILE_T=tile_t, ROOM=programs == 1)
             check(_decode_kernel, kind_of, warps, BLOCK=64, PARTS=1, APPENDS=True, **decodes)
     check(_decode_kernel, dtype, BLOCK=64, PARTS=1, APPENDS=True, **decodes, **traits)
+    turns = dict(TURN=64, NORMED=True)
+    heads = dict(Q_HEADS=4, K_HEADS=2, D=80, TILE_Q=4, TILE_K=2, TILE_D=128)
+    check(_rotate_kernel, dtype, **heads, **turns)
     check(_chunk_kernel, dtype, BLOCK=16, TILE_Q=16, TILE_G=2, **attends)
     check(_chunk_kernel, dtype, BLOCK=16, TILE_Q=16, TILE_G=2, **attends, **traits)
     check(_combine_kernel, dtype, Q_HEADS=4, D=80, TILE_P=4, TILE_D=128)
@@ -92,4 +96,4 @@ COMPILE = """
 def test_the_kernels_of_decoding_compile(capability: int, dtype: str) -> None:
     """For GPUs that let kernels start early, and for others."""
     code = COMPILE.replace("sys.argv[1]", f"'{capability}'").replace("sys.argv[2]", f"'{dtype}'")
-    assert len(run_python(code, warm=True).split()) == 20
+    assert len(run_python(code, warm=True).split()) == 21

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from roseinfer.kv.manager import KVBlockManager, StepAppend
     from roseinfer.kv.storage import IndexStaging
     from roseinfer.layer_traits import LayerTraits
+    from roseinfer.rotation import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,19 @@ class AttentionBackend(ABC):
     @abstractmethod
     def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Store ``[tokens, kv_heads, head_dim]``, then attend to all that is stored."""
+
+    def attend_rotated(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        rotation: Rotation,
+    ) -> Tensor:
+        """Rotate queries and keys, which may change in place, and do as ``attend_new`` then."""
+        query = rotation.of_queries(query, positions)
+        return self.attend_new(layer, query, rotation.of_keys(key, positions), value)
 
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {}

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from roseinfer.rotation import Rotation
+
 _MOST_ROWS = 64
 """A program takes at most so many query tokens times heads, or one token where heads are more."""
 _LEAST_ROWS = 16
@@ -36,6 +38,8 @@ class AttentionKernels:
     """Attends for those that have more."""
     append_and_attend: Callable[..., Tensor]
     """Stores the new tokens of resident sequences and attends from them."""
+    rotate: Callable[..., None]
+    """Rotates queries and keys in place."""
 
 
 def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
@@ -44,8 +48,11 @@ def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
         return None
     from roseinfer.kernels.attend_chunks import paged_attention_chunks
     from roseinfer.kernels.attend_decode import append_and_attend, paged_attention_decode
+    from roseinfer.kernels.rotary import rotate
 
-    return AttentionKernels(paged_attention_decode, paged_attention_chunks, append_and_attend)
+    return AttentionKernels(
+        paged_attention_decode, paged_attention_chunks, append_and_attend, rotate
+    )
 
 
 @register
@@ -84,6 +91,18 @@ class TritonAttention(AttentionBackend):
             case StepBatch() as batch:
                 batch.new.write(layer, key, value)
                 return self.attend(batch, layer, query)
+
+    def attend_rotated(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        rotation: Rotation,
+    ) -> Tensor:
+        self._kernels.rotate(query, key, positions, rotation)
+        return self.attend_new(layer, query, key, value)
 
     def attend(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
         """Compute the attention of ``[tokens, q_heads, head_dim]`` over all that is stored."""

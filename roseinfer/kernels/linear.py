@@ -125,7 +125,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: bool 
     """Compute ``x @ weight + bias``, ``[rows, inputs]`` by ``[inputs, outputs]`` of any strides."""
     rows, inputs = x.shape
     outputs = weight.shape[1]
-    tile_r = _tile_r(rows)
+    tile_r = tile_of_rows(rows)
     tile_n, tile_k, warps, stages = _whole_tiles(rows, outputs)
     out = x.new_empty((rows, outputs))
     launch(
@@ -141,7 +141,7 @@ def linear_in_parts(x: Tensor, weight: Tensor) -> Tensor:
     """Compute ``x @ weight`` as ``[parts, rows, outputs]`` in float32, still to be added up."""
     rows, inputs = x.shape
     outputs = weight.shape[1]
-    tile_r, tile_n = _tile_r(rows), 64
+    tile_r, tile_n = tile_of_rows(rows), 64
     strips = triton.cdiv(outputs, tile_n) * triton.cdiv(rows, tile_r)
     # The fewest parts, of one to four tiles each, that give enough programs.
     tiles = triton.cdiv(inputs, _TILE_K)
@@ -157,7 +157,7 @@ def linear_in_parts(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @cache
-def _tile_r(rows: int) -> int:
+def tile_of_rows(rows: int) -> int:
     return int(min(_MOST_TILE_R, max(16, triton.next_power_of_2(rows))))
 
 

@@ -14,7 +14,7 @@ from roseinfer.models.shape import shape_of
 from roseinfer.models.trial import Trial
 
 if TYPE_CHECKING:
-    from roseinfer.attention.backend import Attention
+    from roseinfer.attention.backend import Attention, AttentionBackend
     from roseinfer.engine_paths import EnginePath
 
 ATTENTION = "roseinfer_paged"
@@ -105,7 +105,7 @@ class CausalModel:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         last_rows: torch.Tensor | None,
-        attention: Attention,
+        attention: AttentionBackend,
     ) -> torch.Tensor:
         """Run all tokens in one row, and return ``[sequences, vocab]`` of their last tokens.
 

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from roseinfer.kernels import append, attend_chunks, attend_decode, clone, likeliest, linear, norm
+from roseinfer.kernels import (
+    append,
+    attend_chunks,
+    attend_decode,
+    clone,
+    gated,
+    likeliest,
+    linear,
+    norm,
+    rms_norm,
+    rotary,
+)
+from roseinfer.rotation import Rotation
 from tests.attention.layer_traits import traits_of
 from tests.kernels.touched import touched_by
 
@@ -43,6 +55,18 @@ def appends(function: Callable[..., None], **where: torch.Tensor | int) -> None:
     rows = 4 if "batch_idx" in where else len(where["block_idx"])  # type: ignore[arg-type]
     new = {name: numbers(rows, 2, 8, dtype=torch.float16) for name in ("key_new", "value_new")}
     function(k_cache_layer=k_cache, v_cache_layer=v_cache, **new, **where)
+
+
+def rotation(width: int, *, normed: bool) -> Rotation:
+    """Angles of 80 positions for heads of 20."""
+    query_gain, key_gain = (numbers(20) if normed else None for _ in range(2))
+    return Rotation(numbers(80, width), numbers(80, width), query_gain, key_gain, 1e-6)
+
+
+def rotate(*, normed: bool) -> None:
+    """Three tokens, a part of whose heads does not turn."""
+    qkv = numbers(3, 4 + 2 + 2, 20)
+    rotary.rotate(qkv[:, :4], qkv[:, 4:6], index(7, 2, 0), rotation(12, normed=normed))
 
 
 def attend(*, new: bool, more: Sequence[str] = ()) -> torch.Tensor:
@@ -142,6 +166,18 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
         ),
         ["_embed_norm_kernel"],
     ),
+    "norm by the root mean square": (
+        lambda: rms_norm.add_rms_norm(numbers(3, 24), numbers(2, 3, 24), numbers(24), 1e-6),
+        ["_add_kernel"],
+    ),
+    "embed by the root mean square": (
+        lambda: rms_norm.embed_rms_norm(index(7, 2, 9), numbers(10, 24), numbers(24), 1e-6),
+        ["_embed_kernel"],
+    ),
+    "gated": (lambda: gated.linear_gated(numbers(3, 70), numbers(80, 70)), ["_gated_kernel"]),
+    "gated at once": (lambda: gated.multiply_gated(numbers(3, 80)), ["_multiply_kernel"]),
+    "rotate": (lambda: rotate(normed=False), ["_rotate_kernel"]),
+    "norm and rotate": (lambda: rotate(normed=True), ["_rotate_kernel"]),
     "choose": (choose, ["_strip_kernel", "_advance_kernel"]),
 }
 
@@ -156,7 +192,18 @@ def test_a_kernel_declares_what_it_touches(name: str) -> None:
 
 
 def test_every_kernel_is_among_them() -> None:
-    modules = (append, attend_chunks, attend_decode, clone, likeliest, linear, norm)
+    modules = (
+        append,
+        attend_chunks,
+        attend_decode,
+        clone,
+        gated,
+        likeliest,
+        linear,
+        norm,
+        rms_norm,
+        rotary,
+    )
     there = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     files = {path.stem for path in Path(append.__file__).parent.glob("*.py")}
     without = {"__init__", "dot", "moves", "operands", "runtime", "scores"}

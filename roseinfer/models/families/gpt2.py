@@ -15,7 +15,7 @@ from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register
 
 if TYPE_CHECKING:
-    from roseinfer.attention.backend import Attention
+    from roseinfer.attention.backend import AttentionBackend
 
 MOST_ROWS = 256
 """Above this the tensor cores are busy, and torch's own matrix products are better."""
@@ -44,7 +44,7 @@ class FusedGPT2(CausalModel):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         last_rows: torch.Tensor | None,
-        attention: Attention,
+        attention: AttentionBackend,
     ) -> torch.Tensor:
         body = self._model.transformer
         few = len(token_ids) <= MOST_ROWS

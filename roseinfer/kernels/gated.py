@@ -1,0 +1,123 @@
+"""The first half of a gated MLP: two products of the same rows, one of which gates the other."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from roseinfer.kernels.dot import dot
+from roseinfer.kernels.linear import tile_of_rows
+from roseinfer.kernels.moves import moves, taken
+from roseinfer.kernels.runtime import launch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from roseinfer.kernels.moves import Given
+
+_TILE = 1024
+
+
+def _gated_moved(given: Given) -> dict[str, int]:
+    """Count the rows, the weights of gates and of what they gate, and what comes out."""
+    return {
+        "x": taken(given["x"], given["rows"] * given["K"]),
+        "weight": taken(given["weight"], 2 * given["K"] * given["N"]),
+        "out": taken(given["out"], given["rows"] * given["N"]),
+    }
+
+
+def _multiplied_moved(given: Given) -> dict[str, int]:
+    return {name: taken(given[name], given[name].numel()) for name in ("both", "out")}
+
+
+@triton.jit
+def _gate(gate, up, dtype: tl.constexpr):
+    """``silu(gate) * up``, rounded where the model's own modules round."""
+    gate = gate.to(dtype).to(tl.float32)
+    up = up.to(dtype).to(tl.float32)
+    return ((gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up).to(dtype)
+
+
+@moves(_gated_moved)
+@triton.jit
+def _gated_kernel(
+    x, weight, out, rows,
+    x_r, w_n, o_r,
+    N: tl.constexpr, K: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program takes a strip of outputs of some rows."""
+    r = (tl.program_id(1) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
+    n = (tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    gates = weight + n[None, :] * w_n
+    ups = gates + tl.cast(N, tl.int64) * w_n
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    gate = tl.zeros((TILE_R, TILE_N), tl.float32)
+    up = tl.zeros((TILE_R, TILE_N), tl.float32)
+    for at in tl.range(0, K, TILE_K, num_stages=STAGES):
+        k = at + tl.arange(0, TILE_K)
+        w_in, x_in = (n < N)[None, :], (r < rows)[:, None]
+        if K % TILE_K:
+            w_in, x_in = w_in & (k < K)[:, None], x_in & (k < K)[None, :]
+        a = tl.load(x + r[:, None] * x_r + k[None, :], x_in, other=0.0)
+        gate = dot(a, tl.load(gates + k[:, None], w_in, other=0.0), gate)
+        up = dot(a, tl.load(ups + k[:, None], w_in, other=0.0), up)
+    tl.store(
+        out + r[:, None] * o_r + n[None, :], _gate(gate, up, out.dtype.element_ty),
+        (r < rows)[:, None] & (n < N)[None, :],
+    )  # fmt: skip
+
+
+@moves(_multiplied_moved)
+@triton.jit
+def _multiply_kernel(both, out, b_r, o_r, N: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    gate = tl.load(both + row * b_r + n, n < N, other=0.0)
+    up = tl.load(both + row * b_r + N + n, n < N, other=0.0)
+    tl.store(out + row * o_r + n, _gate(gate, up, out.dtype.element_ty), n < N)
+
+
+def linear_gated(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute ``silu(x @ gates.T) * (x @ ups.T)`` for a few rows.
+
+    ``weight`` is ``[2 * outputs, inputs]``, gates in front of what they gate.
+    """
+    rows, inputs = x.shape
+    outputs = len(weight) // 2
+    tile_r = tile_of_rows(rows)
+    tile_n, tile_k, warps, stages = _tiles(rows)
+    out = x.new_empty((rows, outputs))
+    launch(
+        _gated_kernel, (triton.cdiv(outputs, tile_n), triton.cdiv(rows, tile_r)),
+        x, weight, out, rows, x.stride(0), weight.stride(0), out.stride(0),
+        outputs, inputs, tile_r, tile_n, tile_k, stages, num_warps=warps, early=True,
+    )  # fmt: skip
+    return out
+
+
+def multiply_gated(both: Tensor) -> Tensor:
+    """Compute ``silu(gates) * ups`` of ``[rows, 2 * outputs]``, gates in front."""
+    rows, outputs = both.shape[0], both.shape[1] // 2
+    out = both.new_empty((rows, outputs))
+    launch(
+        _multiply_kernel, (triton.cdiv(outputs, _TILE), rows), both, out,
+        both.stride(0), out.stride(0), outputs, _TILE, early=True,
+    )  # fmt: skip
+    return out
+
+
+@cache
+def _tiles(rows: int) -> tuple[int, int, int, int]:
+    """Choose outputs and inputs of a tile, warps and stages: the fastest tried on an H200."""
+    return (32, 128, 4, 4) if rows <= 64 else (64, 64, 4, 3)

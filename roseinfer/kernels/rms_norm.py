@@ -1,0 +1,125 @@
+"""Adding to the residual stream between two linear layers, and its RMS norm for the next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from roseinfer.kernels.moves import moves, taken
+from roseinfer.kernels.runtime import launch
+
+if TYPE_CHECKING:
+    from roseinfer.kernels.moves import Given
+
+
+def _added_moved(given: Given) -> dict[str, int]:
+    """Count the rows that are read, added to and normed, and what norms them."""
+    rows, width = given["residual"].shape
+    residual, normed = (taken(given[name], rows * width) for name in ("residual", "normed"))
+    return {
+        "residual": 2 * residual,
+        "added": taken(given["added"], given["PARTS"] * rows * width),
+        "normed": normed,
+        "gain": taken(given["gain"], width),
+    }
+
+
+def _embedded_moved(given: Given) -> dict[str, int]:
+    """Count the rows of the table that are read, and what is made of them."""
+    rows, width = given["residual"].shape
+    matrices = ("words", "residual", "normed")
+    return {
+        "tokens": taken(given["tokens"], rows),
+        **{name: taken(given[name], rows * width) for name in matrices},
+        "gain": taken(given["gain"], width),
+    }
+
+
+@triton.jit
+def _normed(x, gain, dtype: tl.constexpr, N: tl.constexpr, epsilon):
+    """Norm a row, rounded where the model's own modules round."""
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / N + epsilon)
+    return (x.to(dtype).to(tl.float32) * gain).to(dtype)
+
+
+@moves(_added_moved)
+@triton.jit
+def _add_kernel(
+    residual, added, gain, normed,
+    a_p, a_r, r_r, n_r, epsilon, times,
+    N: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, TILE_N)
+    inside = n < N
+    g = tl.load(gain + n, inside, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(residual + row * r_r + n, inside, other=0.0).to(tl.float32)
+    total = tl.zeros((TILE_N,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(added + part * a_p + row * a_r + n, inside, other=0.0).to(tl.float32)
+    x = (x + total * times).to(residual.dtype.element_ty)
+    tl.store(residual + row * r_r + n, x, inside)
+    dtype: tl.constexpr = normed.dtype.element_ty
+    tl.store(normed + row * n_r + n, _normed(x.to(tl.float32), g, dtype, N, epsilon), inside)
+
+
+@moves(_embedded_moved)
+@triton.jit
+def _embed_kernel(
+    tokens, words, gain, residual, normed,
+    w_r, r_r, n_r, epsilon, times,
+    N: tl.constexpr, TILE_N: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, TILE_N)
+    inside = n < N
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.load(tokens + row).to(tl.int64)
+    x = tl.load(words + token * w_r + n, inside, other=0.0).to(tl.float32) * times
+    x = x.to(residual.dtype.element_ty)
+    tl.store(residual + row * r_r + n, x, inside)
+    g = tl.load(gain + n, inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = normed.dtype.element_ty
+    tl.store(normed + row * n_r + n, _normed(x.to(tl.float32), g, dtype, N, epsilon), inside)
+
+
+def add_rms_norm(
+    residual: Tensor, added: Tensor, gain: Tensor, epsilon: float, times: float = 1.0
+) -> Tensor:
+    """Add ``times`` the sum of ``[parts, rows, width]`` to the residual; return it normed."""
+    rows, width = residual.shape
+    normed = torch.empty_like(residual)
+    launch(
+        _add_kernel, (rows,), residual, added, gain, normed,
+        *added.stride()[:2], residual.stride(0), normed.stride(0), epsilon, times,
+        width, triton.next_power_of_2(width), len(added), num_warps=_warps(width), early=True,
+    )  # fmt: skip
+    return normed
+
+
+def embed_rms_norm(
+    tokens: Tensor, words: Tensor, gain: Tensor, epsilon: float, times: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return the residual stream of tokens, ``times`` their embeddings, and that normed."""
+    width = words.shape[1]
+    residual = words.new_empty((len(tokens), width))
+    normed = torch.empty_like(residual)
+    launch(
+        _embed_kernel, (len(tokens),), tokens, words, gain, residual, normed,
+        words.stride(0), residual.stride(0), normed.stride(0), epsilon, times,
+        width, triton.next_power_of_2(width), num_warps=_warps(width), early=True,
+    )  # fmt: skip
+    return residual, normed
+
+
+def _warps(width: int) -> int:
+    return 16 if width > 1024 else 4

@@ -1,0 +1,142 @@
+"""Norming heads of queries and keys, and rotating them by their positions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+import triton.language as tl
+
+from roseinfer.kernels.moves import moves, taken
+from roseinfer.kernels.runtime import launch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from roseinfer.kernels.moves import Given
+    from roseinfer.rotation import Rotation
+
+
+class RotationArguments(NamedTuple):
+    """The arguments of a kernel that rotates heads, in its order of parameters."""
+
+    cosines: Tensor
+    sines: Tensor
+    query_gain: Tensor
+    key_gain: Tensor
+    epsilon: float
+    width: int
+    """How much of a head turns; 0 where nothing does."""
+    normed: bool
+
+
+def rotation_arguments(rotation: Rotation | None, unused: Tensor) -> RotationArguments:
+    """Return the arguments; ``unused`` stands for what a layer does not have."""
+    if rotation is None:
+        return RotationArguments(unused, unused, unused, unused, 0.0, 0, False)
+    query, key = rotation.query_gain, rotation.key_gain
+    return RotationArguments(
+        rotation.cosines,
+        rotation.sines,
+        unused if query is None else query,
+        unused if key is None else key,
+        rotation.epsilon,
+        rotation.cosines.shape[1],
+        query is not None,
+    )
+
+
+def rotation_moved(given: Given, rows: int) -> dict[str, int]:
+    """Return the bytes of what heads at ``rows`` positions are normed and rotated by."""
+    moved = {name: taken(given[name], rows * given["TURN"]) for name in ("cosines", "sines")}
+    if given["NORMED"]:
+        moved |= {name: taken(given[name], given["D"]) for name in ("query_gain", "key_gain")}
+    return moved
+
+
+@triton.jit
+def load_rotated(
+    heads, real, dims, position, cosines, sines, gain, epsilon,
+    D: tl.constexpr, TURN: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """Load ``[heads, dims]`` from where the heads begin, normed and rotated, in float32.
+
+    Heads that are not real, and dims behind the end of a head, come as 0.
+    """
+    dtype = heads.dtype.element_ty
+    HALF: tl.constexpr = TURN // 2
+    inside = real[:, None] & (dims < D)[None, :]
+    turns = dims < TURN
+    across = tl.where(dims < HALF, dims + HALF, tl.where(turns, dims - HALF, dims))
+    x = tl.load(heads[:, None] + dims[None, :], inside, other=0.0).to(tl.float32)
+    y = tl.load(heads[:, None] + across[None, :], inside, other=0.0).to(tl.float32)
+    if NORMED:
+        shrink = tl.rsqrt(tl.sum(x * x, 1) / D + epsilon)[:, None]
+        own = tl.load(gain + dims, dims < D, other=0.0).to(tl.float32)[None, :]
+        other = tl.load(gain + across, dims < D, other=0.0).to(tl.float32)[None, :]
+        x = ((x * shrink).to(dtype).to(tl.float32) * own).to(dtype).to(tl.float32)
+        y = ((y * shrink).to(dtype).to(tl.float32) * other).to(dtype).to(tl.float32)
+    cosine = tl.load(cosines + position * TURN + dims, turns, other=1.0).to(tl.float32)
+    sine = tl.load(sines + position * TURN + dims, turns, other=0.0).to(tl.float32)
+    sine = tl.where(dims < HALF, -sine, sine)
+    return x * cosine[None, :] + y * sine[None, :]
+
+
+def _rotated_moved(given: Given) -> dict[str, int]:
+    """Count every head twice, read and written, and what it is rotated by."""
+    tokens = len(given["query"])
+    moved = {name: 2 * taken(given[name], given[name].numel()) for name in ("query", "key")}
+    moved["positions"] = taken(given["positions"], tokens)
+    return moved | rotation_moved(given, tokens)
+
+
+@moves(_rotated_moved)
+@triton.jit
+def _rotate_kernel(
+    query, key, positions, cosines, sines, query_gain, key_gain, epsilon,
+    TURN: tl.constexpr, NORMED: tl.constexpr,
+    q_s, q_h, k_s, k_h, p_s,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program takes all heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, TILE_D)
+    q, k = tl.arange(0, TILE_Q), tl.arange(0, TILE_K)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    position = tl.load(positions + token * p_s).to(tl.int64)
+    queries = query + token * q_s + q * q_h
+    keys = key + token * k_s + k * k_h
+    turned_q = load_rotated(
+        queries, q < Q_HEADS, dims, position, cosines, sines, query_gain, epsilon, D, TURN, NORMED
+    )
+    turned_k = load_rotated(
+        keys, k < K_HEADS, dims, position, cosines, sines, key_gain, epsilon, D, TURN, NORMED
+    )
+    # A head is read by several threads, each of which may be behind those that write it.
+    tl.debug_barrier()
+    whole = (dims < D)[None, :]
+    tl.store(
+        queries[:, None] + dims[None, :], turned_q.to(query.dtype.element_ty),
+        (q < Q_HEADS)[:, None] & whole,
+    )  # fmt: skip
+    tl.store(
+        keys[:, None] + dims[None, :], turned_k.to(key.dtype.element_ty),
+        (k < K_HEADS)[:, None] & whole,
+    )  # fmt: skip
+
+
+def rotate(query: Tensor, key: Tensor, positions: Tensor, rotation: Rotation) -> None:
+    """Norm and rotate ``[tokens, heads, head_dim]`` in place, elements of heads side by side."""
+    tokens, q_heads, head_dim = query.shape
+    k_heads = key.shape[1]
+    arguments = rotation_arguments(rotation, query)
+    launch(
+        _rotate_kernel, (tokens,), query, key, positions, *arguments,
+        *query.stride()[:2], *key.stride()[:2], positions.stride(0),
+        q_heads, k_heads, head_dim,
+        triton.next_power_of_2(q_heads), triton.next_power_of_2(k_heads),
+        triton.next_power_of_2(head_dim), num_warps=4, early=True,
+    )  # fmt: skip

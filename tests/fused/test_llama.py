@@ -1,0 +1,161 @@
+"""Llama and its kin on fused kernels against transformers' own, whose weights they have."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+
+from roseinfer import AppendPolicy, EnginePath, KVBlockManager
+from roseinfer.engine.runner import SequenceRunner
+from roseinfer.models.families import llama
+from roseinfer.models.families.llama import FusedLlama
+from tests.engine.families import scaled_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CLOSE = 2e-4
+PROMPTS = [[7, 3, 90, 12, 5], [1], list(range(14))]
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "pad_token_id": 0,
+}
+SCALED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+KIN: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**SHAPE),
+    "llama 3": lambda: transformers.LlamaConfig(
+        **SHAPE,
+        rope_parameters={**SCALED, "rope_theta": 1e4, "original_max_position_embeddings": 24},
+    ),
+    "mistral": lambda: transformers.MistralConfig(**SHAPE, head_dim=20, sliding_window=None),
+    "mistral window": lambda: transformers.MistralConfig(**SHAPE, sliding_window=6),
+    "qwen2": lambda: transformers.Qwen2Config(**SHAPE),
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=20),
+    "phi3": lambda: transformers.Phi3Config(**SHAPE),
+    "phi3, half of a head": lambda: transformers.Phi3Config(
+        **SHAPE,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **SHAPE,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.3,
+        logits_scaling=2.0,
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(**SHAPE, no_rope_layer_interval=2),
+}
+
+
+def network(kin: str, device: str) -> Any:
+    """Build a model whose gains and biases are not those that every model begins with."""
+    torch.manual_seed(1)
+    model = scaled_up(transformers.AutoModelForCausalLM.from_config(KIN[kin]()))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight.add_(0.3 * torch.randn(weight.shape))
+    return model.to(device)
+
+
+def fused(device: str, model: Any) -> SequenceRunner:
+    """Sessions of a fused model, its cache full of NaN."""
+    own = FusedLlama(deepcopy(model))
+    shape = own.shape
+    sizes = (shape.num_layers, shape.num_kv_heads, shape.head_dim, 4, 64)
+    kv = KVBlockManager(
+        *sizes,
+        device,
+        torch.float32,
+        AppendPolicy(triton=False),
+        layers_per_group=shape.num_layers,
+    )
+    kv.keys.fill_(float("nan"))
+    kv.values.fill_(float("nan"))
+    return SequenceRunner(own, kv, attention="triton")
+
+
+@torch.no_grad()
+def wanted(model: Any, sequences: list[list[int]]) -> torch.Tensor:
+    """Return transformers' logits of what follows each."""
+    rows = []
+    for tokens in sequences:
+        found = model(torch.tensor([tokens], device=model.device), use_cache=False)
+        rows.append(found.logits[0, -1])
+    return torch.stack(rows)
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, atol=CLOSE, rtol=CLOSE)
+
+
+@pytest.mark.parametrize("kin", KIN)
+def test_prompts_and_what_follows_them(device: str, kin: str) -> None:
+    """A prompt's own logits, then those of single tokens, several sequences at once."""
+    model = network(kin, device)
+    engine = fused(device, model)
+    sessions, logits = engine.prefill(PROMPTS)
+    assert_close(logits, wanted(model, PROMPTS))
+    for step in range(2):
+        for session, token in zip(sessions, logits.argmax(-1).tolist(), strict=True):
+            session.token_ids.append((token + step) % 97)
+        logits = engine.extend(sessions)
+        assert_close(logits, wanted(model, [session.token_ids for session in sessions]))
+    assert engine.path_counts[EnginePath.FUSED] == 3
+
+
+@pytest.mark.parametrize("most", [1, 19])
+def test_more_rows_than_are_read_for_once(
+    device: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's products take over, for all layers or for all but the head."""
+    monkeypatch.setattr(llama, "MOST_ROWS", most)
+    model = network("qwen2", device)
+    _, logits = fused(device, model).prefill(PROMPTS)
+    assert_close(logits, wanted(model, PROMPTS))
+
+
+def test_the_reference_rotates_too(device: str) -> None:
+    model = network("qwen3", device)
+    own = fused(device, model)
+    plain = SequenceRunner(own.model, own.kv, attention="reference")
+    _, logits = plain.prefill(PROMPTS)
+    assert_close(logits, wanted(model, PROMPTS))
+
+
+def test_weights_are_stored_once() -> None:
+    model = network("llama", "cpu")
+    before = sum(weight.numel() for weight in model.parameters())
+    own = FusedLlama(model)
+    memory = {weight.untyped_storage().data_ptr(): weight for weight in model.parameters()}
+    assert sum(each.untyped_storage().nbytes() for each in memory.values()) == 4 * before
+    assert own._layers[0].qkv.data_ptr() in memory
+
+
+def test_the_usual_kind_fits() -> None:
+    assert FusedLlama.fits(network("llama", "cpu"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"hidden_act": "gelu"},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ],
+    ids=str,
+)
+def test_variants_do_not_fit(settings: dict[str, Any]) -> None:
+    config = transformers.LlamaConfig(**{**SHAPE, **settings})
+    assert not FusedLlama.fits(transformers.AutoModelForCausalLM.from_config(config))
