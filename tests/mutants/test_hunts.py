@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +13,7 @@ from tests.mutants import command, hunt
 from tests.mutants.catalogue import CATALOGUE
 from tests.mutants.forking import in_child
 from tests.mutants.install import plant, source_of
-from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Task
+from tests.mutants.jobs import DIRECTED, EXAMPLES, HUNT, RANDOM, Job, Outcome, Task
 from tests.mutants.known_bugs import KNOWN_BUGS
 from tests.mutants.mutant import COMPACTED, MANAGERS, Mutant, StaleMutant
 from tests.mutants.planted import BROKEN, CRASH, EQUIVALENT, POOL, RELEASE
@@ -59,38 +61,62 @@ def test_a_bug_of_every_known_kind_is_found(capsys: pytest.CaptureFixture[str]) 
     assert f"{len(names)} of {len(names)} planted bugs found" in said
 
 
-def test_a_change_that_breaks_nothing_survives(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def small(mutants: Sequence[Mutant], **_: object) -> list[Job]:
-        return [small_job(mutant, Task(HUNT)) for mutant in mutants]
+KINDS = (HUNT, RANDOM, EXAMPLES, DIRECTED)
 
+
+@pytest.fixture(scope="module")
+def done() -> Done:
+    """What a worker made of some jobs: it takes longer to start than it takes for all of them."""
+    jobs = [
+        small_job(None, *map(Task, KINDS)),
+        small_job(EQUIVALENT, Task(HUNT)),
+        small_job(CRASH, Task(HUNT, 0), Task(HUNT, 1), targets=MANAGERS[:1]),
+        small_job(BROKEN, Task(HUNT), targets=MANAGERS),
+    ]
+    outcomes: list[Outcome] = []
+    with pytest.raises(WorkerFailed) as failure:
+        outcomes.extend(run(jobs, processes=1))
+    return Done(outcomes, str(failure.value))
+
+
+@dataclass(frozen=True)
+class Done:
+    outcomes: list[Outcome]
+    said: str
+    """How the last job failed."""
+
+    def of(self, mutant: Mutant | None) -> list[Outcome]:
+        name = mutant.name if mutant else None
+        return [outcome for outcome in self.outcomes if outcome.mutant == name]
+
+
+def test_a_change_that_breaks_nothing_survives(
+    done: Done, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(command, "CATALOGUE", (EQUIVALENT,))
-    monkeypatch.setattr(command, "jobs_for", small)
+    monkeypatch.setattr(command, "run", lambda *_, **__: iter(done.of(EQUIVALENT)))
     assert command.main([]) == 1
     assert "SURVIVED: equivalent" in capsys.readouterr().out
 
 
-def test_nothing_is_found_where_nothing_is_planted() -> None:
-    tasks = [Task(kind) for kind in (HUNT, RANDOM, EXAMPLES, DIRECTED)]
-    outcomes = list(run([small_job(None, *tasks)], processes=1))
-    assert [outcome.kind for outcome in outcomes] == [task.kind for task in tasks]
+def test_nothing_is_found_where_nothing_is_planted(done: Done) -> None:
+    outcomes = done.of(None)
+    assert tuple(outcome.kind for outcome in outcomes) == KINDS
     assert [(outcome.check, outcome.what) for outcome in outcomes if outcome.killed] == []
     assert outcomes[0].examples > 10
     assert outcomes[1].operations >= outcomes[0].operations
 
 
-def test_a_crash_is_a_kill_and_the_next_seed_is_tried() -> None:
-    job = small_job(CRASH, Task(HUNT, 0), Task(HUNT, 1), targets=MANAGERS[:1])
-    outcomes = list(run([job], processes=1))
+def test_a_crash_is_a_kill_and_the_next_seed_is_tried(done: Done) -> None:
+    outcomes = done.of(CRASH)
     assert [outcome.what for outcome in outcomes] == ["the process was ended by SIGSEGV"] * 2
     assert all(outcome.killed and outcome.check == "histories" for outcome in outcomes)
     assert all(outcome.examples for outcome in outcomes)
 
 
-def test_a_copy_that_cannot_be_imported_is_no_kill() -> None:
-    with pytest.raises(WorkerFailed, match=r"could not do broken: [\s\S]*SyntaxError"):
-        list(run([small_job(BROKEN, Task(HUNT), targets=MANAGERS)], processes=1))
+def test_a_copy_that_cannot_be_imported_is_no_kill(done: Done) -> None:
+    assert done.of(BROKEN) == []
+    assert re.search(r"could not do broken: [\s\S]*SyntaxError", done.said)
 
 
 def test_an_example_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
