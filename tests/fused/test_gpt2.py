@@ -9,62 +9,28 @@ import pytest
 import torch
 import transformers
 
-from roseinfer import LLM, AppendPolicy, EnginePath, KVBlockManager
-from roseinfer.engine.runner import SequenceRunner
+from roseinfer import LLM, EnginePath
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import fused_family, gpt2, register
 from roseinfer.models.families.gpt2 import FusedGPT2
 from tests.engine.families import tiny
+from tests.fused.runners import assert_close, by_transformers, fused
 
-CLOSE = 2e-4
 PROMPTS = [[7, 3, 90, 12, 5], [1], list(range(40))]
-
-
-def fused(device: str, network: Any) -> SequenceRunner:
-    """Sessions of a fused model, its cache full of NaN."""
-    model = FusedGPT2(deepcopy(network))
-    shape = model.shape
-    sizes = (shape.num_layers, shape.num_kv_heads, shape.head_dim, 4, 64)
-    kv = KVBlockManager(
-        *sizes,
-        device,
-        torch.float32,
-        AppendPolicy(triton=False),
-        layers_per_group=shape.num_layers,
-    )
-    kv.keys.fill_(float("nan"))
-    kv.values.fill_(float("nan"))
-    return SequenceRunner(model, kv, attention="triton")
-
-
-@torch.no_grad()
-def by_transformers(network: Any, token_ids: list[int]) -> torch.Tensor:
-    """Logits of what follows the tokens."""
-    tokens = torch.tensor([token_ids], device=network.device)
-    logits: torch.Tensor = network(tokens, use_cache=False).logits[0, -1]
-    return logits
-
-
-def wanted(network: Any, sequences: list[list[int]]) -> torch.Tensor:
-    return torch.stack([by_transformers(network, each) for each in sequences])
-
-
-def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    torch.testing.assert_close(got, want, atol=CLOSE, rtol=CLOSE)
 
 
 def test_prompts_and_what_follows_them(device: str) -> None:
     """A prompt's own logits, then those of single tokens, several sequences at once."""
     network = tiny("gpt2", device)
-    engine = fused(device, network)
+    engine = fused(FusedGPT2, device, network)
     sessions, logits = engine.prefill(PROMPTS)
-    assert_close(logits, wanted(network, PROMPTS))
+    assert_close(logits, by_transformers(network, PROMPTS))
     for step in range(4):
         for session, token in zip(sessions, logits.argmax(-1).tolist(), strict=True):
             session.token_ids.append((token + step) % 97)
         logits = engine.extend(sessions)
         tokens = [session.token_ids for session in sessions]
-        assert_close(logits, wanted(network, tokens))
+        assert_close(logits, by_transformers(network, tokens))
     assert engine.path_counts[EnginePath.FUSED] == 5
 
 
@@ -75,8 +41,8 @@ def test_more_rows_than_are_read_for_once(
     """Torch's products take over, for all layers or for all but the head."""
     monkeypatch.setattr(gpt2, "MOST_ROWS", most)
     network = tiny("gpt2", device)
-    _, logits = fused(device, network).prefill(PROMPTS)
-    assert_close(logits, wanted(network, PROMPTS))
+    _, logits = fused(FusedGPT2, device, network).prefill(PROMPTS)
+    assert_close(logits, by_transformers(network, PROMPTS))
 
 
 def test_biases_and_norms_of_any_size(device: str) -> None:
@@ -87,8 +53,8 @@ def test_biases_and_norms_of_any_size(device: str) -> None:
         for weight in network.parameters():
             if weight.dim() == 1:
                 weight.add_(0.3 * torch.randn(weight.shape).to(device))
-    _, logits = fused(device, network).prefill(PROMPTS)
-    assert_close(logits, wanted(network, PROMPTS))
+    _, logits = fused(FusedGPT2, device, network).prefill(PROMPTS)
+    assert_close(logits, by_transformers(network, PROMPTS))
 
 
 def variant(**settings: Any) -> Any:

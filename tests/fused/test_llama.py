@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import transformers
 
-from roseinfer import AppendPolicy, EnginePath, KVBlockManager
+from roseinfer import EnginePath
 from roseinfer.engine.runner import SequenceRunner
 from roseinfer.models.families import llama
 from roseinfer.models.families.llama import FusedLlama
 from tests.engine.families import scaled_up
+from tests.fused.runners import assert_close, by_transformers, fused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CLOSE = 2e-4
 PROMPTS = [[7, 3, 90, 12, 5], [1], list(range(14))]
 SHAPE = {
     "vocab_size": 97,
@@ -68,49 +67,18 @@ def network(kin: str, device: str) -> Any:
     return model.to(device)
 
 
-def fused(device: str, model: Any) -> SequenceRunner:
-    """Sessions of a fused model, its cache full of NaN."""
-    own = FusedLlama(deepcopy(model))
-    shape = own.shape
-    sizes = (shape.num_layers, shape.num_kv_heads, shape.head_dim, 4, 64)
-    kv = KVBlockManager(
-        *sizes,
-        device,
-        torch.float32,
-        AppendPolicy(triton=False),
-        layers_per_group=shape.num_layers,
-    )
-    kv.keys.fill_(float("nan"))
-    kv.values.fill_(float("nan"))
-    return SequenceRunner(own, kv, attention="triton")
-
-
-@torch.no_grad()
-def wanted(model: Any, sequences: list[list[int]]) -> torch.Tensor:
-    """Return transformers' logits of what follows each."""
-    rows = []
-    for tokens in sequences:
-        found = model(torch.tensor([tokens], device=model.device), use_cache=False)
-        rows.append(found.logits[0, -1])
-    return torch.stack(rows)
-
-
-def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    torch.testing.assert_close(got, want, atol=CLOSE, rtol=CLOSE)
-
-
 @pytest.mark.parametrize("kin", KIN)
 def test_prompts_and_what_follows_them(device: str, kin: str) -> None:
     """A prompt's own logits, then those of single tokens, several sequences at once."""
     model = network(kin, device)
-    engine = fused(device, model)
+    engine = fused(FusedLlama, device, model)
     sessions, logits = engine.prefill(PROMPTS)
-    assert_close(logits, wanted(model, PROMPTS))
+    assert_close(logits, by_transformers(model, PROMPTS))
     for step in range(2):
         for session, token in zip(sessions, logits.argmax(-1).tolist(), strict=True):
             session.token_ids.append((token + step) % 97)
         logits = engine.extend(sessions)
-        assert_close(logits, wanted(model, [session.token_ids for session in sessions]))
+        assert_close(logits, by_transformers(model, [session.token_ids for session in sessions]))
     assert engine.path_counts[EnginePath.FUSED] == 3
 
 
@@ -121,16 +89,16 @@ def test_more_rows_than_are_read_for_once(
     """Torch's products take over, for all layers or for all but the head."""
     monkeypatch.setattr(llama, "MOST_ROWS", most)
     model = network("qwen2", device)
-    _, logits = fused(device, model).prefill(PROMPTS)
-    assert_close(logits, wanted(model, PROMPTS))
+    _, logits = fused(FusedLlama, device, model).prefill(PROMPTS)
+    assert_close(logits, by_transformers(model, PROMPTS))
 
 
 def test_the_reference_rotates_too(device: str) -> None:
     model = network("qwen3", device)
-    own = fused(device, model)
+    own = fused(FusedLlama, device, model)
     plain = SequenceRunner(own.model, own.kv, attention="reference")
     _, logits = plain.prefill(PROMPTS)
-    assert_close(logits, wanted(model, PROMPTS))
+    assert_close(logits, by_transformers(model, PROMPTS))
 
 
 def test_weights_are_stored_once() -> None:
