@@ -18,6 +18,8 @@ from pytest_roseinfer.running.coverage import Coverage, TargetCoverage
 from pytest_roseinfer.settings import Settings
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.plugin.conftest import Project
 
 NEVER = "path 'faster' was never reached and must be 3 times: a check that did not run is no pass"
@@ -217,8 +219,12 @@ def test_the_plot_is_well_formed() -> None:
     ElementTree.fromstring(plot(target))
 
 
-def test_a_target_is_of_the_distribution_whose_list_names_its_package() -> None:
-    """It may be called otherwise; what lies beside the tests is of none."""
+def test_a_target_is_of_the_distribution_whose_list_names_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be called otherwise; what lies in a folder of its own is of none."""
+    (tmp_path / "lonely_cache.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     assert re.fullmatch(r"PyYAML [\d.]+", distribution_of("yaml:Loader"))
-    assert distribution_of("tests.plugin.caches.list_cache:ListCache") == ""
+    assert distribution_of("lonely_cache:Cache") == ""
     assert distribution_of("no_such_package:Cache") == ""
