@@ -86,7 +86,7 @@ def test_a_cache_that_finds_texts_in_every_window_passes() -> None:
 
 
 def test_what_a_window_needs_of_a_text_is_stored_or_it_is_not_found() -> None:
-    """Of 6 tokens in blocks of 2, a window of 3 needs the last two tokens alone."""
+    """A window of 3 needs only the last two of 6 tokens, which lie in blocks of 2."""
     spec = CacheSpec(num_layers=2, block_size=2, num_blocks=16, windows=(3, None))
     steps = (Prefill(0, 6), Append((0,)), Prefill(2, 7), Append((2,)))
     history = History(spec, steps, texts=((0, 0), (0, 4)))
