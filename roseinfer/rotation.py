@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """Each head is normed, if there are gains, and rotated by its token's position.
+    """Heads are normed, if there are gains, and each is rotated by its token's position.
 
     Its first half turns against its second. Where cosines are narrower than a head, what lies
     behind them stays as it is.
@@ -25,6 +25,8 @@ class Rotation:
     query_gain: Tensor | None = None
     key_gain: Tensor | None = None
     epsilon: float = 0.0
+    together: bool = False
+    """True where all heads of a token are one row to the norm, and its gain is as long."""
 
     def of_queries(self, query: Tensor, positions: Tensor) -> Tensor:
         """Return ``[tokens, heads, head_dim]`` as the layer attends with it."""
@@ -35,13 +37,17 @@ class Rotation:
         return self._of(key, positions, self.key_gain)
 
     def _of(self, heads: Tensor, positions: Tensor, gain: Tensor | None) -> Tensor:
-        x = heads.float()
-        if gain is not None:
-            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
-            x = (x.to(heads.dtype) * gain).float()
+        x = heads.float() if gain is None else self._normed(heads, gain).float()
         width = self.cosines.shape[1]
         cosines, sines = (table[positions][:, None].float() for table in (self.cosines, self.sines))
         turning, rest = x[..., :width], x[..., width:]
         first, second = turning.chunk(2, dim=-1)
         turned = turning * cosines + torch.cat((-second, first), -1) * sines
         return torch.cat((turned, rest), -1).to(heads.dtype)
+
+    def _normed(self, heads: Tensor, gain: Tensor) -> Tensor:
+        """Norm heads, rounded where the model's own modules round."""
+        x = heads.flatten(1).float() if self.together else heads.float()
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
+        x = x * gain if self.together else x.to(heads.dtype) * gain
+        return x.to(heads.dtype).view_as(heads)

@@ -18,6 +18,8 @@ COMPILE = """
     from roseinfer.kernels.likeliest import _advance_kernel, _strip_kernel
     from roseinfer.kernels.linear import _parts_kernel, _whole_kernel
     from roseinfer.kernels.norm import _add_norm_kernel, _embed_norm_kernel
+    from roseinfer.kernels.rms_norm import _add_kernel, _behind_kernel, _embed_kernel
+    from roseinfer.kernels.gated import _gated_kernel, _multiply_kernel
     from roseinfer.kernels.rotary import _rotate_kernel
 
     INDEX = set("tables lengths sequences rows counts positions chosen tokens active".split())
@@ -28,7 +30,7 @@ COMPILE = """
     def kind(kernel, name, dtype):
         if name == "place" and kernel is not _embed_norm_kernel or name == "kind":
             return "*i32"
-        if kernel is _whole_kernel or kernel is _parts_kernel:
+        if kernel in (_whole_kernel, _parts_kernel, _gated_kernel):
             if name == "rows":
                 return "i32"
             if name == "out" and kernel is _parts_kernel:
@@ -41,7 +43,7 @@ COMPILE = """
             return "*" + dtype
         if name in ("sinks", "slopes"):
             return "*fp32"
-        return "fp32" if name in ("scale", "cap", "epsilon") else "i32"
+        return "fp32" if name in ("scale", "cap", "epsilon", "times") else "i32"
 
     def check(kernel, dtype, warps=4, **constants):
         names = kernel.arg_names
@@ -75,9 +77,9 @@ COMPILE = """
             decodes |= dict(D=head_dim, TILE_D=head_dim, TILE_T=tile_t, ROOM=programs == 1)
             check(_decode_kernel, kind_of, warps, BLOCK=64, PARTS=1, APPENDS=True, **decodes)
     check(_decode_kernel, dtype, BLOCK=64, PARTS=1, APPENDS=True, **decodes, **traits)
-    turns = dict(TURN=64, NORMED=True)
     heads = dict(Q_HEADS=4, K_HEADS=2, D=80, TILE_Q=4, TILE_K=2, TILE_D=128)
-    check(_rotate_kernel, dtype, **heads, **turns)
+    for together in (False, True):
+        check(_rotate_kernel, dtype, TURN=64, NORMED=True, TOGETHER=together, **heads)
     check(_chunk_kernel, dtype, BLOCK=16, TILE_Q=16, TILE_G=2, **attends)
     check(_chunk_kernel, dtype, BLOCK=16, TILE_Q=16, TILE_G=2, **attends, **traits)
     check(_combine_kernel, dtype, Q_HEADS=4, D=80, TILE_P=4, TILE_D=128)
@@ -86,6 +88,11 @@ COMPILE = """
     check(_parts_kernel, dtype, N=48, K=500, PARTS=2, **tile)
     check(_add_norm_kernel, dtype, N=48, TILE_N=64, PARTS=2, BIAS=True)
     check(_embed_norm_kernel, dtype, N=48, TILE_N=64)
+    check(_add_kernel, dtype, N=48, TILE_N=64, PARTS=2)
+    check(_behind_kernel, dtype, N=48, TILE_N=64, PARTS=2)
+    check(_embed_kernel, dtype, N=48, TILE_N=64)
+    check(_gated_kernel, dtype, N=48, K=100, STAGES=3, **tile)
+    check(_multiply_kernel, dtype, N=48, TILE=64)
     check(_strip_kernel, dtype, N=5000, STRIP=1024, TILE=1024)
     check(_advance_kernel, dtype, N=5000, TILE=8)
 """
@@ -96,4 +103,4 @@ COMPILE = """
 def test_the_kernels_of_decoding_compile(capability: int, dtype: str) -> None:
     """For GPUs that let kernels start early, and for others."""
     code = COMPILE.replace("sys.argv[1]", f"'{capability}'").replace("sys.argv[2]", f"'{dtype}'")
-    assert len(run_python(code, warm=True).split()) == 21
+    assert len(run_python(code, warm=True).split()) == 27

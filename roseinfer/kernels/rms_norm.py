@@ -1,4 +1,4 @@
-"""Adding to the residual stream between two linear layers, and its RMS norm for the next."""
+"""Adding to the residual stream between two linear layers, and RMS norms in front or behind."""
 
 from __future__ import annotations
 
@@ -70,6 +70,41 @@ def _add_kernel(
     tl.store(normed + row * n_r + n, _normed(x.to(tl.float32), g, dtype, N, epsilon), inside)
 
 
+def _behind_moved(given: Given) -> dict[str, int]:
+    """Count the rows that are read, normed and added to, and what norms them."""
+    rows, width = given["residual"].shape
+    return {
+        "residual": 2 * taken(given["residual"], rows * width),
+        "added": taken(given["added"], given["PARTS"] * rows * width),
+        "gain": taken(given["gain"], width),
+    }
+
+
+@moves(_behind_moved)
+@triton.jit
+def _behind_kernel(
+    residual, added, gain,
+    a_p, a_r, r_r, epsilon,
+    N: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, TILE_N)
+    inside = n < N
+    g = tl.load(gain + n, inside, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    dtype: tl.constexpr = residual.dtype.element_ty
+    total = tl.zeros((TILE_N,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(added + part * a_p + row * a_r + n, inside, other=0.0).to(tl.float32)
+    total = total.to(dtype).to(tl.float32)
+    total = total * tl.rsqrt(tl.sum(total * total, 0) / N + epsilon) * g
+    x = tl.load(residual + row * r_r + n, inside, other=0.0).to(tl.float32)
+    x = x + total.to(dtype).to(tl.float32)
+    tl.store(residual + row * r_r + n, x.to(dtype), inside)
+
+
 @moves(_embedded_moved)
 @triton.jit
 def _embed_kernel(
@@ -104,6 +139,16 @@ def add_rms_norm(
         width, triton.next_power_of_2(width), len(added), num_warps=_warps(width), early=True,
     )  # fmt: skip
     return normed
+
+
+def add_behind_rms_norm(residual: Tensor, added: Tensor, gain: Tensor, epsilon: float) -> None:
+    """Norm the sum of ``[parts, rows, width]``, and add that to the residual."""
+    rows, width = residual.shape
+    launch(
+        _behind_kernel, (rows,), residual, added, gain,
+        *added.stride()[:2], residual.stride(0), epsilon,
+        width, triton.next_power_of_2(width), len(added), num_warps=_warps(width), early=True,
+    )  # fmt: skip
 
 
 def embed_rms_norm(

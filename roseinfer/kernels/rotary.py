@@ -28,12 +28,14 @@ class RotationArguments(NamedTuple):
     width: int
     """How much of a head turns; 0 where nothing does."""
     normed: bool
+    together: bool
+    """True where the heads of a token are one row to the norm."""
 
 
 def rotation_arguments(rotation: Rotation | None, unused: Tensor) -> RotationArguments:
     """Return the arguments; ``unused`` stands for what a layer does not have."""
     if rotation is None:
-        return RotationArguments(unused, unused, unused, unused, 0.0, 0, False)
+        return RotationArguments(unused, unused, unused, unused, 0.0, 0, False, False)
     query, key = rotation.query_gain, rotation.key_gain
     return RotationArguments(
         rotation.cosines,
@@ -43,6 +45,7 @@ def rotation_arguments(rotation: Rotation | None, unused: Tensor) -> RotationArg
         rotation.epsilon,
         rotation.cosines.shape[1],
         query is not None,
+        rotation.together,
     )
 
 
@@ -50,27 +53,37 @@ def rotation_moved(given: Given, rows: int) -> dict[str, int]:
     """Return the bytes of what heads at ``rows`` positions are normed and rotated by."""
     moved = {name: taken(given[name], rows * given["TURN"]) for name in ("cosines", "sines")}
     if given["NORMED"]:
-        moved |= {name: taken(given[name], given["D"]) for name in ("query_gain", "key_gain")}
+        moved |= {
+            name: taken(given[name], given[name].numel()) for name in ("query_gain", "key_gain")
+        }
     return moved
 
 
 @triton.jit
 def load_rotated(
-    heads, real, dims, position, cosines, sines, gain, epsilon,
-    D: tl.constexpr, TURN: tl.constexpr, NORMED: tl.constexpr,
+    heads, at, dims, position, cosines, sines, gain, epsilon,
+    HEADS: tl.constexpr, D: tl.constexpr, TURN: tl.constexpr, NORMED: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Load ``[heads, dims]`` from where the heads begin, normed and rotated, in float32.
 
-    Heads that are not real, and dims behind the end of a head, come as 0.
+    ``at`` numbers the heads. Those from HEADS on, and dims behind the end of a head, come as 0.
     """
     dtype = heads.dtype.element_ty
     HALF: tl.constexpr = TURN // 2
-    inside = real[:, None] & (dims < D)[None, :]
+    inside = (at < HEADS)[:, None] & (dims < D)[None, :]
     turns = dims < TURN
     across = tl.where(dims < HALF, dims + HALF, tl.where(turns, dims - HALF, dims))
     x = tl.load(heads[:, None] + dims[None, :], inside, other=0.0).to(tl.float32)
     y = tl.load(heads[:, None] + across[None, :], inside, other=0.0).to(tl.float32)
-    if NORMED:
+    if NORMED and TOGETHER:
+        shrink = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / (HEADS * D) + epsilon)
+        gains = gain + at[:, None] * D
+        own = tl.load(gains + dims[None, :], inside, other=0.0).to(tl.float32)
+        other = tl.load(gains + across[None, :], inside, other=0.0).to(tl.float32)
+        x = (x * shrink * own).to(dtype).to(tl.float32)
+        y = (y * shrink * other).to(dtype).to(tl.float32)
+    elif NORMED:
         shrink = tl.rsqrt(tl.sum(x * x, 1) / D + epsilon)[:, None]
         own = tl.load(gain + dims, dims < D, other=0.0).to(tl.float32)[None, :]
         other = tl.load(gain + across, dims < D, other=0.0).to(tl.float32)[None, :]
@@ -94,7 +107,7 @@ def _rotated_moved(given: Given) -> dict[str, int]:
 @triton.jit
 def _rotate_kernel(
     query, key, positions, cosines, sines, query_gain, key_gain, epsilon,
-    TURN: tl.constexpr, NORMED: tl.constexpr,
+    TURN: tl.constexpr, NORMED: tl.constexpr, TOGETHER: tl.constexpr,
     q_s, q_h, k_s, k_h, p_s,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, EARLY: tl.constexpr,
@@ -110,11 +123,13 @@ def _rotate_kernel(
     queries = query + token * q_s + q * q_h
     keys = key + token * k_s + k * k_h
     turned_q = load_rotated(
-        queries, q < Q_HEADS, dims, position, cosines, sines, query_gain, epsilon, D, TURN, NORMED
-    )
+        queries, q, dims, position, cosines, sines, query_gain, epsilon,
+        Q_HEADS, D, TURN, NORMED, TOGETHER,
+    )  # fmt: skip
     turned_k = load_rotated(
-        keys, k < K_HEADS, dims, position, cosines, sines, key_gain, epsilon, D, TURN, NORMED
-    )
+        keys, k, dims, position, cosines, sines, key_gain, epsilon,
+        K_HEADS, D, TURN, NORMED, TOGETHER,
+    )  # fmt: skip
     # A head is read by several threads, each of which may be behind those that write it.
     tl.debug_barrier()
     whole = (dims < D)[None, :]

@@ -10,13 +10,15 @@ import transformers
 
 from roseinfer import EnginePath
 from roseinfer.engine.runner import SequenceRunner
-from roseinfer.models.families import llama
+from roseinfer.models.families import fused_family, llama
 from roseinfer.models.families.llama import FusedLlama
 from tests.engine.families import scaled_up
 from tests.fused.runners import assert_close, by_transformers, fused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from roseinfer.models.causal import CausalModel
 
 PROMPTS = [[7, 3, 90, 12, 5], [1], list(range(14))]
 SHAPE = {
@@ -53,6 +55,7 @@ KIN: dict[str, Callable[[], Any]] = {
         logits_scaling=2.0,
     ),
     "smollm3": lambda: transformers.SmolLM3Config(**SHAPE, no_rope_layer_interval=2),
+    "olmo2": lambda: transformers.Olmo2Config(**SHAPE),
 }
 
 
@@ -67,11 +70,17 @@ def network(kin: str, device: str) -> Any:
     return model.to(device)
 
 
+def family_of(kin: str) -> type[CausalModel]:
+    family = fused_family(network(kin, "cpu"))
+    assert family is not None
+    return family
+
+
 @pytest.mark.parametrize("kin", KIN)
 def test_prompts_and_what_follows_them(device: str, kin: str) -> None:
     """A prompt's own logits, then those of single tokens, several sequences at once."""
     model = network(kin, device)
-    engine = fused(FusedLlama, device, model)
+    engine = fused(family_of(kin), device, model)
     sessions, logits = engine.prefill(PROMPTS)
     assert_close(logits, by_transformers(model, PROMPTS))
     for step in range(2):
@@ -93,9 +102,10 @@ def test_more_rows_than_are_read_for_once(
     assert_close(logits, by_transformers(model, PROMPTS))
 
 
-def test_the_reference_rotates_too(device: str) -> None:
-    model = network("qwen3", device)
-    own = fused(FusedLlama, device, model)
+@pytest.mark.parametrize("kin", ["qwen3", "olmo2"])
+def test_the_reference_rotates_too(device: str, kin: str) -> None:
+    model = network(kin, device)
+    own = fused(family_of(kin), device, model)
     plain = SequenceRunner(own.model, own.kv, attention="reference")
     _, logits = plain.prefill(PROMPTS)
     assert_close(logits, by_transformers(model, PROMPTS))
@@ -108,10 +118,6 @@ def test_weights_are_stored_once() -> None:
     memory = {weight.untyped_storage().data_ptr(): weight for weight in model.parameters()}
     assert sum(each.untyped_storage().nbytes() for each in memory.values()) == 4 * before
     assert own._layers[0].qkv.data_ptr() in memory
-
-
-def test_the_usual_kind_fits() -> None:
-    assert FusedLlama.fits(network("llama", "cpu"))
 
 
 @pytest.mark.parametrize(

@@ -57,16 +57,13 @@ def appends(function: Callable[..., None], **where: torch.Tensor | int) -> None:
     function(k_cache_layer=k_cache, v_cache_layer=v_cache, **new, **where)
 
 
-def rotation(width: int, *, normed: bool) -> Rotation:
-    """Angles of 80 positions for heads of 20."""
-    query_gain, key_gain = (numbers(20) if normed else None for _ in range(2))
-    return Rotation(numbers(80, width), numbers(80, width), query_gain, key_gain, 1e-6)
-
-
-def rotate(*, normed: bool) -> None:
-    """Three tokens, a part of whose heads does not turn."""
+def rotate(*gains: int, together: bool = False) -> None:
+    """Three tokens, a part of whose heads of 20 does not turn."""
     qkv = numbers(3, 4 + 2 + 2, 20)
-    rotary.rotate(qkv[:, :4], qkv[:, 4:6], index(7, 2, 0), rotation(12, normed=normed))
+    angles = numbers(80, 12), numbers(80, 12)
+    query_gain, key_gain = map(numbers, gains) if gains else (None, None)
+    rotation = Rotation(*angles, query_gain, key_gain, 1e-6, together)
+    rotary.rotate(qkv[:, :4], qkv[:, 4:6], index(7, 2, 0), rotation)
 
 
 def attend(*, new: bool, more: Sequence[str] = ()) -> torch.Tensor:
@@ -170,14 +167,22 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: rms_norm.add_rms_norm(numbers(3, 24), numbers(2, 3, 24), numbers(24), 1e-6),
         ["_add_kernel"],
     ),
+    "norm by the root mean square behind": (
+        lambda: rms_norm.add_behind_rms_norm(numbers(3, 24), numbers(2, 3, 24), numbers(24), 1e-6),
+        ["_behind_kernel"],
+    ),
     "embed by the root mean square": (
         lambda: rms_norm.embed_rms_norm(index(7, 2, 9), numbers(10, 24), numbers(24), 1e-6),
         ["_embed_kernel"],
     ),
     "gated": (lambda: gated.linear_gated(numbers(3, 70), numbers(80, 70)), ["_gated_kernel"]),
     "gated at once": (lambda: gated.multiply_gated(numbers(3, 80)), ["_multiply_kernel"]),
-    "rotate": (lambda: rotate(normed=False), ["_rotate_kernel"]),
-    "norm and rotate": (lambda: rotate(normed=True), ["_rotate_kernel"]),
+    "rotate": (rotate, ["_rotate_kernel"]),
+    "norm and rotate": (lambda: rotate(20, 20), ["_rotate_kernel"]),
+    "norm together and rotate": (
+        lambda: rotate(80, 40, together=True),
+        ["_rotate_kernel"],
+    ),
     "choose": (choose, ["_strip_kernel", "_advance_kernel"]),
 }
 

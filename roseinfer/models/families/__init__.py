@@ -15,11 +15,11 @@ _FAMILIES: dict[str, Any] = {}
 _Family = TypeVar("_Family", bound="type[CausalModel]")
 
 
-def register(class_name: str) -> Callable[[_Family], _Family]:
-    """Register a family for transformers models of a class, those that its ``fits`` accepts."""
+def register(*class_names: str) -> Callable[[_Family], _Family]:
+    """Register a family for transformers models of these classes, if its ``fits`` accepts them."""
 
     def note(family: _Family) -> _Family:
-        _FAMILIES[class_name] = family
+        _FAMILIES.update(dict.fromkeys(class_names, family))
         return family
 
     return note

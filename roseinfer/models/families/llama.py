@@ -17,6 +17,7 @@ from roseinfer.kernels.gated import linear_gated, multiply_gated
 from roseinfer.kernels.linear import linear, linear_in_parts
 from roseinfer.kernels.rms_norm import add_rms_norm, embed_rms_norm
 from roseinfer.models.causal import CausalModel
+from roseinfer.models.families import register
 from roseinfer.models.joined import join_biases, join_weights
 from roseinfer.rotation import Rotation
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
     from roseinfer.attention.backend import AttentionBackend
 
-MOST_ROWS = 256
-"""Above this the tensor cores are busy, and torch's own matrix products are better."""
+MOST_ROWS = 64
+"""With more, our products read their weights once for each tile of rows, and torch's once."""
 _STEADY_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 """Ways to rotate in which a position's angles are the same in texts of every length."""
 
@@ -36,6 +37,7 @@ class _Layer:
     """The weights of one layer, ``[outputs, inputs]`` each."""
 
     norm: Any
+    """That of attention."""
     qkv: Tensor
     qkv_bias: Tensor | None
     rotation: Rotation | None
@@ -45,11 +47,17 @@ class _Layer:
     down: Tensor
 
 
+@register(
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Phi3ForCausalLM",
+    "GraniteForCausalLM",
+    "SmolLM3ForCausalLM",
+)
 class FusedLlama(CausalModel):
-    """Runs a forward pass in 8 kernels a layer, attention among them.
-
-    No model is served by it yet: it registers itself when its steps are as fast as they shall be.
-    """
+    """Runs a forward pass in 8 kernels a layer, attention among them."""
 
     paths = (EnginePath.FUSED,)
 
@@ -77,7 +85,9 @@ class FusedLlama(CausalModel):
         like = model.model.embed_tokens.weight[:1]
         tables = [table[0].contiguous() for table in model.model.rotary_emb(like, positions)]
         with torch.no_grad():
-            self._layers = [_arranged(layer, tables) for layer in model.model.layers]
+            self._layers = [
+                _arranged(layer, self._norms(layer), tables) for layer in model.model.layers
+            ]
 
     @torch.inference_mode()
     def logits(
@@ -88,20 +98,20 @@ class FusedLlama(CausalModel):
         attention: AttentionBackend,
     ) -> Tensor:
         body, layers = self._model.model, self._layers
-        few = len(token_ids) <= MOST_ROWS
         residual, x = embed_rms_norm(
             token_ids, body.embed_tokens.weight, *_of(layers[0].norm), self._embedding_times
         )
         for at, layer in enumerate(layers):
             out = self._attend(at, x, positions, attention)
             x = self._add(residual, out, layer.out, layer.norm_of_mlp)
-            x = linear_gated(x, layer.gates_and_ups) if few else _gated(x, layer.gates_and_ups)
             after = layers[at + 1].norm if at + 1 < len(layers) else body.norm
-            x = self._add(residual, x, layer.down, after)
-        if last_rows is not None:
-            x = x[last_rows]
-        logits = _product(x, self._model.lm_head.weight)
-        return logits if self._logits_by == 1 else logits / self._logits_by
+            x = self._add(residual, gated(x, layer.gates_and_ups), layer.down, after)
+        return self._head(x, last_rows)
+
+    @staticmethod
+    def _norms(layer: Any) -> tuple[Any, Any]:
+        """Return the norm of attention and that of the MLP."""
+        return layer.input_layernorm, layer.post_attention_layernorm
 
     def _attend(self, at: int, x: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         """Attend in a layer; return ``[tokens, q_heads * head_dim]``."""
@@ -116,12 +126,29 @@ class FusedLlama(CausalModel):
 
     def _add(self, residual: Tensor, x: Tensor, weight: Tensor, norm: Any) -> Tensor:
         """Add a product to the residual stream in place; return that normed."""
-        added = linear_in_parts(x, weight.T) if len(x) <= MOST_ROWS else (x @ weight.T)[None]
-        return add_rms_norm(residual, added, *_of(norm), self._added_times)
+        return add_rms_norm(residual, in_parts(x, weight), *_of(norm), self._added_times)
+
+    def _head(self, x: Tensor, last_rows: Tensor | None) -> Tensor:
+        if last_rows is not None:
+            x = x[last_rows]
+        logits = _product(x, self._model.lm_head.weight)
+        return logits if self._logits_by == 1 else logits / self._logits_by
 
 
 def _of(norm: Any) -> tuple[Tensor, float]:
     return norm.weight, norm.variance_epsilon
+
+
+def in_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute a product as ``[parts, rows, outputs]``, still to be added up."""
+    return linear_in_parts(x, weight.T) if len(x) <= MOST_ROWS else (x @ weight.T)[None]
+
+
+def gated(x: Tensor, gates_and_ups: Tensor) -> Tensor:
+    """Compute the first half of a gated MLP."""
+    if len(x) <= MOST_ROWS:
+        return linear_gated(x, gates_and_ups)
+    return multiply_gated(x @ gates_and_ups.T)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -129,11 +156,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return linear(x, weight.T, bias) if few else torch_linear(x, weight, bias)
 
 
-def _gated(x: Tensor, gates_and_ups: Tensor) -> Tensor:
-    return multiply_gated(x @ gates_and_ups.T)
-
-
-def _arranged(layer: Any, tables: list[Tensor]) -> _Layer:
+def _arranged(layer: Any, norms: tuple[Any, Any], tables: list[Tensor]) -> _Layer:
     """Join what is multiplied by the same rows."""
     attention, mlp = layer.self_attn, layer.mlp
     if hasattr(attention, "qkv_proj"):
@@ -146,12 +169,12 @@ def _arranged(layer: Any, tables: list[Tensor]) -> _Layer:
     else:
         gates_and_ups = join_weights((mlp.gate_proj, mlp.up_proj))
     return _Layer(
-        norm=layer.input_layernorm,
+        norm=norms[0],
         qkv=qkv,
         qkv_bias=bias,
         rotation=_rotation(attention, tables),
         out=attention.o_proj.weight,
-        norm_of_mlp=layer.post_attention_layernorm,
+        norm_of_mlp=norms[1],
         gates_and_ups=gates_and_ups,
         down=mlp.down_proj.weight,
     )
@@ -164,4 +187,7 @@ def _rotation(attention: Any, tables: list[Tensor]) -> Rotation | None:
     if not hasattr(attention, "q_norm"):
         return Rotation(cosines, sines)
     query, key = attention.q_norm, attention.k_norm
-    return Rotation(cosines, sines, query.weight, key.weight, query.variance_epsilon)
+    together = query.weight.numel() > attention.head_dim
+    return Rotation(
+        cosines, sines, query.weight, key.weight, query.variance_epsilon, together=together
+    )

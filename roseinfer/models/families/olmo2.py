@@ -1,0 +1,47 @@
+"""OLMo 2 on the kernels of Llama's family: its norms are behind the products they belong to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import embedding
+
+from roseinfer.kernels.rms_norm import add_behind_rms_norm
+from roseinfer.models.families import register
+from roseinfer.models.families.llama import FusedLlama, gated, in_parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from roseinfer.attention.backend import AttentionBackend
+
+
+@register("Olmo2ForCausalLM")
+class FusedOlmo2(FusedLlama):
+    """Runs a forward pass in 8 kernels a layer, attention among them."""
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        last_rows: Tensor | None,
+        attention: AttentionBackend,
+    ) -> Tensor:
+        body = self._model.model
+        residual = embedding(token_ids, body.embed_tokens.weight)
+        for at, layer in enumerate(self._layers):
+            out = self._attend(at, residual, positions, attention)
+            _add_normed(residual, in_parts(out, layer.out), layer.norm)
+            out = gated(residual, layer.gates_and_ups)
+            _add_normed(residual, in_parts(out, layer.down), layer.norm_of_mlp)
+        return self._head(body.norm(residual), last_rows)
+
+    @staticmethod
+    def _norms(layer: Any) -> tuple[Any, Any]:
+        return layer.post_attention_layernorm, layer.post_feedforward_layernorm
+
+
+def _add_normed(residual: Tensor, added: Tensor, norm: Any) -> None:
+    add_behind_rms_norm(residual, added, norm.weight, norm.variance_epsilon)
