@@ -93,6 +93,8 @@ class CausalModel:
         except Exception as error:  # of any kind, since configs can lack anything
             why = str(error).partition(". ")[0]
             raise UnsupportedModel(f"{name} does not say what shape it has: {why}") from error
+        self.config = config
+        """The part of the model's config that is about text."""
         self._model = model.eval()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from types import NoneType
@@ -20,6 +21,7 @@ from roseinfer.kv.manager import KVBlockManager
 from roseinfer.models.causal import CausalModel, compile_layers
 from roseinfer.models.checkpoint import fetch
 from roseinfer.models.families import fused_family
+from roseinfer.models.fused_trial import agrees_with_its_modules
 from roseinfer.models.padded_head import PaddedHead, pad_head
 from roseinfer.models.source import locate
 from roseinfer.models.tiny import tiny_gpt2
@@ -28,6 +30,7 @@ from roseinfer.models.tokenizer_files import load_tokenizer
 if TYPE_CHECKING:
     from roseinfer.config import EngineConfig
 
+_LOG = logging.getLogger(__name__)
 _SHARE_OF_MEMORY = 0.85
 """The cache takes this share of a GPU's free memory; activations need the rest."""
 _MOST_ON_CPU = 2 << 30
@@ -104,7 +107,10 @@ def _causal(network: Any, config: EngineConfig) -> CausalModel:
                 f"compile_layers: {type(network).__name__} runs on fused kernels, of which "
                 "nothing is left to compile: leave it off, or have fused_model=False too"
             )
-        return family(network, max_length=config.max_length)
+        fused = family(network, max_length=config.max_length)
+        if agrees_with_its_modules(fused):
+            return fused
+        _leave_kernels(network, config)
     if config.wants("pad_head", network.device.type):
         pad_head(network)
     causal = CausalModel(network, max_length=config.max_length)
@@ -114,6 +120,17 @@ def _causal(network: Any, config: EngineConfig) -> CausalModel:
         compile_layers(network)
         causal.paths += (EnginePath.COMPILED,)
     return causal
+
+
+def _leave_kernels(network: Any, config: EngineConfig) -> None:
+    """Say why a model runs on its own modules, though there are fused kernels for its class."""
+    why = (
+        f"the fused kernels for {type(network).__name__} compute something else than its modules, "
+        "as they do where modules were replaced or wrapped"
+    )
+    if config.fused_model:
+        raise ConfigError(f"fused_model=True: {why}")
+    _LOG.warning("%s: it runs on its modules", why)
 
 
 def resolve_device(name: str | None) -> torch.device:

@@ -65,12 +65,12 @@ class _Noted:
         """Return True if both got the same, but for rounding."""
         scales, others = ([layer.scale for layer in each.traits] for each in (self, other))
         return (self.layers, scales) == (other.layers, others) and all(
-            _alike(one[row], another[row])
+            alike(one[row], another[row])
             for one, another in zip(self.handed, other.handed, strict=True)
         )
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor, rounded_to: float = 0.0) -> bool:
+def alike(one: torch.Tensor, other: torch.Tensor, rounded_to: float = 0.0) -> bool:
     """Return True if they are equal but for rounding; NaN equals anything."""
     tolerance: float = max(torch.finfo(one.dtype).eps ** 0.5, rounded_to)
     largest, apart = one.nan_to_num().abs().max(), (one - other).nan_to_num().abs().max()
@@ -131,14 +131,14 @@ def _refuse_other_arithmetic(
     mask = hidden.triu(1).to(query.dtype)[None, None]
     theirs = own(module, query, key, value, mask, scaling=traits.scale, **told)[0][0]
     ours = attend_by_reference(query[0].transpose(0, 1), key[0], value[0], traits)
-    if not _alike(ours, theirs.view(ours.shape)):
+    if not alike(ours, theirs.view(ours.shape)):
         raise _something_else(module, traits)
 
 
 def _refuse_other_calls(own: Sequence[OwnCall], traits: Sequence[LayerTraits]) -> None:
     """Raise unless attention that has a door computed by itself what it does with ours."""
     for call in own:
-        if not _alike(call.output, call.again(traits), _ALIBI_ROUNDED_TO):
+        if not alike(call.output, call.again(traits), _ALIBI_ROUNDED_TO):
             raise _something_else(call.module, traits[call.module.layer_idx])
 
 
@@ -206,7 +206,7 @@ class Trial:
         self._name = type(network).__name__
         self._other_way = f"{self._name} does not use transformers' attention interface"
         self._config = network.config.get_text_config()
-        self._tokens = torch.tensor(_tokens(self._config, shape), device=network.device)
+        self._tokens = torch.tensor(trial_tokens(self._config, shape), device=network.device)
 
     def layer_traits(self) -> list[LayerTraits]:
         """Return what every layer asks of its attention.
@@ -309,7 +309,7 @@ class Trial:
         return noted
 
 
-def _tokens(config: Any, shape: ModelShape) -> list[int]:
+def trial_tokens(config: Any, shape: ModelShape) -> list[int]:
     """Return up to four tokens, with the padding token, which a model may not count, amid them."""
     pad = getattr(config, "pad_token_id", None)
     others = [token for token in range(min(5, shape.vocab_size)) if token != pad] or [0]
