@@ -92,20 +92,24 @@ def time_calls(
 
 def kernel_us(call: Callable[[], object], calls: int, sync: Callable[[], None]) -> float | None:
     """Return the microseconds that a call keeps the GPU busy; None if the profiler saw nothing."""
+    return busy_us_per_call(device_events(call, calls, sync), calls)
+
+
+def device_events(
+    call: Callable[[], object], calls: int, sync: Callable[[], None]
+) -> list[tuple[str, float]]:
+    """Return the kernels and copies of so many calls, by name, and the microseconds of each."""
     sync()
     # Besides kernels and copies, some profilers report the host's waiting, as "Context Sync".
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(calls):
             call()
         sync()
-    return busy_us_per_call(
-        (
-            (event.name, event.time_range.elapsed_us())
-            for event in profiler.events()
-            if event.device_type.name == "CUDA" and not event.name.endswith(" Sync")
-        ),
-        calls,
-    )
+    return [
+        (event.name, event.time_range.elapsed_us())
+        for event in profiler.events()
+        if event.device_type.name == "CUDA" and not event.name.endswith(" Sync")
+    ]
 
 
 def busy_us_per_call(kernels: Iterable[tuple[str, float]], calls: int) -> float | None:
