@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roseinfer.bench import arguments, charts
-from roseinfer.bench.attention_shape import Shape
+from roseinfer.bench.attention.attention_shape import Shape
 from roseinfer.config import AppendPolicy, EngineConfig, require_device
 
 if TYPE_CHECKING:
@@ -56,9 +56,10 @@ def _append(args: argparse.Namespace) -> Report:
 
 
 def _add_attention(commands: Subparsers) -> None:
-    parser = commands.add_parser("attention", help="what attending in a decode step costs")
+    parser = commands.add_parser("attention", help="what attending costs, by shape")
     option, whole = parser.add_argument, arguments.whole
-    option("--shapes", type=Shape.read, nargs="+", metavar="SHAPE", help="as 64x1024:32/8x128")
+    shapes = "as 64x1024:32/8x128, or of prompts, stored and new tokens: 8x0+2048:32/8x128"
+    option("--shapes", type=Shape.read, nargs="+", metavar="SHAPE", help=shapes)
     option("--block-size", type=whole(1), default=64, help="%(default)s")
     option("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
     option("--rounds", type=whole(1), default=15, help="%(default)s")
@@ -68,7 +69,7 @@ def _add_attention(commands: Subparsers) -> None:
 
 def _attention(args: argparse.Namespace) -> Report:
     _before_torch(args)
-    from roseinfer.bench import attention_bench
+    from roseinfer.bench.attention import attention_bench
 
     return attention_bench.run(args)
 
