@@ -22,7 +22,7 @@ from roseinfer.models.source import locate
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-PEERS = ("transformers-static", "transformers-continuous", "vllm")
+PEERS = ("transformers-static", "transformers-continuous", "vllm", "sglang")
 """The other systems; a name begins with that of its distribution."""
 
 

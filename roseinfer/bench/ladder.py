@@ -11,9 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.bench import arguments
+from roseinfer.bench.equal_requests import asked, engine_of_equal_requests
 from roseinfer.bench.model_source import ModelSource, collect
+from roseinfer.bench.peers import measure_peers
+from roseinfer.bench.peers.peer_job import PeerJob
 from roseinfer.bench.reporting import Report, Table, unavailable_table
-from roseinfer.bench.serving import peers
 from roseinfer.bench.serving.driving import (
     Work,
     perform,
@@ -56,11 +58,6 @@ _HEADINGS = {
     "itl_at_boundary_p99_ms": "spikes",
     "same_tokens": "same",
 }
-_ASKED = (
-    *("batch", "prompt_tokens", "max_new_tokens", "block_size"),
-    *("warmup_runs", "repeat_runs"),
-)
-"""The options that the report repeats."""
 _SLOW = {"resident_decode": False, "cuda_graph": False, "run_ahead": 0, "fused_model": False}
 """The engine's switches for what the later rungs add, all off."""
 _NEVER = 1 << 30
@@ -99,36 +96,21 @@ def run(args: argparse.Namespace) -> Report:
     shared = ladder.shared
     if ladder.best is None or shared is None:
         raise ConfigError(f"no rung could be measured: {rows[0].not_available}")
-    job = peers.PeerJob.of(args, ladder.source, shared.work, args.batch)
-    compared = peers.compare(arguments.peers_named(args.peers), job, ladder.best)
-    # Tokens of all sequences that a decode step attends to, in the middle of a run.
-    stored = round(args.batch * (args.prompt_tokens + args.max_new_tokens / 2))
-    asked = {name: getattr(args, name) for name in _ASKED}
+    job = PeerJob.of(args, ladder.source, shared.work, args.batch)
+    names = arguments.peers_named(args.peers)
+    compared = measure_peers.compare(names, job, ladder.best, shared.floor)
     return Report(
         "ladder",
         args.command,
         ladder.device,
-        {**ladder.source.described(shared.dtype), **asked},
+        {**ladder.source.described(shared.dtype), **asked(args)},
         (
             Table("rungs", _RUNGS, rows, headings=_HEADINGS),
             unavailable_table((row.rung, row.not_available) for row in rows if row.not_available),
-            Table("peers", peers.CAPTION, compared),
+            Table("peers", measure_peers.CAPTION, compared),
         ),
-        {"floor_ms": shared.floor.seconds(1, stored) * 1e3, **shared.floor.facts()},
+        {"floor_ms": job.floor_ms(shared.floor), **shared.floor.facts()},
     )
-
-
-def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what all rungs have: the requests run at once, from the same step on, each alone."""
-    blocks = -(-(args.prompt_tokens + args.max_new_tokens) // args.block_size) + 1
-    return {
-        "max_batch_size": args.batch,
-        "block_size": args.block_size,
-        "kv_cache_tokens": args.batch * blocks * args.block_size,
-        "prefix_cache": False,
-        "prefill_max_batch_size": args.batch,
-        "prefill_max_tokens": args.batch * args.prompt_tokens,
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +192,7 @@ class Ladder:
         if reason := rung.why_not_on(self.device):
             raise ConfigError(reason)
         args = self._args
-        llm = self.source.llm({**settings(args), **rung.settings})
+        llm = self.source.llm({**engine_of_equal_requests(args), **rung.settings})
         shared = self.shared = self.shared or self._shared(llm)
         records = [
             _perform(rung, llm, shared.work) for _ in range(args.warmup_runs + args.repeat_runs)

@@ -1,7 +1,8 @@
 """``trace``: the time of a steady decode step, the host's work beside the device's.
 
-No profiler takes part, since it would slow down the host alone. The host's clock is read around
-each step and each wait, and the device marks the begin and the end of each step's graph.
+No profiler takes part in what is timed, since it would slow down the host alone. The host's clock
+is read around each step and each wait, and the device marks the begin and the end of each step's
+graph. Which kernels the device's time goes to is asked of other steps.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from unittest.mock import patch
 
 import torch
 
+from roseinfer.bench import step_kernels
 from roseinfer.bench.model_source import ModelSource
-from roseinfer.bench.reporting import Report, Table
+from roseinfer.bench.reporting import Report, Table, unavailable_table
 from roseinfer.bench.serving.driving import random_prompts, require_positions
+from roseinfer.bench.serving.memory_floor import memory_floor
+from roseinfer.bench.step_kernels import measure_kernels
 from roseinfer.bench.timing import device_mark
 from roseinfer.config import SamplingParams
 from roseinfer.errors import ConfigError
@@ -27,18 +31,23 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Iterator
 
+    from roseinfer.bench.serving.memory_floor import MemoryFloor
+    from roseinfer.bench.step_kernels import KernelRow
     from roseinfer.engine.engine import Engine
     from roseinfer.llm import LLM
 
 _STEPS = """\
 All sequences decode, none comes or goes; medians. A step is what the host works and what it waits
 for the device. device works us: from when the device began with a step's graph until it was done
-with it, which is all it does in a step but a few small copies."""
+with it, which is all it does in a step but a few small copies. floor us: the time to read once the
+weights and the stored keys and values, at the measured copy bandwidth; times floor: the step over
+that."""
 _SPANS = "Some of those steps: what ran from when to when."
 _SETTLE = 8
 """Steps before the first that is timed."""
 _DRAWN = 4
 """Steps whose spans are kept."""
+_NO_KERNELS = "they are timed on a GPU"
 
 Interval = tuple[float, float]
 Lanes = dict[str, list[Interval]]
@@ -53,6 +62,8 @@ class StepTimeRow:
     host_waits_us: float
     device_works_us: float | None
     """The time on a step's graph; None where none is replayed."""
+    floor_us: float
+    times_floor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +76,42 @@ class SpanRow:
     end_us: float
 
 
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What is known of the steps of so many sequences."""
+
+    row: StepTimeRow
+    spans: list[SpanRow]
+    kernels: list[KernelRow]
+
+
 def run(args: argparse.Namespace) -> Report:
     source = ModelSource.of(args)
     llm = source.llm({"max_batch_size": max(args.sequences)})
     for sequences in args.sequences:  # refuses what does not fit before anything is timed
         tokens_of_each(llm.engine, sequences, args.context, args.steps)
-    rows: list[StepTimeRow] = []
-    spans: list[SpanRow] = []
-    for sequences in counted(args.sequences, "trace", "numbers of sequences"):
-        row, some = measure(llm, sequences, args.context, args.steps)
-        rows.append(row)
-        spans += some
+    floor = memory_floor(source.skeleton(), llm)
+    traced = [
+        measure(llm, sequences, args.context, args.steps, floor)
+        for sequences in counted(args.sequences, "trace", "numbers of sequences")
+    ]
     model = llm.engine.sessions.model
     asked = {name: getattr(args, name) for name in ("context", "steps")}
     config = {**source.described(model.dtype), **asked}
+    config["family"] = type(model).__name__
     config["run_ahead"] = llm.config.lag(model.device.type)
-    tables = (Table("steps", _STEPS, rows), Table("spans", _SPANS, spans, printed=False))
-    return Report("trace", args.command, model.device, config, tables)
+    spans = [span for each in traced for span in each.spans]
+    kernels = [row for each in traced for row in each.kernels]
+    tables = (
+        Table("steps", _STEPS, [each.row for each in traced]),
+        Table("kernels", step_kernels.CAPTION, kernels, headings=step_kernels.HEADINGS),
+        unavailable_table([] if kernels else [("the kernels of a step", _NO_KERNELS)]),
+        Table("spans", _SPANS, spans, printed=False),
+    )
+    return Report("trace", args.command, model.device, config, tables, floor.facts())
 
 
-def measure(
-    llm: LLM, sequences: int, context: int, steps: int
-) -> tuple[StepTimeRow, list[SpanRow]]:
+def measure(llm: LLM, sequences: int, context: int, steps: int, floor: MemoryFloor) -> Traced:
     """Trace steps in which so many requests decode and none comes or goes."""
     engine = llm.engine
     new = tokens_of_each(engine, sequences, context, steps)
@@ -99,11 +124,18 @@ def measure(
         for _ in range(_SETTLE):
             engine.step()
         lanes = trace(engine, steps)
+        # In the middle of the steps that were timed.
+        stored = sum(len(each.session.token_ids) for each in requests) - sequences * steps // 2
+        row = row_of(sequences, lanes, floor.seconds(1, stored) * 1e6)
+        kernels: list[KernelRow] = []
+        if engine.sessions.kv.device.type == "cuda":
+            step_us = row.device_works_us or row.step_us
+            kernels = measure_kernels(engine, sequences, step_us, floor.bandwidth)
         assert not any(each.preempted or each.finish_reason for each in requests)
     finally:
         for request in requests:
             engine.cancel(request)
-    return row_of(sequences, lanes), spans_of(sequences, lanes)
+    return Traced(row, spans_of(sequences, lanes), kernels)
 
 
 def tokens_of_each(engine: Engine, sequences: int, context: int, steps: int) -> int:
@@ -113,7 +145,7 @@ def tokens_of_each(engine: Engine, sequences: int, context: int, steps: int) -> 
     ends a prompt or takes its fill. Raise where so many cannot decode side by side for so long.
     """
     filling = sequences + sequences * context // engine.config.prefill_max_tokens
-    new = filling + _SETTLE + steps
+    new = filling + _SETTLE + steps + step_kernels.STEPS
     advice = "ask for less --context, fewer --steps or --sequences"
     require_positions(engine, context, new, advice)
     kv = engine.sessions.kv
@@ -183,13 +215,14 @@ def noted_waits() -> Iterator[list[Interval]]:
         yield waits
 
 
-def row_of(sequences: int, lanes: Lanes) -> StepTimeRow:
+def row_of(sequences: int, lanes: Lanes, floor_us: float) -> StepTimeRow:
     lengths = [end - begin for begin, end in lanes["step"]]
     waited = [covered(lanes["wait"], step) for step in lanes["step"]]
     works = [length - wait for length, wait in zip(lengths, waited, strict=True)]
     device = [end - begin for begin, end in lanes["device"]]
     step, work, wait = (median(seconds) * 1e6 for seconds in (lengths, works, waited))
-    return StepTimeRow(sequences, step, work, wait, median(device) * 1e6 if device else None)
+    device_us = median(device) * 1e6 if device else None
+    return StepTimeRow(sequences, step, work, wait, device_us, floor_us, step / floor_us)
 
 
 def spans_of(sequences: int, lanes: Lanes) -> list[SpanRow]:

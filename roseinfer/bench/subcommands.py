@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roseinfer.bench import arguments, charts
-from roseinfer.bench.attention_shape import Shape
+from roseinfer.bench.attention.attention_shape import Shape
+from roseinfer.bench.equal_requests import add_equal_requests
 from roseinfer.config import AppendPolicy, EngineConfig, require_device
 
 if TYPE_CHECKING:
@@ -17,17 +18,9 @@ if TYPE_CHECKING:
 
     Subparsers = argparse._SubParsersAction[Parser]
 
-_WORK_OF_A_RUNG = {
-    "batch": (1, 64),
-    "prompt-tokens": (1, 128),
-    "max-new-tokens": (2, 256),
-    "block-size": (1, 64),
-}
-"""Each option's least value and its default."""
-
 
 def add_all(commands: Subparsers) -> None:
-    for add in (_add_append, _add_attention, _add_ladder, _add_trace, _add_plot):
+    for add in (_add_append, _add_attention, _add_ladder, _add_peers, _add_trace, _add_plot):
         add(commands)
 
 
@@ -56,9 +49,10 @@ def _append(args: argparse.Namespace) -> Report:
 
 
 def _add_attention(commands: Subparsers) -> None:
-    parser = commands.add_parser("attention", help="what attending in a decode step costs")
+    parser = commands.add_parser("attention", help="what attending costs, by shape")
     option, whole = parser.add_argument, arguments.whole
-    option("--shapes", type=Shape.read, nargs="+", metavar="SHAPE", help="as 64x1024:32/8x128")
+    shapes = "as 64x1024:32/8x128, or of prompts, stored and new tokens: 8x0+2048:32/8x128"
+    option("--shapes", type=Shape.read, nargs="+", metavar="SHAPE", help=shapes)
     option("--block-size", type=whole(1), default=64, help="%(default)s")
     option("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
     option("--rounds", type=whole(1), default=15, help="%(default)s")
@@ -68,7 +62,7 @@ def _add_attention(commands: Subparsers) -> None:
 
 def _attention(args: argparse.Namespace) -> Report:
     _before_torch(args)
-    from roseinfer.bench import attention_bench
+    from roseinfer.bench.attention import attention_bench
 
     return attention_bench.run(args)
 
@@ -82,10 +76,9 @@ def _before_torch(args: argparse.Namespace) -> None:
 def _add_ladder(commands: Subparsers) -> None:
     parser = commands.add_parser("ladder", help="what each optimisation of decoding is worth")
     arguments.add_model(parser)
-    option, whole = parser.add_argument_group("work").add_argument, arguments.whole
-    for name, (least, default) in _WORK_OF_A_RUNG.items():
-        option(f"--{name}", type=whole(least), default=default, help="%(default)s")
-    option("--run-ahead", type=whole(1), default=4, help="steps, on the last two rungs (4)")
+    option = add_equal_requests(parser).add_argument
+    ahead = arguments.whole(1)
+    option("--run-ahead", type=ahead, default=4, help="steps, on the last two rungs (4)")
     arguments.add_runs(parser)
     arguments.add_outputs(parser, plot=True)
     parser.set_defaults(run=_ladder)
@@ -98,6 +91,24 @@ def _ladder(args: argparse.Namespace) -> Report:
     from roseinfer.bench import ladder
 
     return ladder.run(args)
+
+
+def _add_peers(commands: Subparsers) -> None:
+    parser = commands.add_parser("peers", help="the same work on other systems, side by side")
+    arguments.add_model(parser)
+    add_equal_requests(parser)
+    arguments.add_runs(parser)
+    arguments.add_outputs(parser, plot=False)
+    parser.set_defaults(run=_peers)
+
+
+def _peers(args: argparse.Namespace) -> Report:
+    EngineConfig()  # refuses bad variables
+    arguments.require_model(args)
+    arguments.say_importing()
+    from roseinfer.bench.peers import peers_bench
+
+    return peers_bench.run(args)
 
 
 def _add_trace(commands: Subparsers) -> None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 Key = TypeVar("Key", bound="Hashable")
 
 _GRAPH_REPLAYS = 10
+_FEWEST_CALLS = 12
+"""In a graph, so that its begin and its end weigh little."""
+_MATRIX_SIDE = {"cuda": 8192, "cpu": 512}
 
 
 class WrongPath(RoseinferError, RuntimeError):
@@ -92,20 +95,24 @@ def time_calls(
 
 def kernel_us(call: Callable[[], object], calls: int, sync: Callable[[], None]) -> float | None:
     """Return the microseconds that a call keeps the GPU busy; None if the profiler saw nothing."""
+    return busy_us_per_call(device_events(call, calls, sync), calls)
+
+
+def device_events(
+    call: Callable[[], object], calls: int, sync: Callable[[], None]
+) -> list[tuple[str, float]]:
+    """Return the kernels and copies of so many calls, by name, and the microseconds of each."""
     sync()
     # Besides kernels and copies, some profilers report the host's waiting, as "Context Sync".
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(calls):
             call()
         sync()
-    return busy_us_per_call(
-        (
-            (event.name, event.time_range.elapsed_us())
-            for event in profiler.events()
-            if event.device_type.name == "CUDA" and not event.name.endswith(" Sync")
-        ),
-        calls,
-    )
+    return [
+        (event.name, event.time_range.elapsed_us())
+        for event in profiler.events()
+        if event.device_type.name == "CUDA" and not event.name.endswith(" Sync")
+    ]
 
 
 def busy_us_per_call(kernels: Iterable[tuple[str, float]], calls: int) -> float | None:
@@ -143,6 +150,18 @@ def graph_sampler(
     return sample
 
 
+def sampler(call: Callable[[], object], turns: int, device: torch.device) -> Callable[[], float]:
+    """Return what takes a sample of the time of a call, on a GPU of many in a CUDA graph.
+
+    Each of ``turns`` calls in a row works on other memory.
+    """
+    sync = synchronizer(device)
+    call()  # compiles what there is to compile
+    if device.type == "cuda":
+        return graph_sampler(call, max(_FEWEST_CALLS, turns), sync)
+    return lambda: time_calls(call, 1, sync, wait=True)
+
+
 def device_mark() -> torch.cuda.Event:
     """Return an event that notes when the device gets to it."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -161,3 +180,17 @@ def copy_bandwidth(device: torch.device, gpu_bytes: int = 1 << 30) -> float:
         return time_calls(lambda: target.copy_(source), 4, sync, wait=True)
 
     return 2 * num_bytes / in_rounds({"copy": copy}, 7, "copy bandwidth")["copy"] * 1e6
+
+
+def matrix_operations(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the multiplications and additions per second of a large product of matrices."""
+    side = _MATRIX_SIDE[device.type]
+    left, right = (torch.randn((side, side), device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    sync = synchronizer(device)
+
+    def multiply() -> float:
+        return time_calls(lambda: torch.mm(left, right, out=out), 4, sync, wait=True)
+
+    taken = in_rounds({"product": multiply}, 7, "speed of products")["product"]
+    return 2 * side**3 / taken * 1e6

@@ -10,8 +10,8 @@ import torch
 
 from roseinfer.attention.reference import append_and_attend_reference
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.attention_bench import Rig
-from roseinfer.bench.attention_shape import Shape
+from roseinfer.bench.attention.attention_shape import Shape
+from roseinfer.bench.attention.decode_attention import Rig
 from roseinfer.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
@@ -63,9 +63,12 @@ def test_what_it_times_attends_to_the_whole_context() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("64x1024", "64x1024 is no shape such as 64x1024:32/8x128"),
+        ("64x1024", "64x1024 is no shape such as 64x1024:32/8x128 or 8x0+2048:32/8x128"),
         ("0x4:2/2x8", "0x4:2/2x8 is no shape such as"),
         ("4x4:2/2x8,", "4x4:2/2x8, is no shape such as"),
+        ("4x0:2/2x8", "4x0:2/2x8 is no shape such as"),
+        ("4x4+0:2/2x8", "4x4+0:2/2x8 is no shape such as"),
+        ("4x+4:2/2x8", "4x+4:2/2x8 is no shape such as"),
         ("4x4:3/2x8", "4x4:3/2x8: 2 KV heads are no part of 3 heads"),
     ],
 )
@@ -73,3 +76,12 @@ def test_a_shape_that_is_none(text: str, said: str, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         main(["attention", "--shapes", text])
     assert said in capsys.readouterr().err
+
+
+def test_a_shape_says_what_is_stored_and_what_is_new() -> None:
+    prompts, step = Shape.read("8x0+2048:32/8x128"), Shape.read("64x1024:32/8x128")
+    assert (prompts.sequences, prompts.stored, prompts.new, prompts.context) == (8, 0, 2048, 2048)
+    assert (step.sequences, step.stored, step.new, step.context) == (64, 1023, 1, 1024)
+    assert (step.q_heads, step.kv_heads, step.head_dim) == (32, 8, 128)
+    behind = Shape.read("1x7936+256:12/12x64")
+    assert (behind.stored, behind.new, behind.context) == (7936, 256, 8192)

@@ -36,7 +36,7 @@ def test_the_commands_are_understood(
     """The measuring and the drawing are left out."""
     reached: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    for name in ("_ladder", "_trace", "_attention"):
+    for name in ("_ladder", "_peers", "_trace", "_attention"):
         monkeypatch.setattr(subcommands, name, reached.append)
     for name in ("_schedule", "_stream"):
         monkeypatch.setattr(commands, name, reached.append)
@@ -53,10 +53,11 @@ def test_the_commands_are_understood(
         (benchmark_scheduler, []),
         (benchmark_streaming, []),
         (bench, ["ladder"]),
+        (bench, ["peers"]),
         (bench, ["trace"]),
         (bench, ["attention"]),
     ],
-    ids=["scheduler", "streaming", "ladder", "trace", "attention"],
+    ids=["scheduler", "streaming", "ladder", "peers", "trace", "attention"],
 )
 def test_every_option_stands_there(
     main: Callable[[list[str]], int], words: list[str], capsys: pytest.CaptureFixture[str]

@@ -15,6 +15,7 @@ import torch
 from roseinfer import AppendPolicy, EngineConfig, Path
 from roseinfer.bench import charts, ladder
 from roseinfer.bench.__main__ import main
+from roseinfer.bench.equal_requests import engine_of_equal_requests
 from roseinfer.bench.ladder import Rung, RungRow, boundary_gaps, rungs
 from roseinfer.bench.model_source import ModelSource
 from roseinfer.bench.reporting import Table
@@ -254,5 +255,5 @@ def test_gaps_at_boundaries_are_before_the_tokens_that_open_a_block() -> None:
 
 
 def test_the_settings_of_all_rungs_make_sense() -> None:
-    built = EngineConfig(**ladder.settings(ASKED))
+    built = EngineConfig(**engine_of_equal_requests(ASKED))
     assert built.kv_cache_tokens == 2 * 4 * 4  # three blocks hold 11 tokens, and one to spare

@@ -15,12 +15,15 @@ from typing import Any
 import pytest
 
 from roseinfer import LLM, ConfigError, SamplingParams, tiny_gpt2
+from roseinfer.bench.__main__ import main as bench
 from roseinfer.bench.arguments import PEERS, peers_named
 from roseinfer.bench.model_source import ModelSource
-from roseinfer.bench.serving import peers
+from roseinfer.bench.peers import measure_peers, peer_systems, peers_bench
+from roseinfer.bench.peers.isolation import in_process
+from roseinfer.bench.peers.measure_peers import PeerRow, measure_peer
+from roseinfer.bench.peers.peer_job import PeerJob
 from roseinfer.bench.serving.commands import benchmark_scheduler
-from roseinfer.bench.serving.isolation import in_process
-from roseinfer.bench.serving.peers import PeerJob
+from roseinfer.bench.serving.memory_floor import MemoryFloor
 from tests.bench.sleeper import begin_and
 from tests.bench.test_serving_bench import ONCE, SMALL
 
@@ -37,7 +40,7 @@ def test_all_peers_unless_some_are_named() -> None:
 
 
 def test_a_peer_does_the_work() -> None:
-    row = peers.measure("transformers-static", JOB)
+    row = measure_peer("transformers-static", JOB, 1e-3)
     assert row.system == "transformers-static"
     assert row.version is not None
     assert row.total_s is not None
@@ -61,6 +64,7 @@ class StubVllm(ModuleType):
         def __init__(self, **how: Any) -> None:
             assert how["max_num_seqs"] == JOB.max_batch_size
             assert how["max_model_len"] == 4 + 4
+            assert not how["enable_prefix_caching"], "the same prompts come in every run"
             dtype = None if how["dtype"] == "auto" else how["dtype"]
             self._llm = LLM(how["model"], device="cpu", dtype=dtype)
 
@@ -72,14 +76,36 @@ class StubVllm(ModuleType):
             return [SimpleNamespace(outputs=[each]) for each in self._llm.generate(ids, greedy)]
 
 
+class StubSglang(ModuleType):
+    """The part of SGLang that is used, in the same way."""
+
+    class Engine:
+        def __init__(self, **how: Any) -> None:
+            assert how["max_running_requests"] == JOB.max_batch_size
+            assert how["skip_tokenizer_init"]
+            assert how["disable_radix_cache"]
+            dtype = None if how["dtype"] == "auto" else how["dtype"]
+            self._llm = LLM(how["model_path"], device="cpu", dtype=dtype)
+
+        def generate(self, *, input_ids: Any, sampling_params: Any) -> list[dict[str, Any]]:
+            wanted = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 4}
+            assert sampling_params == wanted
+            greedy = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
+            found = self._llm.generate(input_ids, greedy)
+            return [{"output_ids": each.token_ids} for each in found]
+
+
 @pytest.mark.parametrize("random_weights", [False, True])
-def test_vllm_is_given_the_work(random_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stub stands in for vLLM, which is not installed where tests run."""
-    monkeypatch.setitem(sys.modules, "vllm", StubVllm("vllm"))
+@pytest.mark.parametrize(("name", "stub"), [("vllm", StubVllm), ("sglang", StubSglang)])
+def test_a_peer_is_given_the_work(
+    name: str, stub: type[ModuleType], random_weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stub stands in for the peer, which is not installed where tests run."""
+    monkeypatch.setitem(sys.modules, name, stub(name))
     source = replace(TINY, random_weights=random_weights)
     if random_weights:
         monkeypatch.setattr(ModelSource, "network", lambda _source: tiny_gpt2().model)
-    assert peers.vllm(replace(JOB, source=source))(4) == 3 * 4
+    assert peer_systems.SET_UP[name](replace(JOB, source=source))(4) == 3 * 4
 
 
 def test_a_peers_prompts_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +121,7 @@ def test_a_peers_prompts_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(network, "generate", note)
     monkeypatch.setattr(ModelSource, "network", lambda _source: network)
-    assert peers.transformers_static(JOB)(4) == 12
+    assert peer_systems.transformers_static(JOB)(4) == 12
     greedy = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
     ours = LLM("tiny", device="cpu").generate(JOB.prompts, greedy)
     assert made == [output.token_ids for output in ours]
@@ -103,18 +129,39 @@ def test_a_peers_prompts_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_less_work_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        peers._SET_UP, "transformers-static", lambda _job: lambda new_tokens: new_tokens
+        peer_systems.SET_UP, "transformers-static", lambda _job: lambda new_tokens: new_tokens
     )
     with pytest.raises(RuntimeError, match="it made 4 tokens of 12"):
-        peers.measure("transformers-static", JOB)
+        measure_peer("transformers-static", JOB, 1.0)
+
+
+def timed(job: PeerJob, begin_s: float, token_s: float, mp: pytest.MonkeyPatch) -> PeerRow:
+    """The row of a system whose call takes so long, and so much more for every new token."""
+    taken = lambda _generate, new, _job: begin_s + token_s * new  # noqa: E731
+    mp.setattr(measure_peers, "_seconds", taken)
+    return measure_peers.measure("it", "1", lambda new: new, job, floor_ms=500.0)
 
 
 def test_the_time_of_a_step_leaves_the_first_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call takes 100 s and 2 s a token, and serves two batches one after the other."""
-    monkeypatch.setattr(peers, "_seconds", lambda _generate, new, _job: 100.0 + 2.0 * new)
-    assert peers._ms_per_step(lambda new: new, 108.0, JOB) == pytest.approx(1000.0)
-    assert peers._ms_per_step(lambda new: new, 101.0, JOB) is None
-    assert peers._ms_per_step(lambda new: new, 9.0, replace(JOB, max_new_tokens=1)) is None
+    """Two batches are served one after the other."""
+    row = timed(JOB, 100.0, 2.0, monkeypatch)
+    assert (row.total_s, row.prefill_ms) == (108.0, 102e3)
+    assert row.completion_tok_per_s == 3 * 4 / 108
+    assert row.ms_per_step == pytest.approx(1000.0)
+    assert row.times_floor == pytest.approx(2.0)
+
+
+def test_steps_that_noise_exceeds_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = timed(JOB, 100.0, -1.0, monkeypatch)
+    assert (row.ms_per_step, row.times_floor) == (None, None)
+    one = timed(replace(JOB, max_new_tokens=1), 100.0, 2.0, monkeypatch)
+    assert (one.total_s, one.prefill_ms, one.ms_per_step) == (102.0, 102e3, None)
+
+
+def test_the_floor_is_that_of_the_middle_of_the_mean_round() -> None:
+    """Prompts of 9 tokens in sum and half of their 12 new ones, in two rounds."""
+    floor = MemoryFloor(weight_bytes=1000, token_bytes=10, bandwidth=1e6)
+    assert JOB.floor_ms(floor) == pytest.approx((1000 + 10 * round((9 + 6) / 2)) / 1e3)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
@@ -128,11 +175,49 @@ def test_a_peer_that_is_missing_is_named_beside_ours(tmp_path: Path) -> None:
     assert ours["total_s"] == tables["throughput"][0]["total_s"]
     assert vllm["system"] == "vllm"
     assert vllm["total_s"] is None
-    assert "No module named 'vllm'" in vllm["not_available"]
+    assert vllm["not_available"] == "not installed: pip install vllm"
+    step_ms, floor_ms = ours["ms_per_step"], ours["ms_per_step"] / ours["times_floor"]
+    assert 0 < floor_ms < step_ms
+    assert 0 < ours["prefill_ms"] < ours["total_s"] * 1e3
+
+
+RUN = ["peers", "--hf-model-id", "tiny", "--device", "cpu", "--batch", "2", *ONCE]
+RUN += ["--prompt-tokens", "5", "--max-new-tokens", "12"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "peers.json"
+    assert bench([*RUN, "--peers", "sglang", "--json", str(file)]) == 0
+    document = json.loads(file.read_text())
+    ours, sglang = document["tables"]["peers"]
+    assert ours["system"] == "roseinfer"
+    assert ours["completion_tok_per_s"] == pytest.approx(2 * 12 / ours["total_s"])
+    assert 0 < ours["prefill_ms"] < ours["total_s"] * 1e3
+    assert ours["times_floor"] == ours["ms_per_step"] / document["facts"]["floor_ms"]
+    assert sglang["not_available"] == "not installed: pip install sglang"
+    printed = capsys.readouterr().out
+    assert "prefill ms" in printed
+    assert "- sglang: not installed: pip install sglang" in printed
+
+
+@pytest.mark.parametrize(("asked", "wanted"), [([], PEERS), (["--peers", "vllm"], ("vllm",))])
+def test_the_command_runs_all_peers_unless_some_are_named(
+    asked: list[str], wanted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: list[tuple[str, ...]] = []
+
+    def note(names: tuple[str, ...], *_: object) -> list[PeerRow]:
+        run.append(names)
+        return []
+
+    monkeypatch.setattr(peers_bench, "others", note)
+    assert bench([*RUN, *asked]) == 0
+    assert run == [wanted]
 
 
 def test_a_peer_that_takes_too_long_is_named() -> None:
-    found = in_process(peers.measure, "vllm", JOB, time_limit_s=0.01)
+    found = in_process(measure_peer, "vllm", JOB, 1.0, time_limit_s=0.01)
     assert found == "it took longer than 0.01 s"
 
 

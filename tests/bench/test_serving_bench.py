@@ -183,7 +183,7 @@ def test_engine_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None
 REFUSED = {
     "sampling_without_sampling": (["--top-k", "5"], "--top-k: no effect"),
     "peers_that_stop": (["--peers"], "add --no-stop-on-eos"),
-    "an_unknown_peer": (["--peers", "sglang"], "--peers sglang: there are transformers-static"),
+    "an_unknown_peer": (["--peers", "nobody"], "--peers nobody: there are transformers-static"),
     "an_unknown_architecture": (["--random-weights"], "knows the architectures gpt2, llama-1b"),
     "no_requests": (["--num-requests", "0"], "at least 1"),
     "a_setting_that_makes_no_sense": (["--block-size", "0"], "at least 1"),

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from roseinfer import LLM
+from roseinfer import LLM, SamplingParams
 from roseinfer.bench import step_trace
 from roseinfer.bench.__main__ import main as bench
+from roseinfer.bench.serving.memory_floor import MemoryFloor
+from roseinfer.bench.step_kernels import STEPS
 from roseinfer.bench.step_trace import (
     covered,
     noted_replays,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from roseinfer.engine.engine import Update
+    from roseinfer.engine.request import Request
 
 US = 1e-6
 TRACED = {
@@ -38,17 +41,18 @@ TRACED = {
 
 
 def test_a_step_is_work_and_waiting() -> None:
-    row = row_of(3, TRACED)
+    row = row_of(3, TRACED, floor_us=40.0)
     assert row.sequences == 3
     assert row.step_us == pytest.approx(100)
     assert row.host_works_us == pytest.approx(70)
     assert row.host_waits_us == pytest.approx(30)
     assert row.device_works_us == pytest.approx(80)
+    assert row.times_floor == pytest.approx(100 / 40)
 
 
 def test_where_the_host_is_the_device_there_is_one_lane() -> None:
     alone = {**TRACED, "wait": [], "device": []}
-    assert row_of(1, alone).device_works_us is None
+    assert row_of(1, alone, 40.0).device_works_us is None
     assert {span.who for span in spans_of(1, alone)} == {"step"}
 
 
@@ -119,6 +123,11 @@ def test_all_is_itself_again_whatever_happens(
     assert (torch.cuda.Event.synchronize, torch.cuda.CUDAGraph.replay) == real
 
 
+STORED = 20 + 1 + 8 + 8 / 2
+"""A prompt, its first token, the steps before those that are timed, and half of these."""
+FLOOR = MemoryFloor(1, 1, 1.0)
+
+
 def run(device: str, *words: str) -> int:
     model = ["--hf-model-id", "tiny", "--device", device]
     return bench(["trace", *model, "--sequences", "2", "5", "--steps", "8", *words])
@@ -133,11 +142,18 @@ def test_the_command(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     for row in rows:
         assert 0 < row["host_works_us"] <= row["step_us"]
         assert (row["device_works_us"] is None) == (device == "cpu")
+        assert row["times_floor"] == row["step_us"] / row["floor_us"]
+    facts = document["facts"]
+    moved = facts["weights_mb_per_step"] * 1e6 + 2 * STORED * facts["kv_bytes_per_token"]
+    floor_us = moved / facts["copy_bandwidth_gb_per_s"] / 1e3
+    assert rows[0]["floor_us"] == pytest.approx(floor_us, rel=0.01)
+    assert bool(document["tables"]["kernels"]) == (device == "cuda")
     assert sum(span["who"] == "step" for span in spans) == 2 * 4
     assert chart.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "host works us" in printed
     assert "begin us" not in printed, "spans are for charts"
+    assert ("they are timed on a GPU" in printed) == (device == "cpu")
 
 
 def test_a_context_beyond_the_models_positions(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,24 +166,31 @@ def test_a_context_beyond_the_models_positions(capsys: pytest.CaptureFixture[str
 def test_all_sequences_decode_in_every_step_timed(
     each_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds however many steps the prompts take before."""
+    """This holds however many steps the prompts take before, and for those profiled behind."""
     llm = LLM("tiny", device="cpu", max_batch_size=16, block_size=16, prefill_max_tokens=each_step)
     brought: list[int] = []
-    step = llm.engine.step
+    asked: list[int] = []
+    step, submit = llm.engine.step, llm.engine.submit
 
     def counted() -> list[Update]:
         updates = step()
         brought.append(len(updates))
         return updates
 
+    def noted(prompt: list[int], params: SamplingParams) -> Request:
+        asked.append(params.max_new_tokens)
+        return submit(prompt, params)
+
     monkeypatch.setattr(llm.engine, "step", counted)
-    step_trace.measure(llm, 16, 100, 20)
+    monkeypatch.setattr(llm.engine, "submit", noted)
+    step_trace.measure(llm, 16, 100, 20, FLOOR)
     assert brought[-20:] == [16] * 20
+    assert min(asked) >= len(brought) + STEPS
     assert not llm.engine.has_work
 
 
 def test_sequences_that_the_cache_cannot_hold() -> None:
     llm = LLM("tiny", device="cpu", max_batch_size=8, block_size=16, kv_cache_tokens=8 * 128)
     with pytest.raises(ConfigError, match=r"no room for 8 sequences .* fewer --steps"):
-        step_trace.measure(llm, 8, 100, 60)
+        step_trace.measure(llm, 8, 100, 60, FLOOR)
     assert not llm.engine.has_work

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from roseinfer.bench import arguments
 from roseinfer.bench.model_source import ModelSource, collect
+from roseinfer.bench.peers import measure_peers
+from roseinfer.bench.peers.peer_job import PeerJob
 from roseinfer.bench.reporting import Report, Table
-from roseinfer.bench.serving import peers
 from roseinfer.bench.serving.driving import Work, perform, require_positions
 from roseinfer.bench.serving.figures import latencies, median_row, throughput
 from roseinfer.bench.serving.memory_floor import memory_floor
@@ -73,8 +74,8 @@ def serve(
     device, dtype = model.device, model.dtype
     del llm, model  # the peers need the memory
     collect()
-    job = peers.PeerJob.of(args, source, Work(tokens, params), config.max_batch_size)
-    compared = peers.compare(others, job, speeds[-1])
+    job = PeerJob.of(args, source, Work(tokens, params), config.max_batch_size)
+    compared = measure_peers.compare(others, job, speeds[-1], floor)
     return Report(
         benchmark,
         args.command,
@@ -83,7 +84,7 @@ def serve(
         (
             Table("throughput", _THROUGHPUT, speeds),
             Table("latencies", _LATENCIES, waits),
-            Table("peers", peers.CAPTION, compared),
+            Table("peers", measure_peers.CAPTION, compared),
         ),
         {"start_up_s": start_up_s, **floor.facts()},
     )

@@ -1,0 +1,109 @@
+"""The kernels of a step: whose times they are, and that their bytes are those of the gate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pytest_roseinfer.gates.work.moved.byte_recorder import ByteRecorder
+from roseinfer import LLM, SamplingParams
+from roseinfer.bench import step_kernels
+from roseinfer.bench.step_kernels import (
+    PROFILED,
+    declared_bytes,
+    kernel_rows,
+    launched_not_replayed,
+    measure_kernels,
+    short_name,
+)
+from roseinfer.decode.graphs import StepGraphs
+from tests.gates.byte_steps import FUSED, narrow_gpt2, second_token
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="its kernels are those of the interpreter"
+)
+
+
+@pytest.mark.parametrize(
+    ("full", "short"),
+    [
+        ("_decode_kernel", "_decode_kernel"),
+        ("roseinfer.kernels.norm._add_norm_kernel", "_add_norm_kernel"),
+        ("nvjet_tst_64x8_64x16_2x1_v_bz_TNT", "nvjet_tst_64x8_64x16_2x1_v_bz_TNT"),
+        ("void at::native::elementwise_kernel<128, at::native::f(int)>(int)", "elementwise_kernel"),
+        ("void at::native::(anonymous namespace)::softmax<4, float>(float*)", "softmax"),
+        ("Memcpy DtoH (Device -> Pinned)", "Memcpy DtoH"),
+    ],
+)
+def test_a_kernels_own_name(full: str, short: str) -> None:
+    assert short_name(full) == short
+
+
+def test_events_are_added_up_by_kernel() -> None:
+    events = [("_decode_kernel", 3.0), ("_decode_kernel", 5.0), ("void gemm<1>(int)", 20.0)]
+    gemm, decode = kernel_rows(
+        7, events * PROFILED, {"_decode_kernel": 4_000_000}, step_us=40.0, bandwidth=1e12
+    )
+    assert (gemm.kernel, gemm.calls, gemm.us, gemm.share) == ("gemm", 1, 20.0, 0.5)
+    assert (gemm.declared_mb, gemm.bytes_us) == (None, None)
+    assert (decode.kernel, decode.calls, decode.us, decode.share) == ("_decode_kernel", 2, 8.0, 0.2)
+    assert decode.declared_mb == 4.0
+    assert decode.bytes_us == pytest.approx(4.0)
+    assert {gemm.sequences, decode.sequences} == {7}
+
+
+@interpreted
+def test_bytes_are_those_of_the_gate() -> None:
+    made = second_token(narrow_gpt2("cpu"), "cpu", **FUSED)
+    made.step.prepare()
+    with ByteRecorder("cpu") as recorder, declared_bytes() as found:
+        made.step.run()
+    moved: Counter[str] = Counter()
+    for move in recorder.moves:
+        assert isinstance(move.amount, int)
+        moved[move.by] += move.amount
+    assert "_decode_kernel" in found
+    assert found == {kernel: moved[kernel] for kernel in found}
+    assert {name for name in moved if name.endswith("_kernel")} == found.keys()
+
+
+def test_a_step_of_graphs_is_launched() -> None:
+    seen: list[tuple[int, bool]] = []
+    graphs = object.__new__(StepGraphs)
+    step: Callable[..., None] = lambda count, *, greedy: seen.append((count, greedy))  # noqa: E731
+    graphs._step = step
+    with launched_not_replayed():
+        graphs.run(3, greedy=True)
+    assert seen == [(3, True)]
+
+
+@interpreted
+def test_the_steps_that_are_profiled_are_not_those_whose_bytes_are_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A profiler stands in for one that has a GPU to listen to."""
+    llm = LLM(narrow_gpt2("cpu"), device="cpu", block_size=16, kv_cache_tokens=512, **FUSED)
+    calls: Counter[str] = Counter()
+
+    def listened(call: Callable[[], Any], count: int, _sync: object) -> list[tuple[str, float]]:
+        for _ in range(count):
+            call()
+        calls["profiled"] += count
+        return [("_decode_kernel", 2.0)] * count
+
+    monkeypatch.setattr(step_kernels, "device_events", listened)
+    params = SamplingParams(max_new_tokens=step_kernels.STEPS + 4, ignore_eos=True)
+    request = llm.engine.submit([1, 2, 3], params)
+    while not request.num_generated:
+        llm.engine.step()
+    (row,) = measure_kernels(llm.engine, 1, step_us=10.0, bandwidth=1e9)
+    assert calls["profiled"] == PROFILED
+    assert (row.kernel, row.calls, row.us, row.share) == ("_decode_kernel", 1.0, 2.0, 0.2)
+    assert row.declared_mb is not None
+    assert row.bytes_us == pytest.approx(row.declared_mb * 1e6 / 1e9 * 1e6)
