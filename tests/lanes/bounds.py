@@ -3,8 +3,8 @@
 The pointers that a kernel is handed carry, in bits that addresses leave free, the number of the
 parameter that they came from. Offsets do not change it. So an access is out of bounds when it is
 not of an element of that very parameter: whether it lies in another tensor of the launch, in the
-storage of which the parameter is a view, or between the elements of a view. It is not carried
-out, and the launch raises when it ends.
+storage of which the parameter is a view, or between the elements of a view. Lanes that are masked
+off touch nothing. What is out of bounds is not carried out, and the launch raises when it ends.
 """
 
 from __future__ import annotations
@@ -114,36 +114,36 @@ class _Memory:
         wrong = np.zeros(asked.shape, dtype=bool)
         for number in np.unique(numbers).tolist():
             own = numbers == number
-            addresses = asked[own] & ADDRESS
-            known = 0 < number <= len(self._tensors)
-            tensor = self._tensors[number - 1] if known else None
-            strange = outside(tensor, addresses, width) if known else np.ones(own.sum(), dtype=bool)
-            wrong[own] = strange
-            if strange.any():
-                self._note(verb, number - 1, addresses[strange])
+            wrong[own] = self._strange(verb, number, asked[own] & ADDRESS, width)
         if wrong.any():
             mask = mask.copy()
             mask[mask] = ~wrong
         return mask
 
-    def _note(self, verb: str, at: int, addresses: NDArray[np.uint64]) -> None:
-        known = 0 <= at < len(self._tensors)
-        name = self._names[at] if known else "every parameter"
-        access = Access(self._kernel, verb, name, _line_of_kernel())
-        first = f"{addresses.size} elements"
-        if known:
-            tensor = self._tensors[at]
-            away = (addresses.min() - np.uint64(tensor.data_ptr())).astype(np.int64)
-            first += (
-                f" of one access, the first {away} bytes from the begin of {tuple(tensor.shape)} "
-                f"with strides {tensor.stride()} in {tensor.dtype}"
+    def _strange(
+        self, verb: str, number: int, addresses: NDArray[np.uint64], width: int
+    ) -> NDArray[np.bool_]:
+        """Tell which accesses are not of the parameter with this number, and note them."""
+        if not 0 < number <= len(self._tensors):
+            self._note(verb, "every parameter", f"lanes: {addresses.size}")
+            return np.ones(addresses.shape, dtype=bool)
+        tensor = self._tensors[number - 1]
+        strange = outside(tensor, addresses, width)
+        if strange.any():
+            away = (addresses[strange].min() - np.uint64(tensor.data_ptr())).astype(np.int64)
+            self._note(
+                verb,
+                self._names[number - 1],
+                f"lanes: {strange.sum()}, the first {away} bytes from the beginning of "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()} in {tensor.dtype}",
             )
-        self._found.setdefault(access, first)
+        return strange
+
+    def _note(self, verb: str, parameter: str, how: str) -> None:
+        self._found.setdefault(Access(self._kernel, verb, parameter, _line_of_kernel()), how)
 
 
-def outside(
-    tensor: torch.Tensor, addresses: NDArray[np.uint64], width: int
-) -> NDArray[np.bool_]:
+def outside(tensor: torch.Tensor, addresses: NDArray[np.uint64], width: int) -> NDArray[np.bool_]:
     """Tell of each access of so many bytes whether it leaves the elements of a tensor."""
     first = (addresses - np.uint64(tensor.data_ptr())).astype(np.int64)
     size = tensor.element_size()
@@ -169,7 +169,7 @@ def _is_no_element(tensor: torch.Tensor, places: NDArray[np.int64]) -> NDArray[n
     left = places.copy()
     for stride, size in reversed(dims):
         left -= np.clip(left // stride, 0, size - 1) * stride
-    return left != 0
+    return np.not_equal(left, 0)
 
 
 def _line_of_kernel() -> str:
@@ -200,8 +200,10 @@ def judging() -> Iterator[Judged]:
 
     @contextmanager
     def running() -> Iterator[None]:
-        yield
-        memory.end()
+        try:
+            yield
+        finally:  # what a launch breaks by may come of a load that was not carried out
+            memory.end()
 
     def launched(launch: Launch) -> None:
         judged.launches[launch.kernel] = judged.launches.get(launch.kernel, 0) + 1

@@ -180,7 +180,9 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "tl.load(place + row * strips + strip, inside, other=N)",
             "tl.load(place + row * strips + strip)",
         ),
-        Planted("writes", "chosen", "choose", "tl.store(chosen + row,", "tl.store(chosen + row + 1,"),
+        Planted(
+            "writes", "chosen", "choose", "tl.store(chosen + row,", "tl.store(chosen + row + 1,"
+        ),
     ),
 }
 
