@@ -1,0 +1,206 @@
+"""A call of every kernel, small, whose rows, heads and widths fill no tile.
+
+Tensors are made on the default device, which ``with torch.device(...)`` sets.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import torch
+
+from roseinfer.kernels import (
+    append,
+    attend_chunks,
+    attend_decode,
+    clone,
+    gated,
+    likeliest,
+    linear,
+    norm,
+    rms_norm,
+    rotary,
+)
+from roseinfer.rotation import Rotation
+from tests.attention.layer_traits import traits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+BLOCK = 16
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def index(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def caches(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return numbers(*shape, dtype=torch.float16), numbers(*shape, dtype=torch.float16)
+
+
+def tables(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+def appends(function: Callable[..., None], **where: torch.Tensor | int) -> None:
+    """Two or three of four rows, the last block among theirs."""
+    k_cache, v_cache = caches(6, 3, BLOCK, 12)
+    rows = 4 if "batch_idx" in where else len(where["block_idx"])  # type: ignore[arg-type]
+    new = {name: numbers(rows, 3, 12, dtype=torch.float16) for name in ("key_new", "value_new")}
+    function(k_cache_layer=k_cache, v_cache_layer=v_cache, **new, **where)
+
+
+def rotate(*gains: int, together: bool = False) -> None:
+    """Three tokens, a part of whose heads of 20 does not turn."""
+    qkv = numbers(3, 4 + 2 + 2, 20)
+    angles = numbers(80, 12), numbers(80, 12)
+    query_gain, key_gain = map(numbers, gains) if gains else (None, None)
+    rotation = Rotation(*angles, query_gain, key_gain, 1e-6, together)
+    rotary.rotate(qkv[:, :4], qkv[:, 4:6], index(7, 2, 0), rotation)
+
+
+def attend(*, new: bool, more: Sequence[str] = ()) -> torch.Tensor:
+    """Two sequences whose query heads share KV heads, in a pool that has room for more."""
+    k_cache, v_cache = caches(12, 2, BLOCK, 20)
+    qkv = numbers(2, 4 + 2 + 2, 20, dtype=torch.float16)
+    query, key, value = qkv[:, :4], qkv[:, 4:6], qkv[:, 6:]
+    lengths = index(70, 79)  # a new token fits into the blocks of both
+    lists = tables([1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
+    traits = traits_of(more, 4, 20, str(torch.get_default_device()), window=39)
+    if new:
+        return attend_decode.append_and_attend(
+            query, key, value, k_cache, v_cache, lists, lengths, traits
+        )
+    return attend_decode.paged_attention_decode(query, k_cache, v_cache, lists, lengths, traits)
+
+
+def attend_in_parts(*, new: bool) -> torch.Tensor:
+    """The same with every context in two parts, as only GPUs have them."""
+    with mock.patch.object(attend_decode, "_num_parts", return_value=2):
+        return attend(new=new)
+
+
+def attend_to_chunks(more: Sequence[str] = ()) -> torch.Tensor:
+    """Five new tokens behind eleven, and three behind none, in tiles of four."""
+    k_cache, v_cache = caches(6, 2, BLOCK, 8)
+    tiles = (index(0, 0, 1), index(0, 4, 5), index(4, 1, 3), index(11, 15, 0))
+    return attend_chunks.paged_attention_chunks(
+        numbers(8, 4, 8, dtype=torch.float16), k_cache, v_cache, tables([1, 2], [4, 0]), tiles,
+        traits_of(more, 4, 8, str(torch.get_default_device()), window=9), tile_q=4, longest=16,
+    )  # fmt: skip
+
+
+def choose() -> None:
+    rows = 3
+    likeliest.advance_to_likeliest(
+        numbers(rows, 3000), index(0, 0, 0), index(0, 0, 0), index(4, 5, 6), index(1, 0, 1)
+    )
+
+
+def copy_blocks() -> None:
+    k_cache, v_cache = caches(2, 6, 3, BLOCK, 8)
+    clone.kv_clone_triton(k_cache=k_cache, v_cache=v_cache, source=index(1, 2), target=index(4, 5))
+
+
+def copy_between_pools() -> None:
+    """The last block of the one goes to the last of the other."""
+    small, large = caches(2, 4, 3, BLOCK, 8), caches(2, 6, 3, BLOCK, 8)
+    clone.launch_clone(*small, *large, index(1, 3), index(4, 5))
+
+
+def layer_norm() -> torch.nn.LayerNorm:
+    return torch.nn.LayerNorm(24)
+
+
+CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
+    "append": (
+        lambda: appends(
+            append.kv_append_triton, batch_idx=index(3, 1), block_idx=index(1, 5), pos=index(0, 5)
+        ),
+        ["_gather_kernel"],
+    ),
+    "append in order": (
+        lambda: appends(
+            append.kv_append_triton_identity_pos, block_idx=index(1, 2, 5), pos=index(0, 5, 2)
+        ),
+        ["_identity_pos_kernel"],
+    ),
+    "append at one position": (
+        lambda: appends(append.kv_append_triton_full_batch, block_idx=index(1, 2, 5), pos=3),
+        ["_full_batch_kernel"],
+    ),
+    "clone": (copy_blocks, ["_clone_kernel"]),
+    "clone between pools": (copy_between_pools, ["_clone_kernel"]),
+    "attend": (lambda: attend(new=False), ["_decode_kernel"]),
+    "append and attend": (lambda: attend(new=True), ["_decode_kernel"]),
+    "attend in a window": (
+        lambda: attend(new=False, more=["window", "cap", "slopes"]),
+        ["_decode_kernel"],
+    ),
+    "append and attend in a window": (
+        lambda: attend(new=True, more=["window", "sinks"]),
+        ["_decode_kernel"],
+    ),
+    "attend in parts": (lambda: attend_in_parts(new=False), ["_decode_kernel", "_combine_kernel"]),
+    "append and attend in parts": (
+        lambda: attend_in_parts(new=True),
+        ["_decode_kernel", "_combine_kernel"],
+    ),
+    "chunks": (attend_to_chunks, ["_chunk_kernel"]),
+    "chunks in a window": (
+        lambda: attend_to_chunks(["window", "cap", "sinks", "slopes"]),
+        ["_chunk_kernel"],
+    ),
+    "linear": (
+        lambda: linear.linear(numbers(3, 70), numbers(70, 40), numbers(40), gelu=True),
+        ["_whole_kernel"],
+    ),
+    "linear without a bias": (
+        lambda: linear.linear(numbers(3, 70), numbers(40, 70).T),
+        ["_whole_kernel"],
+    ),
+    "linear in parts": (
+        lambda: linear.linear_in_parts(numbers(3, 300), numbers(300, 40)),
+        ["_parts_kernel"],
+    ),
+    "norm": (
+        lambda: norm.add_norm(numbers(3, 24), numbers(2, 3, 24), numbers(24), layer_norm()),
+        ["_add_norm_kernel"],
+    ),
+    "norm without a bias": (
+        lambda: norm.add_norm(numbers(3, 24), numbers(1, 3, 24), None, layer_norm()),
+        ["_add_norm_kernel"],
+    ),
+    "embed": (
+        lambda: norm.embed_norm(
+            index(7, 2, 9), index(0, 1, 4), numbers(10, 24), numbers(6, 24), layer_norm()
+        ),
+        ["_embed_norm_kernel"],
+    ),
+    "norm by the root mean square": (
+        lambda: rms_norm.add_rms_norm(numbers(3, 24), numbers(2, 3, 24), numbers(24), 1e-6),
+        ["_add_kernel"],
+    ),
+    "norm by the root mean square behind": (
+        lambda: rms_norm.add_behind_rms_norm(numbers(3, 24), numbers(2, 3, 24), numbers(24), 1e-6),
+        ["_behind_kernel"],
+    ),
+    "embed by the root mean square": (
+        lambda: rms_norm.embed_rms_norm(index(7, 2, 9), numbers(10, 24), numbers(24), 1e-6),
+        ["_embed_kernel"],
+    ),
+    "gated": (lambda: gated.linear_gated(numbers(3, 70), numbers(80, 70)), ["_gated_kernel"]),
+    "gated at once": (lambda: gated.multiply_gated(numbers(3, 80)), ["_multiply_kernel"]),
+    "rotate": (rotate, ["_rotate_kernel"]),
+    "norm and rotate": (lambda: rotate(20, 20), ["_rotate_kernel"]),
+    "norm together and rotate": (
+        lambda: rotate(80, 40, together=True),
+        ["_rotate_kernel"],
+    ),
+    "choose": (choose, ["_strip_kernel", "_advance_kernel"]),
+}

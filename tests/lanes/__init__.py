@@ -1,0 +1,1 @@
+"""Lanes of their own: every kernel under a sanitizer."""

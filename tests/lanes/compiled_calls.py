@@ -1,0 +1,49 @@
+"""``python -m tests.lanes.compiled_calls [FAMILY VERB]`` calls every kernel, compiled, on a GPU.
+
+With a family and ``reads`` or ``writes`` it is only the one call that what is planted there is for.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import torch
+
+from tests.kernels import calls
+from tests.lanes.planted import FAMILIES, module_with
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+def main(argv: Sequence[str]) -> None:
+    if not argv:
+        run(calls.CALLS, "cuda")
+        return
+    family, verb = argv
+    (planted,) = (each for each in FAMILIES[family] if each.verb == verb)
+    with tempfile.TemporaryDirectory() as folder:
+        module = module_with(planted, family, Path(folder))
+        with mock.patch.object(calls, family, module):
+            run([planted.call], "cuda")
+
+
+@torch.inference_mode()
+def run(names: Iterable[str], device: str) -> None:
+    """Make these calls twice: the second time launchers use what they remember of the first."""
+    for name in names:
+        call, _ = calls.CALLS[name]
+        for _ in range(2):
+            with torch.device(device):
+                call()
+        if device == "cuda":  # an error belongs to the call that it came from
+            torch.cuda.synchronize()
+        print(f"called: {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
