@@ -9,6 +9,7 @@ from tests.mutants import (
     catalogue_caches,
     catalogue_decode,
     catalogue_engine,
+    catalogue_fused,
     catalogue_in_flight,
     catalogue_kernels,
     catalogue_moving,
@@ -35,17 +36,16 @@ CATALOGUE: tuple[Mutant, ...] = (
     *catalogue_decode.MUTANTS,
     *catalogue_sampling.MUTANTS,
     *catalogue_caches.MUTANTS,
+    *catalogue_windows.MUTANTS,
+    *catalogue_fused.MUTANTS,
 )
-
-AWAITING: tuple[Mutant, ...] = catalogue_windows.MUTANTS
-"""Planted since the last full hunt, and hunted by name: the next one brings them to the page."""
 
 
 def find(name: str) -> Mutant:
-    for mutant in (*CATALOGUE, *AWAITING):
+    for mutant in CATALOGUE:
         if mutant.name == name:
             return mutant
-    alike = did_you_mean(name, [mutant.name for mutant in (*CATALOGUE, *AWAITING)])
+    alike = did_you_mean(name, [mutant.name for mutant in CATALOGUE])
     raise KeyError(f"no mutant is called {name!r}{alike}")
 
 

@@ -52,8 +52,11 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
         {**_RESIDENT_KERNELS, "cuda_graph": True, "run_ahead": 2, **_FUSED},
     ],
     EnginePath.CANCELLED: (),
-    EnginePath.FUSED: [_FUSED],
-    EnginePath.LIKELIEST: [_RESIDENT_KERNELS],
+    # The first is what every search begins with.
+    EnginePath.FUSED: _with_models(
+        {**_RESIDENT_KERNELS, "fused_model": True}, "llama", shapes.HYBRID, "gpt2"
+    ),
+    EnginePath.LIKELIEST: _with_models(_RESIDENT_KERNELS, "gpt2", "windowed mistral"),
 }
 """Only ``COMPILED`` is missing. To compile takes seconds for every model of every mix, so no
 switch here asks for it, and ``tests/engine/test_compiling.py`` compares it with its twin."""
@@ -86,7 +89,7 @@ PATHS: Mapping[str, FastPath] = {
     AttentionPath.APPEND_AND_ATTEND.value: FastPath(
         AttentionPath.SLOTS_REFERENCE.value,
         _with_models(_RESIDENT_KERNELS, "llama 32:2", shapes.SINKING),
-        share=_OF_KERNELS,
+        share=2 * _OF_KERNELS,  # what a step stores and what it sees are looked for here
     ),
     AttentionPath.CHUNK_TRITON.value: FastPath(
         AttentionPath.REFERENCE.value,

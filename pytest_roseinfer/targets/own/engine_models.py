@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from pytest_roseinfer.engines.sampling import Floats
 
 
+_FELT_SINK = 8.0
+
+
 def network(name: str, device: str) -> Any:
     """Build a model, always with the same weights, so large that the likeliest token is no tie."""
     from transformers import AutoModelForCausalLM
@@ -27,9 +30,11 @@ def network(name: str, device: str) -> Any:
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.normal_(std=0.4 * min(1, 96 / weight.shape[-1]) ** 0.5)
-        for weight in model.parameters():
+        for name, weight in model.named_parameters():
             if weight.dim() == 1:  # they begin as biases of 0 and gains of 1
                 weight.add_(0.2 * torch.randn(weight.shape))
+            if name.endswith("sinks"):  # they weigh next to nothing beside such scores
+                weight.add_(_FELT_SINK)
     return model.to(device)
 
 
