@@ -16,10 +16,11 @@ COMPILE = """
     from roseinfer.kernels.attend_chunks import _chunk_kernel
     from roseinfer.kernels.attend_decode import _combine_kernel, _decode_kernel, _tile
     from roseinfer.kernels.likeliest import _advance_kernel, _strip_kernel
-    from roseinfer.kernels.linear import _parts_kernel, _whole_kernel
+    from roseinfer.kernels.products.linear import _parts_kernel, _whole_kernel
     from roseinfer.kernels.norm import _add_norm_kernel, _embed_norm_kernel
     from roseinfer.kernels.rms_norm import _add_kernel, _behind_kernel, _embed_kernel
-    from roseinfer.kernels.gated import _gated_kernel, _multiply_kernel
+    from roseinfer.kernels.products.gated import _gated_kernel, _multiply_kernel
+    from roseinfer.kernels.products.streamed import _streamed_kernel
     from roseinfer.kernels.rotary import _rotate_kernel
 
     INDEX = set("tables lengths sequences rows counts positions chosen tokens active".split())
@@ -30,7 +31,7 @@ COMPILE = """
     def kind(kernel, name, dtype):
         if name == "place" and kernel is not _embed_norm_kernel or name == "kind":
             return "*i32"
-        if kernel in (_whole_kernel, _parts_kernel, _gated_kernel):
+        if kernel in (_whole_kernel, _parts_kernel, _gated_kernel, _streamed_kernel):
             if name == "rows":
                 return "i32"
             if name == "out" and kernel is _parts_kernel:
@@ -86,12 +87,14 @@ COMPILE = """
     tile = dict(TILE_R=16, TILE_N=32, TILE_K=64)
     check(_whole_kernel, dtype, N=48, K=100, STAGES=3, BIAS=True, GELU=True, **tile)
     check(_parts_kernel, dtype, N=48, K=500, PARTS=2, **tile)
+    tile = dict(TILE_R=16, TILE_N=64, TILE_K=64, STAGES=3)
+    check(_streamed_kernel, dtype, N=48, K=500, PARTS=2, BIAS=True, **tile)
+    check(_gated_kernel, dtype, N=48, K=100, **tile)
     check(_add_norm_kernel, dtype, N=48, TILE_N=64, PARTS=2, BIAS=True)
     check(_embed_norm_kernel, dtype, N=48, TILE_N=64)
     check(_add_kernel, dtype, N=48, TILE_N=64, PARTS=2)
     check(_behind_kernel, dtype, N=48, TILE_N=64, PARTS=2)
     check(_embed_kernel, dtype, N=48, TILE_N=64)
-    check(_gated_kernel, dtype, N=48, K=100, STAGES=3, **tile)
     check(_multiply_kernel, dtype, N=48, TILE=64)
     check(_strip_kernel, dtype, N=5000, STRIP=1024, TILE=1024)
     check(_advance_kernel, dtype, N=5000, TILE=8)
@@ -103,4 +106,4 @@ COMPILE = """
 def test_the_kernels_of_decoding_compile(capability: int, dtype: str) -> None:
     """For GPUs that let kernels start early, and for others."""
     code = COMPILE.replace("sys.argv[1]", f"'{capability}'").replace("sys.argv[2]", f"'{dtype}'")
-    assert len(run_python(code, warm=True).split()) == 27
+    assert len(run_python(code, warm=True).split()) == 28

@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from roseinfer.errors import BadArgument
-from roseinfer.kernels.dot import dot
 from roseinfer.kernels.moves import moves, taken
+from roseinfer.kernels.products.dot import dot
 from roseinfer.kernels.runtime import is_interpreted, launch
 from roseinfer.kernels.scores import add_sinks, numbers_by_head, score_arguments, shape_scores
 

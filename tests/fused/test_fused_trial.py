@@ -35,13 +35,18 @@ class Adapted(torch.nn.Module):
         return found + 0.5 * found.roll(1, -1)
 
 
+def made(device: str, name: str) -> Any:
+    """Return a model of a dtype that kernels run on the device."""
+    return network(name, device).to(torch.bfloat16 if device == "cuda" else torch.float32)
+
+
 def adapted(device: str, name: str) -> Any:
     if name == "gpt2":
         model: Any = tiny_gpt2().model.to(device)
         mlp = model.transformer.h[1].mlp
         mlp.c_proj = Adapted(mlp.c_proj)
     else:
-        model = network(name, device)
+        model = made(device, name)
         attention = model.model.layers[0].self_attn
         attention.o_proj = Adapted(attention.o_proj)
     return model
@@ -60,6 +65,6 @@ def test_an_adapter_is_not_left_out(
     assert "it runs on its modules" in caplog.text
 
 
-def test_a_model_as_it_was_made_runs_on_kernels() -> None:
-    loaded = load(network("granite", "cpu"), EngineConfig(fused_model=True), device="cpu")
+def test_a_model_as_it_was_made_runs_on_kernels(device: str) -> None:
+    loaded = load(made(device, "granite"), EngineConfig(fused_model=True), device=device)
     assert loaded.model.paths == (EnginePath.FUSED,)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import gelu as torch_gelu
 
-from roseinfer.kernels.linear import linear, linear_in_parts
+from roseinfer.kernels.products.gated import linear_gated
+from roseinfer.kernels.products.linear import linear, linear_in_parts
+from roseinfer.kernels.products.streamed import stream_linear, stream_linear_in_parts
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """For outputs of about 1, which are rounded to the dtype once."""
@@ -100,8 +102,59 @@ def test_parts_of_any_number_of_tiles(
     device: str, tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part has as many tiles as the launcher allows, and the last tile is not full."""
-    monkeypatch.setattr("roseinfer.kernels.linear._PROGRAMS_WANTED", 1)
+    monkeypatch.setattr("roseinfer.kernels.products.linear._PROGRAMS_WANTED", 1)
     layer = Layer(device, 2, tiles * 128 - 5, 20)
     parts = linear_in_parts(layer.x, layer.weight)
     assert len(parts) >= tiles / 4
     layer.check(parts.sum(0), layer.truth)
+
+
+@every_dtype
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_streamed_layer(device: str, rows: int, dtype: torch.dtype) -> None:
+    layer = Layer(device, rows, 300, 80, dtype=dtype, transposed=True)
+    got = stream_linear(layer.x, layer.weight.T, layer.bias)
+    assert (got.shape, got.dtype) == ((rows, 80), dtype)
+    layer.check(got, layer.truth + layer.bias.double())
+
+
+@every_dtype
+@pytest.mark.parametrize("inputs", [1024, 1300])
+def test_a_streamed_layer_in_parts(device: str, inputs: int, dtype: torch.dtype) -> None:
+    layer = Layer(device, 17, inputs, 70, dtype=dtype, transposed=True)
+    parts = stream_linear_in_parts(layer.x, layer.weight.T)
+    assert (len(parts), parts.dtype) == (2, torch.float32)
+    layer.check(parts.sum(0), layer.truth)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (5, 3), (63, 65), (130, (1 << 14) + 1)])
+def test_a_streamed_layer_of_odd_sizes(device: str, inputs: int, outputs: int) -> None:
+    layer = Layer(device, 2, inputs, outputs, transposed=True)
+    layer.check(stream_linear(layer.x, layer.weight.T), layer.truth)
+    layer.check(stream_linear_in_parts(layer.x, layer.weight.T).sum(0), layer.truth)
+
+
+@every_dtype
+@pytest.mark.parametrize("rows", ROWS)
+def test_gates_and_ups(device: str, rows: int, dtype: torch.dtype) -> None:
+    layer = Layer(device, rows, 300, 160, dtype=dtype, transposed=True)
+    gates, ups = layer.truth.chunk(2, 1)
+    layer.check(linear_gated(layer.x, layer.weight.T), torch.nn.functional.silu(gates) * ups)
+
+
+@every_dtype
+def test_a_row_has_the_same_bits_whatever_is_beside_it(device: str, dtype: torch.dtype) -> None:
+    """On a GPU; the interpreter's products are numpy's, which choose their order by the sizes."""
+    if device == "cpu":
+        pytest.skip("the interpreter rounds as numpy does")
+    layer = Layer(device, 64, 1300, 200, dtype=dtype, transposed=True)
+    weight = layer.weight.T
+    for compute in (
+        stream_linear,
+        lambda x, w: stream_linear_in_parts(x, w).transpose(0, 1),
+        linear_gated,
+    ):
+        all_of_them = compute(layer.x, weight)
+        for first, count in ((0, 1), (5, 1), (63, 1), (3, 16), (7, 17), (20, 40)):
+            some = compute(layer.x[first : first + count], weight)
+            assert torch.equal(some, all_of_them[first : first + count])

@@ -17,7 +17,7 @@ from pytest_roseinfer.gates.work.moved.step_memory import StepMemory
 from pytest_roseinfer.gates.work.step_work import judge
 from pytest_roseinfer.running.interpreter import remembering
 from roseinfer.attention.triton import TritonAttention
-from roseinfer.kernels.linear import linear
+from roseinfer.kernels.products.linear import linear
 from tests.gates.byte_steps import CONTEXTS, llama, second_token
 
 if TYPE_CHECKING:

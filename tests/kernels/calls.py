@@ -15,13 +15,12 @@ from roseinfer.kernels import (
     attend_chunks,
     attend_decode,
     clone,
-    gated,
     likeliest,
-    linear,
     norm,
     rms_norm,
     rotary,
 )
+from roseinfer.kernels.products import gated, linear, streamed
 from roseinfer.rotation import Rotation
 from tests.attention.layer_traits import traits_of
 
@@ -193,6 +192,14 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "embed by the root mean square": (
         lambda: rms_norm.embed_rms_norm(index(7, 2, 9), numbers(10, 24), numbers(24), 1e-6),
         ["_embed_kernel"],
+    ),
+    "streamed": (
+        lambda: streamed.stream_linear(numbers(3, 70), numbers(40, 70), numbers(40)),
+        ["_streamed_kernel"],
+    ),
+    "streamed in parts": (
+        lambda: streamed.stream_linear_in_parts(numbers(3, 1090), numbers(40, 1090)),
+        ["_streamed_kernel"],
     ),
     "gated": (lambda: gated.linear_gated(numbers(3, 70), numbers(80, 70)), ["_gated_kernel"]),
     "gated at once": (lambda: gated.multiply_gated(numbers(3, 80)), ["_multiply_kernel"]),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 import torch
 
-from roseinfer.kernels import linear, runtime
+from roseinfer import kernels
+from roseinfer.kernels.products import linear
 from tests.kernels.calls import CALLS
 from tests.kernels.touched import touched_by
 
@@ -20,17 +21,22 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("name", CALLS)
 @torch.inference_mode()
 def test_a_kernel_declares_what_it_touches(name: str) -> None:
-    call, kernels = CALLS[name]
+    call, called = CALLS[name]
     found = touched_by(call)
-    assert found.kernels == kernels
+    assert found.kernels == called
     assert found.differing == []
 
 
 def test_every_kernel_is_among_them() -> None:
-    files = {path.stem for path in Path(runtime.__file__).parent.glob("*.py")} - {"__init__"}
-    modules = [import_module(f"roseinfer.kernels.{name}") for name in files]
+    packages = (kernels, kernels.products)
+    names = [
+        each.name
+        for package in packages
+        for each in iter_modules(package.__path__, f"{package.__name__}.")
+    ]
+    modules = [import_module(name) for name in names]
     there = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
-    assert there == {kernel for _, kernels in CALLS.values() for kernel in kernels}
+    assert there == {kernel for _, called in CALLS.values() for kernel in called}
 
 
 def test_a_declaration_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

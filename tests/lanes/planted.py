@@ -9,6 +9,7 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import TYPE_CHECKING, NamedTuple
 
+from tests.kernels import calls
 from tests.mutants.install import source_of
 from tests.mutants.mutant import Mutant
 
@@ -105,13 +106,29 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "total, (n < N)[None, :]",
         ),
     ),
+    "streamed": (
+        Planted(
+            "reads",
+            "x",
+            "streamed",
+            "tl.load(x_rows + k[:, None], x_tile, other=0.0)",
+            "tl.load(x_rows + k[:, None], (k < K)[:, None], other=0.0)",
+        ),
+        Planted(
+            "writes",
+            "out",
+            "streamed in parts",
+            "total.to(out.dtype.element_ty), w_in & x_in,",
+            "total.to(out.dtype.element_ty), w_in,",
+        ),
+    ),
     "gated": (
         Planted(
             "reads",
             "x",
             "gated",
-            "x + r[:, None] * x_r + k[None, :], x_in, other=0.0)",
-            "x + r[:, None] * x_r + k[None, :], (k < K)[None, :], other=0.0)",
+            "tl.load(x_rows + k[:, None], x_tile, other=0.0)",
+            "tl.load(x_rows + k[:, None], (k < K)[:, None], other=0.0)",
         ),
         Planted(
             "writes",
@@ -189,7 +206,7 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
 
 def module_with(planted: Planted, family: str, folder: Path) -> ModuleType:
     """Import a copy of a family's file with the access in it; Triton reads its kernels there."""
-    module = f"roseinfer.kernels.{family}"
+    module = getattr(calls, family).__name__
     wrong = f"It {planted.verb} outside of {planted.parameter}."
     mutant = Mutant(family, wrong, module, planted.find, planted.replace)
     file = folder / f"{family}.py"

@@ -27,7 +27,10 @@ _PACKED = {"prefill_admission_policy": "pack", "prefill_max_tokens": 8, "max_bat
 
 
 def _with_models(settings: Mapping[str, Any], *names: str) -> list[Mapping[str, Any]]:
-    """Return the settings with each of these models; a search is short, so they are few."""
+    """Return the settings with each of these models; a search is short, so they are few.
+
+    Every search begins with the first of them.
+    """
     return [{**settings, "model": name} for name in names]
 
 
@@ -52,11 +55,10 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
         {**_RESIDENT_KERNELS, "cuda_graph": True, "run_ahead": 2, **_FUSED},
     ],
     EnginePath.CANCELLED: (),
-    # The first is what every search begins with.
     EnginePath.FUSED: _with_models(
         {**_RESIDENT_KERNELS, "fused_model": True}, "llama", shapes.HYBRID, "gpt2"
     ),
-    EnginePath.LIKELIEST: _with_models(_RESIDENT_KERNELS, "gpt2", "windowed mistral"),
+    EnginePath.LIKELIEST: _with_models(_RESIDENT_KERNELS, shapes.CAPPED, "windowed mistral"),
 }
 """Only ``COMPILED`` is missing. To compile takes seconds for every model of every mix, so no
 switch here asks for it, and ``tests/engine/test_compiling.py`` compares it with its twin."""
@@ -88,12 +90,12 @@ PATHS: Mapping[str, FastPath] = {
     ),
     AttentionPath.APPEND_AND_ATTEND.value: FastPath(
         AttentionPath.SLOTS_REFERENCE.value,
-        _with_models(_RESIDENT_KERNELS, "llama 32:2", shapes.SINKING),
+        _with_models(_RESIDENT_KERNELS, shapes.SINKING, "llama 32:2"),
         share=2 * _OF_KERNELS,  # what a step stores and what it sees are looked for here
     ),
     AttentionPath.CHUNK_TRITON.value: FastPath(
         AttentionPath.REFERENCE.value,
-        _with_models(_KERNELS, "llama 10:2", shapes.SLOPED),
+        _with_models(_KERNELS, shapes.SLOPED, "llama 10:2"),
         share=_OF_KERNELS,
     ),
     **{path.value: _alone_equals(path) for path in _RUNS_WITH},

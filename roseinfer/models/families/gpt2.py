@@ -9,8 +9,8 @@ from torch.nn.functional import gelu
 from torch.nn.functional import linear as torch_linear
 
 from roseinfer.engine_paths import EnginePath
-from roseinfer.kernels.linear import linear, linear_in_parts
 from roseinfer.kernels.norm import add_norm, embed_norm
+from roseinfer.kernels.products.linear import linear, linear_in_parts
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register
 

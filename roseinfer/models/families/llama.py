@@ -13,8 +13,8 @@ import torch
 from torch.nn.functional import linear as torch_linear
 
 from roseinfer.engine_paths import EnginePath
-from roseinfer.kernels.gated import linear_gated, multiply_gated
-from roseinfer.kernels.linear import linear, linear_in_parts
+from roseinfer.kernels.products.gated import linear_gated, multiply_gated
+from roseinfer.kernels.products.streamed import stream_linear, stream_linear_in_parts
 from roseinfer.kernels.rms_norm import add_rms_norm, embed_rms_norm
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register
@@ -141,7 +141,7 @@ def _of(norm: Any) -> tuple[Tensor, float]:
 
 def in_parts(x: Tensor, weight: Tensor) -> Tensor:
     """Compute a product as ``[parts, rows, outputs]``, still to be added up."""
-    return linear_in_parts(x, weight.T) if len(x) <= MOST_ROWS else (x @ weight.T)[None]
+    return stream_linear_in_parts(x, weight) if len(x) <= MOST_ROWS else (x @ weight.T)[None]
 
 
 def gated(x: Tensor, gates_and_ups: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def gated(x: Tensor, gates_and_ups: Tensor) -> Tensor:
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     few = len(x) <= MOST_ROWS
-    return linear(x, weight.T, bias) if few else torch_linear(x, weight, bias)
+    return stream_linear(x, weight, bias) if few else torch_linear(x, weight, bias)
 
 
 def _arranged(layer: Any, norms: tuple[Any, Any], tables: list[Tensor]) -> _Layer:

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from roseinfer.kernels.dot import dot
 from roseinfer.kernels.moves import moves, taken
+from roseinfer.kernels.products.dot import dot
 from roseinfer.kernels.runtime import launch
 
 if TYPE_CHECKING:

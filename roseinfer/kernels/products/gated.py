@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
-from roseinfer.kernels.dot import dot
-from roseinfer.kernels.linear import tile_of_rows
 from roseinfer.kernels.moves import moves, taken
+from roseinfer.kernels.products.dot import dot
+from roseinfer.kernels.products.streamed import num_stages, tile_of_rows
 from roseinfer.kernels.runtime import launch
 
 if TYPE_CHECKING:
@@ -18,6 +17,10 @@ if TYPE_CHECKING:
 
     from roseinfer.kernels.moves import Given
 
+_TILE_N = 64
+_LARGE_TILE_K = 128
+_FEWEST_ROWS = 16
+"""A tile has no fewer; only so few leave room for large tiles of weights."""
 _TILE = 1024
 
 
@@ -43,7 +46,7 @@ def _gate(gate, up, dtype: tl.constexpr):
 
 
 @moves(_gated_moved)
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated_kernel(
     x, weight, out, rows,
     x_r, w_n, o_r,
@@ -51,27 +54,28 @@ def _gated_kernel(
     TILE_R: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a strip of outputs of some rows."""
+    """A program takes a strip of outputs of some rows, as ``_streamed_kernel`` does."""
     r = (tl.program_id(1) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
     n = (tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
-    gates = weight + n[None, :] * w_n
+    gates = weight + n[:, None] * w_n
     ups = gates + tl.cast(N, tl.int64) * w_n
+    x_rows = x + r[None, :] * x_r
+    w_in, x_in = (n < N)[:, None], (r < rows)[None, :]
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    gate = tl.zeros((TILE_R, TILE_N), tl.float32)
-    up = tl.zeros((TILE_R, TILE_N), tl.float32)
+    gate = tl.zeros((TILE_N, TILE_R), tl.float32)
+    up = tl.zeros((TILE_N, TILE_R), tl.float32)
     for at in tl.range(0, K, TILE_K, num_stages=STAGES):
         k = at + tl.arange(0, TILE_K)
-        w_in, x_in = (n < N)[None, :], (r < rows)[:, None]
+        w_tile, x_tile = w_in, x_in
         if K % TILE_K:
-            w_in, x_in = w_in & (k < K)[:, None], x_in & (k < K)[None, :]
-        a = tl.load(x + r[:, None] * x_r + k[None, :], x_in, other=0.0)
-        gate = dot(a, tl.load(gates + k[:, None], w_in, other=0.0), gate)
-        up = dot(a, tl.load(ups + k[:, None], w_in, other=0.0), up)
+            w_tile, x_tile = w_in & (k < K)[None, :], x_in & (k < K)[:, None]
+        a = tl.load(x_rows + k[:, None], x_tile, other=0.0)
+        gate = dot(tl.load(gates + k[None, :], w_tile, other=0.0), a, gate)
+        up = dot(tl.load(ups + k[None, :], w_tile, other=0.0), a, up)
     tl.store(
-        out + r[:, None] * o_r + n[None, :], _gate(gate, up, out.dtype.element_ty),
-        (r < rows)[:, None] & (n < N)[None, :],
+        out + r[None, :] * o_r + n[:, None], _gate(gate, up, out.dtype.element_ty), w_in & x_in
     )  # fmt: skip
 
 
@@ -96,12 +100,13 @@ def linear_gated(x: Tensor, weight: Tensor) -> Tensor:
     rows, inputs = x.shape
     outputs = len(weight) // 2
     tile_r = tile_of_rows(rows)
-    tile_n, tile_k, warps, stages = _tiles(rows)
+    tile_k = _LARGE_TILE_K if tile_r == _FEWEST_ROWS else _LARGE_TILE_K // 2
+    stages = num_stages((2 * _TILE_N + tile_r) * tile_k * x.element_size(), x.get_device())
     out = x.new_empty((rows, outputs))
     launch(
-        _gated_kernel, (triton.cdiv(outputs, tile_n), triton.cdiv(rows, tile_r)),
+        _gated_kernel, (triton.cdiv(outputs, _TILE_N), triton.cdiv(rows, tile_r)),
         x, weight, out, rows, x.stride(0), weight.stride(0), out.stride(0),
-        outputs, inputs, tile_r, tile_n, tile_k, stages, num_warps=warps, early=True,
+        outputs, inputs, tile_r, _TILE_N, tile_k, stages, early=True,
     )  # fmt: skip
     return out
 
@@ -115,9 +120,3 @@ def multiply_gated(both: Tensor) -> Tensor:
         both.stride(0), out.stride(0), outputs, _TILE, early=True,
     )  # fmt: skip
     return out
-
-
-@cache
-def _tiles(rows: int) -> tuple[int, int, int, int]:
-    """Choose outputs and inputs of a tile, warps and stages: the fastest tried on an H200."""
-    return (32, 128, 4, 4) if rows <= 64 else (64, 64, 4, 3)
