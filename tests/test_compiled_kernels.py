@@ -87,7 +87,7 @@ COMPILE = """
     tile = dict(TILE_R=16, TILE_N=32, TILE_K=64)
     check(_whole_kernel, dtype, N=48, K=100, STAGES=3, BIAS=True, GELU=True, **tile)
     check(_parts_kernel, dtype, N=48, K=500, PARTS=2, **tile)
-    tile = dict(TILE_R=16, TILE_N=64, TILE_K=64, STAGES=3)
+    tile = dict(TILE_R=16, TILE_N=64, TILE_K=64, STAGES=3, ASKS=True)
     check(_streamed_kernel, dtype, N=48, K=500, PARTS=2, BIAS=True, **tile)
     check(_gated_kernel, dtype, N=48, K=100, **tile)
     check(_add_norm_kernel, dtype, N=48, TILE_N=64, PARTS=2, BIAS=True)

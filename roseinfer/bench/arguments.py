@@ -98,7 +98,9 @@ def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     )
     kernels = "attend with the Triton kernels, or with the reference"
     add("--paged-attn", dest="paged_attention", action=switch, help=kernels)
-    layers = "torch.compile the layers of a model that has no fused kernels"
+    fused = "run a model on fused kernels where there are some for it, or on its own modules"
+    add("--fused-model", action=switch, help=fused)
+    layers = "torch.compile the layers of a model on its own modules"
     add("--compile-layers", action="store_const", const=True, help=layers)
     add("--cuda-graph", action=switch, help="replay a step as one CUDA graph, or launch it")
     add("--run-ahead", type=whole(0), metavar="N", help="steps the device may be ahead")

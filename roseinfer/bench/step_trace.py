@@ -145,7 +145,8 @@ def tokens_of_each(engine: Engine, sequences: int, context: int, steps: int) -> 
     ends a prompt or takes its fill. Raise where so many cannot decode side by side for so long.
     """
     filling = sequences + sequences * context // engine.config.prefill_max_tokens
-    new = filling + _SETTLE + steps + step_kernels.STEPS
+    ending = 1  # a request ends with its last token
+    new = filling + _SETTLE + steps + step_kernels.STEPS + ending
     advice = "ask for less --context, fewer --steps or --sequences"
     require_positions(engine, context, new, advice)
     kv = engine.sessions.kv

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu as torch_gelu
 
-from roseinfer.kernels.products.gated import linear_gated
+from roseinfer.kernels.products.gated import linear_gated, multiply_gated
 from roseinfer.kernels.products.linear import linear, linear_in_parts
 from roseinfer.kernels.products.streamed import stream_linear, stream_linear_in_parts
 
@@ -158,3 +158,11 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(device: str, dtype: torch
         for first, count in ((0, 1), (5, 1), (63, 1), (3, 16), (7, 17), (20, 40)):
             some = compute(layer.x[first : first + count], weight)
             assert torch.equal(some, all_of_them[first : first + count])
+
+
+def test_more_rows_than_some_axes_of_a_grid_count(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("the interpreter takes a minute, and has no such bound")
+    both = torch.randn(70_000, 16, device=device)
+    gates, ups = both.chunk(2, 1)
+    torch.testing.assert_close(multiply_gated(both), torch.nn.functional.silu(gates) * ups)

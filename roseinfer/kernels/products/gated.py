@@ -9,7 +9,7 @@ import triton.language as tl
 
 from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.products.dot import dot
-from roseinfer.kernels.products.streamed import num_stages, tile_of_rows
+from roseinfer.kernels.products.streamed import ask_for, may_ask, num_stages, tile_of_rows
 from roseinfer.kernels.runtime import launch
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _gated_kernel(
     x_r, w_n, o_r,
     N: tl.constexpr, K: tl.constexpr,
     TILE_R: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    ASKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes a strip of outputs of some rows, as ``_streamed_kernel`` does."""
     r = (tl.program_id(1) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
@@ -62,6 +62,10 @@ def _gated_kernel(
     x_rows = x + r[None, :] * x_r
     w_in, x_in = (n < N)[:, None], (r < rows)[None, :]
     if EARLY:
+        if ASKS:
+            asked = weight + tl.minimum(n, N - 1) * w_n
+            ask_for(asked)
+            ask_for(asked + tl.cast(N, tl.int64) * w_n)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     gate = tl.zeros((TILE_N, TILE_R), tl.float32)
@@ -82,8 +86,8 @@ def _gated_kernel(
 @moves(_multiplied_moved)
 @triton.jit
 def _multiply_kernel(both, out, b_r, o_r, N: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.program_id(0).to(tl.int64)  # of rows there can be more than another axis counts
+    n = tl.program_id(1) * TILE + tl.arange(0, TILE)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -106,7 +110,7 @@ def linear_gated(x: Tensor, weight: Tensor) -> Tensor:
     launch(
         _gated_kernel, (triton.cdiv(outputs, _TILE_N), triton.cdiv(rows, tile_r)),
         x, weight, out, rows, x.stride(0), weight.stride(0), out.stride(0),
-        outputs, inputs, tile_r, _TILE_N, tile_k, stages, early=True,
+        outputs, inputs, tile_r, _TILE_N, tile_k, stages, may_ask(weight, inputs), early=True,
     )  # fmt: skip
     return out
 
@@ -116,7 +120,7 @@ def multiply_gated(both: Tensor) -> Tensor:
     rows, outputs = both.shape[0], both.shape[1] // 2
     out = both.new_empty((rows, outputs))
     launch(
-        _multiply_kernel, (triton.cdiv(outputs, _TILE), rows), both, out,
+        _multiply_kernel, (rows, triton.cdiv(outputs, _TILE)), both, out,
         both.stride(0), out.stride(0), outputs, _TILE, early=True,
     )  # fmt: skip
     return out

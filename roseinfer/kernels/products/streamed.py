@@ -32,6 +32,8 @@ _PROGRAMS_WANTED = 128
 """A layer is cut into parts until it has so many: they fill a large GPU."""
 _LEAST_SHARE = 4 * _TILE_K
 """Inputs of a part, for with fewer no tile is on its way while another is multiplied."""
+_ASKED_FOR = 512
+"""Bytes of an output's weights that are on their way before the rows are there."""
 _WIDE = 1 << 14
 """From so many outputs on a layer has enough programs, however large each is."""
 
@@ -48,6 +50,22 @@ def _streamed_moved(given: Given) -> dict[str, int]:
     return moved
 
 
+@triton.jit
+def ask_for(begins):
+    """Have the first bytes at each place brought to the L2 cache. Nobody waits for them."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;", "=r,l",
+        [begins.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+def may_ask(weight: Tensor, inputs: int) -> bool:
+    """Tell if ``ask_for`` can be called of so many inputs of each output."""
+    size = weight.element_size()
+    aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) * size % 16 == 0
+    return aligned and inputs * size >= _ASKED_FOR
+
+
 @moves(_streamed_moved)
 @triton.jit(do_not_specialize=["rows"])
 def _streamed_kernel(
@@ -55,7 +73,7 @@ def _streamed_kernel(
     x_r, w_n, o_p, o_r,
     N: tl.constexpr, K: tl.constexpr,
     TILE_R: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, BIAS: tl.constexpr, ASKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes a strip of outputs and a part of the inputs, of some rows."""
     r = (tl.program_id(2) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
@@ -69,6 +87,8 @@ def _streamed_kernel(
     if BIAS:
         b = tl.load(bias + n, n < N, other=0.0).to(tl.float32)
     if EARLY:
+        if ASKS:
+            ask_for(weight + tl.minimum(n, N - 1).to(tl.int64) * w_n + begin)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     total = tl.zeros((TILE_N, TILE_R), tl.float32)
@@ -111,11 +131,13 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
     parts, rows, _ = out.shape
     tile_r = tile_of_rows(rows)
     tile_n, tile_k = (2 * _TILE_N, _TILE_K // 2) if outputs >= _WIDE else (_TILE_N, _TILE_K)
+    last = inputs - (parts - 1) * triton.cdiv(inputs, parts * tile_k) * tile_k
     stages = num_stages((tile_n + tile_r) * tile_k * x.element_size(), x.get_device())
     launch(
         _streamed_kernel, (triton.cdiv(outputs, tile_n), parts, triton.cdiv(rows, tile_r)),
         x, weight, bias, out, rows, x.stride(0), weight.stride(0), *out.stride()[:2],
-        outputs, inputs, tile_r, tile_n, tile_k, parts, stages, bias is not None, early=True,
+        outputs, inputs, tile_r, tile_n, tile_k, parts, stages, bias is not None,
+        may_ask(weight, last), early=True,
     )  # fmt: skip
 
 

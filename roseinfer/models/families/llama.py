@@ -14,7 +14,7 @@ from torch.nn.functional import linear as torch_linear
 
 from roseinfer.engine_paths import EnginePath
 from roseinfer.kernels.products.gated import linear_gated, multiply_gated
-from roseinfer.kernels.products.streamed import stream_linear, stream_linear_in_parts
+from roseinfer.kernels.products.streamed import num_parts, stream_linear, stream_linear_in_parts
 from roseinfer.kernels.rms_norm import add_rms_norm, embed_rms_norm
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 64
 """With more, our products read their weights once for each tile of rows, and torch's once."""
+_MOST_ROWS_IN_PARTS = 512
+"""With more, a whole product has enough to do for all of a GPU."""
 _STEADY_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 """Ways to rotate in which a position's angles are the same in texts of every length."""
 
@@ -141,7 +143,15 @@ def _of(norm: Any) -> tuple[Tensor, float]:
 
 def in_parts(x: Tensor, weight: Tensor) -> Tensor:
     """Compute a product as ``[parts, rows, outputs]``, still to be added up."""
-    return stream_linear_in_parts(x, weight) if len(x) <= MOST_ROWS else (x @ weight.T)[None]
+    if len(x) <= MOST_ROWS:
+        return stream_linear_in_parts(x, weight)
+    outputs, inputs = weight.shape
+    parts = num_parts(outputs, inputs)
+    small = x.is_cuda and x.element_size() == 2  # for others torch has no such product
+    if len(x) > _MOST_ROWS_IN_PARTS or inputs % parts or not small:
+        return (x @ weight.T)[None]
+    shares = weight.view(outputs, parts, -1).permute(1, 2, 0)
+    return torch.bmm(x.view(len(x), parts, -1).transpose(0, 1), shares, out_dtype=torch.float32)
 
 
 def gated(x: Tensor, gates_and_ups: Tensor) -> Tensor:
