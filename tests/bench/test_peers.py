@@ -196,9 +196,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert 0 < ours["prefill_ms"] < ours["total_s"] * 1e3
     assert ours["times_floor"] == ours["ms_per_step"] / document["facts"]["floor_ms"]
     assert sglang["not_available"] == "not installed: pip install sglang"
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
     assert "prefill ms" in printed
     assert "- sglang: not installed: pip install sglang" in printed
+    assert f"roseinfer: prefill {ours['prefill_ms']:.1f} ms, a step " in said
+    assert "sglang: not installed" in said, "each as soon as it is known"
 
 
 @pytest.mark.parametrize(("asked", "wanted"), [([], PEERS), (["--peers", "vllm"], ("vllm",))])

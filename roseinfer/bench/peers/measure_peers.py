@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from roseinfer.bench.peers.isolation import in_process
 from roseinfer.bench.peers.peer_systems import SET_UP
-from roseinfer.how_far import counted
+from roseinfer.how_far import counted, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +62,20 @@ def compare(
 
 def others(names: Sequence[str], job: PeerJob, floor_ms: float) -> list[PeerRow]:
     """Return the row of every peer, or the reason why there is nothing in it."""
-    return [_of(name, job, floor_ms) for name in counted(names, "other systems", "measured")]
+    rows = []
+    for name in counted(names, "other systems", "measured"):
+        rows.append(_of(name, job, floor_ms))
+        tell(rows[-1])
+    return rows
+
+
+def tell(row: PeerRow) -> None:
+    """Say what was measured: who breaks off a long run gets no table."""
+    if row.prefill_ms is None:
+        say(f"{row.system}: {row.not_available}")
+    else:
+        step = f"{row.ms_per_step:.3f}" if row.ms_per_step else "?"
+        say(f"{row.system}: prefill {row.prefill_ms:.1f} ms, a step {step} ms")
 
 
 def _of(name: str, job: PeerJob, floor_ms: float) -> PeerRow:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from roseinfer.bench import arguments
 from roseinfer.bench.equal_requests import asked, engine_of_equal_requests
 from roseinfer.bench.model_source import ModelSource, collect
-from roseinfer.bench.peers.measure_peers import measure, others
+from roseinfer.bench.peers.measure_peers import measure, others, tell
 from roseinfer.bench.peers.peer_job import PeerJob
 from roseinfer.bench.reporting import Report, Table, unavailable_table
 from roseinfer.bench.serving.driving import Work, perform, random_prompts, require_positions
@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> Report:
     floor = memory_floor(source.skeleton(), llm)
     floor_ms = job.floor_ms(floor)
     rows = [measure("roseinfer", None, _ours(llm, job), job, floor_ms)]
+    tell(rows[0])
     del llm, model  # the others need the memory
     collect()
     rows += others(arguments.peers_named(args.peers or ()), job, floor_ms)
