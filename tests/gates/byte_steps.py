@@ -50,6 +50,20 @@ def narrow_gpt2(device: str) -> Any:
     return scaled_up(transformers.GPT2LMHeadModel(config)).to(device, torch.bfloat16)
 
 
+def narrow_llama(device: str) -> Any:
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=POSITIONS,
+    )
+    return scaled_up(transformers.LlamaForCausalLM(config)).to(device, torch.bfloat16)
+
+
 def second_token(model: Any, device: str, **config: Any) -> ByteStep:
     """The first step behind prefill, or the second where tokens are read a step later."""
     config = {"kv_cache_tokens": 512, "block_size": 16, "prefix_cache": False, **config}

@@ -5,12 +5,12 @@ Meant to move more, or done with less: ``pytest tests/gates --roseinfer-update-c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch  # noqa: F401  (for the condition below)
 
-from tests.gates.byte_steps import FUSED, llama, narrow_gpt2, second_token
+from tests.gates.byte_steps import FUSED, llama, narrow_gpt2, narrow_llama, second_token
 
 if TYPE_CHECKING:
     from pytest_roseinfer.gates.work.costs import Costs
@@ -26,22 +26,22 @@ pytestmark = [
 
 
 def test_with_torch_operations(roseinfer_costs: Costs, roseinfer_device: str) -> None:
-    check(
-        roseinfer_costs,
-        second_token(llama(roseinfer_device), roseinfer_device, paged_attention=False),
-    )
+    own_modules: dict[str, Any] = {"paged_attention": False, "fused_model": False}
+    check(roseinfer_costs, second_token(llama(roseinfer_device), roseinfer_device, **own_modules))
 
 
 def test_with_kernels(roseinfer_costs: Costs, roseinfer_device: str) -> None:
-    check(
-        roseinfer_costs,
-        second_token(llama(roseinfer_device), roseinfer_device, paged_attention=True),
-    )
+    own_modules: dict[str, Any] = {"paged_attention": True, "fused_model": False}
+    check(roseinfer_costs, second_token(llama(roseinfer_device), roseinfer_device, **own_modules))
 
 
 def test_fused_and_resident(roseinfer_costs: Costs, roseinfer_device: str) -> None:
     """Every kernel of the fastest step, which is one graph replay on a GPU."""
     check(roseinfer_costs, second_token(narrow_gpt2(roseinfer_device), roseinfer_device, **FUSED))
+
+
+def test_fused_llama(roseinfer_costs: Costs, roseinfer_device: str) -> None:
+    check(roseinfer_costs, second_token(narrow_llama(roseinfer_device), roseinfer_device, **FUSED))
 
 
 def check(costs: Costs, step: ByteStep) -> None:
