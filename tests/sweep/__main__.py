@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: models are on the CPU
 
 from tests.sweep.command import main
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roseinfer import LLM, AppendPolicy, RoseinferError, SamplingParams
+from roseinfer.kernels.runtime import why_unusable
+from roseinfer.models.families import fused_family
 from tests.sweep.build import NotBuilt, build
 from tests.sweep.compare import compare
 from tests.sweep.outcome import Kind, Outcome
@@ -40,8 +42,11 @@ def check(subject: Subject) -> Outcome:
         outputs = _serve(llm, subject)
     except Exception as error:  # ours too, since it comes too late to be a refusal
         return Outcome(Kind.WRONG, f"when it ran, {type(error).__name__}: {error}")
-    found = compare(outputs, Reference(model, subject.dtype))
-    return _in_halves(model, subject) or found if found.kind is Kind.AGREES else found
+    reference = Reference(model, subject.dtype)
+    found = compare(outputs, reference)
+    if found.kind is not Kind.AGREES:
+        return found
+    return _on_fused_kernels(model, subject, reference) or _in_halves(model, subject) or found
 
 
 def _refusal(model: Any, error: RoseinferError) -> Outcome:
@@ -51,7 +56,7 @@ def _refusal(model: Any, error: RoseinferError) -> Outcome:
     return Outcome(Kind.REFUSED, said) if named else Outcome(Kind.WRONG, f"without a name, {said}")
 
 
-def _load(model: Any, subject: Subject) -> LLM:
+def _load(model: Any, subject: Subject, *, fused: bool = False) -> LLM:
     return LLM(
         deepcopy(model),
         device="cpu",
@@ -64,6 +69,7 @@ def _load(model: Any, subject: Subject) -> LLM:
         attention_backend="reference",
         append_policy=AppendPolicy(triton=False),
         resident_decode=True,
+        fused_model=fused,
     )
 
 
@@ -77,6 +83,22 @@ def _serve(llm: LLM, subject: Subject) -> list[RequestOutput]:
         if output.error is not None or len(output.token_ids) != NEW_TOKENS:
             raise _Wrong(f"{output.finish_reason} after {output.token_ids}: {output.error}")
     return outputs
+
+
+def _on_fused_kernels(model: Any, subject: Subject, reference: Reference) -> Outcome | None:
+    """Return what is wrong when fused kernels serve the model, if there are some for it.
+
+    Tests that compile kernels for a GPU have no interpreter, and nothing to run them on a CPU.
+    """
+    if fused_family(model) is None or why_unusable(model.device):
+        return None
+    try:
+        outcome = compare(_serve(_load(model, subject, fused=True), subject), reference)
+    except Exception as error:  # ours too, since its own modules served it
+        outcome = Outcome(Kind.WRONG, f"{type(error).__name__}: {error}")
+    if outcome.kind is Kind.AGREES:
+        return None
+    return Outcome(Kind.WRONG, f"on fused kernels, {outcome.why}")
 
 
 def _in_halves(model: Any, subject: Subject) -> Outcome | None:

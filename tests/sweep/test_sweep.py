@@ -12,6 +12,7 @@ import pytest
 
 from pytest_roseinfer import settings
 from roseinfer.models.causal import CausalModel
+from roseinfer.models.families.llama import FusedLlama
 from tests import warm_process
 from tests.python_process import ROOT
 from tests.sweep import command, run, table
@@ -103,6 +104,21 @@ def test_an_engine_that_is_wrong_is_found(
     outcome = check(Subject("gpt2"))
     assert outcome.kind is Kind.WRONG
     assert re.search(said, outcome.why)
+
+
+def test_fused_kernels_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compute other logits only once they have passed the trial, which is of four tokens."""
+    right = FusedLlama.logits
+
+    def broken(self: FusedLlama, tokens: torch.Tensor, *told: Any) -> torch.Tensor:
+        logits = right(self, tokens, *told)
+        return logits if len(tokens) == 4 else logits.roll(1, -1)
+
+    assert check(Subject("qwen2")).kind is Kind.AGREES
+    monkeypatch.setattr(FusedLlama, "logits", broken)
+    outcome = check(Subject("qwen2"))
+    assert outcome.kind is Kind.WRONG
+    assert outcome.why.startswith("on fused kernels, behind ")
 
 
 def _other_tokens(*_: Any) -> list[int]:
