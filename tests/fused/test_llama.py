@@ -102,6 +102,19 @@ def test_more_rows_than_are_read_for_once(
     assert_close(logits, by_transformers(model, PROMPTS))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "parts"), [(64, 4), (65, 4), (512, 4), (513, 1)])
+def test_products_in_parts(device: str, dtype: torch.dtype, rows: int, parts: int) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, 2048, device=device), torch.randn(40, 2048, device=device)
+    x, weight = x.to(dtype), (weight / 2048**0.5).to(dtype)
+    got = llama.in_parts(x, weight)
+    assert got.shape == (parts, rows, 40)
+    far = 2e-5 if dtype is torch.float32 else 3e-2
+    want = x.double() @ weight.double().T
+    torch.testing.assert_close(got.double().sum(0), want, atol=far, rtol=far)
+
+
 @pytest.mark.parametrize("kin", ["qwen3", "olmo2"])
 def test_the_reference_rotates_too(device: str, kin: str) -> None:
     model = network(kin, device)

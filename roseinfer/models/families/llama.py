@@ -147,11 +147,13 @@ def in_parts(x: Tensor, weight: Tensor) -> Tensor:
         return stream_linear_in_parts(x, weight)
     outputs, inputs = weight.shape
     parts = num_parts(outputs, inputs)
-    small = x.is_cuda and x.element_size() == 2  # for others torch has no such product
-    if len(x) > _MOST_ROWS_IN_PARTS or inputs % parts or not small:
+    if len(x) > _MOST_ROWS_IN_PARTS or inputs % parts:
         return (x @ weight.T)[None]
+    rows = x.view(len(x), parts, -1).transpose(0, 1)
     shares = weight.view(outputs, parts, -1).permute(1, 2, 0)
-    return torch.bmm(x.view(len(x), parts, -1).transpose(0, 1), shares, out_dtype=torch.float32)
+    if x.is_cuda and x.dtype is not torch.float32:
+        return torch.bmm(rows, shares, out_dtype=torch.float32)
+    return torch.bmm(rows.float(), shares.float())  # torch has no such product of others
 
 
 def gated(x: Tensor, gates_and_ups: Tensor) -> Tensor:
