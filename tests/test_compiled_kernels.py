@@ -14,7 +14,9 @@ COMPILE = """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from roseinfer.kernels.attend_chunks import _chunk_kernel
-    from roseinfer.kernels.attend_decode import _combine_kernel, _decode_kernel, _tile
+    from roseinfer.kernels.attend_decode import _decode_kernel, _warps
+    from roseinfer.kernels.attend_parts import _combine_kernel
+    from roseinfer.kernels.weighing import tile_of_tokens
     from roseinfer.kernels.likeliest import _advance_kernel, _strip_kernel
     from roseinfer.kernels.products.linear import _parts_kernel, _whole_kernel
     from roseinfer.kernels.norm import _add_norm_kernel, _embed_norm_kernel
@@ -51,14 +53,14 @@ COMPILE = """
         if "EARLY" in names:
             constants["EARLY"] = capability >= 90
         if "WINDOW" in names:
-            constants = PLAIN | constants
+            constants = {name: no for name, no in PLAIN.items() if name in names} | constants
         types = {n: "constexpr" if n in constants else kind(kernel, n, dtype) for n in names}
-        if constants.get("PARTS") == 1:  # nothing to combine
+        if 1 in (constants.get("PARTS"), constants.get("SPLITS")):  # nothing to combine
             types |= {name: "*" + dtype for name in SINGLE if name in names}
         given = {(names.index(name),): value for name, value in constants.items()}
         source = ASTSource(fn=kernel, signature=types, constexprs=given)
         target = GPUTarget("cuda", capability, 32)
-        made = compile(source, target=target, options=dict(num_warps=warps))
+        made = compile(source, target=target, options=dict(num_warps=warps, enable_fp_fusion=False))
         assert made.asm["cubin"]
         assert made.metadata.shared <= 64 << 10
         print(kernel.__name__)
@@ -67,23 +69,24 @@ COMPILE = """
     traits = dict(WINDOW=40, CAPPED=True, SINKING=True, SLOPED=True)
     capability, dtype = int(sys.argv[1]), sys.argv[2]
     attends = dict(GROUP=2, D=80, TILE_D=128, TILE_T=64, LIMIT=0)
-    decodes = dict(Q_HEADS=4, TILE_G=16, **attends)
+    decodes = dict(Q_HEADS=4, TILE_G=16, ROWS=9, **attends)
     for block in (16, 64):
-        check(_decode_kernel, dtype, BLOCK=block, PARTS=4, APPENDS=True, ROOM=True, **decodes)
-    check(_decode_kernel, dtype, BLOCK=64, PARTS=1, APPENDS=True, ROOM=True, **decodes)
-    check(_decode_kernel, dtype, BLOCK=16, PARTS=4, APPENDS=False, ROOM=False, **decodes)
+        check(_decode_kernel, dtype, BLOCK=block, SPLITS=4, APPENDS=True, ROOM=True, **decodes)
+    check(_decode_kernel, dtype, BLOCK=64, SPLITS=1, APPENDS=True, ROOM=True, **decodes)
+    check(_decode_kernel, dtype, BLOCK=16, SPLITS=4, APPENDS=False, ROOM=False, **decodes)
     for head_dim, kind_of, size in ((64, "fp32", 4), (128, dtype, 2), (256, "fp32", 4)):
         for programs in (1, 1 << 20):
-            tile_t, warps = _tile(programs, head_dim * size)
-            decodes |= dict(D=head_dim, TILE_D=head_dim, TILE_T=tile_t, ROOM=programs == 1)
-            check(_decode_kernel, kind_of, warps, BLOCK=64, PARTS=1, APPENDS=True, **decodes)
-    check(_decode_kernel, dtype, BLOCK=64, PARTS=1, APPENDS=True, **decodes, **traits)
+            decodes |= dict(D=head_dim, TILE_D=head_dim, TILE_T=tile_of_tokens(head_dim * size))
+            ways = dict(BLOCK=64, SPLITS=1, APPENDS=True, ROOM=programs == 1)
+            check(_decode_kernel, kind_of, _warps(programs, head_dim), **ways, **decodes)
+    check(_decode_kernel, dtype, BLOCK=64, SPLITS=1, APPENDS=True, ROOM=True, **decodes, **traits)
     heads = dict(Q_HEADS=4, K_HEADS=2, D=80, TILE_Q=4, TILE_K=2, TILE_D=128)
     for together in (False, True):
         check(_rotate_kernel, dtype, TURN=64, NORMED=True, TOGETHER=together, **heads)
-    check(_chunk_kernel, dtype, BLOCK=16, TILE_Q=16, TILE_G=2, **attends)
-    check(_chunk_kernel, dtype, BLOCK=16, TILE_Q=16, TILE_G=2, **attends, **traits)
-    check(_combine_kernel, dtype, Q_HEADS=4, D=80, TILE_P=4, TILE_D=128)
+    chunk = dict(BLOCK=16, TILE_Q=16, TILE_G=2, STAGES=2, **attends)
+    check(_chunk_kernel, dtype, **chunk)
+    check(_chunk_kernel, dtype, **chunk, **traits)
+    check(_combine_kernel, dtype, Q_HEADS=4, D=80, TILE_D=128, ROWS=9, APPENDS=True, LIMIT=0)
     tile = dict(TILE_R=16, TILE_N=32, TILE_K=64)
     check(_whole_kernel, dtype, N=48, K=100, STAGES=3, BIAS=True, GELU=True, **tile)
     check(_parts_kernel, dtype, N=48, K=500, PARTS=2, **tile)

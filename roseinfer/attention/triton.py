@@ -143,7 +143,7 @@ class TritonAttention(AttentionBackend):
         for at in range(batch.singles, len(batch.counts)):
             count = batch.counts[at]
             first = batch.lengths[at] - count
-            for begin in range(0, count, tile_q):
+            for begin in reversed(range(0, count, tile_q)):  # what takes longest begins first
                 tiles.append((at, row + begin, min(tile_q, count - begin), first + begin))
             row += count
         columns = [list(column) for column in zip(*tiles, strict=True)]

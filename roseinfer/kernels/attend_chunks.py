@@ -13,9 +13,18 @@ import triton.language as tl
 
 from roseinfer.errors import BadArgument
 from roseinfer.kernels.moves import moves, taken
+from roseinfer.kernels.parts import part_begin, part_of
 from roseinfer.kernels.products.dot import dot
 from roseinfer.kernels.runtime import is_interpreted, launch
-from roseinfer.kernels.scores import add_sinks, numbers_by_head, score_arguments, shape_scores
+from roseinfer.kernels.scores import numbers_by_head, score_arguments
+from roseinfer.kernels.weighing import (
+    fold,
+    nothing_seen,
+    of_row,
+    own_token,
+    see_tile,
+    tile_of_tokens,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +34,8 @@ if TYPE_CHECKING:
     from roseinfer.kernels.moves import Given
     from roseinfer.layer_traits import LayerTraits
 
-_TILE_T = 64
-"""A program looks at so many tokens of context together."""
+_STAGES = 2
+"""Tiles of tokens on their way at once."""
 
 
 def _chunks_moved(given: Given) -> dict[str, int | Callable[[], int]]:
@@ -78,69 +87,103 @@ def _chunk_kernel(
     table_width,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_G: tl.constexpr, TILE_D: tl.constexpr, TILE_T: tl.constexpr,
-    LIMIT: tl.constexpr,
+    LIMIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
-    sequence = tl.load(sequences + tile).to(tl.int64)
+    table = tables + tl.load(sequences + tile).to(tl.int64) * table_width
     row = tl.load(rows + tile).to(tl.int64)
-    count = tl.load(counts + tile)
-    position = tl.load(positions + tile)
-    m = tl.arange(0, TILE_Q * TILE_G)
+    count = tl.load(counts + tile).to(tl.int32)
+    position = tl.load(positions + tile).to(tl.int32)
+    M: tl.constexpr = TILE_Q * TILE_G
+    m = tl.arange(0, M)
     token, member = m // TILE_G, m % TILE_G
     dims = tl.arange(0, TILE_D)
-    q_inside = ((token < count) & (member < GROUP))[:, None] & (dims < D)[None, :]
+    d_inside = (dims < D)[None, :]
+    real = member < GROUP
+    there = (token < count) & real
     head = kv_head * GROUP + member
     q = tl.load(
         query + (row + token)[:, None] * q_s + head[:, None] * q_h + dims[None, :] * q_d,
-        q_inside, other=0.0,
+        there[:, None] & d_inside, other=0.0,
     )  # fmt: skip
-    top = tl.full((TILE_Q * TILE_G,), float("-inf"), tl.float32)
-    total = tl.zeros((TILE_Q * TILE_G,), tl.float32)
-    sums = tl.zeros((TILE_Q * TILE_G, TILE_D), tl.float32)
-    end = position + count
-    # Not every version of Triton's interpreter can count to a tensor.
-    # The tile's first token sees what is furthest back.
+    k_head, v_head = k_cache + kv_head * kc_h, v_cache + kv_head * vc_h
+
+    TILE_O: tl.constexpr = max(TILE_Q, 16)
+    own = tl.arange(0, TILE_O)
+    k_own = _stored(k_head, table, position + own, own < count, dims, kc_b, kc_t, kc_d, BLOCK, D)
+    products = tl.where(own[None, :] == token[:, None], dot(q, tl.trans(k_own)), 0.0)
+    v_own = _stored(v_head, table, position + token, there, dims, vc_b, vc_t, vc_d, BLOCK, D)
+    all_top, all_total, all_sums = own_token(
+        tl.sum(products, 1), v_own.to(tl.float32), scale, cap, sinks, slopes, head, real,
+        CAPPED, SLOPED, SINKING,
+    )  # fmt: skip
+
+    # The tile's first token sees what is furthest back; its last one sees those in front of it.
     first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
-    for at in tl.range(0 if LIMIT else first // TILE_T * TILE_T, LIMIT if LIMIT else end, TILE_T):
+    end = position + count - 1
+    part = part_of(first)
+    ends = part_begin(part + 1)
+    top, total, sums = nothing_seen(M, TILE_D)
+    begin = first // TILE_T * TILE_T
+    if not WINDOW and not LIMIT:
+        # What all of the tile's tokens see needs no mask.
+        for at in tl.range(begin, position // TILE_T * TILE_T, TILE_T, num_stages=STAGES):
+            if at == ends:
+                all_top, all_total, all_sums = fold(
+                    all_top, all_total, all_sums, top, of_row(total), sums
+                )
+                top, total, sums = nothing_seen(M, TILE_D)
+                part += 1
+                ends = part_begin(part + 1)
+            tokens = at + tl.arange(0, TILE_T)
+            every = tokens >= 0
+            k = _stored(k_head, table, tokens, every, dims, kc_b, kc_t, kc_d, BLOCK, D)
+            v = _stored(v_head, table, tokens, every, dims, vc_b, vc_t, vc_d, BLOCK, D)
+            distance = (position + token)[:, None] - tokens[None, :]
+            top, total, sums = see_tile(
+                q, k, v, distance, distance.to(tl.float32), top, total, sums, scale, cap, slopes,
+                head, real, False, CAPPED, SLOPED,
+            )  # fmt: skip
+        begin = position // TILE_T * TILE_T
+    # Not every version of Triton's interpreter can count to a tensor.
+    for at in tl.range(0 if LIMIT else begin, LIMIT if LIMIT else end, TILE_T, num_stages=STAGES):
+        if at == ends:
+            all_top, all_total, all_sums = fold(
+                all_top, all_total, all_sums, top, of_row(total), sums
+            )
+            top, total, sums = nothing_seen(M, TILE_D)
+            part += 1
+            ends = part_begin(part + 1)
         tokens = at + tl.arange(0, TILE_T)
         stored = (tokens >= first) & (tokens < end)
-        blocks = tl.load(tables + sequence * table_width + tokens // BLOCK, stored, other=0).to(
-            tl.int64
-        )
-        slots = (tokens % BLOCK).to(tl.int64)
-        inside = stored[:, None] & (dims < D)[None, :]
-        k = tl.load(
-            k_cache + blocks[:, None] * kc_b + kv_head * kc_h + slots[:, None] * kc_t
-            + dims[None, :] * kc_d, inside, other=0.0,
-        )  # fmt: skip
-        v = tl.load(
-            v_cache + blocks[:, None] * vc_b + kv_head * vc_h + slots[:, None] * vc_t
-            + dims[None, :] * vc_d, inside, other=0.0,
-        )  # fmt: skip
+        k = _stored(k_head, table, tokens, stored, dims, kc_b, kc_t, kc_d, BLOCK, D)
+        v = _stored(v_head, table, tokens, stored, dims, vc_b, vc_t, vc_d, BLOCK, D)
         distance = (position + token)[:, None] - tokens[None, :]
-        scores = shape_scores(
-            dot(q, tl.trans(k)) * scale, cap, slopes, head, member < GROUP,
-            distance.to(tl.float32), CAPPED, SLOPED,
-        )  # fmt: skip
-        seen = distance >= 0
+        seen = distance > 0
         if WINDOW:
             seen = seen & (distance < WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        # Nothing seen up to here: infinity less infinity is NaN.
-        finite = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(top - finite)
-        weights = tl.exp2(scores - finite[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        sums = sums * shrink[:, None] + dot(weights.to(v.dtype), v)
-        top = higher
-    if SINKING:
-        _, total, sums = add_sinks(top, total, sums, sinks, head, member < GROUP)
-    total = tl.where(total > 0, total, 1.0)  # a row behind the last token may see nothing
+        top, total, sums = see_tile(
+            q, k, v, seen, distance.to(tl.float32), top, total, sums, scale, cap, slopes,
+            head, real, True, CAPPED, SLOPED,
+        )  # fmt: skip
+    all_top, all_total, all_sums = fold(all_top, all_total, all_sums, top, of_row(total), sums)
     tl.store(
         out + (row + token)[:, None] * o_s + head[:, None] * o_h + dims[None, :] * o_d,
-        (sums / total[:, None]).to(out.dtype.element_ty), q_inside,
+        (all_sums / all_total[:, None]).to(out.dtype.element_ty), there[:, None] & d_inside,
+    )  # fmt: skip
+
+
+@triton.jit
+def _stored(
+    cache, table, tokens, inside, dims, c_b, c_t, c_d, BLOCK: tl.constexpr, D: tl.constexpr
+):
+    """Load what is stored of some tokens for one head, ``[tokens, dims]``."""
+    blocks = tl.load(table + tokens // BLOCK, inside, other=0).to(tl.int64)
+    slots = (tokens % BLOCK).to(tl.int64)
+    return tl.load(
+        cache + blocks[:, None] * c_b + slots[:, None] * c_t + dims[None, :] * c_d,
+        inside[:, None] & (dims < D)[None, :], other=0.0,
     )  # fmt: skip
 
 
@@ -176,7 +219,8 @@ def paged_attention_chunks(
         _chunk_kernel, (len(tiles[0]), kv_heads),
         query, k_cache, v_cache, tables, *tiles, out, *score_arguments(traits, query),
         *query.stride(), *out.stride(), *k_cache.stride(), *v_cache.stride(),
-        tables.stride(0), group, head_dim, block_size, tile_q, tile_g, tile_d, _TILE_T,
-        longest if is_interpreted() else 0,
+        tables.stride(0), group, head_dim, block_size, tile_q, tile_g, tile_d,
+        tile_of_tokens(tile_d * k_cache.element_size()), longest if is_interpreted() else 0,
+        _STAGES, as_written=True,
     )  # fmt: skip
     return out

@@ -73,12 +73,6 @@ def shape_scores(
 
 
 @triton.jit
-def add_sinks(top, total, sums, sinks, heads, real):
-    """Let each head's sink take its part of the weights, which have been summed up to here.
-
-    This returns the largest score, the sum of weights and that of weighted values anew.
-    """
-    sink = tl.load(sinks + heads, real, other=0.0).to(tl.float32) * _LOG2_E_IN_KERNELS
-    higher = tl.maximum(top, sink)
-    shrink = tl.exp2(top - higher)
-    return higher, total * shrink + tl.exp2(sink - higher), sums * shrink[:, None]
+def sink_scores(sinks, heads, real):
+    """Return the score of each head's sink, as powers of two."""
+    return tl.load(sinks + heads, real, other=0.0).to(tl.float32) * _LOG2_E_IN_KERNELS

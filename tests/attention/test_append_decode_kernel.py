@@ -171,20 +171,20 @@ def test_contexts_in_parts(
     device: str, block_size: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts at, before and behind the end of a context; some have nothing to look at."""
-    monkeypatch.setattr(decode_triton, "_num_parts", lambda *_: parts)
+    monkeypatch.setattr(decode_triton, "_num_splits", lambda *_: parts)
     check(Case(device, [0, 63, 64, 65, 130], block_size=block_size))
 
 
-@pytest.mark.parametrize("tile", [(64, 4), (32, 1), (16, 1)])
+@pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("block_size", [16, 32, 64])
-def test_every_tile(
-    device: str, block_size: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+def test_as_with_more_programs(
+    device: str, block_size: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those that are chosen for more programs, or larger heads, than a test has."""
-    monkeypatch.setattr(decode_triton, "_tile", lambda *_: tile)
+    """Programs are smaller, and the next kernel has no room beside them."""
+    monkeypatch.setattr(decode_triton, "_warps", lambda *_: 1)
     monkeypatch.setattr(decode_triton, "_AT_ONCE", 0)
     lengths = [None, 15, 16, 31, 33, 64, 100]
-    check(Case(device, lengths, block_size=block_size, head_dim=64, dtype=torch.bfloat16))
+    check(Case(device, lengths, block_size=block_size, head_dim=head_dim, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 3])
@@ -197,7 +197,7 @@ def test_a_part_of_large_scores_outweighs_the_others(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts are put together by their largest scores, wherever these are."""
-    monkeypatch.setattr(decode_triton, "_num_parts", lambda *_: 3)
+    monkeypatch.setattr(decode_triton, "_num_splits", lambda *_: 3)
     for loud in (10, 100, 180):
         case = Case(device, [190], block_size=16)
         case.slot(case.caches[0], 0, loud)[:] *= 20
@@ -226,13 +226,13 @@ def test_windows(device: str, window: int, block_size: int) -> None:
 def test_layers_that_ask_for_more(
     device: str, names: Sequence[str], parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_triton, "_num_parts", lambda *_: parts)
+    monkeypatch.setattr(decode_triton, "_num_splits", lambda *_: parts)
     check(Case(device, [0, 5, 16, 17, 130], block_size=16, q_heads=6, traits=names))
 
 
 @pytest.mark.parametrize("parts", [2, 8])
 def test_a_window_in_parts(device: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_triton, "_num_parts", lambda *_: parts)
+    monkeypatch.setattr(decode_triton, "_num_splits", lambda *_: parts)
     lengths: list[int | None] = [0, 99, 100, 101, 300]
     check(Case(device, lengths, block_size=16, traits=["window", "sinks"], window=100))
 

@@ -1,11 +1,13 @@
-"""How decode attention is cut up on a GPU, where its kernel is not interpreted."""
+"""How decode attention is shared among programs on a GPU, where its kernel is not interpreted."""
 
 from __future__ import annotations
 
 import pytest
 
 from roseinfer.kernels import attend_decode as decode_triton
-from roseinfer.kernels.attend_decode import _num_parts, _tile
+from roseinfer.kernels.attend_decode import _num_splits, _registers, _warps
+from roseinfer.kernels.parts import num_parts
+from roseinfer.kernels.weighing import tile_of_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -14,27 +16,28 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_few_kinds_of_kernels_whatever_the_contexts() -> None:
-    """Every new number of parts is a kernel to compile, for which a request waits."""
+    """Every new number of programs is a kernel to compile, for which a request waits."""
     for rows in (1, 8, 12, 96, 132, 396, 397, 3072):
-        parts = [_num_parts(rows, tokens) for tokens in range(1, 70_000, 61)]
-        assert set(parts) <= {1, 2, 4, 8, 16, 32}
-        assert parts == sorted(parts)
+        splits = [_num_splits(rows, num_parts(tokens)) for tokens in range(1, 70_000, 61)]
+        assert set(splits) <= {1, 2, 4, 8, 16, 32, 64}
+        assert splits == sorted(splits)
 
 
-def test_no_more_parts_than_fill_the_gpu_and_none_for_short_tables() -> None:
-    assert [_num_parts(12 * sequences, 1024) for sequences in (1, 4, 8, 16, 17, 64)] == [
-        16, 8, 4, 2, 1, 1,
+def test_no_more_programs_than_fill_the_gpu_and_one_for_short_tables() -> None:
+    assert [_num_splits(12 * sequences, 99) for sequences in (1, 2, 4, 8, 16, 17, 64)] == [
+        64, 16, 8, 4, 2, 1, 1,
     ]  # fmt: skip
-    assert [_num_parts(8, tokens) for tokens in (1, 64, 65, 128, 129, 1 << 20)] == [
-        1, 1, 2, 2, 4, 32,
-    ]  # fmt: skip
+    assert [_num_splits(8, parts) for parts in (1, 2, 3, 4, 5, 33)] == [1, 2, 4, 4, 8, 64]
 
 
-@pytest.mark.parametrize(
-    ("programs", "head_bytes", "tile"),
-    [(1, 128, 64), (792, 256, 64), (793, 256, 32), (1, 512, 32), (5000, 512, 32), (1, 1024, 16)],
-)
-def test_large_tiles_where_programs_are_few_and_heads_are_small(
-    programs: int, head_bytes: int, tile: int
-) -> None:
-    assert _tile(programs, head_bytes) == (tile, 4 if tile == 64 else 1)
+def test_small_programs_where_there_are_many_and_heads_are_small() -> None:
+    chosen = {(n, d): (_warps(n, d), _registers(n, d)) for n in (396, 397, 793) for d in (64, 128)}
+    assert chosen == {
+        (396, 64): (4, None), (397, 64): (4, None), (793, 64): (1, None),
+        (396, 128): (4, None), (397, 128): (4, 128), (793, 128): (4, 128),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("head_bytes", "tile"), [(16, 64), (256, 64), (512, 32), (4096, 16)])
+def test_tiles_of_tokens_depend_on_the_heads_alone(head_bytes: int, tile: int) -> None:
+    assert tile_of_tokens(head_bytes) == tile

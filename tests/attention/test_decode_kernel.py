@@ -94,7 +94,7 @@ def test_every_grouping_of_query_heads(device: str, q_heads: int, kv_heads: int)
 @pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 700])
 def test_contexts_that_are_split(device: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At, before and behind the end of a part, beside a sequence of one token."""
-    monkeypatch.setattr(decode_triton, "_num_parts", lambda *_: 2)
+    monkeypatch.setattr(decode_triton, "_num_splits", lambda *_: 2)
     assert_close(Case(device, [length, 1], block_size=16))
 
 

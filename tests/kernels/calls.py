@@ -14,6 +14,7 @@ from roseinfer.kernels import (
     append,
     attend_chunks,
     attend_decode,
+    attend_parts,
     clone,
     likeliest,
     norm,
@@ -80,8 +81,17 @@ def attend(*, new: bool, more: Sequence[str] = ()) -> torch.Tensor:
 
 def attend_in_parts(*, new: bool) -> torch.Tensor:
     """The same with every context in two parts, as only GPUs have them."""
-    with mock.patch.object(attend_decode, "_num_parts", return_value=2):
+    with mock.patch.object(attend_decode, "_num_splits", return_value=2):
         return attend(new=new)
+
+
+def combine() -> None:
+    """Two parts of one context and one of another, and what was seen of their own tokens."""
+    largest, weights = numbers(2, 2 * 4 * 3).exp()
+    attend_parts.combine_parts(
+        numbers(2 * 4 * 3, 20), largest, weights, index(130, 5),
+        numbers(2, 4, 20, dtype=torch.float16), 3, 0, 32, 1, appends=False,
+    )  # fmt: skip
 
 
 def attend_to_chunks(more: Sequence[str] = ()) -> torch.Tensor:
@@ -150,6 +160,7 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: attend_in_parts(new=True),
         ["_decode_kernel", "_combine_kernel"],
     ),
+    "combine": (combine, ["_combine_kernel"]),
     "chunks": (attend_to_chunks, ["_chunk_kernel"]),
     "chunks in a window": (
         lambda: attend_to_chunks(["window", "cap", "sinks", "slopes"]),

@@ -69,8 +69,24 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "writes",
             "out",
             "attend",
-            "(sums / total[:, None]).to(out.dtype.element_ty), q_inside,",
-            "(sums / total[:, None]).to(out.dtype.element_ty), d_inside[None, :],",
+            "(all_sums / all_total[:, None]).to(out.dtype.element_ty), q_inside,",
+            "(all_sums / all_total[:, None]).to(out.dtype.element_ty), d_inside[None, :],",
+        ),
+    ),
+    "attend_parts": (
+        Planted(
+            "reads",
+            "weights_sum",
+            "combine",
+            "tl.load(weights_sum + row + at + one, there, other=0.0)",
+            "tl.load(weights_sum + row + at + one)",
+        ),
+        Planted(
+            "writes",
+            "out",
+            "combine",
+            "out.dtype.element_ty), inside,",
+            "out.dtype.element_ty), dims >= 0,",
         ),
     ),
     "attend_chunks": (
@@ -78,16 +94,15 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "reads",
             "tables",
             "chunks",
-            "tokens // BLOCK, stored, other=0).to(",
+            "tokens // BLOCK, inside, other=0).to(",
             "tokens // BLOCK).to(",
         ),
         Planted(
             "writes",
             "out",
             "chunks",
-            "        (sums / total[:, None]).to(out.dtype.element_ty), q_inside,\n",
-            "        (sums / total[:, None]).to(out.dtype.element_ty),\n"
-            "        (member < GROUP)[:, None] & (dims < D)[None, :],\n",
+            "(all_sums / all_total[:, None]).to(out.dtype.element_ty), there[:, None] & d_inside,",
+            "(all_sums / all_total[:, None]).to(out.dtype.element_ty), real[:, None] & d_inside,",
         ),
     ),
     "linear": (

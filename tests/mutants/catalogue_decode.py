@@ -140,8 +140,8 @@ MUTANTS = (
         "new-token-seen-twice",
         "The context that the decode kernel goes through ends behind the new token.",
         _DECODE,
-        "    end = tl.minimum(begin + share, length)\n",
-        "    end = tl.minimum(begin + share, length + 1)\n",
+        "    end = tl.minimum(part_begin(last_part), own)\n",
+        "    end = tl.minimum(part_begin(last_part), own + 1)\n",
     ),
     Mutant(
         "captured-on-live-rows",
