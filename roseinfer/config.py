@@ -233,6 +233,9 @@ class EngineConfig:
     """Keep the state of sequences that decode on the device; None for yes on a GPU."""
     fused_model: bool | None = None
     """Run a model on fused kernels if there are some for it; None for yes on a GPU."""
+    batch_invariant: bool | None = None
+    """A request gets the same bits whatever else is in the batch; None for yes where the model's
+    kernels can, which takes a GPU. Prompts are a tenth slower for it."""
     pad_head: bool | None = None
     """Widen the heads of other models with odd vocabularies; None for yes on a GPU."""
     compile_layers: bool = False

@@ -81,6 +81,11 @@ class LLM:
         self._use_lock = threading.Lock()
         self._process = os.getpid()
 
+    @property
+    def batch_invariant(self) -> bool:
+        """What a request gets has the same bits whatever else is in the batch."""
+        return self.engine.sessions.model.batch_invariant
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -18,7 +18,7 @@ COMPILE = """
     from roseinfer.kernels.attend_parts import _combine_kernel
     from roseinfer.kernels.weighing import tile_of_tokens
     from roseinfer.kernels.likeliest import _advance_kernel, _strip_kernel
-    from roseinfer.kernels.products.linear import _parts_kernel, _whole_kernel
+    from roseinfer.kernels.products.linear import _gelu_kernel, _parts_kernel, _whole_kernel
     from roseinfer.kernels.norm import _add_norm_kernel, _embed_norm_kernel
     from roseinfer.kernels.rms_norm import _add_kernel, _behind_kernel, _embed_kernel
     from roseinfer.kernels.products.gated import _gated_kernel, _multiply_kernel
@@ -89,6 +89,7 @@ COMPILE = """
     check(_combine_kernel, dtype, Q_HEADS=4, D=80, TILE_D=128, ROWS=9, APPENDS=True, LIMIT=0)
     tile = dict(TILE_R=16, TILE_N=32, TILE_K=64)
     check(_whole_kernel, dtype, N=48, K=100, STAGES=3, BIAS=True, GELU=True, **tile)
+    check(_gelu_kernel, dtype, N=48, TILE=64)
     check(_parts_kernel, dtype, N=48, K=500, PARTS=2, **tile)
     tile = dict(TILE_R=16, TILE_N=64, TILE_K=64, STAGES=3, ASKS=True)
     check(_streamed_kernel, dtype, N=48, K=500, PARTS=2, BIAS=True, **tile)
@@ -109,4 +110,4 @@ COMPILE = """
 def test_the_kernels_of_decoding_compile(capability: int, dtype: str) -> None:
     """For GPUs that let kernels start early, and for others."""
     code = COMPILE.replace("sys.argv[1]", f"'{capability}'").replace("sys.argv[2]", f"'{dtype}'")
-    assert len(run_python(code, warm=True).split()) == 28
+    assert len(run_python(code, warm=True).split()) == 29

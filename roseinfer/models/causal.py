@@ -80,6 +80,8 @@ class CausalModel:
     """A transformers model that keeps its keys and values in our cache."""
 
     paths: tuple[EnginePath, ...] = ()
+    batch_invariant: bool = False
+    """What a token gets has the same bits whatever else is in the batch."""
 
     def __init__(self, model: Any, *, max_length: int | None = None) -> None:
         """Take over ``model``, and try it: its attention is ours from here on."""

@@ -18,6 +18,7 @@ from roseinfer.errors import BadArgument, ConfigError, UnsupportedModel
 from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.groups import by_window
 from roseinfer.kv.manager import KVBlockManager
+from roseinfer.models.batch_trial import same_bits_in_any_batch
 from roseinfer.models.causal import CausalModel, compile_layers
 from roseinfer.models.checkpoint import fetch
 from roseinfer.models.families import fused_family
@@ -109,8 +110,15 @@ def _causal(network: Any, config: EngineConfig) -> CausalModel:
             )
         fused = family(network, max_length=config.max_length)
         if agrees_with_its_modules(fused):
+            _settle_batch_invariance(fused, config)
             return fused
         _leave_kernels(network, config)
+    if config.batch_invariant:
+        raise ConfigError(
+            f"batch_invariant=True: {type(network).__name__} runs on its own modules here, whose "
+            "matrix products are rounded by the size of a batch: it takes a model with fused "
+            "kernels, on a GPU"
+        )
     if config.wants("pad_head", network.device.type):
         pad_head(network)
     causal = CausalModel(network, max_length=config.max_length)
@@ -120,6 +128,26 @@ def _causal(network: Any, config: EngineConfig) -> CausalModel:
         compile_layers(network)
         causal.paths += (EnginePath.COMPILED,)
     return causal
+
+
+def _settle_batch_invariance(fused: CausalModel, config: EngineConfig) -> None:
+    """Have a model on fused kernels round alike in any batch, if that is wanted and it can."""
+    if config.batch_invariant is False:
+        return
+    why = ""
+    if fused.device.type != "cuda" or fused.dtype is torch.float32:
+        why = "the kernels keep one order of adding up on a GPU, in float16 or bfloat16, alone"
+    elif config.attention_backend not in (None, "triton"):
+        why = f"attention_backend={config.attention_backend!r} keeps no order of adding up"
+    else:
+        fused.batch_invariant = True
+        most = config.prefill_max_tokens + config.max_batch_size
+        if same_bits_in_any_batch(fused, most):
+            return
+        fused.batch_invariant = False
+        why = "matrix products of torch are rounded by the size of a batch on this GPU"
+    if config.batch_invariant:
+        raise ConfigError(f"batch_invariant=True: {why}")
 
 
 def _leave_kernels(network: Any, config: EngineConfig) -> None:

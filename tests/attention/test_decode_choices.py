@@ -6,7 +6,7 @@ import pytest
 
 from roseinfer.kernels import attend_decode as decode_triton
 from roseinfer.kernels.attend_decode import _num_splits, _registers, _warps
-from roseinfer.kernels.parts import num_parts
+from roseinfer.kernels.context_parts import num_parts
 from roseinfer.kernels.weighing import tile_of_tokens
 
 

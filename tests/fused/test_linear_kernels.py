@@ -7,7 +7,14 @@ import torch
 from torch.nn.functional import gelu as torch_gelu
 
 from roseinfer.kernels.products.gated import linear_gated, multiply_gated
-from roseinfer.kernels.products.linear import linear, linear_in_parts
+from roseinfer.kernels.products.linear import (
+    cut_evenly,
+    gelu,
+    linear,
+    linear_in_parts,
+    num_parts,
+)
+from roseinfer.kernels.products.many_rows import multiply_in_parts
 from roseinfer.kernels.products.streamed import stream_linear, stream_linear_in_parts
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -72,12 +79,32 @@ def test_a_layer_and_its_activation(device: str, dtype: torch.dtype) -> None:
     layer.check(got, torch_gelu(before, approximate="tanh"))
 
 
+@every_dtype
+def test_the_same_activation_behind_a_product_of_many_rows(device: str, dtype: torch.dtype) -> None:
+    layer = Layer(device, 3, 64, 33, dtype=dtype)
+    layer.x[1] *= 30
+    whole = linear(layer.x, layer.weight, layer.bias)
+    both = linear(layer.x, layer.weight, layer.bias, gelu=True)
+    torch.testing.assert_close(gelu(whole), both, atol=0, rtol=0)
+
+
+@every_dtype
+def test_many_rows_in_the_same_parts(device: str, dtype: torch.dtype) -> None:
+    layer = Layer(device, 20, 768, 70, dtype=dtype)
+    parts = num_parts(768, 70, 1)
+    assert (parts, cut_evenly(768, parts), cut_evenly(700, 2)) == (6, True, False)
+    few, many = (f(layer.x, layer.weight, parts) for f in (linear_in_parts, multiply_in_parts))
+    assert few.shape == many.shape == (6, 20, 70)
+    torch.testing.assert_close(many, few, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (5, 3), (63, 65), (130, 31)])
 def test_odd_sizes(device: str, inputs: int, outputs: int, transposed: bool) -> None:
     layer = Layer(device, 2, inputs, outputs, transposed=transposed)
     layer.check(linear(layer.x, layer.weight), layer.truth)
-    layer.check(linear_in_parts(layer.x, layer.weight).sum(0), layer.truth)
+    parts = num_parts(inputs, outputs, 2)
+    layer.check(linear_in_parts(layer.x, layer.weight, parts).sum(0), layer.truth)
 
 
 @pytest.mark.parametrize("outputs", [(1 << 14) - 1, 1 << 14, (1 << 14) + 1])
@@ -91,7 +118,7 @@ def test_a_vocabulary(device: str, outputs: int) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_parts_add_up(device: str, rows: int, dtype: torch.dtype) -> None:
     layer = Layer(device, rows, 300, 70, dtype=dtype)
-    parts = linear_in_parts(layer.x, layer.weight)
+    parts = linear_in_parts(layer.x, layer.weight, num_parts(300, 70, rows))
     assert parts.dtype == torch.float32, "they are still to be added"
     assert len(parts) > 1
     layer.check(parts.sum(0), layer.truth)
@@ -104,7 +131,7 @@ def test_parts_of_any_number_of_tiles(
     """A part has as many tiles as the launcher allows, and the last tile is not full."""
     monkeypatch.setattr("roseinfer.kernels.products.linear._PROGRAMS_WANTED", 1)
     layer = Layer(device, 2, tiles * 128 - 5, 20)
-    parts = linear_in_parts(layer.x, layer.weight)
+    parts = linear_in_parts(layer.x, layer.weight, num_parts(tiles * 128 - 5, 20, 2))
     assert len(parts) >= tiles / 4
     layer.check(parts.sum(0), layer.truth)
 

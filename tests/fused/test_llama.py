@@ -103,12 +103,17 @@ def test_more_rows_than_are_read_for_once(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("rows", "parts"), [(64, 4), (65, 4), (512, 4), (513, 1)])
-def test_products_in_parts(device: str, dtype: torch.dtype, rows: int, parts: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "always", "parts"),
+    [(64, False, 4), (65, False, 4), (512, False, 4), (513, False, 1), (513, True, 4)],
+)
+def test_products_in_parts(
+    device: str, dtype: torch.dtype, rows: int, always: bool, parts: int
+) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, 2048, device=device), torch.randn(40, 2048, device=device)
     x, weight = x.to(dtype), (weight / 2048**0.5).to(dtype)
-    got = llama.in_parts(x, weight)
+    got = llama.in_parts(x, weight, always=always)
     assert got.shape == (parts, rows, 40)
     far = 2e-5 if dtype is torch.float32 else 3e-2
     want = x.double() @ weight.double().T

@@ -174,8 +174,9 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: linear.linear(numbers(3, 70), numbers(40, 70).T),
         ["_whole_kernel"],
     ),
+    "activation": (lambda: linear.gelu(numbers(3, 70)), ["_gelu_kernel"]),
     "linear in parts": (
-        lambda: linear.linear_in_parts(numbers(3, 300), numbers(300, 40)),
+        lambda: linear.linear_in_parts(numbers(3, 300), numbers(300, 40), 3),
         ["_parts_kernel"],
     ),
     "norm": (

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from roseinfer.kernels.moves import Given
 
 _TILE_K = 128
+_TILE_N = 64
+_TILE = 1024
 _MOST_TILE_R = 64
 _PROGRAMS_WANTED = 96
 """A layer is cut into parts until it has so many: they fill most of a large GPU."""
@@ -39,6 +41,30 @@ def _layer_moved(given: Given) -> dict[str, int]:
     if given.get("BIAS"):
         moved["bias"] = taken(given["bias"], given["N"])
     return moved
+
+
+def _activated_moved(given: Given) -> dict[str, int]:
+    return {name: taken(given[name], given["out"].numel()) for name in ("x", "out")}
+
+
+@triton.jit
+def _gelu(x):
+    # tanh by way of the logistic function, which is fast; beyond 10 both are flat
+    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    inner = tl.minimum(tl.maximum(inner, -10.0), 10.0)
+    return x * tl.sigmoid(2.0 * inner)
+
+
+@moves(_activated_moved)
+@triton.jit
+def _gelu_kernel(x, out, x_r, o_r, N: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)  # of rows there can be more than another axis counts
+    n = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    total = tl.load(x + row * x_r + n, n < N, other=0.0).to(tl.float32)
+    tl.store(out + row * o_r + n, _gelu(total).to(out.dtype.element_ty), n < N)
 
 
 @moves(_layer_moved)
@@ -71,10 +97,7 @@ def _whole_kernel(
     if BIAS:
         total += b[None, :]
     if GELU:
-        # tanh by way of the logistic function, which is fast; beyond 10 both are flat
-        inner = 0.7978845608028654 * (total + 0.044715 * total * total * total)
-        inner = tl.minimum(tl.maximum(inner, -10.0), 10.0)
-        total = total * tl.sigmoid(2.0 * inner)
+        total = _gelu(total.to(out.dtype.element_ty).to(tl.float32))
     tl.store(
         out + r[:, None] * o_r + n[None, :],
         total.to(out.dtype.element_ty), (r < rows)[:, None] & (n < N)[None, :],
@@ -137,16 +160,38 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: bool 
     return out
 
 
-def linear_in_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute ``x @ weight`` as ``[parts, rows, outputs]`` in float32, still to be added up."""
-    rows, inputs = x.shape
-    outputs = weight.shape[1]
-    tile_r, tile_n = tile_of_rows(rows), 64
-    strips = triton.cdiv(outputs, tile_n) * triton.cdiv(rows, tile_r)
-    # The fewest parts, of one to four tiles each, that give enough programs.
+def gelu(x: Tensor) -> Tensor:
+    """Activate ``[rows, width]`` as ``linear`` does its outputs."""
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    launch(
+        _gelu_kernel, (rows, triton.cdiv(width, _TILE)), x, out, x.stride(0), out.stride(0),
+        width, _TILE, early=True,
+    )  # fmt: skip
+    return out
+
+
+def num_parts(inputs: int, outputs: int, rows: int) -> int:
+    """Return the fewest parts, of one to four tiles each, that give enough programs."""
+    strips = triton.cdiv(outputs, _TILE_N) * triton.cdiv(rows, tile_of_rows(rows))
     tiles = triton.cdiv(inputs, _TILE_K)
     each = triton.cdiv(tiles, triton.cdiv(_PROGRAMS_WANTED, strips))
-    parts = triton.cdiv(tiles, min(each, 4))
+    return int(triton.cdiv(tiles, min(each, 4)))
+
+
+def cut_evenly(inputs: int, parts: int) -> bool:
+    """Tell if all parts have as many inputs."""
+    return inputs % (parts * _TILE_K) == 0
+
+
+def linear_in_parts(x: Tensor, weight: Tensor, parts: int) -> Tensor:
+    """Compute ``x @ weight`` as ``[parts, rows, outputs]`` in float32, still to be added up.
+
+    There are at least ``num_parts`` parts.
+    """
+    rows, inputs = x.shape
+    outputs = weight.shape[1]
+    tile_r, tile_n = tile_of_rows(rows), _TILE_N
     out = x.new_empty((parts, rows, outputs), dtype=torch.float32)
     launch(
         _parts_kernel, (triton.cdiv(outputs, tile_n), parts, triton.cdiv(rows, tile_r)),

@@ -154,6 +154,11 @@ def num_parts(outputs: int, inputs: int) -> int:
     return int(max(1, min(wanted, inputs // _LEAST_SHARE)))
 
 
+def cut_evenly(outputs: int, inputs: int) -> bool:
+    """Tell if all parts of a layer have as many inputs."""
+    return inputs % (num_parts(outputs, inputs) * _TILE_K) == 0
+
+
 @cache
 def num_stages(tile_bytes: int, device: int) -> int:
     """Return how many tiles may be on their way at once, by the shared memory that there is."""

@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import gelu
 from torch.nn.functional import linear as torch_linear
 
 from roseinfer.engine_paths import EnginePath
 from roseinfer.kernels.norm import add_norm, embed_norm
-from roseinfer.kernels.products.linear import linear, linear_in_parts
+from roseinfer.kernels.products.linear import (
+    cut_evenly,
+    gelu,
+    linear,
+    linear_in_parts,
+    num_parts,
+)
+from roseinfer.kernels.products.many_rows import multiply_in_parts
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register
 
@@ -56,24 +62,31 @@ class FusedGPT2(CausalModel):
             new = _whole(x, mixer.c_attn, few).view(len(x), 3, -1, self.shape.head_dim)
             query, key, value = new.unbind(1)
             out = attention.attend_new(layer, query, key, value)
-            added = _parts(out.view(len(x), -1), mixer.c_proj, few)
+            added = self._parts(out.view(len(x), -1), mixer.c_proj)
             x = add_norm(residual, added, mixer.c_proj.bias, block.ln_2)
             x = _whole(x, mlp.c_fc, few, activate=True)
-            added = _parts(x, mlp.c_proj, few)
+            added = self._parts(x, mlp.c_proj)
             x = add_norm(residual, added, mlp.c_proj.bias, after)
         if last_rows is not None:
             x = x[last_rows]
         head = self._model.lm_head.weight
         return linear(x, head.T) if len(x) <= MOST_ROWS else torch_linear(x, head)
 
+    def _parts(self, x: torch.Tensor, layer: Any) -> torch.Tensor:
+        """Compute a layer without its bias, in parts that ``add_norm`` adds up, with the bias."""
+        weight: torch.Tensor = layer.weight
+        inputs, outputs = weight.shape
+        parts = num_parts(inputs, outputs, 1 if self.batch_invariant else len(x))
+        if len(x) > MOST_ROWS:
+            if not self.batch_invariant:
+                return (x @ weight)[None]
+            if cut_evenly(inputs, parts):
+                return multiply_in_parts(x, weight, parts)
+        return linear_in_parts(x, weight, parts)
+
 
 def _whole(x: torch.Tensor, layer: Any, few: bool, *, activate: bool = False) -> torch.Tensor:
     if few:
         return linear(x, layer.weight, layer.bias, gelu=activate)
     out = torch.addmm(layer.bias, x, layer.weight)
-    return gelu(out, approximate="tanh") if activate else out
-
-
-def _parts(x: torch.Tensor, layer: Any, few: bool) -> torch.Tensor:
-    """Compute a layer without its bias, in parts that ``add_norm`` adds up, with the bias."""
-    return linear_in_parts(x, layer.weight) if few else (x @ layer.weight)[None]
+    return gelu(out) if activate else out

@@ -14,7 +14,13 @@ from torch.nn.functional import linear as torch_linear
 
 from roseinfer.engine_paths import EnginePath
 from roseinfer.kernels.products.gated import linear_gated, multiply_gated
-from roseinfer.kernels.products.streamed import num_parts, stream_linear, stream_linear_in_parts
+from roseinfer.kernels.products.many_rows import multiply_in_parts
+from roseinfer.kernels.products.streamed import (
+    cut_evenly,
+    num_parts,
+    stream_linear,
+    stream_linear_in_parts,
+)
 from roseinfer.kernels.rms_norm import add_rms_norm, embed_rms_norm
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register
@@ -29,7 +35,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 64
 """With more, our products read their weights once for each tile of rows, and torch's once."""
 _MOST_ROWS_IN_PARTS = 512
-"""With more, a whole product has enough to do for all of a GPU."""
+"""With more, a whole product has enough to do for all of a GPU, and is rounded in another way."""
 _STEADY_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 """Ways to rotate in which a position's angles are the same in texts of every length."""
 
@@ -128,7 +134,11 @@ class FusedLlama(CausalModel):
 
     def _add(self, residual: Tensor, x: Tensor, weight: Tensor, norm: Any) -> Tensor:
         """Add a product to the residual stream in place; return that normed."""
-        return add_rms_norm(residual, in_parts(x, weight), *_of(norm), self._added_times)
+        return add_rms_norm(residual, self._parts(x, weight), *_of(norm), self._added_times)
+
+    def _parts(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Compute a product as ``[parts, rows, outputs]``, still to be added up."""
+        return in_parts(x, weight, always=self.batch_invariant)
 
     def _head(self, x: Tensor, last_rows: Tensor | None) -> Tensor:
         if last_rows is not None:
@@ -141,19 +151,19 @@ def _of(norm: Any) -> tuple[Tensor, float]:
     return norm.weight, norm.variance_epsilon
 
 
-def in_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute a product as ``[parts, rows, outputs]``, still to be added up."""
-    if len(x) <= MOST_ROWS:
-        return stream_linear_in_parts(x, weight)
-    outputs, inputs = weight.shape
-    parts = num_parts(outputs, inputs)
-    if len(x) > _MOST_ROWS_IN_PARTS or inputs % parts:
-        return (x @ weight.T)[None]
-    rows = x.view(len(x), parts, -1).transpose(0, 1)
-    shares = weight.view(outputs, parts, -1).permute(1, 2, 0)
-    if x.is_cuda and x.dtype is not torch.float32:
-        return torch.bmm(rows, shares, out_dtype=torch.float32)
-    return torch.bmm(rows.float(), shares.float())  # torch has no such product of others
+def in_parts(x: Tensor, weight: Tensor, *, always: bool) -> Tensor:
+    """Compute a product as ``[parts, rows, outputs]``, still to be added up.
+
+    The parts are those of few rows ``always``, or where that is faster than a whole product.
+    """
+    if len(x) > MOST_ROWS:
+        if not always and len(x) > _MOST_ROWS_IN_PARTS:
+            return (x @ weight.T)[None]
+        if cut_evenly(*weight.shape):
+            return multiply_in_parts(x, weight.T, num_parts(*weight.shape))
+        if not always:
+            return (x @ weight.T)[None]
+    return stream_linear_in_parts(x, weight)
 
 
 def gated(x: Tensor, gates_and_ups: Tensor) -> Tensor:

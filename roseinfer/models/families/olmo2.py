@@ -9,7 +9,7 @@ from torch.nn.functional import embedding
 
 from roseinfer.kernels.rms_norm import add_behind_rms_norm
 from roseinfer.models.families import register
-from roseinfer.models.families.llama import FusedLlama, gated, in_parts
+from roseinfer.models.families.llama import FusedLlama, gated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,9 +33,9 @@ class FusedOlmo2(FusedLlama):
         residual = embedding(token_ids, body.embed_tokens.weight)
         for at, layer in enumerate(self._layers):
             out = self._attend(at, residual, positions, attention)
-            _add_normed(residual, in_parts(out, layer.out), layer.norm)
+            _add_normed(residual, self._parts(out, layer.out), layer.norm)
             out = gated(residual, layer.gates_and_ups)
-            _add_normed(residual, in_parts(out, layer.down), layer.norm_of_mlp)
+            _add_normed(residual, self._parts(out, layer.down), layer.norm_of_mlp)
         return self._head(body.norm(residual), last_rows)
 
     @staticmethod
