@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from roseinfer.errors import BadArgument
-from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.context_parts import part_begin, part_of
+from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.products.dot import dot
 from roseinfer.kernels.runtime import is_interpreted, launch
 from roseinfer.kernels.scores import numbers_by_head, score_arguments

@@ -27,8 +27,8 @@ from roseinfer.kernels.attend_parts import (
     parts_seen,
     seen_parts_moved,
 )
-from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.context_parts import num_parts, part_begin
+from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.products.dot import dot
 from roseinfer.kernels.runtime import is_interpreted, launch
 from roseinfer.kernels.scores import numbers_by_head, score_arguments

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.context_parts import num_parts, part_of
+from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.runtime import launch
 from roseinfer.kernels.weighing import fold
 
