@@ -7,8 +7,8 @@ length: a captured launch stays right while sequences grow. What lies in a block
 sequence's last token is not used: its scores are masked, and its values are zeroed, since zero
 times NaN is NaN.
 
-The same launch may store the token's key and value first. The first program does so, and begins
-with the new token as the only one it has seen: nothing that a launch writes is read back in it.
+The same launch may store the token's key and value first. The last program does so, and sees them
+where they were given: nothing that a launch writes is read back in it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from roseinfer.kernels.moves import Given
     from roseinfer.layer_traits import LayerTraits
 
-_MOST_SPLITS = 64
+_MOST_SPLITS = 32
 _PROCESSORS = 132
 """The largest GPUs have about so many."""
 _PROGRAMS_WANTED = 3 * _PROCESSORS
@@ -130,32 +130,27 @@ def _decode_kernel(
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     q = tl.load(query + sequence * q_s + heads[:, None] * q_h + dims[None, :], q_inside, other=0.0)
-    stores = d_inside & (split + 0 * dims == 0)
-    block = tl.load(table + own // BLOCK).to(tl.int64)
-    slot = block * kc_b + kv_head * kc_h + (own % BLOCK) * kc_t + dims
-    if APPENDS:
-        k_own = tl.load(key + sequence * k_s + kv_head * k_h + dims, stores, other=0.0)
-        v_own = tl.load(value + sequence * v_s + kv_head * v_h + dims, stores, other=0.0)
-        k_own = k_own.to(k_cache.dtype.element_ty)
-        v_own = v_own.to(v_cache.dtype.element_ty)
-        tl.store(k_cache + slot, k_own, stores)
-        tl.store(v_cache + slot, v_own, stores)
-    else:
-        k_own = tl.load(k_cache + slot, stores, other=0.0)
-        v_own = tl.load(v_cache + slot, stores, other=0.0)
-    column = tl.arange(0, 16)[None, :] == 0
-    k_tile = tl.where(tl.trans(column), k_own.to(tl.float32)[None, :], 0.0).to(q.dtype)
-    products = dot(q, tl.trans(k_tile))
-    all_top, all_total, all_sums = own_token(
-        tl.sum(tl.where(column, products, 0.0), 1),
-        v_own.to(tl.float32)[None, :] + tl.zeros((TILE_G, TILE_D), tl.float32),
-        scale, cap, sinks, slopes, heads, real, CAPPED, SLOPED, SINKING,
-    )  # fmt: skip
     row = (sequence * Q_HEADS + heads) * ROWS
-    if SPLITS > 1:
+    if APPENDS:
+        k_from, v_from = (
+            key + sequence * k_s + kv_head * k_h,
+            value + sequence * v_s + kv_head * v_h,
+        )
+    else:
+        k_from, v_from = k_cache, v_cache
+    slot = tl.load(table + own // BLOCK).to(tl.int64) * kc_b + kv_head * kc_h + own % BLOCK * kc_t
+    if SPLITS == 1:
+        all_top, all_total, all_sums = _take_own(
+            q, k_from, v_from, k_cache + slot, v_cache + slot, dims, d_inside, scale, cap, sinks,
+            slopes, heads, real, CAPPED, SLOPED, SINKING, APPENDS,
+        )  # fmt: skip
+    elif split == SPLITS - 1:  # it has the fewest parts
+        own_top, own_total, own_sums = _take_own(
+            q, k_from, v_from, k_cache + slot, v_cache + slot, dims, d_inside, scale, cap, sinks,
+            slopes, heads, real, CAPPED, SLOPED, SINKING, APPENDS,
+        )  # fmt: skip
         note_part(
-            partial, weights_max, weights_sum, row, all_top, all_total, all_sums,
-            real & (split + 0 * members == 0), d_inside, D,
+            partial, weights_max, weights_sum, row, own_top, own_total, own_sums, real, d_inside, D
         )  # fmt: skip
     top, total, sums = nothing_seen(TILE_G, TILE_D)
     ends = part_begin(part + 1)
@@ -203,6 +198,31 @@ def _decode_kernel(
             partial, weights_max, weights_sum, row + 1 + part - first_part, top, of_row(total),
             sums, real & (part + 0 * members < last_part), d_inside, D,
         )  # fmt: skip
+
+
+@triton.jit
+def _take_own(
+    q, k_from, v_from, k_slot, v_slot, dims, d_inside, scale, cap, sinks, slopes, heads, real,
+    CAPPED: tl.constexpr, SLOPED: tl.constexpr, SINKING: tl.constexpr, APPENDS: tl.constexpr,
+):  # fmt: skip
+    """Look at the own token, which is stored in its slot first if it is new."""
+    if APPENDS:
+        k = tl.load(k_from + dims, d_inside, other=0.0).to(k_slot.dtype.element_ty)
+        v = tl.load(v_from + dims, d_inside, other=0.0).to(v_slot.dtype.element_ty)
+        tl.store(k_slot + dims, k, d_inside)
+        tl.store(v_slot + dims, v, d_inside)
+    else:
+        k = tl.load(k_slot + dims, d_inside, other=0.0)
+        v = tl.load(v_slot + dims, d_inside, other=0.0)
+    # A product of tiles, as in the kernel of prompts; all but the first column stay empty.
+    column = tl.arange(0, 16)
+    k_tile = tl.where((column == 0)[:, None], k.to(tl.float32)[None, :], 0.0).to(q.dtype)
+    products = tl.where((column == 0)[None, :], dot(q, tl.trans(k_tile)), 0.0)
+    values = v.to(tl.float32)[None, :] + tl.zeros(q.shape, tl.float32)
+    return own_token(
+        tl.sum(products, 1), values, scale, cap, sinks, slopes, heads, real,
+        CAPPED, SLOPED, SINKING,
+    )  # fmt: skip
 
 
 def paged_attention_decode(
@@ -319,6 +339,4 @@ def _num_splits(rows: int, parts: int) -> int:
     if is_interpreted():  # there a program costs the same whatever it does
         return 1
     wanted = max(1, _PROGRAMS_WANTED // rows)
-    below = 1 << (wanted.bit_length() - 1)
-    splits = below if wanted < _MOST_SPLITS // 2 else _MOST_SPLITS
-    return min(splits, 1 << (parts - 1).bit_length())
+    return min(_MOST_SPLITS, 1 << (wanted.bit_length() - 1), 1 << (parts - 1).bit_length())

@@ -19,15 +19,15 @@ def test_few_kinds_of_kernels_whatever_the_contexts() -> None:
     """Every new number of programs is a kernel to compile, for which a request waits."""
     for rows in (1, 8, 12, 96, 132, 396, 397, 3072):
         splits = [_num_splits(rows, num_parts(tokens)) for tokens in range(1, 70_000, 61)]
-        assert set(splits) <= {1, 2, 4, 8, 16, 32, 64}
+        assert set(splits) <= {1, 2, 4, 8, 16, 32}
         assert splits == sorted(splits)
 
 
 def test_no_more_programs_than_fill_the_gpu_and_one_for_short_tables() -> None:
     assert [_num_splits(12 * sequences, 99) for sequences in (1, 2, 4, 8, 16, 17, 64)] == [
-        64, 16, 8, 4, 2, 1, 1,
+        32, 16, 8, 4, 2, 1, 1,
     ]  # fmt: skip
-    assert [_num_splits(8, parts) for parts in (1, 2, 3, 4, 5, 33)] == [1, 2, 4, 4, 8, 64]
+    assert [_num_splits(8, parts) for parts in (1, 2, 3, 4, 5, 33)] == [1, 2, 4, 4, 8, 32]
 
 
 def test_small_programs_where_there_are_many_and_heads_are_small() -> None:

@@ -103,8 +103,8 @@ MUTANTS = (
         "sink-lost-where-tokens-are-stored",
         "The sinks take no weight in a kernel that stores the new token.",
         _DECODE,
-        "heads, real, CAPPED, SLOPED, SINKING,\n",
-        "heads, real, CAPPED, SLOPED, SINKING and not APPENDS,\n",
+        "        CAPPED, SLOPED, SINKING,\n    )",
+        "        CAPPED, SLOPED, SINKING and not APPENDS,\n    )",
     ),
     _of_attention(
         "cap-in-powers-of-e",
