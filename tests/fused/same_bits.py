@@ -1,0 +1,161 @@
+"""Logits compared bit for bit, whatever is in the batch: ``python -m tests.fused.same_bits``.
+
+Every row of logits that a mix of requests computes must have the bits that the row of the same
+token has where its request is served alone, one token at a time, by the decode kernels. No
+tolerance is left, so a bug in arithmetic that rounding would hide is found. It takes a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from roseinfer import LLM, SamplingParams
+from tests.engine.families import scaled_up
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Row = tuple[int, int, int]
+"""A token, its position, and what its logits' bits add up to."""
+POSITIONS = 1024
+NUM_REQUESTS = 40
+_HEADS = {"llama": (8, 2), "gpt2": (4, 4)}
+
+
+def model_of(kin: str) -> Any:
+    """Build a small model whose layers are wide enough to be cut into parts."""
+    torch.manual_seed(5)
+    heads, kv_heads = _HEADS[kin]
+    if kin == "gpt2":
+        sizes = {"n_embd": 256, "n_head": heads, "n_layer": 3, "n_positions": POSITIONS}
+        network: Any = GPT2LMHeadModel(GPT2Config(vocab_size=500, **sizes))
+    else:
+        network = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=500, hidden_size=512, intermediate_size=1536, num_hidden_layers=3,
+                num_attention_heads=heads, num_key_value_heads=kv_heads,
+                max_position_embeddings=POSITIONS,
+            )
+        )  # fmt: skip
+    return scaled_up(network).to(torch.bfloat16).to("cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    prompt: list[int]
+    new: int
+
+
+def requests() -> list[Asked]:
+    """Return prompts of all lengths, many of which begin alike."""
+    rng = random.Random(7)
+    shared = [rng.randrange(2, 500) for _ in range(700)]
+    asked = []
+    for number in range(NUM_REQUESTS):
+        length = rng.choice((2, 5, 17, 40, 64, 129, 200, 333, 600))
+        begins = rng.choice((0, length // 2, length - 1))
+        rest = [rng.randrange(2, 500) for _ in range(length - begins)]
+        asked.append(Asked(shared[:begins] + rest, 4 + number % 30))
+    return asked
+
+
+@contextmanager
+def rows_computed(llm: LLM) -> Iterator[set[Row]]:
+    """Collect every row of logits, but for those at position 0, where padding stands too."""
+    model: Any = llm.engine.sessions.model
+    compute, seen = model.logits, set[Row]()
+    found: list[torch.Tensor] = []
+    width = model.shape.vocab_size
+    factors = torch.randint(1 << 40, (width,), generator=torch.Generator().manual_seed(1))
+    factors = (factors * 2 + 1).cuda()
+
+    def logits(tokens: Any, positions: Any, last_rows: Any, attention: Any) -> torch.Tensor:
+        made: torch.Tensor = compute(tokens, positions, last_rows, attention)
+        rows = slice(None) if last_rows is None else last_rows
+        # Sums of whole numbers are exact in any order.
+        bits = (made.view(torch.int16).long() * factors).sum(-1)
+        found.append(torch.stack([tokens[rows], positions[rows], bits]))
+        return made
+
+    model.logits = logits
+    try:
+        yield seen
+    finally:
+        del model.logits
+        for token, position, bits in torch.cat(found, 1).T.tolist():
+            if position:
+                seen.add((token, position, bits))
+
+
+def served(network: Any, asked: list[Asked], **options: Any) -> tuple[set[Row], list[list[int]]]:
+    llm = LLM(
+        network, device="cuda", cuda_graph=False, batch_invariant=True, max_length=POSITIONS,
+        **options,
+    )  # fmt: skip
+    params = [SamplingParams(max_new_tokens=each.new, ignore_eos=True) for each in asked]
+    with rows_computed(llm) as seen:
+        outputs = llm.generate([each.prompt for each in asked], params)
+    assert all(output.error is None for output in outputs), [each.error for each in outputs]
+    return seen, [output.token_ids for output in outputs]
+
+
+def alone(network: Any, asked: list[Asked]) -> tuple[set[Row], list[list[int]]]:
+    """Serve each request by itself, one token of its prompt after the other."""
+    one = {"max_batch_size": 1, "prefill_max_tokens": 1, "prefix_cache": False}
+    return served(network, asked, kv_cache_tokens=POSITIONS, **one)
+
+
+def options_of(rng: random.Random) -> dict[str, Any]:
+    """Draw how a mix is served; with the smallest caches requests are preempted."""
+    return {
+        "max_batch_size": rng.choice((2, 5, 17, 33, 70)),
+        "block_size": rng.choice((16, 32, 64)),
+        "kv_cache_tokens": rng.choice((POSITIONS, 2 * POSITIONS, 16 * POSITIONS)),
+        "prefill_max_tokens": rng.choice((7, 64, 100, 400, 2048)),
+        "prefill_max_batch_size": rng.choice((1, 4, 40)),
+        "prefix_cache": rng.random() < 0.7,
+        "run_ahead": rng.randrange(4),
+        "resident_decode": rng.random() < 0.8,
+    }
+
+
+def differing(network: Any, mixes: int, seed: int) -> Iterator[str]:
+    """Serve mixes, and say of each that is served otherwise than alone what parted first."""
+    asked = requests()
+    right_rows, right_tokens = alone(network, asked)
+    for number in range(mixes):
+        rng = random.Random(seed * 1_000_003 + number)
+        chosen = [rng.randrange(len(asked)) for _ in range(rng.randrange(1, 24))]
+        options = options_of(rng)
+        rows, tokens = served(network, [asked[at] for at in chosen], **options)
+        wrong = rows - right_rows
+        texts = sum(a != right_tokens[at] for a, at in zip(tokens, chosen, strict=True))
+        if wrong or texts:
+            first = min(wrong, key=lambda row: row[1], default=None)
+            parted = f"{len(wrong)} of {len(rows)} rows, from {first} on, and {texts} texts"
+            yield f"mix {number}: {parted}; served with {options}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mixes", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    wrong = 0
+    for kin in _HEADS:
+        for line in differing(model_of(kin), args.mixes, args.seed):
+            wrong += 1
+            print(f"{kin}: {line}", flush=True)
+        print(f"{kin}: {args.mixes} mixes compared, {wrong} differ", flush=True)
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
