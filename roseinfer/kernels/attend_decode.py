@@ -51,8 +51,6 @@ _MOST_SPLITS = 32
 _PROCESSORS = 132
 """The largest GPUs have about so many."""
 _PROGRAMS_WANTED = 3 * _PROCESSORS
-_MANY_PROGRAMS = 6 * _PROCESSORS
-"""With more, and small heads, programs of a single warp are faster."""
 _SMALL_HEAD = 64
 _AT_ONCE = 8 * _PROCESSORS
 """With up to so many programs, the next kernel may start before these have ended. With more, it
@@ -291,7 +289,7 @@ def append_and_attend(
         q_heads, group, head_dim, block_size, tile_g, tile_d,
         tile_of_tokens(tile_d * k_cache.element_size()), splits, rows, limit,
         appends, programs <= _AT_ONCE, num_warps=_warps(programs, tile_d), early=appends,
-        as_written=True, registers=_registers(programs, tile_d),
+        as_written=True,
     )  # fmt: skip
     if splits > 1:
         combine_parts(
@@ -326,12 +324,9 @@ def _side_by_side(heads: Tensor) -> Tensor:
 
 def _warps(programs: int, tile_d: int) -> int:
     """Choose the warps of a program: the fastest on an H200. No number depends on them."""
-    return 1 if programs > _MANY_PROGRAMS and tile_d <= _SMALL_HEAD else 4
-
-
-def _registers(programs: int, tile_d: int) -> int | None:
-    """Choose how many registers a thread may have, where more would leave programs no room."""
-    return 128 if programs > _PROGRAMS_WANTED and tile_d > _SMALL_HEAD else None
+    if tile_d <= _SMALL_HEAD:
+        return 4 if programs <= 2 * _PROGRAMS_WANTED else 1
+    return 4 if programs <= _PROGRAMS_WANTED else 2
 
 
 def _num_splits(rows: int, parts: int) -> int:

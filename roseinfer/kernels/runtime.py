@@ -55,7 +55,6 @@ def launch(
     num_warps: int = 4,
     early: bool | None = None,
     as_written: bool = False,
-    registers: int | None = None,
 ) -> Any:
     """Launch a kernel whose first argument is a tensor, on the device of that tensor.
 
@@ -67,8 +66,7 @@ def launch(
     before wrote without waiting.
 
     ``as_written`` forbids the compiler to join multiplications with additions, which it may do in
-    one kernel and not in another that computes the same. ``registers`` is how many a thread may
-    have, on GPUs whose compiler can be told.
+    one kernel and not in another that computes the same.
     """
     device = args[0].get_device()
     options: dict[str, Any] = {"num_warps": num_warps}
@@ -78,8 +76,6 @@ def launch(
             options["launch_pdl"] = True
     if as_written:
         options["enable_fp_fusion"] = False
-    if registers is not None and device >= 0 and torch.version.hip is None:
-        options["maxnreg"] = registers
     # Kernels go to the current GPU, and where there is one that need not be asked for.
     if device >= 0 and _num_gpus() > 1 and device != torch.cuda.current_device():
         with torch.cuda.device(device):

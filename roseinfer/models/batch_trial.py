@@ -65,12 +65,16 @@ def _same_bits(model: CausalModel, tokens: Tensor, rows: int) -> bool:
     """Compare the first and the last of so many rows with the same ones among few."""
     first = torch.arange(min(rows, _LOOKED_AT), device=model.device)
     at = torch.cat([first, first + (rows - len(first))])
-    got = _logits(model, tokens[:rows], at)
-    few = tokens[:_LOOKED_AT], tokens[rows - len(first) : rows]
-    want = [_logits(model, those, None)[: len(first)] for those in few]
-    return torch.equal(got, torch.cat(want))
+    got = _logits(model, tokens, rows, last_rows=at)
+    want = [_logits(model, tokens, _LOOKED_AT, begin) for begin in (0, rows - len(first))]
+    return torch.equal(got, torch.cat([few[: len(first)] for few in want]))
 
 
-def _logits(model: CausalModel, tokens: Tensor, last_rows: Tensor | None) -> Tensor:
-    positions = torch.arange(len(tokens), device=model.device) % model.shape.max_length
-    return model.logits(tokens, positions, last_rows, _TokensAlone())
+def _logits(
+    model: CausalModel, tokens: Tensor, rows: int, begin: int = 0, last_rows: Tensor | None = None
+) -> Tensor:
+    """Compute the logits of so many tokens from a position on."""
+    positions = torch.arange(begin, begin + rows, device=model.device)
+    return model.logits(
+        tokens[begin : begin + rows], positions % model.shape.max_length, last_rows, _TokensAlone()
+    )

@@ -70,7 +70,9 @@ class FusedGPT2(CausalModel):
         if last_rows is not None:
             x = x[last_rows]
         head = self._model.lm_head.weight
-        return linear(x, head.T) if len(x) <= MOST_ROWS else torch_linear(x, head)
+        # Where a vocabulary is of an odd size, torch's product has other bits.
+        ours = len(x) <= MOST_ROWS or self.batch_invariant
+        return linear(x, head.T) if ours else torch_linear(x, head)
 
     def _parts(self, x: torch.Tensor, layer: Any) -> torch.Tensor:
         """Compute a layer without its bias, in parts that ``add_norm`` adds up, with the bias."""

@@ -1,0 +1,44 @@
+"""The trial of batches compares rows of many sizes of batches with the same rows among few."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from roseinfer.models.batch_trial import same_bits_in_any_batch
+
+
+class Rows:
+    """Stands for a model whose rows depend on their token and their position."""
+
+    device = torch.device("cpu")
+    shape = SimpleNamespace(vocab_size=50, max_length=90)
+
+    def __init__(self, wrong_from: int = 1 << 30, wrong_row: int = 0) -> None:
+        self.sizes: list[int] = []
+        self._wrong_from = wrong_from
+        self._wrong_row = wrong_row
+
+    def logits(self, tokens: Any, positions: Any, last_rows: Any, attention: Any) -> torch.Tensor:
+        del attention
+        self.sizes.append(len(tokens))
+        made = torch.stack([tokens, positions], 1).float()
+        if len(tokens) >= self._wrong_from:
+            made[self._wrong_row, 1] += 2**-20
+        return made if last_rows is None else made[last_rows]
+
+
+def test_sizes_up_to_the_largest_batch_are_tried() -> None:
+    model: Any = Rows()
+    assert same_bits_in_any_batch(model, 300)
+    assert {1, 2, 16, 17, 65, 129, 257, 300} <= set(model.sizes)
+    assert max(model.sizes) == 300
+
+
+@pytest.mark.parametrize(("size", "row"), [(2048, 0), (700, 63), (129, -1), (300, -64), (2112, 5)])
+def test_a_row_that_differs_in_its_last_bit_is_found(size: int, row: int) -> None:
+    model: Any = Rows(wrong_from=size, wrong_row=row)
+    assert not same_bits_in_any_batch(model, 2112)
