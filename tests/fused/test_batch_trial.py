@@ -25,7 +25,7 @@ class Rows:
     def logits(self, tokens: Any, positions: Any, last_rows: Any, attention: Any) -> torch.Tensor:
         del attention
         self.sizes.append(len(tokens))
-        made = torch.stack([tokens, positions], 1).float()
+        made = torch.stack([tokens, positions], 1).double()
         if len(tokens) >= self._wrong_from:
             made[self._wrong_row, 1] += 2**-20
         return made if last_rows is None else made[last_rows]
