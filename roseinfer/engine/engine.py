@@ -173,7 +173,7 @@ class Engine:
             raise BadArgument(f"a prompt is a text or token ids in a list, not {prompt!r}")
         try:
             token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            return [index(token) for token in token_ids]
+            return list(map(index, token_ids))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in Rust is not an Exception

@@ -123,7 +123,7 @@ class SequenceRunner:
             raise RequestTooLarge(
                 f"a prompt of {len(prompt)} tokens for a model of {shape.max_length} positions"
             )
-        if not all(0 <= token < shape.vocab_size for token in prompt):
+        if min(prompt) < 0 or max(prompt) >= shape.vocab_size:
             raise BadArgument(f"token ids must lie in 0..{shape.vocab_size - 1}")
 
 
