@@ -15,7 +15,7 @@ from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError
 from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.lasting import lasting
-from roseinfer.sampling import rows_without_a_distribution
+from roseinfer.sampling.log_probabilities import rows_without_a_distribution
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

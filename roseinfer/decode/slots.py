@@ -18,7 +18,8 @@ import torch
 from roseinfer.kv.lasting import lasting
 from roseinfer.kv.paths import Work
 from roseinfer.kv.pool import SCRATCH
-from roseinfer.sampling import SamplingBatch, signed64
+from roseinfer.sampling.noise import signed64
+from roseinfer.sampling.sampling_batch import SamplingBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

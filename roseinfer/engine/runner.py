@@ -16,7 +16,8 @@ from roseinfer.kv.groups import given_back
 from roseinfer.kv.manager import StepAppend
 from roseinfer.kv.sequence import InferenceSession
 from roseinfer.kv.storage import IndexStaging
-from roseinfer.sampling import SamplingBatch, log_probability, rows_without_a_distribution
+from roseinfer.sampling.log_probabilities import log_probability, rows_without_a_distribution
+from roseinfer.sampling.sampling_batch import SamplingBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -8,14 +8,11 @@ import pytest
 import torch
 import transformers
 
-from roseinfer import ConfigError, sampling
+from roseinfer import ConfigError, SamplingBatch
 from roseinfer.config import SamplingParams
-from roseinfer.sampling import (
-    SamplingBatch,
-    gumbel_noise,
-    log_probability,
-    rows_without_a_distribution,
-)
+from roseinfer.sampling import noise as noise_module
+from roseinfer.sampling.log_probabilities import log_probability, rows_without_a_distribution
+from roseinfer.sampling.noise import gumbel_noise
 
 VOCABULARY = 50
 
@@ -187,7 +184,7 @@ def test_a_penalty_reaches_greedy_choices_too(device: str) -> None:
 @pytest.mark.parametrize("bits", [0, -1])
 def test_no_noise_is_infinite(device: str, monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
     """A token that nothing else can beat would be drawn however unlikely, or ruled out, it is."""
-    monkeypatch.setattr(sampling, "_mix", lambda _: torch.tensor([bits], device=device))
+    monkeypatch.setattr(noise_module, "_mix", lambda _: torch.tensor([bits], device=device))
     number = torch.zeros(1, dtype=torch.int64, device=device)
     assert gumbel_noise(number, number, number).isfinite().all()
 

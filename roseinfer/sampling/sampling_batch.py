@@ -1,4 +1,4 @@
-"""Choosing next tokens on the device, for requests that each have their own parameters.
+"""The parameters of a step's requests as columns, and the choice of their next tokens.
 
 A choice is the argmax of log-probability plus Gumbel noise, which samples exactly from the
 distribution. The noise of a token is a hash of the request's seed, the position and the token, so
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from roseinfer.sampling.noise import gumbel_noise, signed64
+from roseinfer.sampling.nucleus import sorted_log_probabilities
+from roseinfer.sampling.penalties import penalise
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roseinfer.config import SamplingParams
-
-_NEVER = float("-inf")
-_SMALLEST = torch.finfo(torch.float32).tiny
-"""A device may take a smaller temperature for 0. At this one only the likeliest token is drawn."""
 
 
 @dataclass(slots=True)
@@ -82,60 +82,11 @@ class SamplingBatch:
         return torch.where(self.temperature == 0, certain, drawn)
 
     def _penalise(self, logits: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-        """Apply penalties in float64, where no penalty that is allowed makes a logit infinite."""
         if not self.penalised or seen is None:
             return logits
-        logits = logits.double()
-        penalty = self.repetition_penalty
-        lower = torch.where(logits > 0, logits / penalty, logits * penalty)
-        return torch.where(seen, lower, logits)
+        return penalise(logits, seen, self.repetition_penalty)
 
     def _sorted_log_probabilities(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sort log-probabilities, the largest first; those of excluded tokens are -infinity."""
-        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        # Differences to the largest are divided, since these can only overflow to -infinity.
-        largest = ordered[:, :1]
-        below = torch.where(ordered == largest, 0.0, ordered - largest).float()
-        scaled = below / self.temperature.clamp(min=_SMALLEST)
-        rank = torch.arange(scaled.shape[-1], device=scaled.device)
-        beyond_k = (rank >= self.top_k) & (self.top_k > 0)
-        scaled = scaled.masked_fill(beyond_k, _NEVER)
-        probabilities = scaled.softmax(-1)
-        above = probabilities.cumsum(-1) - probabilities
-        outside = (above >= self.top_p) & (self.top_p < 1)
-        outside |= probabilities < self.min_p * probabilities[:, :1]
-        outside[:, 0] = False
-        return scaled.masked_fill(outside, _NEVER).log_softmax(-1), order
-
-
-def rows_without_a_distribution(logits: torch.Tensor) -> torch.Tensor:
-    """Mark rows that hold NaN, or nothing finite: there is no next token to choose."""
-    return logits.isnan().any(-1) | ~logits.isfinite().any(-1)
-
-
-def log_probability(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the tokens' log-probability by the model's own logits, without any parameter."""
-    return logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-
-
-def gumbel_noise(
-    seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
-) -> torch.Tensor:
-    """Return standard Gumbel noise, a function of seed, position and token alone."""
-    bits = _mix(_mix(_mix(seeds) + positions) + tokens)
-    # With one bit more, the largest would be rounded to 1, and its noise be infinite.
-    uniform = (((bits >> 41) & 0x7FFFFF).to(torch.float32) + 0.5) / (1 << 23)
-    return -(-uniform.log()).log()
-
-
-def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """Scramble 64-bit integers, one to one, so that none shows which was the next larger."""
-    bits = bits + signed64(0x9E3779B97F4A7C15)
-    bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * signed64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * signed64(0x94D049BB133111EB)
-    return bits ^ ((bits >> 31) & 0x1FFFFFFFF)
-
-
-def signed64(number: int) -> int:
-    """Return the same 64 bits as a signed integer, which torch's are."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+        return sorted_log_probabilities(
+            logits, self.temperature, self.top_k, self.top_p, self.min_p
+        )
