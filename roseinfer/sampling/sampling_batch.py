@@ -1,8 +1,8 @@
 """The parameters of a step's requests as columns, and the choice of their next tokens.
 
-A choice is the argmax of log-probability plus Gumbel noise, which samples exactly from the
-distribution. The noise of a token is a hash of the request's seed, the position and the token, so
-a request draws the same whatever it is batched with.
+A choice is the argmax of logit plus Gumbel noise, which samples exactly from the distribution. The
+noise of a token is a hash of the request's seed, the position and the token, so a request draws
+the same whatever it is batched with.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.sampling.noise import gumbel_noise, signed64
-from roseinfer.sampling.nucleus import sorted_log_probabilities
+from roseinfer.sampling.nucleus import sorted_logits
 from roseinfer.sampling.penalties import penalise
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class SamplingBatch:
         likeliest = logits.argmax(-1)
         if self.greedy:
             return likeliest
-        kept, order = self._sorted_log_probabilities(logits)
+        kept, order = self._sorted_logits(logits)
         noise = gumbel_noise(self.seeds, positions[:, None], order)
         drawn = order.gather(-1, (kept + noise).argmax(-1, keepdim=True))[:, 0]
         return torch.where(self.temperature[:, 0] == 0, likeliest, drawn)
@@ -76,7 +76,7 @@ class SamplingBatch:
     def probabilities(self, logits: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
         """Return what ``choose`` draws from: exactly zero for a token that cannot be drawn."""
         logits = self._penalise(logits.float(), seen)
-        kept, order = self._sorted_log_probabilities(logits)
+        kept, order = self._sorted_logits(logits)
         drawn = torch.zeros_like(kept).scatter(-1, order, kept.softmax(-1))
         certain = torch.zeros_like(kept).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
         return torch.where(self.temperature == 0, certain, drawn)
@@ -86,7 +86,5 @@ class SamplingBatch:
             return logits
         return penalise(logits, seen, self.repetition_penalty)
 
-    def _sorted_log_probabilities(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return sorted_log_probabilities(
-            logits, self.temperature, self.top_k, self.top_p, self.min_p
-        )
+    def _sorted_logits(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return sorted_logits(logits, self.temperature, self.top_k, self.top_p, self.min_p)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from roseinfer.config import SamplingParams
 from roseinfer.sampling import noise as noise_module
 from roseinfer.sampling.log_probabilities import log_probability, rows_without_a_distribution
 from roseinfer.sampling.noise import gumbel_noise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 VOCABULARY = 50
 
@@ -112,6 +116,66 @@ def test_a_request_draws_the_same_alone_and_in_any_batch(device: str) -> None:
         backwards = batch(device, *params[::-1], seeds=seeds[::-1])
         turned = backwards.choose(logits.flip(0), at(device, *[step] * 4))
         assert torch.equal(turned.flip(0), together)
+
+
+def strips_of(width: int) -> Callable[..., torch.Tensor]:
+    """Return a ``cumsum`` that adds strips up first, as GPUs do.
+
+    They choose the strips' width by the number of rows.
+    """
+
+    def cumsum(numbers: torch.Tensor, dim: int) -> torch.Tensor:
+        strips = [REAL_CUMSUM(strip, dim) for strip in torch.split(numbers, width, dim)]
+        for before, strip in pairwise(strips):
+            strip += before[:, -1:]
+        return torch.cat(strips, dim)
+
+    return cumsum
+
+
+REAL_CUMSUM = torch.Tensor.cumsum
+
+
+def test_a_nucleus_does_not_depend_on_the_order_of_sums(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row's nucleus ends at one of the sums, which any rounding could move."""
+    rows, vocabulary = 64, 3000
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(1)).to(device)
+    likely = logits.double().softmax(-1).sort(descending=True).values.cumsum(-1)
+    params = [SamplingParams(1.0, top_p=float(likely[row, 9 * row + 5])) for row in range(rows)]
+    own = batch(device, *params)
+    found = []
+    for width in (vocabulary, 512, 64, 7):
+        monkeypatch.setattr(torch.Tensor, "cumsum", strips_of(width))
+        found.append(own.probabilities(logits) > 0)
+    for other in found[1:]:
+        assert torch.equal(found[0], other)
+    wide = range(5, 9 * rows + 5, 9)
+    assert all(abs(int(n) - at) <= 3 for n, at in zip(found[0].sum(-1), wide, strict=True))
+
+
+@pytest.mark.parametrize("neighbour", [{}, {"repetition_penalty": 1.7}], ids=str)
+def test_a_token_drawn_does_not_depend_on_who_stands_beside_it(
+    device: str, neighbour: dict[str, Any]
+) -> None:
+    """At the edges of nuclei, with each number of rows and in each of them."""
+    vocabulary = 2048
+    generator = torch.Generator().manual_seed(2)
+    logits = (torch.randn(33, vocabulary, generator=generator) * 2).to(device)
+    seen = torch.ones(33, vocabulary, dtype=torch.bool, device=device)
+    params = SamplingParams(1.0, top_p=0.6, min_p=1e-3)
+    alone = batch(device, params, seeds=[4])
+    for row in range(0, 33, 4):
+        (want,) = alone.choose(logits[row : row + 1], at(device, 9)).tolist()
+        others = [SamplingParams(0.9, top_p=0.8, **neighbour)] * 32
+        for rows in (1, 2, 16, 32):
+            beside = batch(device, params, *others[:rows], seeds=[4, *range(rows)])
+            turned = logits.roll(-row, 0)[: rows + 1]
+            positions = at(device, *[9] * (rows + 1))
+            assert beside.choose(turned, positions, seen[: rows + 1])[0] == want
+            kept = beside.probabilities(turned, seen[: rows + 1])[0] > 0
+            assert torch.equal(kept, alone.probabilities(logits[row : row + 1])[0] > 0)
 
 
 def test_seeds_and_positions_make_a_difference(device: str) -> None:
