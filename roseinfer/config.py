@@ -120,6 +120,10 @@ class SamplingParams:
     """Only tokens at least this many times as likely as the most likely one."""
     repetition_penalty: float = 1.0
     """Divides the positive logits of tokens seen before, and multiplies the negative ones."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that were generated before."""
+    frequency_penalty: float = 0.0
+    """Taken off them as often as they were generated."""
     seed: int | None = None
     """The same seed and tokens give the same choice, whatever else is in the batch."""
     max_new_tokens: int = 16
@@ -148,8 +152,14 @@ class SamplingParams:
                 "can be looked for"
             )
 
+    @property
+    def penalised(self) -> bool:
+        """True if the tokens that a request has weigh on what it gets next."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
 
 _NUMBER = (int, float)
+_OFF_LOGITS = (_NUMBER, lambda x: -2 <= x <= 2, "between -2 and 2 (0 turns it off)")
 _SAMPLING: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     "temperature": (_NUMBER, lambda x: 0 <= x <= _LARGEST, f"at least 0 and at most {_LARGEST}"),
     "top_k": (
@@ -164,6 +174,8 @@ _SAMPLING: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
         lambda x: _LEAST_PENALTY <= x <= _LARGEST,
         f"at least {_LEAST_PENALTY} (1 turns it off) and at most {_LARGEST}",
     ),
+    "presence_penalty": _OFF_LOGITS,
+    "frequency_penalty": _OFF_LOGITS,
     "seed": ((int, NoneType), lambda _: True, "a whole number or None"),
     "max_new_tokens": ((int,), lambda x: x >= 1, "at least 1, a whole number"),
     "stop": (

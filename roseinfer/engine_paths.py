@@ -38,6 +38,8 @@ class EnginePath(StrEnum):
     """A decode step of sequences whose state is on the device."""
     LIKELIEST = "engine_likeliest"
     """A resident step, greedy for all, whose last kernels choose the tokens and count on."""
+    PENALISED = "engine_penalised"
+    """A resident step that tallies tokens on the device, and takes penalties by that."""
     GRAPH = "engine_graph"
     """A resident step replayed from a CUDA graph."""
     RUN_AHEAD = "engine_run_ahead"

@@ -45,6 +45,8 @@ class EngineAdapter(Adapter):
     """The token that ends a text, for an adapter without an ``alone`` of its own."""
     takes_min_p: ClassVar[bool] = False
     """Requests may ask for a ``min_p`` too."""
+    takes_counted_penalties: ClassVar[bool] = False
+    """Requests may ask for presence and frequency penalties too."""
     rounding: ClassVar[float] = 3e-5
     """How much the engine's logits may differ from ``logits``, relative to the largest."""
 

@@ -33,6 +33,10 @@ class WiderSampling(Sampling):
     """The log-probability of each token is wanted too."""
     stop: tuple[str, ...] = ()
     """Texts that end the request."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that were generated."""
+    frequency_penalty: float = 0.0
+    """Taken off them as often as they were generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,9 @@ class Asked:
         if isinstance(sampling, WiderSampling):
             parts += [f"min_p {sampling.min_p}"] * (sampling.min_p > 0)
             parts += ["with log-probabilities"] * sampling.logprobs
+            for name in ("presence_penalty", "frequency_penalty"):
+                if value := getattr(sampling, name):
+                    parts.append(f"{name.replace('_', ' ')} {value}")
         for begins, length in self.stops:
             parts.append(f"stopped by {length} characters of its text, from {begins} on")
         if self.ends_early:

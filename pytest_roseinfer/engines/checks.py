@@ -24,10 +24,16 @@ _SUM_ERROR = 1e-5
 
 
 def wrong_choice(
-    adapter: EngineAdapter, mix: RequestMix, before: Sequence[int], token: int, sampling: Sampling
+    adapter: EngineAdapter,
+    mix: RequestMix,
+    prompt: Sequence[int],
+    new: Sequence[int],
+    sampling: Sampling,
 ) -> str:
-    """Look whether a token is one of those that may come after the tokens ``before``."""
-    allowed = may_be_chosen(_logits(adapter, mix, before), sampling, before, adapter.rounding)
+    """Look whether the last token of ``new`` may come after the others and the prompt."""
+    *before, token = *prompt, *new
+    logits = _logits(adapter, mix, before)
+    allowed = may_be_chosen(logits, sampling, before, len(prompt), adapter.rounding)
     if 0 <= token < len(allowed) and allowed[token]:
         return ""
     return f"{token}, which its parameters rule out: they allow {np.flatnonzero(allowed).tolist()}"

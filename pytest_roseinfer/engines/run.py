@@ -152,7 +152,8 @@ class MixRun:
                 self.fail(f"{name} has {len(found)} tokens and {len(told)} log-probabilities")
         for at in range(each.tokens, len(found)):
             before = [*each.asked.prompt, *found[:at]]
-            wrong = wrong_choice(self.adapter, self.mix, before, found[at], each.sampling)
+            new = found[: at + 1]
+            wrong = wrong_choice(self.adapter, self.mix, each.asked.prompt, new, each.sampling)
             if told is not None:
                 wrong = wrong or wrong_logprob(self.adapter, self.mix, before, found[at], told[at])
             if wrong:

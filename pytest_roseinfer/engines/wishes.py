@@ -15,16 +15,26 @@ if TYPE_CHECKING:
 
 HOTTEST = 30.0
 """The temperature at which unlikely tokens are drawn too, since nothing leaves them out."""
+_PENALTIES: tuple[dict[str, float], ...] = (
+    {},
+    {},
+    {},
+    {"presence_penalty": 2.0},
+    {"frequency_penalty": 1.0},
+    {"presence_penalty": -1.0, "frequency_penalty": 2.0},
+)
 _SPANS = st.tuples(st.integers(0, 12), st.integers(1, 4))
 
 
 def wishing(draw: st.DrawFn, adapter: type[EngineAdapter], asked: Asked) -> Asked:
-    """Add a min_p, log-probabilities and stop strings to some requests."""
+    """Add a min_p, penalties, log-probabilities and stop strings to some requests."""
     wishes: dict[str, object] = {}
     if adapter.takes_min_p and 0 < asked.sampling.temperature < HOTTEST:
         wishes["min_p"] = draw(st.sampled_from((0.0, 0.05, 0.4)))
     if adapter.defines("logprobs"):
         wishes["logprobs"] = draw(st.sampled_from((False, False, False, True)))
+    if adapter.takes_counted_penalties:
+        wishes |= draw(st.sampled_from(_PENALTIES))
     if any(wishes.values()):
         sampling = WiderSampling(**{**asdict(asked.sampling), **wishes})
         asked = replace(asked, sampling=sampling)

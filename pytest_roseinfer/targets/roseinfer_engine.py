@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.targets.own import engine_models as models
 from pytest_roseinfer.targets.own import model_shapes as shapes
-from pytest_roseinfer.targets.own.alone import alone, undecided
+from pytest_roseinfer.targets.own.alone import alone, prompts_of, undecided
 from pytest_roseinfer.targets.own.engine_fast_paths import PATHS
 from pytest_roseinfer.targets.own.engine_switches import OPTION_CHOICES, RUN_AHEAD, SIZES
 from pytest_roseinfer.targets.own.engine_tokenizers import tokenizer
@@ -30,6 +30,7 @@ class RoseinferEngine(EngineAdapter):
     most_tokens = shapes.POSITIONS
     lag = max(RUN_AHEAD)
     takes_min_p = True
+    takes_counted_penalties = True
     paths = PATHS
     option_choices = OPTION_CHOICES
     longest = shapes.LONG_POSITIONS
@@ -93,7 +94,7 @@ class RoseinferEngine(EngineAdapter):
 
     def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
         model = mix.options["model"], mix.device
-        return undecided(*model, tuple(tokens), sampling, self.rounding)
+        return undecided(*model, tuple(tokens), sampling, self.rounding, prompts_of(mix, tokens))
 
     def logits(self, tokens: Sequence[int], mix: RequestMix) -> Sequence[float]:
         return [*map(float, models.logits(mix.options["model"], mix.device, tuple(tokens)))]

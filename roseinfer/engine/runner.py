@@ -10,6 +10,7 @@ import torch
 
 from roseinfer.attention.backend import StepBatch, best_backend, find_backend
 from roseinfer.decode.readback import Readback
+from roseinfer.decode.resident import Entrant
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument, RequestTooLarge
 from roseinfer.kv.groups import given_back
@@ -17,6 +18,7 @@ from roseinfer.kv.manager import StepAppend
 from roseinfer.kv.sequence import InferenceSession
 from roseinfer.kv.storage import IndexStaging
 from roseinfer.sampling.log_probabilities import log_probability, rows_without_a_distribution
+from roseinfer.sampling.penalties import tally_of
 from roseinfer.sampling.sampling_batch import SamplingBatch
 
 if TYPE_CHECKING:
@@ -223,28 +225,28 @@ class StepRunner:
 
     def _choose(self, requests: list[Request], logits: torch.Tensor) -> Flight:
         batch = self._sampling_batch(requests, logits.device)
-        seen = self._seen(requests, logits) if batch.penalised else None
+        tally = self._tally(requests, logits) if batch.penalties else None
         positions = [len(request.session.token_ids) for request in requests]
         staged = self._sessions.staging.stage([positions]).columns[0]
-        chosen = batch.choose(logits, staged, seen)
+        chosen = batch.choose(logits, staged, tally)
         logprobs = None
         if any(request.params.logprobs for request in requests):
             logprobs = self._logprobs.start(log_probability(logits, chosen))
         chosen = torch.where(rows_without_a_distribution(logits), -1, chosen)
-        stay = self._enter(requests, chosen)
+        stay = self._enter(requests, chosen, logits.shape[-1])
         for request in requests:
             request.in_flight += 1
         rows = range(len(requests))
         return Flight(requests, rows, self._tokens.start(chosen), logprobs, urgent=stay)
 
-    def _enter(self, requests: list[Request], chosen: torch.Tensor) -> bool:
+    def _enter(self, requests: list[Request], chosen: torch.Tensor, vocabulary: int) -> bool:
         """Give slots to the requests that can decode in one; return True if some cannot."""
         entering = []
         stay = False
         for row, request in enumerate(requests):
             if request.num_generated + 1 == request.most_tokens:
                 continue
-            if self._resident is None or not self._resident.takes(request.params):
+            if self._resident is None or not self._resident.takes(request.params, vocabulary):
                 stay = True
             elif request.resident is None:
                 entering.append((row, request))
@@ -252,8 +254,13 @@ class StepRunner:
             rows = [row for row, _ in entering]
             residents = self._resident.enter(
                 [
-                    # The last token is never stored.
-                    (request.session, request.params, request.seed, request.full_length - 1)
+                    Entrant(
+                        request.session,
+                        request.params,
+                        request.seed,
+                        request.full_length - 1,  # the last token is never stored
+                        request.prompt_length,
+                    )
                     for _, request in entering
                 ],
                 chosen if len(rows) == len(requests) else chosen[rows],
@@ -273,9 +280,12 @@ class StepRunner:
             self._sampling = (requests, batch)
         return self._sampling[1]
 
-    def _seen(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
-        seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    def _tally(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
+        """Tally the tokens of the requests that have penalties, anew in every step."""
+        tally = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
         for row, request in enumerate(requests):
-            if request.params.repetition_penalty != 1:
-                seen[row, request.session.token_ids] = True
-        return seen
+            if request.params.penalised:
+                own = tally_of(request.session.token_ids, request.prompt_length)
+                counts = torch.tensor(list(own.values()), dtype=torch.int32, device=logits.device)
+                tally[row, list(own)] = counts
+        return tally

@@ -14,7 +14,7 @@ import torch
 
 from roseinfer.sampling.noise import gumbel_noise, signed64
 from roseinfer.sampling.nucleus import sorted_logits
-from roseinfer.sampling.penalties import penalise
+from roseinfer.sampling.penalties import Penalties
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,11 +30,11 @@ class SamplingBatch:
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
-    repetition_penalty: torch.Tensor
     seeds: torch.Tensor
     greedy: bool
     """True if every row takes its most likely token: nothing has to be sorted or drawn."""
-    penalised: bool
+    penalties: Penalties | None
+    """None where nobody has one."""
 
     @classmethod
     def of(
@@ -50,21 +50,21 @@ class SamplingBatch:
             column([each.top_k for each in params], torch.int64),
             column([each.top_p for each in params], torch.float32),
             column([each.min_p for each in params], torch.float32),
-            column([each.repetition_penalty for each in params], torch.float64),
             column([signed64(seed) for seed in seeds], torch.int64),
             all(each.temperature == 0 for each in params),
-            any(each.repetition_penalty != 1 for each in params),
+            Penalties.of(params, device),
         )
 
     def choose(
-        self, logits: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor | None = None
+        self, logits: torch.Tensor, positions: torch.Tensor, tally: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the next token for every row of ``[requests, vocab]`` logits.
 
-        ``positions`` are those of the new tokens. ``seen`` marks the tokens that each request
-        has already; only repetition penalties need it.
+        ``positions`` are those of the new tokens. Only penalties need the ``tally``, ``[requests,
+        vocab]`` of int32: how often a request has generated each token, and 2**30 more if its
+        prompt has it.
         """
-        logits = self._penalise(logits.float(), seen)
+        logits = self._penalised(logits.float(), tally)
         likeliest = logits.argmax(-1)
         if self.greedy:
             return likeliest
@@ -73,18 +73,20 @@ class SamplingBatch:
         drawn = order.gather(-1, (kept + noise).argmax(-1, keepdim=True))[:, 0]
         return torch.where(self.temperature[:, 0] == 0, likeliest, drawn)
 
-    def probabilities(self, logits: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+    def probabilities(
+        self, logits: torch.Tensor, tally: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return what ``choose`` draws from: exactly zero for a token that cannot be drawn."""
-        logits = self._penalise(logits.float(), seen)
+        logits = self._penalised(logits.float(), tally)
         kept, order = self._sorted_logits(logits)
         drawn = torch.zeros_like(kept).scatter(-1, order, kept.softmax(-1))
         certain = torch.zeros_like(kept).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
         return torch.where(self.temperature == 0, certain, drawn)
 
-    def _penalise(self, logits: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-        if not self.penalised or seen is None:
+    def _penalised(self, logits: torch.Tensor, tally: torch.Tensor | None) -> torch.Tensor:
+        if self.penalties is None or tally is None:
             return logits
-        return penalise(logits, seen, self.repetition_penalty)
+        return self.penalties.apply(logits, tally)
 
     def _sorted_logits(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return sorted_logits(logits, self.temperature, self.top_k, self.top_p, self.min_p)

@@ -10,6 +10,7 @@ import torch
 from roseinfer import EnginePath, SamplingParams
 from roseinfer.decode.graphs import StepGraphs
 from roseinfer.decode.resident import ResidentDecode
+from roseinfer.decode.step_kind import StepKind
 from tests.decode.residents import GREEDY, PROMPTS, Decoding, alone
 from tests.kv.harness import assert_same_bits, bits
 
@@ -62,13 +63,13 @@ def test_garbage_does_not_end_a_capture(device: str, monkeypatch: pytest.MonkeyP
         torch.zeros(1, device=device)
     step = ResidentDecode.step
 
-    def littering(self: ResidentDecode, count: int, *, greedy: bool) -> None:
+    def littering(self: ResidentDecode, count: int, kind: StepKind) -> None:
         if torch.cuda.is_current_stream_capturing() and dropped:
             garbage: list[object] = [dropped.pop()]
             garbage.append(garbage)
             del garbage
             assert len([[] for _ in range(5000)]) == 5000  # so many that they would be looked over
-        step(self, count, greedy=greedy)
+        step(self, count, kind)
 
     monkeypatch.setattr(ResidentDecode, "step", littering)
     decoding = Decoding(device, slots=2, graphs=True)
@@ -94,7 +95,7 @@ def test_capturing_while_sequences_live_touches_no_block_of_theirs(
     counts = decoding.sessions.path_counts.copy()
     graphs = StepGraphs(decoding.decode.step, slots, decoding.sessions.path_counts)
     for count in (1, 3, 6):
-        graphs._capture(count, greedy)
+        graphs._capture(count, StepKind(greedy))
     torch.cuda.synchronize()
     for cache, was in zip((kv.keys, kv.values), before, strict=True):
         assert_same_bits(cache[:, 1:], was, "blocks of live sequences")

@@ -14,6 +14,7 @@ from roseinfer.config import SamplingParams
 from roseinfer.sampling import noise as noise_module
 from roseinfer.sampling.log_probabilities import log_probability, rows_without_a_distribution
 from roseinfer.sampling.noise import gumbel_noise
+from roseinfer.sampling.penalties import PROMPTED, tally_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,11 +70,11 @@ def by_transformers(logits: torch.Tensor, params: SamplingParams, seen: list[int
 )
 def test_the_distribution_is_transformers(device: str, params: SamplingParams) -> None:
     seen_ids = [3, 4, 4, 9]
-    seen = torch.zeros(1, VOCABULARY, dtype=torch.bool, device=device)
-    seen[0, seen_ids] = True
+    tally = torch.zeros(1, VOCABULARY, dtype=torch.int32, device=device)
+    tally[0, seen_ids] = PROMPTED
     for seed in range(20):
         logits = some_logits(device, seed=seed)
-        got = batch(device, params).probabilities(logits, seen)
+        got = batch(device, params).probabilities(logits, tally)
         want = by_transformers(logits.clone(), params, seen_ids)
         assert torch.equal(got > 0, want > 0)
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
@@ -155,7 +156,9 @@ def test_a_nucleus_does_not_depend_on_the_order_of_sums(
     assert all(abs(int(n) - at) <= 3 for n, at in zip(found[0].sum(-1), wide, strict=True))
 
 
-@pytest.mark.parametrize("neighbour", [{}, {"repetition_penalty": 1.7}], ids=str)
+@pytest.mark.parametrize(
+    "neighbour", [{}, {"repetition_penalty": 1.7}, {"presence_penalty": 0.3}], ids=str
+)
 def test_a_token_drawn_does_not_depend_on_who_stands_beside_it(
     device: str, neighbour: dict[str, Any]
 ) -> None:
@@ -163,7 +166,7 @@ def test_a_token_drawn_does_not_depend_on_who_stands_beside_it(
     vocabulary = 2048
     generator = torch.Generator().manual_seed(2)
     logits = (torch.randn(33, vocabulary, generator=generator) * 2).to(device)
-    seen = torch.ones(33, vocabulary, dtype=torch.bool, device=device)
+    tally = torch.ones(33, vocabulary, dtype=torch.int32, device=device)
     params = SamplingParams(1.0, top_p=0.6, min_p=1e-3)
     alone = batch(device, params, seeds=[4])
     for row in range(0, 33, 4):
@@ -173,8 +176,8 @@ def test_a_token_drawn_does_not_depend_on_who_stands_beside_it(
             beside = batch(device, params, *others[:rows], seeds=[4, *range(rows)])
             turned = logits.roll(-row, 0)[: rows + 1]
             positions = at(device, *[9] * (rows + 1))
-            assert beside.choose(turned, positions, seen[: rows + 1])[0] == want
-            kept = beside.probabilities(turned, seen[: rows + 1])[0] > 0
+            assert beside.choose(turned, positions, tally[: rows + 1])[0] == want
+            kept = beside.probabilities(turned, tally[: rows + 1])[0] > 0
             assert torch.equal(kept, alone.probabilities(logits[row : row + 1])[0] > 0)
 
 
@@ -202,14 +205,15 @@ def test_next_to_no_temperature_is_greedy(device: str, temperature: float, penal
     """Neither a division by it overflows nor one by the smallest penalty."""
     logits = some_logits(device, rows=8)
     seen = torch.arange(VOCABULARY, device=device).expand(8, -1) % 3 == 0
+    tally = seen.int() * PROMPTED
     cold, greedy = (
         batch(device, *[SamplingParams(each, repetition_penalty=penalty)] * 8)
         for each in (temperature, 0)
     )
     positions = at(device, *range(8))
-    chosen = cold.choose(logits, positions, seen)
-    assert torch.equal(chosen, greedy.choose(logits, positions, seen))
-    assert torch.equal(cold.probabilities(logits, seen).argmax(-1), chosen)
+    chosen = cold.choose(logits, positions, tally)
+    assert torch.equal(chosen, greedy.choose(logits, positions, tally))
+    assert torch.equal(cold.probabilities(logits, tally).argmax(-1), chosen)
 
 
 def test_any_temperature_keeps_the_order(device: str) -> None:
@@ -230,19 +234,41 @@ def test_a_logit_without_bound_is_drawn(device: str) -> None:
 
 def test_a_neighbours_penalty_changes_no_choice(device: str) -> None:
     params = [SamplingParams(1.1, top_p=0.9), SamplingParams(0.7, repetition_penalty=1.4)]
-    seen = torch.zeros(2, VOCABULARY, dtype=torch.bool, device=device)
-    seen[1, ::2] = True
+    tally = torch.zeros(2, VOCABULARY, dtype=torch.int32, device=device)
+    tally[1, ::2] = PROMPTED
     for seed in range(30):
         logits = some_logits(device, rows=2, seed=seed)
-        beside = batch(device, *params).probabilities(logits, seen)[0]
+        beside = batch(device, *params).probabilities(logits, tally)[0]
         assert torch.equal(batch(device, params[0]).probabilities(logits[:1])[0], beside)
 
 
 def test_a_penalty_reaches_greedy_choices_too(device: str) -> None:
     logits = torch.tensor([[2.0, 1.5, -1.0]], device=device)
-    seen = torch.tensor([[True, False, False]], device=device)
+    tally = torch.tensor([[1, 0, 0]], dtype=torch.int32, device=device)
     penalised = batch(device, SamplingParams(temperature=0, repetition_penalty=2.0))
-    assert penalised.choose(logits, at(device, 0), seen).tolist() == [1]
+    assert penalised.choose(logits, at(device, 0), tally).tolist() == [1]
+
+
+OF_OPENAI: list[tuple[dict[str, Any], list[float]]] = [
+    ({}, [1.0, -1.0, 2.0, -2.0, 0.5]),
+    ({"presence_penalty": 0.5}, [1.0, -1.5, 1.5, -2.0, 0.5]),
+    ({"frequency_penalty": 0.25}, [1.0, -1.25, 1.25, -2.0, 0.5]),
+    ({"frequency_penalty": -2, "presence_penalty": 2}, [1.0, -1.0, 6.0, -2.0, 0.5]),
+    ({"repetition_penalty": 2.0}, [0.5, -2.0, 1.0, -2.0, 0.5]),
+    ({"repetition_penalty": 2.0, "presence_penalty": 1}, [0.5, -3.0, 0.0, -2.0, 0.5]),
+]
+
+
+@pytest.mark.parametrize(("given", "right"), OF_OPENAI, ids=str)
+def test_penalties_are_openais(device: str, given: dict[str, Any], right: list[float]) -> None:
+    """Only the text counts for two of them, once or by how often; prompt and text for the third."""
+    prompt, text = [0, 0, 2], [1, 2, 2, 2]
+    tally = torch.zeros(1, 5, dtype=torch.int32, device=device)
+    for token, count in tally_of([*prompt, *text], len(prompt)).items():
+        tally[0, token] = count
+    logits = torch.tensor([[1.0, -1.0, 2.0, -2.0, 0.5]], device=device)
+    found = batch(device, SamplingParams(1.0, **given)).probabilities(logits, tally)
+    torch.testing.assert_close(found, torch.tensor([right], device=device).softmax(-1))
 
 
 @pytest.mark.parametrize("bits", [0, -1])
@@ -285,6 +311,9 @@ def test_log_probabilities_are_the_models_own(device: str) -> None:
         ({"min_p": 2.0}, "min_p"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be at least 1e-38"),
         ({"repetition_penalty": 1e-39}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty is 2.1; it must be between -2 and 2"),
+        ({"frequency_penalty": -3}, "frequency_penalty is -3; it must be between -2 and 2"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ({"stop": "END"}, "stop is 'END'; it must be texts"),
         ({"stop": ("END", 1)}, "stop is .*; it must be texts"),

@@ -224,8 +224,8 @@ MUTANTS = (
         "penalty-for-new-tokens-only",
         "The repetition penalty forgets the prompt.",
         _RUNNER,
-        "                seen[row, request.session.token_ids] = True\n",
-        "                seen[row, request.token_ids] = True\n",
+        "tally_of(request.session.token_ids, request.prompt_length)",
+        "tally_of(request.token_ids, 0)",
     ),
     _mutant(
         "positions-from-the-chunk",

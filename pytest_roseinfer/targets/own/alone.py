@@ -12,9 +12,9 @@ from pytest_roseinfer.targets.own import model_shapes as shapes
 from pytest_roseinfer.targets.own.roseinfer_draws import draw
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence, Set
 
-    from pytest_roseinfer.adapters.mix import Sampling
+    from pytest_roseinfer.adapters.mix import RequestMix, Sampling
 
 
 @lru_cache(maxsize=4096)
@@ -23,7 +23,8 @@ def alone(name: str, device: str, prompt: tuple[int, ...], sampling: Sampling) -
     tokens = list(prompt)
     positions = shapes.LONG_POSITIONS if name in shapes.OF_MANY_SHAPES else shapes.POSITIONS
     while len(tokens) < positions and goes_on(tokens, len(prompt), sampling):
-        tokens.append(draw(models.logits(name, device, tuple(tokens)), sampling, tokens))
+        logits = models.logits(name, device, tuple(tokens))
+        tokens.append(draw(logits, sampling, tokens, len(prompt)))
     return tuple(tokens[len(prompt) :])
 
 
@@ -34,11 +35,28 @@ def goes_on(tokens: Sequence[int], prompted: int, sampling: Sampling) -> bool:
     return len(new) < sampling.max_new_tokens and not ended
 
 
+def prompts_of(mix: RequestMix, tokens: Sequence[int]) -> set[int]:
+    """Return how many of these tokens may be a prompt: as many as begin some request's."""
+    prompts = [each.prompt for each in mix.requests]
+    return {len(each) for each in prompts if tuple(tokens[: len(each)]) == tuple(each)}
+
+
 def undecided(
-    name: str, device: str, tokens: tuple[int, ...], sampling: Sampling, rounding: float
+    name: str,
+    device: str,
+    tokens: tuple[int, ...],
+    sampling: Sampling,
+    rounding: float,
+    prompts: Set[int],
 ) -> bool:
-    """Return True if logits that are off by so much could lead to another token."""
+    """Return True if logits that are off by so much could lead to another token.
+
+    The prompt has one of these numbers of tokens.
+    """
     logits = models.logits(name, device, tokens)
     noise = np.random.default_rng(0).standard_normal((16, len(logits)))
     nearly = logits + noise * np.abs(logits).max() * rounding
-    return len({draw(each, sampling, tokens) for each in (logits, *nearly)}) > 1
+    return any(
+        len({draw(each, sampling, tokens, prompted) for each in (logits, *nearly)}) > 1
+        for prompted in prompts
+    )
