@@ -23,6 +23,7 @@ MOST_AHEAD = 16
 MOST_STOPS = 32
 LONGEST_STOP = 256
 """In characters. With ``MOST_STOPS`` it bounds the time that looking for them takes to prepare."""
+MOST_TOP_LOGPROBS = 20
 _LARGEST = 3.4e38
 """The largest number that fits into the 32-bit floats of a device."""
 _LEAST_PENALTY = 1e-38
@@ -133,6 +134,10 @@ class SamplingParams:
     """Go on after a token that ends a text."""
     logprobs: bool = False
     """Return the log-probability of each chosen token by the model's own logits."""
+    top_logprobs: int = 0
+    """Return those of so many likeliest tokens at each place too; this turns ``logprobs`` on."""
+    prompt_logprobs: bool = False
+    """Return those of the prompt's tokens, each behind the tokens before it."""
 
     def __post_init__(self) -> None:
         for name, (kinds, holds, wanted) in _SAMPLING.items():
@@ -140,6 +145,8 @@ class SamplingParams:
             if not (isinstance(value, kinds) and holds(value)):
                 raise ConfigError(f"SamplingParams.{name} is {value!r}; it must be {wanted}")
         object.__setattr__(self, "stop", tuple(self.stop))  # a list could still grow
+        if self.top_logprobs:
+            object.__setattr__(self, "logprobs", True)
         if len(self.stop) > MOST_STOPS:
             raise ConfigError(
                 f"SamplingParams.stop has {len(self.stop)} texts; at most {MOST_STOPS} can be "
@@ -185,6 +192,12 @@ _SAMPLING: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     ),
     "ignore_eos": ((bool,), lambda _: True, "True or False"),
     "logprobs": ((bool,), lambda _: True, "True or False"),
+    "top_logprobs": (
+        (int,),
+        lambda x: 0 <= x <= MOST_TOP_LOGPROBS,
+        f"at least 0 and at most {MOST_TOP_LOGPROBS}, a whole number",
+    ),
+    "prompt_logprobs": ((bool,), lambda _: True, "True or False"),
 }
 """For each parameter: its types, a condition, and what an error asks for."""
 

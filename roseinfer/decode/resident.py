@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from roseinfer.attention.backend import ResidentBatch
+from roseinfer.config import MOST_TOP_LOGPROBS
 from roseinfer.decode.graphs import StepGraphs
 from roseinfer.decode.readback import Readback
 from roseinfer.decode.slot_penalties import SlotPenalties
@@ -19,7 +20,7 @@ from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError
 from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.lasting import lasting
-from roseinfer.sampling.log_probabilities import rows_without_a_distribution
+from roseinfer.sampling.log_probabilities import rows_without_a_distribution, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,6 +98,10 @@ class ResidentDecode:
             """The token that the last step chose for each slot; -1 where there was none."""
         self._graphs = StepGraphs(self.step, self.slots, self._path_counts) if graphs else None
         self._readback = Readback(num_slots, torch.int64, kv.device)
+        numbers = num_slots * (1 + 2 * MOST_TOP_LOGPROBS)
+        self._told_readback = Readback(numbers, torch.float64, kv.device)
+        self._told: dict[int, Tensor] = {}
+        """What the last step told, by how many likeliest tokens it told of."""
         self._sizes = ladder(num_slots)
         self._num_slots = num_slots
         self._penalties: SlotPenalties | None = None
@@ -104,7 +109,8 @@ class ResidentDecode:
         self._lacks_memory = False
         self._asked = Counter[str]()
         """How many residents ask for more than the least that a step does, by what it is."""
-        self._kind = StepKind(greedy=True)
+        self.kind = StepKind(greedy=True)
+        """What the next step will do, by what the residents ask for."""
         if self._graphs and not self._graphs.capture(self._sizes, required=graphs_required):
             self._graphs = None
 
@@ -113,8 +119,6 @@ class ResidentDecode:
 
         One with penalties cannot where the device has no memory to tally tokens in.
         """
-        if params.logprobs:
-            return False
         if params.penalised and self._penalties is None and not self._lacks_memory:
             try:
                 self._penalties = SlotPenalties(
@@ -159,14 +163,21 @@ class ResidentDecode:
         if self._penalties is not None:
             self._penalties.clear()
         self._asked.clear()
-        self._kind = StepKind(greedy=True)
+        self.kind = StepKind(greedy=True)
 
     def _note(self, params: SamplingParams, more: int) -> None:
         """Note that a request has come, or gone, and what steps do from now on."""
         asked = self._asked
         asked["drawn"] += more * (params.temperature != 0)
         asked["penalised"] += more * params.penalised
-        self._kind = StepKind(greedy=not asked["drawn"], penalised=asked["penalised"] > 0)
+        asked["told"] += more * params.logprobs
+        asked["tops"] += more * (params.top_logprobs > 0)
+        tops = MOST_TOP_LOGPROBS if asked["tops"] else 0
+        self.kind = StepKind(
+            greedy=not asked["drawn"],
+            penalised=asked["penalised"] > 0,
+            tops=tops if asked["told"] else None,
+        )
 
     def launch(self, residents: Sequence[Resident], spare: int) -> Arrival:
         """Launch a step for all that have a slot; what arrives is indexed by slot.
@@ -180,11 +191,20 @@ class ResidentDecode:
         extent = self.slots.extent
         count = next(size for size in self._sizes if size >= extent)
         run = self._graphs.run if self._graphs else self.step
-        run(count, self._kind)
+        run(count, self.kind)
         for each in residents:
             each.session.stored += 1
         self._path_counts[EnginePath.RESIDENT] += 1
         return self._readback.start(self._chosen[:extent])
+
+    def told(self) -> Arrival:
+        """Copy what the step launched last tells of its tokens, which its kind must ask for.
+
+        It arrives as the numbers of one slot after the other, as ``tell`` has them.
+        """
+        assert self.kind.tops is not None
+        told = self._told[self.kind.tops][: self.slots.extent]
+        return self._told_readback.start(told.flatten())
 
     @torch.inference_mode()
     def step(self, count: int, kind: StepKind) -> None:
@@ -202,6 +222,8 @@ class ResidentDecode:
             self._path_counts[EnginePath.LIKELIEST] += 1
             chosen, tokens = self._chosen[:count], slots.tokens[:count]
             self._advance(logits, chosen, tokens, lengths, slots.active(count))
+            if kind.tops is not None:
+                self._tell(logits, chosen, kind.tops)
             return
         penalties = tally = None
         if kind.penalised and self._penalties is not None:
@@ -214,6 +236,17 @@ class ResidentDecode:
         self._chosen[:count] = chosen
         slots.tokens[:count] = chosen.clamp(min=0)
         lengths += slots.active(count)
+        if kind.tops is not None:
+            self._tell(logits, chosen, kind.tops)
+
+    def _tell(self, logits: Tensor, chosen: Tensor, tops: int) -> None:
+        self._path_counts[EnginePath.TOLD] += 1
+        told = tell(logits, chosen, tops)
+        if tops not in self._told:
+            with lasting():
+                shape = self._num_slots, told.shape[1]
+                self._told[tops] = torch.zeros(shape, dtype=told.dtype, device=told.device)
+        self._told[tops][: len(chosen)] = told
 
     def _due(self, residents: Sequence[Resident], spare: int) -> list[Resident]:
         """Find the sequences that need a block now, and a few of those that soon will.

@@ -13,3 +13,5 @@ class StepKind(NamedTuple):
     """Every token is the likeliest."""
     penalised: bool = False
     """Tokens are tallied, and penalties taken."""
+    tops: int | None = None
+    """Log-probabilities are told, and those of so many likeliest tokens; None where none are."""

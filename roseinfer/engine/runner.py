@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from roseinfer.attention.backend import StepBatch, best_backend, find_backend
+from roseinfer.config import MOST_TOP_LOGPROBS
 from roseinfer.decode.readback import Readback
 from roseinfer.decode.resident import Entrant
 from roseinfer.engine_paths import EnginePath
@@ -17,12 +19,17 @@ from roseinfer.kv.groups import given_back
 from roseinfer.kv.manager import StepAppend
 from roseinfer.kv.sequence import InferenceSession
 from roseinfer.kv.storage import IndexStaging
-from roseinfer.sampling.log_probabilities import log_probability, rows_without_a_distribution
+from roseinfer.sampling.log_probabilities import (
+    of_a_prompt,
+    rows_without_a_distribution,
+    tell,
+    told_of,
+)
 from roseinfer.sampling.penalties import tally_of
 from roseinfer.sampling.sampling_batch import SamplingBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from roseinfer.decode.readback import Arrival
     from roseinfer.decode.resident import ResidentDecode
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
     from roseinfer.engine.scheduler import Step
     from roseinfer.kv.manager import KVBlockManager
     from roseinfer.models.causal import CausalModel
+    from roseinfer.sampling.log_probabilities import Told
 
 
 class SequenceRunner:
@@ -56,18 +64,23 @@ class SequenceRunner:
         return sessions, self.extend(sessions)
 
     def extend(
-        self, sessions: Sequence[InferenceSession], counts: Sequence[int] | None = None
+        self,
+        sessions: Sequence[InferenceSession],
+        counts: Sequence[int] | None = None,
+        *,
+        in_full: Collection[int] = (),
     ) -> torch.Tensor:
         """Store the next ``counts[i]`` tokens of session ``i``, or all that are not stored yet.
 
-        This returns the logits behind the last stored token of each. It is fastest if sessions
-        that store a single token stand in front.
+        This returns the logits behind the last stored token of each; for the sessions ``in_full``,
+        behind each token that they store. It is fastest if sessions that store a single token
+        stand in front.
         """
         pending = [len(session.token_ids) - session.stored for session in sessions]
         counts = pending if counts is None else list(counts)
         tokens: list[int] = []
         positions: list[int] = []
-        last_rows: list[int] = []
+        rows_out: list[int] = []
         lengths: list[int] = []
         for at, (session, count, left) in enumerate(zip(sessions, counts, pending, strict=True)):
             if left < 1:
@@ -77,9 +90,10 @@ class SequenceRunner:
             end = session.stored + count
             if end > self.model.shape.max_length:
                 raise BadArgument(f"position {end}: the model has {self.model.shape.max_length}")
+            first = len(tokens) if at in in_full else len(tokens) + count - 1
+            rows_out += range(first, len(tokens) + count)
             tokens += session.token_ids[session.stored : end]
             positions += range(session.stored, end)
-            last_rows.append(len(tokens) - 1)
             lengths.append(end)
         singles = next((at for at, count in enumerate(counts) if count > 1), len(counts))
         one_each = singles == len(counts)
@@ -90,7 +104,7 @@ class SequenceRunner:
             self.path_counts[path] += 1
         stage = self.staging.stage
         token_ids, at_positions = stage([tokens, positions]).columns
-        rows = None if one_each else stage([last_rows]).columns[0]
+        rows = None if one_each else stage([rows_out]).columns[0]
         logits = self.model.logits(token_ids, at_positions, rows, self.attention)
         size = self.kv.block_size
         for session, count in zip(sessions, counts, strict=True):
@@ -139,18 +153,41 @@ class Flight:
     """The index of each request's token in ``tokens``."""
     tokens: Arrival
     """Negative where there was none to choose."""
-    logprobs: Arrival | None
+    told: Arrival | None
+    """The numbers of one token after the other, if some request wants them told."""
     urgent: bool
     """True if a request needs its token on the host before it can go on."""
 
-    def land(self) -> Iterator[tuple[Request, int, float | None]]:
+    def land(self) -> Iterator[tuple[Request, int, Told | None]]:
         """Wait for the tokens. Those of requests that have ended meanwhile are dropped."""
         tokens = self.tokens.wait()
-        logprobs = self.logprobs.wait() if self.logprobs else None
+        told = self.told.wait() if self.told else []
+        each = len(told) // len(tokens)
         for request, row in zip(self.requests, self.rows, strict=True):
             if request.finish_reason is None:
                 request.in_flight -= 1
-                yield request, tokens[row], logprobs[row] if logprobs else None
+                own = told[row * each : (row + 1) * each] if request.params.logprobs else None
+                yield request, tokens[row], told_of(own) if own else None
+
+
+@dataclass(slots=True)
+class PromptFlight:
+    """Log-probabilities of prompts that the host has not read yet."""
+
+    spans: list[tuple[Request, int, int]]
+    """Requests, each with the positions of the tokens that are told of."""
+    values: Arrival
+    urgent: ClassVar[bool] = False
+
+    def land(self) -> Iterator[tuple[Request, int, Told | None]]:
+        """Wait for them, and note them. This brings no tokens.
+
+        A prompt that was begun anew meanwhile gets the same again, at the same positions.
+        """
+        values = iter(self.values.wait())
+        for request, begin, end in self.spans:
+            request.prompt_logprobs[begin:end] = islice(values, end - begin)
+        return iter(())
 
 
 class StepRunner:
@@ -164,11 +201,12 @@ class StepRunner:
         self._sampling: tuple[list[Request], SamplingBatch] | None = None
         device = sessions.kv.device
         self._tokens = Readback(max_batch_size, torch.int64, device)
-        self._logprobs = Readback(max_batch_size, torch.float32, device)
+        numbers = max_batch_size * (1 + 2 * MOST_TOP_LOGPROBS)
+        self._told = Readback(numbers, torch.float64, device)
 
-    def launch(self, step: Step) -> list[Flight]:
+    def launch(self, step: Step) -> list[Flight | PromptFlight]:
         """Start a step. Its tokens are in flight when this returns."""
-        flights = []
+        flights: list[Flight | PromptFlight] = []
         residents = [request for request in step.decoding if request.resident]
         others = [request for request in step.decoding if not request.resident]
         if residents:
@@ -177,7 +215,8 @@ class StepRunner:
         requests = [*others, *(request for request, _ in step.chunks)]
         if requests:
             counts = [1] * len(others) + [count for _, count in step.chunks]
-            flights += self._launch_others(requests, counts)
+            told = _prompts_to_tell(requests) if step.chunks else []
+            flights += self._launch_others(requests, counts, told)
         return flights
 
     def withdraw(self, request: Request) -> None:
@@ -206,22 +245,56 @@ class StepRunner:
         residents = [request.resident for request in requests if request.resident]
         rows = [each.slot for each in residents]
         arrival = self._resident.launch(residents, spare)
+        told = self._resident.told() if self._resident.kind.tops is not None else None
         for request in requests:
             request.in_flight += 1
             coming = len(request.session.token_ids) + request.in_flight
             if coming == request.full_length:
                 self.give_up_slot(request)
-        return Flight(requests, rows, arrival, None, urgent=False)
+        return Flight(requests, rows, arrival, told, urgent=False)
 
-    def _launch_others(self, requests: list[Request], counts: list[int]) -> list[Flight]:
-        logits = self._sessions.extend([request.session for request in requests], counts)
+    def _launch_others(
+        self, requests: list[Request], counts: list[int], told: list[int]
+    ) -> list[Flight | PromptFlight]:
+        """Run the requests, those at ``told`` with the log-probabilities of their prompts."""
+        sessions = [request.session for request in requests]
+        logits = self._sessions.extend(sessions, counts, in_full=told)
+        flights: list[Flight | PromptFlight] = []
+        if told:
+            logits, flight = self._tell_prompts(requests, counts, told, logits)
+            flights.append(flight)
         due = [row for row, request in enumerate(requests) if not request.pending]
         if not due:
-            return []
+            return flights
         if len(due) < len(requests):
             logits = logits[due]
             requests = [requests[row] for row in due]
-        return [self._choose(requests, logits)]
+        return [*flights, self._choose(requests, logits)]
+
+    def _tell_prompts(
+        self, requests: list[Request], counts: list[int], told: list[int], logits: torch.Tensor
+    ) -> tuple[torch.Tensor, PromptFlight]:
+        """Take the rows of prompts out of the logits; return the last of each request."""
+        spans: list[tuple[Request, int, int]] = []
+        rows: list[int] = []
+        tokens: list[int] = []
+        last_rows: list[int] = []
+        row = 0
+        for at, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            if at in told:
+                end = request.session.stored
+                begin = end - count + 1
+                end = min(end + 1, request.prompt_length)
+                spans.append((request, begin, end))
+                rows += range(row, row + end - begin)
+                tokens += request.session.token_ids[begin:end]
+                row += count - 1
+            last_rows.append(row)
+            row += 1
+        at_rows, at_tokens = self._sessions.staging.stage([rows, tokens]).columns
+        values = of_a_prompt(logits, at_rows, at_tokens)
+        arrival = Readback(len(values), values.dtype, values.device).start(values)
+        return logits[last_rows], PromptFlight(spans, arrival)
 
     def _choose(self, requests: list[Request], logits: torch.Tensor) -> Flight:
         batch = self._sampling_batch(requests, logits.device)
@@ -229,15 +302,16 @@ class StepRunner:
         positions = [len(request.session.token_ids) for request in requests]
         staged = self._sessions.staging.stage([positions]).columns[0]
         chosen = batch.choose(logits, staged, tally)
-        logprobs = None
+        told = None
         if any(request.params.logprobs for request in requests):
-            logprobs = self._logprobs.start(log_probability(logits, chosen))
+            most = max(request.params.top_logprobs for request in requests)
+            told = self._told.start(tell(logits, chosen, most).flatten())
         chosen = torch.where(rows_without_a_distribution(logits), -1, chosen)
         stay = self._enter(requests, chosen, logits.shape[-1])
         for request in requests:
             request.in_flight += 1
         rows = range(len(requests))
-        return Flight(requests, rows, self._tokens.start(chosen), logprobs, urgent=stay)
+        return Flight(requests, rows, self._tokens.start(chosen), told, urgent=stay)
 
     def _enter(self, requests: list[Request], chosen: torch.Tensor, vocabulary: int) -> bool:
         """Give slots to the requests that can decode in one; return True if some cannot."""
@@ -289,3 +363,12 @@ class StepRunner:
                 counts = torch.tensor(list(own.values()), dtype=torch.int32, device=logits.device)
                 tally[row, list(own)] = counts
         return tally
+
+
+def _prompts_to_tell(requests: list[Request]) -> list[int]:
+    """Return which requests will store tokens behind which others of their prompts are told."""
+    return [
+        at
+        for at, request in enumerate(requests)
+        if request.wants_prompt and request.session.stored + 1 < request.prompt_length
+    ]

@@ -64,7 +64,7 @@ class SamplingBatch:
         vocab]`` of int32: how often a request has generated each token, and 2**30 more if its
         prompt has it.
         """
-        logits = self._penalised(logits.float(), tally)
+        logits = self._penalise(logits.float(), tally)
         likeliest = logits.argmax(-1)
         if self.greedy:
             return likeliest
@@ -77,13 +77,13 @@ class SamplingBatch:
         self, logits: torch.Tensor, tally: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return what ``choose`` draws from: exactly zero for a token that cannot be drawn."""
-        logits = self._penalised(logits.float(), tally)
+        logits = self._penalise(logits.float(), tally)
         kept, order = self._sorted_logits(logits)
         drawn = torch.zeros_like(kept).scatter(-1, order, kept.softmax(-1))
         certain = torch.zeros_like(kept).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
         return torch.where(self.temperature == 0, certain, drawn)
 
-    def _penalised(self, logits: torch.Tensor, tally: torch.Tensor | None) -> torch.Tensor:
+    def _penalise(self, logits: torch.Tensor, tally: torch.Tensor | None) -> torch.Tensor:
         if self.penalties is None or tally is None:
             return logits
         return self.penalties.apply(logits, tally)

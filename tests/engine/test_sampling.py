@@ -12,7 +12,13 @@ import transformers
 from roseinfer import ConfigError, SamplingBatch
 from roseinfer.config import SamplingParams
 from roseinfer.sampling import noise as noise_module
-from roseinfer.sampling.log_probabilities import log_probability, rows_without_a_distribution
+from roseinfer.sampling.log_probabilities import (
+    likeliest,
+    log_probabilities,
+    rows_without_a_distribution,
+    tell,
+    told_of,
+)
 from roseinfer.sampling.noise import gumbel_noise
 from roseinfer.sampling.penalties import PROMPTED, tally_of
 
@@ -298,7 +304,28 @@ def test_rows_that_cannot_be_sampled_are_named(device: str) -> None:
 def test_log_probabilities_are_the_models_own(device: str) -> None:
     logits = some_logits(device, rows=2)
     want = logits.log_softmax(-1)[[0, 1], [5, 6]]
-    torch.testing.assert_close(log_probability(logits, at(device, 5, 6)), want)
+    tokens = at(device, 5, 6)
+    torch.testing.assert_close(log_probabilities(logits, tokens[:, None])[:, 0], want)
+    torch.testing.assert_close(tell(logits, tokens, 0)[:, 0].float(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("most", [1, 20, 60])
+def test_the_likeliest_are_told_those_of_equals_by_the_lowest_id(
+    device: str, dtype: torch.dtype, most: int
+) -> None:
+    """Nought comes in two kinds, which are equal; and some tokens cannot be drawn at all."""
+    logits = (some_logits(device, rows=30) * 2).round().to(dtype) / 4
+    logits[:, ::7] = float("-inf")
+    logits[:, 3::5] = logits[:, 3::5].where(logits[:, 3::5] != 0, -0.0)
+    order = logits.float().cpu().sort(descending=True, stable=True).indices[:, :most].to(device)
+    assert torch.equal(likeliest(logits, most), order)
+    told = [told_of(row) for row in tell(logits, at(device, *range(30)), most).tolist()]
+    likely = logits.float().log_softmax(-1)
+    for row, each in enumerate(told):
+        assert [token for token, _ in each.top] == order[row].tolist()
+        assert [value for _, value in each.top] == likely[row][order[row]].tolist()
+        assert each.logprob == float(likely[row, row])
 
 
 @pytest.mark.parametrize(
@@ -320,6 +347,9 @@ def test_log_probabilities_are_the_models_own(device: str) -> None:
         ({"stop": None}, "stop is None; it must be texts"),
         ({"ignore_eos": "no"}, "ignore_eos is 'no'; it must be True or False"),
         ({"logprobs": 1}, "logprobs is 1; it must be True or False"),
+        ({"top_logprobs": 21}, "top_logprobs is 21; it must be at least 0 and at most 20"),
+        ({"top_logprobs": None}, "top_logprobs is None"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is 1; it must be True or False"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": 1e39}, "temperature is 1e[+]39; .* at most 3.4e[+]38"),
         ({"temperature": float("inf")}, "temperature"),

@@ -110,8 +110,8 @@ MUTANTS = (
         "greedy-as-the-first-is",
         "A step is greedy for all where the first of the residents is.",
         _RESIDENT,
-        "        run(count, self._kind)\n",
-        "        run(count, self._kind._replace(greedy=residents[0].params.temperature == 0))\n",
+        "        run(count, self.kind)\n",
+        "        run(count, self.kind._replace(greedy=residents[0].params.temperature == 0))\n",
         ("S18",),
     ),
     _mutant(

@@ -239,8 +239,10 @@ MUTANTS = (
         "logits-of-the-first-token",
         "A prompt's first new token is sampled behind the first token of its last chunk.",
         _RUNNER,
-        "            last_rows.append(len(tokens) - 1)\n",
-        "            last_rows.append(len(tokens) - count)\n",
+        "if at in in_full else len(tokens) + count - 1\n"
+        "            rows_out += range(first, len(tokens) + count)\n",
+        "if at in in_full else len(tokens)\n"
+        "            rows_out += range(first, first + (count if at in in_full else 1))\n",
         ("15",),
     ),
     _mutant(

@@ -70,8 +70,8 @@ MUTANTS = (
         "logprob-of-the-first-token",
         "The log-probability that is told is that of the first token of the vocabulary.",
         _TOLD,
-        "log_softmax(-1).gather(-1, tokens[:, None])[:, 0]",
-        "log_softmax(-1)[:, 0]",
+        "log_softmax(-1).gather(-1, tokens)",
+        "log_softmax(-1).gather(-1, torch.zeros_like(tokens))",
     ),
     _mutant(
         "stopped-and-going-on",
