@@ -93,6 +93,19 @@ MUTANTS = (
         "tallies",
     ),
     _mutant(
+        "told-of-others-tokens",
+        "What a resident step tells is read as if its requests stood in the first slots.",
+        _RUNNER,
+        "        for request, row in zip(self.requests, self.rows, strict=True):\n"
+        "            if request.finish_reason is None:\n"
+        "                request.in_flight -= 1\n"
+        "                own = told[row * each : (row + 1) * each]",
+        "        for at, (request, row) in enumerate(zip(self.requests, self.rows, strict=True)):\n"
+        "            if request.finish_reason is None:\n"
+        "                request.in_flight -= 1\n"
+        "                own = told[at * each : (at + 1) * each]",
+    ),
+    _mutant(
         "slots-packed-when-read",
         "Tokens are read as if residents stood in the first slots, one after another.",
         _RUNNER,

@@ -74,6 +74,20 @@ MUTANTS = (
         "log_softmax(-1).gather(-1, torch.zeros_like(tokens))",
     ),
     _mutant(
+        "likeliest-told-by-their-bits",
+        "The likeliest tokens are told as if the bits of negative numbers were in order too.",
+        _TOLD,
+        "    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)\n",
+        "    ordered = bits.to(torch.int64)\n",
+    ),
+    _mutant(
+        "prompt-told-without-its-beginning",
+        "The prefix cache gives a request the beginning of a prompt that is to be told of.",
+        "roseinfer.engine.request",
+        "session.token_ids[:1] if request.wants_prompt else session.token_ids",
+        "session.token_ids",
+    ),
+    _mutant(
         "stopped-and-going-on",
         "A request goes on after its stop string.",
         _ENGINE,

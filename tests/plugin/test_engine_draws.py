@@ -31,15 +31,20 @@ from pytest_roseinfer.engines.text import shown, stop, stop_strings, up_to_stop
 from pytest_roseinfer.targets.own.engine_tokenizers import tokenizer
 from roseinfer import SamplingBatch, SamplingParams
 from tests.plugin.engines.drawing_engine import (
+    CountsThePrompt,
     DrawingEngine,
     GoesOnBehindItsStopString,
     IgnoresTopK,
+    LeavesTheSecondLikeliestOut,
     LosesWhatItHeldBack,
     ShowsHowAStopStringBegins,
     ShowsPartsOfCharacters,
     TakesMinPOfAll,
     TakesTextBack,
     TellsLogprobsOfItsDraws,
+    TellsOfPromptsATokenLate,
+    TellsOfTheLikeliestInItsDraws,
+    TellsOneOfTheLikeliestTwice,
 )
 
 RULED_OUT = r"request \d, token \d+: \d, which its parameters rule out: they allow \[.*\]"
@@ -48,7 +53,14 @@ WRONG_TEXT = r"request \d shows '.*'; its tokens say '.*'"
 REASONS: dict[type[EngineAdapter], str] = {
     IgnoresTopK: RULED_OUT,
     TakesMinPOfAll: RULED_OUT,
-    TellsLogprobsOfItsDraws: r"request \d, token \d+: log-probability -.*; by the model it is -.*",
+    CountsThePrompt: RULED_OUT,
+    TellsLogprobsOfItsDraws: r"request \d, token \d+: log-probability -.*; by the model it is -.*"
+    r"|request \d: token \d+ of its prompt: log-probability .*",
+    TellsOneOfTheLikeliestTwice: r"request \d, token \d+: \d+ likeliest tokens were asked for, .*",
+    LeavesTheSecondLikeliestOut: r"request \d, token \d+: \[.*\] are told as the likeliest; .*"
+    r"|request \d, token \d+: \d+ likeliest tokens were asked for, .*",
+    TellsOfTheLikeliestInItsDraws: r"request \d, token \d+: \d is told with -.*; by the model .*",
+    TellsOfPromptsATokenLate: r"request \d: token \d+ of its prompt: log-probability -.*",
     LosesWhatItHeldBack: WRONG_TEXT,
     ShowsHowAStopStringBegins: WRONG_TEXT,
     ShowsPartsOfCharacters: WRONG_TEXT,
@@ -254,6 +266,8 @@ def test_an_adapter_is_asked_for_no_more_than_it_offers() -> None:
         takes_min_p = False
         takes_counted_penalties = False
         logprobs = EngineAdapter.logprobs  # type: ignore[assignment]
+        top_logprobs = EngineAdapter.top_logprobs  # type: ignore[assignment]
+        prompt_logprobs = EngineAdapter.prompt_logprobs  # type: ignore[assignment]
         pieces = EngineAdapter.pieces  # type: ignore[assignment]
 
         def submit(self, prompt: Any, sampling: Sampling) -> Any:

@@ -12,7 +12,7 @@ from pytest_roseinfer.targets.own import model_shapes as shapes
 from pytest_roseinfer.targets.own.roseinfer_draws import draw
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
+    from collections.abc import Sequence
 
     from pytest_roseinfer.adapters.mix import RequestMix, Sampling
 
@@ -35,28 +35,22 @@ def goes_on(tokens: Sequence[int], prompted: int, sampling: Sampling) -> bool:
     return len(new) < sampling.max_new_tokens and not ended
 
 
-def prompts_of(mix: RequestMix, tokens: Sequence[int]) -> set[int]:
-    """Return how many of these tokens may be a prompt: as many as begin some request's."""
-    prompts = [each.prompt for each in mix.requests]
-    return {len(each) for each in prompts if tuple(tokens[: len(each)]) == tuple(each)}
-
-
 def undecided(
-    name: str,
-    device: str,
-    tokens: tuple[int, ...],
-    sampling: Sampling,
-    rounding: float,
-    prompts: Set[int],
+    mix: RequestMix, tokens: tuple[int, ...], sampling: Sampling, rounding: float
 ) -> bool:
     """Return True if logits that are off by so much could lead to another token.
 
-    The prompt has one of these numbers of tokens.
+    The prompt is that of some request that begins as these tokens do.
     """
-    logits = models.logits(name, device, tokens)
+    prompts = {len(each.prompt) for each in mix.requests if begins(each.prompt, tokens)}
+    logits = models.logits(mix.options["model"], mix.device, tokens)
     noise = np.random.default_rng(0).standard_normal((16, len(logits)))
     nearly = logits + noise * np.abs(logits).max() * rounding
     return any(
         len({draw(each, sampling, tokens, prompted) for each in (logits, *nearly)}) > 1
         for prompted in prompts
     )
+
+
+def begins(prompt: Sequence[int], tokens: Sequence[int]) -> bool:
+    return tuple(tokens[: len(prompt)]) == tuple(prompt)
