@@ -39,7 +39,15 @@ def test_every_number_of_sequences(device: str, size: int) -> None:
     assert decoding.sessions.path_counts[EnginePath.GRAPH] == 6
 
 
-@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+PENALISED = SamplingParams(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.5)
+TOLD = SamplingParams(presence_penalty=1.0, top_logprobs=5)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, DRAWN, PENALISED, TOLD],
+    ids=["greedy", "drawn", "penalised", "told"],
+)
 @pytest.mark.parametrize("size", [15, 33, 100, 199, 265, 300])
 def test_sizes_of_other_kernels(device: str, size: int, params: SamplingParams) -> None:
     """Attention takes other tiles from 199 sequences of four heads on, and lets the next kernel in
@@ -106,6 +114,31 @@ def test_capturing_while_sequences_live_touches_no_block_of_theirs(
     for _ in range(4):
         decoding.step()
     assert decoding.texts() == [alone(device, prompt, 6) for prompt in PROMPTS[:3]]
+
+
+def test_other_kinds_of_steps_are_captured_when_they_are_asked_for(device: str) -> None:
+    """Beside sequences that live, whose tallies stay as they are; the plain ones are there."""
+    texts = []
+    for graphs in (True, False):
+        decoding = Decoding(device, slots=4, graphs=graphs)
+        told = []
+        decoding.begin(PROMPTS[0])
+        decoding.step()
+        decoding.begin(PROMPTS[1], PENALISED, seed=3)
+        decoding.step()
+        late = decoding.begin(PROMPTS[2], TOLD)
+        for _ in range(5):
+            decoding.step()
+            told.append([round(each, 3) for each in decoding.decode.told().wait()])
+        decoding.end(late)
+        decoding.begin(PROMPTS[3], PENALISED, seed=4)
+        for _ in range(4):
+            decoding.step()
+        texts.append((decoding.texts(), told))
+        counts = decoding.sessions.path_counts
+        assert counts[EnginePath.GRAPH] == graphs * 11
+        assert (counts[EnginePath.PENALISED], counts[EnginePath.TOLD]) == (10, 5)
+    assert texts[0] == texts[1]
 
 
 def test_a_replay_reads_the_rows_as_they_are_then(device: str) -> None:

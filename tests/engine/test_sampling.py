@@ -12,6 +12,7 @@ import transformers
 from roseinfer import ConfigError, SamplingBatch
 from roseinfer.config import SamplingParams
 from roseinfer.sampling import noise as noise_module
+from roseinfer.sampling.allowed_tokens import only_allowed
 from roseinfer.sampling.log_probabilities import (
     likeliest,
     log_probabilities,
@@ -275,6 +276,57 @@ def test_penalties_are_openais(device: str, given: dict[str, Any], right: list[f
     logits = torch.tensor([[1.0, -1.0, 2.0, -2.0, 0.5]], device=device)
     found = batch(device, SamplingParams(1.0, **given)).probabilities(logits, tally)
     torch.testing.assert_close(found, torch.tensor([right], device=device).softmax(-1))
+
+
+def bitmask(rows: list[set[int]], vocabulary: int) -> torch.Tensor:
+    """Return which tokens are allowed, in words of 32 bits."""
+    words = [[0] * -(-vocabulary // 32) for _ in rows]
+    for row, allowed in zip(words, rows, strict=True):
+        for token in allowed:
+            row[token // 32] |= 1 << token % 32
+    return torch.tensor(words).to(torch.int32)
+
+
+def test_only_allowed_tokens_are_chosen(device: str) -> None:
+    """Whether likeliest or drawn, and whatever penalties favour the others."""
+    vocabulary, rows = 70, 24
+    own = [{row, 31, 32, 63, 64, 69} for row in range(rows)]
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0)).to(device)
+    params = [
+        SamplingParams(3.0 * (row % 3 > 0), top_k=row % 2 * 5, frequency_penalty=-2)
+        for row in range(rows)
+    ]
+    tally = torch.arange(vocabulary, device=device).expand(rows, -1).int() % 7
+    several = batch(device, *params)
+    mask = bitmask(own, vocabulary).to(device)
+    seen: list[set[int]] = [set() for _ in own]
+    for position in range(60):
+        chosen = several.choose(logits, at(device, *[position] * rows), tally, mask).tolist()
+        for row, token in enumerate(chosen):
+            seen[row].add(token)
+    for row, allowed in enumerate(own):
+        assert seen[row] <= allowed
+        assert len(seen[row]) > 1 or not row % 3
+    certain = (logits - 2 * -tally).masked_fill(~allowing(own, vocabulary, device), -1e9)
+    assert all(seen[row] == {int(certain[row].argmax())} for row in range(0, rows, 3))
+
+
+def allowing(rows: list[set[int]], vocabulary: int, device: str) -> torch.Tensor:
+    found = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=device)
+    for row, allowed in enumerate(rows):
+        found[row, list(allowed)] = True
+    return found
+
+
+def test_all_may_be_allowed_and_what_lies_behind_the_words_is_not(device: str) -> None:
+    logits = some_logits(device, rows=3)
+    every = bitmask([{*range(VOCABULARY)}] * 3, VOCABULARY).to(device)
+    assert torch.equal(only_allowed(logits, every), logits)
+    wide = torch.cat([logits, logits + 9], -1)
+    left = only_allowed(wide, every)
+    assert left[:, 64:].eq(float("-inf")).all()
+    none = only_allowed(logits, torch.zeros_like(every))
+    assert rows_without_a_distribution(none).all()
 
 
 @pytest.mark.parametrize("bits", [0, -1])
