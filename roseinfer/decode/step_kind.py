@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class StepKind(NamedTuple):
-    """A step does more than it must for some of its sequences, and so for none more than it must
-    for one of them."""
+    """What the sequences of a step ask for together. Those that ask for less get it all the same,
+    and are no worse for it."""
 
     greedy: bool
     """Every token is the likeliest."""

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roseinfer.config import EngineConfig
-    from roseinfer.engine.runner import Flight, PromptFlight
+    from roseinfer.engine.prompt_flight import PromptFlight
+    from roseinfer.engine.runner import Flight
     from roseinfer.engine.scheduler import Step
     from roseinfer.models.loading import Loaded
     from roseinfer.sampling.log_probabilities import Told

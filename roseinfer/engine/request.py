@@ -74,6 +74,8 @@ class Request:
     """How many of its tokens were launched and not read yet."""
     resident: Resident | None = None
     """Its place on the device while it decodes there."""
+
+    # Filled by PromptFlight:
     prompt_logprobs: list[float | None] = field(default_factory=list)
     """Of the prompt's tokens by now, if asked for: the first has none."""
 

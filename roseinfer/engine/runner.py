@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +12,7 @@ from roseinfer.attention.backend import StepBatch, best_backend, find_backend
 from roseinfer.config import MOST_TOP_LOGPROBS
 from roseinfer.decode.readback import Readback
 from roseinfer.decode.resident import Entrant
+from roseinfer.engine.prompt_flight import PromptFlight
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument, RequestTooLarge
 from roseinfer.kv.groups import given_back
@@ -170,26 +170,6 @@ class Flight:
                 yield request, tokens[row], told_of(own) if own else None
 
 
-@dataclass(slots=True)
-class PromptFlight:
-    """Log-probabilities of prompts that the host has not read yet."""
-
-    spans: list[tuple[Request, int, int]]
-    """Requests, each with the positions of the tokens that are told of."""
-    values: Arrival
-    urgent: ClassVar[bool] = False
-
-    def land(self) -> Iterator[tuple[Request, int, Told | None]]:
-        """Wait for them, and note them. This brings no tokens.
-
-        A prompt that was begun anew meanwhile gets the same again, at the same positions.
-        """
-        values = iter(self.values.wait())
-        for request, begin, end in self.spans:
-            request.prompt_logprobs[begin:end] = islice(values, end - begin)
-        return iter(())
-
-
 class StepRunner:
     """Launches steps: resident requests in one forward pass, all others in a second."""
 
@@ -203,6 +183,9 @@ class StepRunner:
         self._tokens = Readback(max_batch_size, torch.int64, device)
         numbers = max_batch_size * (1 + 2 * MOST_TOP_LOGPROBS)
         self._told = Readback(numbers, torch.float64, device)
+        # A step stores no more tokens than the cache holds.
+        capacity = sessions.kv.max_blocks_per_layer * sessions.kv.block_size
+        self._prompts = Readback(capacity, torch.float32, device)
 
     def launch(self, step: Step) -> list[Flight | PromptFlight]:
         """Start a step. Its tokens are in flight when this returns."""
@@ -293,8 +276,7 @@ class StepRunner:
             row += 1
         at_rows, at_tokens = self._sessions.staging.stage([rows, tokens]).columns
         values = of_a_prompt(logits, at_rows, at_tokens)
-        arrival = Readback(len(values), values.dtype, values.device).start(values)
-        return logits[last_rows], PromptFlight(spans, arrival)
+        return logits[last_rows], PromptFlight(spans, self._prompts.start(values))
 
     def _choose(self, requests: list[Request], logits: torch.Tensor) -> Flight:
         batch = self._sampling_batch(requests, logits.device)
