@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from roseinfer.models.tiny import TinyGPT2 as TinyGPT2
     from roseinfer.models.tiny import byte_tokenizer as byte_tokenizer
     from roseinfer.models.tiny import tiny_gpt2 as tiny_gpt2
-    from roseinfer.sampling import SamplingBatch as SamplingBatch
+    from roseinfer.sampling.sampling_batch import SamplingBatch as SamplingBatch
 
 _HOMES = {
     name: f"roseinfer.{home}"
@@ -62,7 +62,7 @@ _HOMES = {
         "layer_traits": "LayerTraits",
         "llm": "LLM RequestOutput",
         "models.tiny": "TinyGPT2 byte_tokenizer tiny_gpt2",
-        "sampling": "SamplingBatch",
+        "sampling.sampling_batch": "SamplingBatch",
     }.items()
     for name in names.split()
 }

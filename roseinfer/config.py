@@ -23,6 +23,7 @@ MOST_AHEAD = 16
 MOST_STOPS = 32
 LONGEST_STOP = 256
 """In characters. With ``MOST_STOPS`` it bounds the time that looking for them takes to prepare."""
+MOST_TOP_LOGPROBS = 20
 _LARGEST = 3.4e38
 """The largest number that fits into the 32-bit floats of a device."""
 _LEAST_PENALTY = 1e-38
@@ -120,6 +121,10 @@ class SamplingParams:
     """Only tokens at least this many times as likely as the most likely one."""
     repetition_penalty: float = 1.0
     """Divides the positive logits of tokens seen before, and multiplies the negative ones."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that were generated before."""
+    frequency_penalty: float = 0.0
+    """Taken off them as often as they were generated."""
     seed: int | None = None
     """The same seed and tokens give the same choice, whatever else is in the batch."""
     max_new_tokens: int = 16
@@ -129,6 +134,10 @@ class SamplingParams:
     """Go on after a token that ends a text."""
     logprobs: bool = False
     """Return the log-probability of each chosen token by the model's own logits."""
+    top_logprobs: int = 0
+    """Return those of so many likeliest tokens at each place too; this turns ``logprobs`` on."""
+    prompt_logprobs: bool = False
+    """Return those of the prompt's tokens, each behind the tokens before it."""
 
     def __post_init__(self) -> None:
         for name, (kinds, holds, wanted) in _SAMPLING.items():
@@ -136,6 +145,8 @@ class SamplingParams:
             if not (isinstance(value, kinds) and holds(value)):
                 raise ConfigError(f"SamplingParams.{name} is {value!r}; it must be {wanted}")
         object.__setattr__(self, "stop", tuple(self.stop))  # a list could still grow
+        if self.top_logprobs:
+            object.__setattr__(self, "logprobs", True)
         if len(self.stop) > MOST_STOPS:
             raise ConfigError(
                 f"SamplingParams.stop has {len(self.stop)} texts; at most {MOST_STOPS} can be "
@@ -148,8 +159,14 @@ class SamplingParams:
                 "can be looked for"
             )
 
+    @property
+    def penalised(self) -> bool:
+        """True if the tokens that a request has weigh on what it gets next."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
 
 _NUMBER = (int, float)
+_OFF_LOGITS = (_NUMBER, lambda x: -2 <= x <= 2, "between -2 and 2 (0 turns it off)")
 _SAMPLING: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     "temperature": (_NUMBER, lambda x: 0 <= x <= _LARGEST, f"at least 0 and at most {_LARGEST}"),
     "top_k": (
@@ -164,6 +181,8 @@ _SAMPLING: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
         lambda x: _LEAST_PENALTY <= x <= _LARGEST,
         f"at least {_LEAST_PENALTY} (1 turns it off) and at most {_LARGEST}",
     ),
+    "presence_penalty": _OFF_LOGITS,
+    "frequency_penalty": _OFF_LOGITS,
     "seed": ((int, NoneType), lambda _: True, "a whole number or None"),
     "max_new_tokens": ((int,), lambda x: x >= 1, "at least 1, a whole number"),
     "stop": (
@@ -173,6 +192,12 @@ _SAMPLING: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     ),
     "ignore_eos": ((bool,), lambda _: True, "True or False"),
     "logprobs": ((bool,), lambda _: True, "True or False"),
+    "top_logprobs": (
+        (int,),
+        lambda x: 0 <= x <= MOST_TOP_LOGPROBS,
+        f"at least 0 and at most {MOST_TOP_LOGPROBS}, a whole number",
+    ),
+    "prompt_logprobs": ((bool,), lambda _: True, "True or False"),
 }
 """For each parameter: its types, a condition, and what an error asks for."""
 

@@ -47,6 +47,10 @@ class RequestOutput:
     """``stop``, ``length``, ``cancelled`` or ``error``."""
     logprobs: list[float] | None = None
     """One for each token, if asked for."""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """For each token the likeliest at its place, each with its log-probability, if asked for."""
+    prompt_logprobs: list[float | None] | None = None
+    """One for each token of the prompt but the first, if asked for."""
     error: str | None = None
     """The message of the error that ended the request, if one did."""
 
@@ -216,6 +220,8 @@ def output_of(request: Request, prompt: Prompt) -> RequestOutput:
         text=request.text.so_far if request.text else None,
         finish_reason=str(request.finish_reason),
         logprobs=request.logprobs if request.params.logprobs else None,
+        top_logprobs=request.top_logprobs if request.params.top_logprobs else None,
+        prompt_logprobs=request.prompt_logprobs if request.params.prompt_logprobs else None,
         error=str(request.error) if request.error else None,
     )
 

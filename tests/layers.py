@@ -91,7 +91,7 @@ def long_adapters(sources: Mapping[str, str]) -> dict[str, int]:
     }
 
 
-TWINS = {"append", "engine", "paths", "sampling", "strategies"}
+TWINS = {"append", "engine", "paths", "strategies"}
 """The names that two files have by design: docs/architecture.md says which two sides they are."""
 
 

@@ -65,11 +65,11 @@ def test_no_name_stands_twice_but_those_of_twins() -> None:
 
 
 def test_a_name_that_stands_twice_is_found() -> None:
-    twins = ["roseinfer/sampling.py", "pytest_roseinfer/engines/sampling.py"]
+    twins = ["roseinfer/engine/engine.py", "pytest_roseinfer/adapters/engine.py"]
     alike = ["roseinfer/kv/pool.py", "roseinfer/engine/pool.py"]
     assert named_alike([*twins, *alike]) == {"pool": alike}
-    third = "roseinfer/engine/sampling.py"
-    assert named_alike([*twins, third]) == {"sampling": [*twins, third]}
+    third = "roseinfer/kv/engine.py"
+    assert named_alike([*twins, third]) == {"engine": [*twins, third]}
 
 
 def test_every_layer_is_there() -> None:

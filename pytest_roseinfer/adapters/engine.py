@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class EngineAdapter(Adapter):
-    """Override all but the last nine, which are optional.
+    """Override all but the last eleven, which are optional.
 
     A token is a number below ``vocabulary``. What a request gets must be what ``alone``
     gives for it, whatever else the engine has to do.
@@ -45,6 +45,8 @@ class EngineAdapter(Adapter):
     """The token that ends a text, for an adapter without an ``alone`` of its own."""
     takes_min_p: ClassVar[bool] = False
     """Requests may ask for a ``min_p`` too."""
+    takes_counted_penalties: ClassVar[bool] = False
+    """Requests may ask for presence and frequency penalties too."""
     rounding: ClassVar[float] = 3e-5
     """How much the engine's logits may differ from ``logits``, relative to the largest."""
 
@@ -125,6 +127,19 @@ class EngineAdapter(Adapter):
     @optional
     def logprobs(self, request: Any) -> Sequence[float]:
         """Return the log-probability of each token by now, if the request asked for them."""
+        raise NotImplementedError
+
+    @optional
+    def top_logprobs(self, request: Any) -> Sequence[Sequence[tuple[int, float]]]:
+        """Return for each token by now the likeliest at its place, each with its log-probability.
+
+        There are as many as the request asked for, the likeliest first.
+        """
+        raise NotImplementedError
+
+    @optional
+    def prompt_logprobs(self, request: Any) -> Sequence[float | None]:
+        """Return the log-probability of each token of the prompt, None for the first."""
         raise NotImplementedError
 
     @optional

@@ -33,6 +33,14 @@ class WiderSampling(Sampling):
     """The log-probability of each token is wanted too."""
     stop: tuple[str, ...] = ()
     """Texts that end the request."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that were generated."""
+    frequency_penalty: float = 0.0
+    """Taken off them as often as they were generated."""
+    top_logprobs: int = 0
+    """Those of so many likeliest tokens are wanted too, at the place of each token."""
+    prompt_logprobs: bool = False
+    """Those of the prompt's tokens are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,11 @@ class Asked:
         if isinstance(sampling, WiderSampling):
             parts += [f"min_p {sampling.min_p}"] * (sampling.min_p > 0)
             parts += ["with log-probabilities"] * sampling.logprobs
+            parts += [f"and of the {sampling.top_logprobs} likeliest"] * (sampling.top_logprobs > 0)
+            parts += ["with those of its prompt"] * sampling.prompt_logprobs
+            for name in ("presence_penalty", "frequency_penalty"):
+                if value := getattr(sampling, name):
+                    parts.append(f"{name.replace('_', ' ')} {value}")
         for begins, length in self.stops:
             parts.append(f"stopped by {length} characters of its text, from {begins} on")
         if self.ends_early:

@@ -19,7 +19,13 @@ _LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {
     "evicts": ("any", "least recent"),
 }
 
-_NEEDS = {"logprobs": "logits", "pieces": "decoded", "namespaces": "texts"}
+_NEEDS = {
+    "logprobs": "logits",
+    "top_logprobs": "logprobs",
+    "prompt_logprobs": "logits",
+    "pieces": "decoded",
+    "namespaces": "texts",
+}
 """For optional methods, another that they are nothing without."""
 
 

@@ -9,13 +9,19 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_roseinfer.engines.asking import settle
-from pytest_roseinfer.engines.checks import wrong_choice, wrong_logprob, wrong_text
+from pytest_roseinfer.engines.checks import (
+    wrong_choice,
+    wrong_logprob,
+    wrong_prompt,
+    wrong_text,
+    wrong_top,
+)
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
@@ -145,18 +151,37 @@ class MixRun:
         """Check the new tokens, and how likely the engine says they were."""
         if not self.adapter.defines("logits"):
             return
-        name, told = f"request {each.number}", None
-        if self.adapter.defines("logprobs") and getattr(each.sampling, "logprobs", False):
-            told = self.adapter.logprobs(each.request)
-            if len(told) != len(found):
-                self.fail(f"{name} has {len(found)} tokens and {len(told)} log-probabilities")
+        name = f"request {each.number}"
+        told = self._told(each, "logprobs", len(found))
+        top = self._told(each, "top_logprobs", len(found))
         for at in range(each.tokens, len(found)):
             before = [*each.asked.prompt, *found[:at]]
-            wrong = wrong_choice(self.adapter, self.mix, before, found[at], each.sampling)
+            new = found[: at + 1]
+            wrong = wrong_choice(self.adapter, self.mix, each.asked.prompt, new, each.sampling)
             if told is not None:
                 wrong = wrong or wrong_logprob(self.adapter, self.mix, before, found[at], told[at])
+            if top is not None:
+                most = each.sampling.top_logprobs  # type: ignore[attr-defined]
+                wrong = wrong or wrong_top(self.adapter, self.mix, before, top[at], most)
             if wrong:
                 self.fail(f"{name}, token {at}: {wrong}")
+        if found and not each.tokens and self._asks(each, "prompt_logprobs"):
+            prompt = self.adapter.prompt_logprobs(each.request)
+            if wrong := wrong_prompt(self.adapter, self.mix, each.asked.prompt, prompt):
+                self.fail(f"{name}: {wrong}")
+
+    def _asks(self, each: Served, name: str) -> bool:
+        return self.adapter.defines(name) and bool(getattr(each.sampling, name, False))
+
+    def _told(self, each: Served, name: str, tokens: int) -> Sequence[Any] | None:
+        """Return what is told of a request's tokens under this name, if it asks for that."""
+        if not self._asks(each, name):
+            return None
+        told: Sequence[Any] = getattr(self.adapter, name)(each.request)
+        if len(told) != tokens:
+            said = name.replace("_", " ").replace("logprobs", "log-probabilities")
+            self.fail(f"request {each.number} has {tokens} tokens and {len(told)} {said}")
+        return told
 
     def _check_text(self, each: Served, found: list[int]) -> None:
         if not self.adapter.defines("pieces"):

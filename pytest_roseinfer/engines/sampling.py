@@ -1,10 +1,12 @@
 """What an engine may choose, computed in numpy from a model's logits and nothing else.
 
-The order is that of transformers: penalty, temperature, top_k, top_p, min_p.
+The order is that of transformers: repetition penalty, temperature, top_k, top_p, min_p. OpenAI's
+two penalties come behind the first, as vLLM has them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,9 +30,11 @@ def log_probabilities(logits: Floats) -> Floats:
     return shifted
 
 
-def distribution(logits: Floats, sampling: Sampling, tokens: Sequence[int]) -> Floats:
+def distribution(
+    logits: Floats, sampling: Sampling, tokens: Sequence[int], prompted: int
+) -> Floats:
     """Return the logarithm of what each token is drawn with; -infinity for one that never is."""
-    scaled = _scaled(logits, sampling, tokens)
+    scaled = _scaled(logits, sampling, tokens, prompted)
     kept = _kept(scaled, sampling, room=0.0)
     if sampling.temperature == 0:
         kept = np.arange(len(scaled)) == scaled.argmax()  # the first of several
@@ -38,23 +42,26 @@ def distribution(logits: Floats, sampling: Sampling, tokens: Sequence[int]) -> F
 
 
 def may_be_chosen(
-    logits: Floats, sampling: Sampling, tokens: Sequence[int], rounding: float
+    logits: Floats, sampling: Sampling, tokens: Sequence[int], prompted: int, rounding: float
 ) -> Mask:
-    """Mark the tokens that may come after ``tokens``.
+    """Mark the tokens that may come after ``tokens``, the first of which are the prompt.
 
     The engine's logits may differ from these by ``rounding`` times the largest, so a token that
     is as close to a bound may lie on either side of it. Of tokens that tie, each may be chosen.
     """
-    scaled = _scaled(logits, sampling, tokens)
+    scaled = _scaled(logits, sampling, tokens, prompted)
     return _kept(scaled, sampling, room=2 * rounding * float(np.abs(scaled).max()))
 
 
-def _scaled(logits: Floats, sampling: Sampling, tokens: Sequence[int]) -> Floats:
-    """Apply the penalty and the temperature."""
+def _scaled(logits: Floats, sampling: Sampling, tokens: Sequence[int], prompted: int) -> Floats:
+    """Apply penalties and the temperature."""
     scaled = np.array(logits, dtype=np.float64)
     seen = np.unique(np.asarray(tokens, dtype=np.int64))
     penalty = sampling.repetition_penalty
     scaled[seen] = np.where(scaled[seen] > 0, scaled[seen] / penalty, scaled[seen] * penalty)
+    for token, count in Counter(tokens[prompted:]).items():
+        scaled[token] -= getattr(sampling, "presence_penalty", 0.0)
+        scaled[token] -= count * getattr(sampling, "frequency_penalty", 0.0)
     return scaled / (sampling.temperature or 1.0)
 
 

@@ -14,6 +14,7 @@ from pytest_roseinfer.targets.own.engine_fast_paths import PATHS
 from pytest_roseinfer.targets.own.engine_switches import OPTION_CHOICES, RUN_AHEAD, SIZES
 from pytest_roseinfer.targets.own.engine_tokenizers import tokenizer
 from pytest_roseinfer.targets.own.forked_sequences import forked, params
+from pytest_roseinfer.targets.own.held_blocks import held_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ class RoseinferEngine(EngineAdapter):
     most_tokens = shapes.POSITIONS
     lag = max(RUN_AHEAD)
     takes_min_p = True
+    takes_counted_penalties = True
     paths = PATHS
     option_choices = OPTION_CHOICES
     longest = shapes.LONG_POSITIONS
@@ -75,12 +77,7 @@ class RoseinferEngine(EngineAdapter):
     def leftovers(self) -> str:
         if self.engine.prefixes is not None:
             self.engine.prefixes.clear()
-        kv = self.engine.sessions.kv
-        held = {
-            layer: kv.max_blocks_per_layer - 1 - kv.num_free_blocks(layer)
-            for layer in range(0, kv.num_layers, kv.layers_per_group)
-        }
-        return ", ".join(f"{count} blocks of layer {at}" for at, count in held.items() if count)
+        return held_blocks(self.engine.sessions.kv)
 
     def path_counts(self) -> Mapping[str, int]:
         return {str(name): count for name, count in self.engine.path_counts.items()}
@@ -92,15 +89,19 @@ class RoseinferEngine(EngineAdapter):
         return forked(self.engine.sessions, prompt, samplings)
 
     def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
-        model = mix.options["model"], mix.device
-        return undecided(*model, tuple(tokens), sampling, self.rounding)
+        return undecided(mix, tuple(tokens), sampling, self.rounding)
 
     def logits(self, tokens: Sequence[int], mix: RequestMix) -> Sequence[float]:
         return [*map(float, models.logits(mix.options["model"], mix.device, tuple(tokens)))]
 
-    def logprobs(self, request: Any) -> Sequence[float]:
-        found: list[float] = request.logprobs
-        return found
+    def logprobs(self, request: Any) -> Any:
+        return request.logprobs
+
+    def top_logprobs(self, request: Any) -> Any:
+        return request.top_logprobs
+
+    def prompt_logprobs(self, request: Any) -> Any:
+        return request.prompt_logprobs
 
     def pieces(self, request: Any) -> Sequence[str]:
         return self._shown[request.id]

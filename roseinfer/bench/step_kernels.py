@@ -17,6 +17,7 @@ from roseinfer.decode.graphs import StepGraphs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from roseinfer.decode.step_kind import StepKind
     from roseinfer.engine.engine import Engine
 
 CAPTION = """\
@@ -95,8 +96,8 @@ def short_name(kernel: str) -> str:
 def launched_not_replayed() -> Iterator[None]:
     """Run steps kernel by kernel instead of replaying their graphs, so that each can be seen."""
 
-    def run(graphs: StepGraphs, count: int, *, greedy: bool) -> None:
-        graphs._step(count, greedy=greedy)
+    def run(graphs: StepGraphs, count: int, kind: StepKind) -> None:
+        graphs._step(count, kind)
 
     with patch.object(StepGraphs, "run", run):
         yield

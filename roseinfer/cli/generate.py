@@ -38,6 +38,7 @@ loaded."""
 _NAME = "roseinfer generate"
 _CHOOSING = ("top_k", "top_p", "min_p", "seed")
 """These options have no effect where the most likely token is taken."""
+_TOLD = ("logprobs", "top_logprobs", "prompt_logprobs")
 _FAILED, _NOTHING_DONE = 1, 2
 _INTERRUPTED, _NOBODY_READS = 128 + 2, 128 + 13
 """These are the statuses by which a shell reports the signals SIGINT and SIGPIPE."""
@@ -71,6 +72,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, metavar="P", help="among the likeliest of together probability P")
     add("--min-p", type=float, metavar="P", help="among those P times as likely as the likeliest")
     add("--repetition-penalty", type=float, metavar="X", help="above 1: fewer repetitions")
+    once = "-2 to 2, off the logits of tokens that the text has"
+    add("--presence-penalty", type=float, metavar="X", help=once)
+    add("--frequency-penalty", type=float, metavar="X", help="the same, as often as it has them")
     add("--seed", type=int, help="the same seed gives the same text")
     most = "most tokens of a text (default: %(default)s)"
     add("--max-new-tokens", type=int, default=128, metavar="N", help=most)
@@ -97,6 +101,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print one JSON object a line for each prompt")
     add("--logprobs", action="store_true", help="with --json: of each token, by the model")
+    likeliest = "with --json: those of the N likeliest tokens at each place too"
+    add("--top-logprobs", type=int, default=0, metavar="N", help=likeliest)
+    prompts = "with --json: those of the prompt's tokens"
+    add("--prompt-logprobs", action="store_true", help=prompts)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -132,8 +140,9 @@ def _generate(args: argparse.Namespace) -> int:
         _say_if_cut(each.finish_reason, len(each.token_ids), params, f"prompt {number}: ")
     if args.json:
         for output in map(asdict, outputs):
-            if not args.logprobs:
-                del output["logprobs"]
+            for name in _TOLD:
+                if not getattr(params, name):
+                    del output[name]
             print(json.dumps(output), flush=True)
     else:
         _print_texts(outputs, as_ids=args.token_ids)
@@ -200,8 +209,9 @@ def _ids(text: str) -> list[int]:
 
 
 def _params(args: argparse.Namespace) -> SamplingParams:
-    if args.logprobs and not args.json:
-        raise ConfigError("--logprobs are printed with --json alone: add it")
+    for name in _TOLD:
+        if getattr(args, name) and not args.json:
+            raise ConfigError(f"--{name.replace('_', '-')} are printed with --json alone: add it")
     given = _given(args, SamplingParams) | {"stop": tuple(args.stop)}
     if given.keys() & set(_CHOOSING):
         given.setdefault("temperature", 1.0)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from roseinfer.decode.step_kind import StepKind
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError
 
@@ -36,10 +37,10 @@ class StepGraphs:
         self._slots = slots
         self._path_counts = path_counts
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Counter[str]]] = {}
+        self._graphs: dict[tuple[int, StepKind], tuple[torch.cuda.CUDAGraph, Counter[str]]] = {}
 
     def capture(self, sizes: Sequence[int], *, required: bool) -> bool:
-        """Capture steps of all sizes, the largest first: the others use the memory it leaves.
+        """Capture plain steps of all sizes, the largest first: the others use the memory it leaves.
 
         A model whose modules wait for the host cannot be captured. Where graphs are not required,
         this returns False then.
@@ -48,7 +49,7 @@ class StepGraphs:
         try:
             for count in sorted(sizes, reverse=True):
                 for greedy in (True, False):
-                    self._capture(count, greedy)
+                    self._capture(count, StepKind(greedy))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -63,19 +64,19 @@ class StepGraphs:
             return False
         return True
 
-    def run(self, count: int, *, greedy: bool) -> None:
+    def run(self, count: int, kind: StepKind) -> None:
         """Replay the step; it is captured first if it never was."""
-        if (count, greedy) not in self._graphs:
-            self._capture(count, greedy)
-        graph, counts = self._graphs[count, greedy]
+        if (count, kind) not in self._graphs:
+            self._capture(count, kind)
+        graph, counts = self._graphs[count, kind]
         graph.replay()
         self._path_counts.update(counts)
 
-    def _capture(self, count: int, greedy: bool) -> None:
+    def _capture(self, count: int, kind: StepKind) -> None:
         graph = torch.cuda.CUDAGraph()
         before = Counter(self._path_counts)
         with self._slots.emptied():
-            self._step(count, greedy=greedy)  # compiles kernels and asks for workspaces
+            self._step(count, kind)  # compiles kernels and asks for workspaces
             torch.cuda.synchronize()
             warm = Counter(self._path_counts)
             # Other threads may ask things of the GPU meanwhile without ending the capture.
@@ -84,12 +85,12 @@ class StepGraphs:
                 _nothing_is_collected(),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode),
             ):
-                self._step(count, greedy=greedy)
+                self._step(count, kind)
         counts = self._path_counts - warm
         counts[EnginePath.GRAPH] = 1
         self._path_counts.clear()
         self._path_counts.update(before)
-        self._graphs[count, greedy] = (graph, counts)
+        self._graphs[count, kind] = (graph, counts)
 
 
 @contextmanager

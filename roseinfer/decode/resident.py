@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from roseinfer.attention.backend import ResidentBatch
+from roseinfer.config import MOST_TOP_LOGPROBS
 from roseinfer.decode.graphs import StepGraphs
 from roseinfer.decode.readback import Readback
+from roseinfer.decode.slot_penalties import SlotPenalties
 from roseinfer.decode.slots import DecodeSlots
+from roseinfer.decode.step_kind import StepKind
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError
 from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.lasting import lasting
-from roseinfer.sampling import rows_without_a_distribution
+from roseinfer.sampling.log_probabilities import rows_without_a_distribution, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,8 +34,22 @@ if TYPE_CHECKING:
     from roseinfer.models.causal import CausalModel
 
 
+_LOG = logging.getLogger("roseinfer")
 _SOON = 16
 """A sequence may be given its next block so many tokens before the last is full."""
+
+
+class Entrant(NamedTuple):
+    """A sequence that is to have a slot."""
+
+    session: InferenceSession
+    """It has all tokens but the newest, which only the device knows."""
+    params: SamplingParams
+    seed: int
+    most: int
+    """How many tokens it may come to store."""
+    prompted: int
+    """How many of its tokens are its prompt's."""
 
 
 @dataclass(slots=True)
@@ -39,7 +58,7 @@ class Resident:
 
     session: InferenceSession
     slot: int
-    greedy: bool
+    params: SamplingParams
     most: int
     """How many tokens it may come to store."""
 
@@ -79,31 +98,51 @@ class ResidentDecode:
             """The token that the last step chose for each slot; -1 where there was none."""
         self._graphs = StepGraphs(self.step, self.slots, self._path_counts) if graphs else None
         self._readback = Readback(num_slots, torch.int64, kv.device)
+        numbers = num_slots * (1 + 2 * MOST_TOP_LOGPROBS)
+        self._told_readback = Readback(numbers, torch.float64, kv.device)
+        self._told: dict[int, Tensor] = {}
+        """What the last step told, by how many likeliest tokens it told of."""
         self._sizes = ladder(num_slots)
-        self._num_sampled = 0
+        self._num_slots = num_slots
+        self._penalties: SlotPenalties | None = None
+        """Made when the first request with a penalty comes."""
+        self._lacks_memory = False
+        self._asked = Counter[str]()
+        """How many residents ask for more than the least that a step does, by what it is."""
+        self.kind = StepKind(greedy=True)
+        """What the next step will do, by what the residents ask for."""
         if self._graphs and not self._graphs.capture(self._sizes, required=graphs_required):
             self._graphs = None
 
-    @staticmethod
-    def takes(params: SamplingParams) -> bool:
-        """Return True for a request that can decode here.
+    def takes(self, params: SamplingParams, vocabulary: int) -> bool:
+        """Return True for a request that can decode here, with logits as wide as ``vocabulary``.
 
-        Choosing its tokens takes none of its past but the newest, and nothing else is wanted.
+        One with penalties cannot where the device has no memory to tally tokens in.
         """
-        return params.repetition_penalty == 1 and not params.logprobs
+        if params.penalised and self._penalties is None and not self._lacks_memory:
+            try:
+                self._penalties = SlotPenalties(
+                    self._num_slots, vocabulary, self._attention.staging
+                )
+            except (RuntimeError, MemoryError):
+                self._lacks_memory = True
+                _LOG.warning(
+                    "requests with penalties decode by themselves, one step at a time: %s has no "
+                    "memory to tally the tokens of %d requests",
+                    self._kv.device,
+                    self._num_slots,
+                )
+        return not params.penalised or self._penalties is not None
 
-    def enter(
-        self, entering: Sequence[tuple[InferenceSession, SamplingParams, int, int]], tokens: Tensor
-    ) -> list[Resident]:
-        """Give slots to sessions; ``tokens`` are their newest.
-
-        With each come its parameters, its seed, and how many tokens it may come to store.
-        """
+    def enter(self, entering: Sequence[Entrant], tokens: Tensor) -> list[Resident]:
+        """Give slots to sessions; ``tokens`` are their newest."""
         residents = []
-        for session, params, seed, most in entering:
+        for session, params, seed, most, prompted in entering:
             slot = self.slots.take(session, params, seed)
-            residents.append(Resident(session, slot, params.temperature == 0, most))
-            self._num_sampled += params.temperature != 0
+            residents.append(Resident(session, slot, params, most))
+            self._note(params, 1)
+            if params.penalised and self._penalties is not None:
+                self._penalties.begin(slot, params, session.token_ids, prompted)
         # The room behind a prompt in its last block is the session's own already.
         size = self._kv.block_size
         begun = [each for each in residents if each.session.stored % size]
@@ -114,12 +153,31 @@ class ResidentDecode:
     def leave(self, resident: Resident) -> None:
         """Give up a slot. This does not disturb steps in flight."""
         self.slots.give_back(resident.slot)
-        self._num_sampled -= not resident.greedy
+        self._note(resident.params, -1)
+        if resident.params.penalised and self._penalties is not None:
+            self._penalties.end(resident.slot)
 
     def clear(self) -> None:
         """Take all slots back, also those of a call of ``enter`` that broke off."""
         self.slots.clear()
-        self._num_sampled = 0
+        if self._penalties is not None:
+            self._penalties.clear()
+        self._asked.clear()
+        self.kind = StepKind(greedy=True)
+
+    def _note(self, params: SamplingParams, more: int) -> None:
+        """Note that a request has come, or gone, and what steps do from now on."""
+        asked = self._asked
+        asked["drawn"] += more * (params.temperature != 0)
+        asked["penalised"] += more * params.penalised
+        asked["told"] += more * params.logprobs
+        asked["tops"] += more * (params.top_logprobs > 0)
+        tops = MOST_TOP_LOGPROBS if asked["tops"] else 0
+        self.kind = StepKind(
+            greedy=not asked["drawn"],
+            penalised=asked["penalised"] > 0,
+            tops=tops if asked["told"] else None,
+        )
 
     def launch(self, residents: Sequence[Resident], spare: int) -> Arrival:
         """Launch a step for all that have a slot; what arrives is indexed by slot.
@@ -133,14 +191,23 @@ class ResidentDecode:
         extent = self.slots.extent
         count = next(size for size in self._sizes if size >= extent)
         run = self._graphs.run if self._graphs else self.step
-        run(count, greedy=not self._num_sampled)
+        run(count, self.kind)
         for each in residents:
             each.session.stored += 1
         self._path_counts[EnginePath.RESIDENT] += 1
         return self._readback.start(self._chosen[:extent])
 
+    def told(self) -> Arrival:
+        """Copy what the step launched last tells of its tokens, which its kind must ask for.
+
+        It arrives as the numbers of one slot after the other, as ``tell`` has them.
+        """
+        assert self.kind.tops is not None
+        told = self._told[self.kind.tops][: self.slots.extent]
+        return self._told_readback.start(told.flatten())
+
     @torch.inference_mode()
-    def step(self, count: int, *, greedy: bool) -> None:
+    def step(self, count: int, kind: StepKind) -> None:
         """Store the token of each of the first ``count`` slots and choose the next one.
 
         This needs nothing from the host, so that it can be captured once and replayed.
@@ -151,16 +218,35 @@ class ResidentDecode:
         lengths = slots.lengths(count)
         self._attention.prepare(ResidentBatch(slots.tables(count), lengths))
         logits = self._model.logits(slots.tokens[:count], lengths, None, self._attention)
-        if greedy and self._advance is not None:
+        if kind.greedy and not kind.penalised and self._advance is not None:
             self._path_counts[EnginePath.LIKELIEST] += 1
             chosen, tokens = self._chosen[:count], slots.tokens[:count]
             self._advance(logits, chosen, tokens, lengths, slots.active(count))
+            if kind.tops is not None:
+                self._tell(logits, chosen, kind.tops)
             return
-        chosen = slots.sampling(count, greedy=greedy).choose(logits, lengths + 1)
+        penalties = tally = None
+        if kind.penalised and self._penalties is not None:
+            self._path_counts[EnginePath.PENALISED] += 1
+            penalties = self._penalties.columns(count)
+            tally = self._penalties.tally(slots.tokens[:count], slots.active(count))
+        batch = slots.sampling(count, greedy=kind.greedy, penalties=penalties)
+        chosen = batch.choose(logits, lengths + 1, tally)
         chosen = torch.where(rows_without_a_distribution(logits), -1, chosen)
         self._chosen[:count] = chosen
         slots.tokens[:count] = chosen.clamp(min=0)
         lengths += slots.active(count)
+        if kind.tops is not None:
+            self._tell(logits, chosen, kind.tops)
+
+    def _tell(self, logits: Tensor, chosen: Tensor, tops: int) -> None:
+        self._path_counts[EnginePath.TOLD] += 1
+        told = tell(logits, chosen, tops)
+        if tops not in self._told:
+            with lasting():
+                shape = self._num_slots, told.shape[1]
+                self._told[tops] = torch.zeros(shape, dtype=told.dtype, device=told.device)
+        self._told[tops][: len(chosen)] = told
 
     def _due(self, residents: Sequence[Resident], spare: int) -> list[Resident]:
         """Find the sequences that need a block now, and a few of those that soon will.

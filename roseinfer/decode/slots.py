@@ -18,7 +18,8 @@ import torch
 from roseinfer.kv.lasting import lasting
 from roseinfer.kv.paths import Work
 from roseinfer.kv.pool import SCRATCH
-from roseinfer.sampling import SamplingBatch, signed64
+from roseinfer.sampling.noise import signed64
+from roseinfer.sampling.sampling_batch import SamplingBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from roseinfer.config import SamplingParams
     from roseinfer.kv.sequence import InferenceSession
     from roseinfer.kv.storage import IndexStaging
+    from roseinfer.sampling.penalties import Penalties
 
 
 class _Fields(NamedTuple):
@@ -199,7 +201,9 @@ class DecodeSlots:
         begins = range(_BLOCKS, self._rows.shape[1], self._width)
         return [self._rows[:count, begin : begin + self._width] for begin in begins]
 
-    def sampling(self, count: int, *, greedy: bool) -> SamplingBatch:
+    def sampling(
+        self, count: int, *, greedy: bool, penalties: Penalties | None = None
+    ) -> SamplingBatch:
         """Return the sampling parameters of the first rows, as views of them."""
         rows = self._rows[:count]
         floats = rows.view(torch.float32)[:, ::2]  # the lower half of each 64 bits
@@ -208,10 +212,9 @@ class DecodeSlots:
             top_k=rows[:, _COLUMN.top_k, None],
             top_p=floats[:, _COLUMN.top_p, None],
             min_p=floats[:, _COLUMN.min_p, None],
-            repetition_penalty=torch.ones((), device=rows.device),
             seeds=rows[:, _COLUMN.seed, None],
             greedy=greedy,
-            penalised=False,
+            penalties=penalties,
         )
 
 

@@ -6,7 +6,6 @@ import secrets
 from collections import deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from itertools import starmap
 from operator import index
 from typing import TYPE_CHECKING
 
@@ -26,9 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roseinfer.config import EngineConfig
+    from roseinfer.engine.prompt_flight import PromptFlight
     from roseinfer.engine.runner import Flight
     from roseinfer.engine.scheduler import Step
     from roseinfer.models.loading import Loaded
+    from roseinfer.sampling.log_probabilities import Told
 
 
 NO_PROMPTS = (bytes, bytearray, memoryview, Mapping, Set)
@@ -46,6 +47,10 @@ class Update:
     """The text that can be shown now and could not before."""
     finish_reason: FinishReason | None = None
     """None unless this is the request's last update."""
+    logprob: float | None = None
+    """The token's log-probability, if asked for."""
+    top_logprobs: list[tuple[int, float]] | None = None
+    """The likeliest tokens at its place, each with its own, if asked for."""
 
 
 class Engine:
@@ -81,7 +86,7 @@ class Engine:
             path_counts=self.path_counts,
         )
         self._scheduler = Scheduler(config, self._supply)
-        self._in_flight: deque[list[Flight]] = deque()
+        self._in_flight: deque[list[Flight | PromptFlight]] = deque()
         """Steps that were launched and whose tokens nobody has read yet, oldest first."""
         self._updates: list[Update] = []
         """Updates that no step has returned yet. A step that breaks off returns none."""
@@ -253,7 +258,10 @@ class Engine:
         while len(steps) > max(0, most) or any(each.urgent for step in steps for each in step):
             for flight in steps.popleft():
                 # One by one, so that updates are kept if a later one raises.
-                self._updates += starmap(self._take, flight.land())
+                for request, token, told in flight.land():
+                    self._updates.append(self._take(request, token))
+                    if told is not None:
+                        _tell(self._updates[-1], told)
 
     def _launch(self, step: Step) -> None:
         self._supply.ensure(step.blocks)
@@ -264,7 +272,7 @@ class Engine:
             if request.pending:
                 self._supply.note_stored(request)
 
-    def _take(self, request: Request, token: int, logprob: float | None) -> Update:
+    def _take(self, request: Request, token: int) -> Update:
         if token < 0:
             request.error = NoDistribution(
                 f"the model's logits for token {len(request.session.token_ids)} hold NaN, or "
@@ -278,8 +286,6 @@ class Engine:
         turn = (length - request.id) % self._block_size == 0
         if self._supply.listens and (turn or length == request.prompt_length + 1):
             self._supply.note_stored(request)
-        if logprob is not None and request.params.logprobs:
-            request.logprobs.append(logprob)
         if token in self._end_tokens and not request.params.ignore_eos:
             return self._last(request, token, "", FinishReason.STOP)
         try:
@@ -333,3 +339,15 @@ class Engine:
                 counts[EnginePath.PREFIX_HIT] += 1
             if first and request.preempted:
                 counts[EnginePath.RESUMED] += 1
+
+
+def _tell(update: Update, told: Told) -> None:
+    """Note the log-probabilities of an update's token, with the request and with the update."""
+    request = update.request
+    if update.token_id is None:
+        return
+    update.logprob = told.logprob
+    request.logprobs.append(told.logprob)
+    if most := request.params.top_logprobs:
+        update.top_logprobs = told.top[:most]
+        request.top_logprobs.append(update.top_logprobs)

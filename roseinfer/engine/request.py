@@ -51,6 +51,8 @@ class Request:
 
     # Changed by the engine:
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """For each token the likeliest at its place, as many as were asked for."""
     finish_reason: FinishReason | None = None
     error: RoseinferError | None = None
 
@@ -73,16 +75,27 @@ class Request:
     resident: Resident | None = None
     """Its place on the device while it decodes there."""
 
+    # Filled by PromptFlight:
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    """Of the prompt's tokens by now, if asked for: the first has none."""
+
     full_length: int = field(init=False)
     """How many tokens it has in the end if nothing ends it early, with the prompt's."""
 
     def __post_init__(self) -> None:
         self.full_length = self.prompt_length + self.most_tokens
+        if self.params.prompt_logprobs:
+            self.prompt_logprobs.append(None)
 
     @property
     def pending(self) -> int:
         """How many tokens are not stored yet. Those in flight count, though nobody knows them."""
         return len(self.session.token_ids) + self.in_flight - self.session.stored
+
+    @property
+    def wants_prompt(self) -> bool:
+        """True if it lacks log-probabilities of its prompt, which come of computing it alone."""
+        return self.params.prompt_logprobs and len(self.prompt_logprobs) < self.prompt_length
 
     @property
     def may_decode(self) -> bool:
@@ -195,7 +208,9 @@ class BlockSupply:
         if self._prefixes is None:
             return
         session = request.session
-        request.held, session.block_lists, found = self._prefixes.match(session.token_ids)
+        # Nothing can be found of a prompt of one token, since that must be computed.
+        tokens = session.token_ids[:1] if request.wants_prompt else session.token_ids
+        request.held, session.block_lists, found = self._prefixes.match(tokens)
         request.found = session.stored = session.room = found
 
     def note_stored(self, request: Request) -> None:

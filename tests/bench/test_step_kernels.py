@@ -20,6 +20,7 @@ from roseinfer.bench.step_kernels import (
     short_name,
 )
 from roseinfer.decode.graphs import StepGraphs
+from roseinfer.decode.step_kind import StepKind
 from tests.gates.byte_steps import FUSED, narrow_gpt2, second_token
 
 if TYPE_CHECKING:
@@ -74,13 +75,13 @@ def test_bytes_are_those_of_the_gate() -> None:
 
 
 def test_a_step_of_graphs_is_launched() -> None:
-    seen: list[tuple[int, bool]] = []
+    seen: list[tuple[int, StepKind]] = []
     graphs = object.__new__(StepGraphs)
-    step: Callable[..., None] = lambda count, *, greedy: seen.append((count, greedy))  # noqa: E731
+    step: Callable[..., None] = lambda *given: seen.append(given)  # noqa: E731
     graphs._step = step
     with launched_not_replayed():
-        graphs.run(3, greedy=True)
-    assert seen == [(3, True)]
+        graphs.run(3, StepKind(greedy=True))
+    assert seen == [(3, StepKind(greedy=True))]
 
 
 @interpreted

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer import AppendPolicy, KVBlockManager, SamplingParams
-from roseinfer.decode.resident import Resident, ResidentDecode
+from roseinfer.decode.resident import Entrant, Resident, ResidentDecode
 from roseinfer.engine.runner import SequenceRunner
 from roseinfer.models.causal import CausalModel
 from tests.engine.families import greedy_step, tiny
@@ -70,7 +70,9 @@ class Decoding:
         """Store a prompt; its likeliest next token is the first that is decoded from."""
         (session,), logits = self.sessions.prefill([prompt])
         first = logits.argmax(-1)
-        (resident,) = self.decode.enter([(session, params, seed, _MOST)], first)
+        assert self.decode.takes(params, logits.shape[-1])
+        entrant = Entrant(session, params, seed, _MOST, len(prompt))
+        (resident,) = self.decode.enter([entrant], first)
         session.token_ids += first.tolist()
         self.running.append((session, resident))
         return resident

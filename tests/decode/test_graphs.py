@@ -10,6 +10,7 @@ import torch
 from roseinfer import EnginePath, SamplingParams
 from roseinfer.decode.graphs import StepGraphs
 from roseinfer.decode.resident import ResidentDecode
+from roseinfer.decode.step_kind import StepKind
 from tests.decode.residents import GREEDY, PROMPTS, Decoding, alone
 from tests.kv.harness import assert_same_bits, bits
 
@@ -38,7 +39,15 @@ def test_every_number_of_sequences(device: str, size: int) -> None:
     assert decoding.sessions.path_counts[EnginePath.GRAPH] == 6
 
 
-@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+PENALISED = SamplingParams(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.5)
+TOLD = SamplingParams(presence_penalty=1.0, top_logprobs=5)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, DRAWN, PENALISED, TOLD],
+    ids=["greedy", "drawn", "penalised", "told"],
+)
 @pytest.mark.parametrize("size", [15, 33, 100, 199, 265, 300])
 def test_sizes_of_other_kernels(device: str, size: int, params: SamplingParams) -> None:
     """Attention takes other tiles from 199 sequences of four heads on, and lets the next kernel in
@@ -62,13 +71,13 @@ def test_garbage_does_not_end_a_capture(device: str, monkeypatch: pytest.MonkeyP
         torch.zeros(1, device=device)
     step = ResidentDecode.step
 
-    def littering(self: ResidentDecode, count: int, *, greedy: bool) -> None:
+    def littering(self: ResidentDecode, count: int, kind: StepKind) -> None:
         if torch.cuda.is_current_stream_capturing() and dropped:
             garbage: list[object] = [dropped.pop()]
             garbage.append(garbage)
             del garbage
             assert len([[] for _ in range(5000)]) == 5000  # so many that they would be looked over
-        step(self, count, greedy=greedy)
+        step(self, count, kind)
 
     monkeypatch.setattr(ResidentDecode, "step", littering)
     decoding = Decoding(device, slots=2, graphs=True)
@@ -94,7 +103,7 @@ def test_capturing_while_sequences_live_touches_no_block_of_theirs(
     counts = decoding.sessions.path_counts.copy()
     graphs = StepGraphs(decoding.decode.step, slots, decoding.sessions.path_counts)
     for count in (1, 3, 6):
-        graphs._capture(count, greedy)
+        graphs._capture(count, StepKind(greedy))
     torch.cuda.synchronize()
     for cache, was in zip((kv.keys, kv.values), before, strict=True):
         assert_same_bits(cache[:, 1:], was, "blocks of live sequences")
@@ -105,6 +114,31 @@ def test_capturing_while_sequences_live_touches_no_block_of_theirs(
     for _ in range(4):
         decoding.step()
     assert decoding.texts() == [alone(device, prompt, 6) for prompt in PROMPTS[:3]]
+
+
+def test_other_kinds_of_steps_are_captured_when_they_are_asked_for(device: str) -> None:
+    """Beside sequences that live, whose tallies stay as they are; the plain ones are there."""
+    texts = []
+    for graphs in (True, False):
+        decoding = Decoding(device, slots=4, graphs=graphs)
+        told = []
+        decoding.begin(PROMPTS[0])
+        decoding.step()
+        decoding.begin(PROMPTS[1], PENALISED, seed=3)
+        decoding.step()
+        late = decoding.begin(PROMPTS[2], TOLD)
+        for _ in range(5):
+            decoding.step()
+            told.append([round(each, 3) for each in decoding.decode.told().wait()])
+        decoding.end(late)
+        decoding.begin(PROMPTS[3], PENALISED, seed=4)
+        for _ in range(4):
+            decoding.step()
+        texts.append((decoding.texts(), told))
+        counts = decoding.sessions.path_counts
+        assert counts[EnginePath.GRAPH] == graphs * 11
+        assert (counts[EnginePath.PENALISED], counts[EnginePath.TOLD]) == (10, 5)
+    assert texts[0] == texts[1]
 
 
 def test_a_replay_reads_the_rows_as_they_are_then(device: str) -> None:

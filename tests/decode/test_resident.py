@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from roseinfer import AttentionPath, EnginePath, SamplingBatch, SamplingParams
-from roseinfer.decode.resident import ResidentDecode, ladder
+from roseinfer.decode.resident import ladder
+from roseinfer.decode.step_kind import StepKind
 from roseinfer.kv.paths import Work
 from tests.decode.residents import PROMPTS, SIZE, Decoding, alone
 from tests.kv.harness import assert_same_bits, bits
@@ -135,14 +136,15 @@ def test_a_step_on_emptied_slots_touches_no_block_of_theirs(
     kv, slots = decoding.sessions.kv, decoding.decode.slots
     before = [bits(cache[:, 1:]).clone() for cache in (kv.keys, kv.values)]
     with slots.emptied():
-        decoding.decode.step(4, greedy=greedy)
+        decoding.decode.step(4, StepKind(greedy))
     for cache, was in zip((kv.keys, kv.values), before, strict=True):
         assert_same_bits(cache[:, 1:], was, "blocks of live sequences")
     decoding.step()
     assert decoding.texts() == [alone(device, prompt, 3) for prompt in PROMPTS[:2]]
 
 
-def test_who_may_decode_there() -> None:
-    assert ResidentDecode.takes(SamplingParams(temperature=0.5, seed=3, stop=("a",)))
-    assert not ResidentDecode.takes(SamplingParams(repetition_penalty=1.1))
-    assert not ResidentDecode.takes(SamplingParams(logprobs=True))
+def test_who_may_decode_there(device: str) -> None:
+    takes = Decoding(device).decode.takes
+    assert takes(SamplingParams(temperature=0.5, seed=3, stop=("a",)), 100)
+    assert takes(SamplingParams(repetition_penalty=1.1), 100)
+    assert takes(SamplingParams(logprobs=True), 100)

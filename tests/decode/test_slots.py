@@ -172,7 +172,7 @@ def test_the_columns_are_those_of_a_batch(device: str) -> None:
         assert mine.dtype == theirs.dtype, name
         assert torch.equal(mine, theirs), name
     assert not found.greedy
-    assert not found.penalised
+    assert found.penalties is None
     torch.manual_seed(0)
     logits, positions = torch.randn(3, 50, device=device), torch.arange(3, device=device)
     assert torch.equal(found.choose(logits, positions), want.choose(logits, positions))

@@ -12,7 +12,17 @@ from roseinfer import LLM, StepFailed
 from roseinfer.decode.readback import Arrival
 from tests.engine.test_mishaps import Mishap, drawn, going_wrong_at
 from tests.engine.test_random_mixes import assert_no_block_is_lost
-from tests.engine.test_run_ahead import PROMPTS, ahead, expected, greedy, in_step, run, tokens_of
+from tests.engine.test_run_ahead import (
+    HARDLY_PENALISED,
+    PROMPTS,
+    ahead,
+    expected,
+    greedy,
+    in_step,
+    run,
+    tokens_of,
+    without_tallies,
+)
 
 if TYPE_CHECKING:
     from roseinfer.engine.engine import Update
@@ -101,10 +111,10 @@ def test_every_token_that_came_is_told_wherever_a_step_breaks(
     device: str, lag: int, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This includes tokens that the broken step itself brought, and those of requests it ended."""
-    params = [greedy(6), greedy(), greedy(8, logprobs=True), greedy(7)]
+    params = [greedy(6), greedy(), greedy(8, **HARDLY_PENALISED), greedy(7)]
     want = [expected(device, at)[: own.max_new_tokens] for at, own in enumerate(params)]
     for call in range(60):
-        llm = ahead(device, lag, cuda_graph=False, max_batch_size=3)
+        llm = without_tallies(ahead(device, lag, cuda_graph=False, max_batch_size=3))
         owner, name = {
             "a forward pass": (llm.engine.sessions.model, "logits"),
             "reading tokens": (Arrival, "wait"),
@@ -132,8 +142,8 @@ def test_what_a_failed_request_had_stored_is_shared_with_nobody(
     extend = sessions.extend
     calls = iter(range(100))
 
-    def ruins(*arguments: Any) -> Any:
-        logits = extend(*arguments)
+    def ruins(*arguments: Any, **named: Any) -> Any:
+        logits = extend(*arguments, **named)
         if next(calls) == 5:
             kv.keys.fill_(float("nan"))
             kv.values.fill_(float("nan"))

@@ -10,8 +10,6 @@ from tests.engine.continuations import TEXTS, beside_a_stream, by_transformers, 
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from roseinfer import LLM
 
 
@@ -46,10 +44,10 @@ def interrupt(
     sessions = llm.engine.sessions
     extend = sessions.extend
 
-    def broken_extend(each: Sequence[Any], counts: Any = None) -> Any:
+    def broken_extend(*arguments: Any, **named: Any) -> Any:
         if where == "before":
             interrupter.count()
-        logits = extend(each, counts)
+        logits = extend(*arguments, **named)
         if where == "after":
             interrupter.count()
         return logits

@@ -15,6 +15,7 @@ from roseinfer.kv.manager import KVBlockManager
 from roseinfer.kv.storage import IndexStaging
 from tests.engine.test_random_mixes import assert_no_block_is_lost
 from tests.engine.test_run_ahead import (
+    HARDLY_PENALISED,
     PROMPTS,
     ahead,
     expected,
@@ -22,6 +23,7 @@ from tests.engine.test_run_ahead import (
     in_step,
     run,
     tokens_of,
+    without_tallies,
 )
 
 if TYPE_CHECKING:
@@ -84,14 +86,14 @@ def test_a_step_that_raises_is_done_again(
     device: str, lag: int, call: int, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it was. Tokens that were on their way are computed again, and none twice."""
-    llm = ahead(device, lag)
+    llm = without_tallies(ahead(device, lag))
     engine = llm.engine
     owner, name = {
         "a forward pass": (engine.sessions.model, "logits"),
         "reading tokens": (Arrival, "wait"),
         "after a resident step": (engine._runner, "_launch_others"),
     }[what]
-    params = [greedy(6), greedy(), greedy(8, logprobs=True), greedy(7)]
+    params = [greedy(6), greedy(), greedy(8, **HARDLY_PENALISED), greedy(7)]
     requests = [engine.submit(*each) for each in zip(PROMPTS, params, strict=True)]
     monkeypatch.setattr(owner, name, going_wrong_at(call, getattr(owner, name)))
     assert run_through(llm) == 1
@@ -125,12 +127,13 @@ def test_no_slot_is_lost_by_a_step_that_raises(
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
-@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("more", [{}, {"logprobs": True}, HARDLY_PENALISED], ids=str)
 def test_logits_without_a_distribution_end_one_request(
-    device: str, lag: int, logprobs: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, lag: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others go on, and what it stored is kept from them."""
-    llm = ahead(device, lag, cuda_graph=False)  # no graph remembers what is put in its place
+    # No graph remembers what is put in its place.
+    llm = without_tallies(ahead(device, lag, cuda_graph=False))
     model = llm.engine.sessions.model
     fatal = next(t for t in expected(device, 0)[2:] if t not in expected(device, 2))
     at = expected(device, 0).index(fatal)
@@ -143,7 +146,7 @@ def test_logits_without_a_distribution_end_one_request(
 
     monkeypatch.setattr(model, "logits", broken)
     requests: list[Request] = [
-        llm.engine.submit(PROMPTS[0], greedy(logprobs=logprobs)),
+        llm.engine.submit(PROMPTS[0], greedy(**more)),
         llm.engine.submit(PROMPTS[2], greedy()),
     ]
     run(llm)

@@ -39,6 +39,21 @@ def ahead(device: str, lag: int, model: Any = None, **config: Any) -> LLM:
     return llm
 
 
+def without_tallies(llm: LLM) -> LLM:
+    """Have requests with penalties decode beside the residents, one step at a time.
+
+    So they do where there is no memory to tally their tokens.
+    """
+    resident = llm.engine._runner._resident
+    assert resident is not None
+    resident._lacks_memory = True
+    return llm
+
+
+HARDLY_PENALISED: dict[str, Any] = {"presence_penalty": 1e-9}
+"""This changes no token."""
+
+
 def in_step(device: str, model: Any = None, **config: Any) -> LLM:
     """Return its twin, which reads every token before it computes the next."""
     return ahead(device, 0, model, resident_decode=False, prefix_cache=False, **config)
@@ -228,7 +243,10 @@ def test_all_cancelled_at_once(device: str) -> None:
 
 
 @every_lag
-def test_those_that_need_the_host_beside_those_that_do_not(device: str, lag: int) -> None:
+@pytest.mark.parametrize("tallies", [True, False])
+def test_those_that_need_the_host_beside_those_that_do_not(
+    device: str, lag: int, tallies: bool
+) -> None:
     """And those that draw: who is with whom in a step changes nothing for anyone."""
     params = [
         greedy(),
@@ -236,7 +254,9 @@ def test_those_that_need_the_host_beside_those_that_do_not(device: str, lag: int
         SamplingParams(temperature=1.0, seed=5, max_new_tokens=10, logprobs=True),
         SamplingParams(temperature=0.9, top_k=9, seed=8, max_new_tokens=7),
     ]
-    outputs = ahead(device, lag).generate(PROMPTS, params, progress=False)
+    llm = ahead(device, lag) if tallies else without_tallies(ahead(device, lag))
+    outputs = llm.generate(PROMPTS, params, progress=False)
+    assert bool(llm.engine.path_counts[EnginePath.PENALISED]) == tallies
     for prompt, own, output in zip(PROMPTS, params, outputs, strict=True):
         (alone,) = in_step(device).generate([prompt], own, progress=False)
         assert output.token_ids == alone.token_ids

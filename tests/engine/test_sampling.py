@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import transformers
 
-from roseinfer import ConfigError, sampling
+from roseinfer import ConfigError, SamplingBatch
 from roseinfer.config import SamplingParams
-from roseinfer.sampling import (
-    SamplingBatch,
-    gumbel_noise,
-    log_probability,
+from roseinfer.sampling import noise as noise_module
+from roseinfer.sampling.allowed_tokens import only_allowed
+from roseinfer.sampling.log_probabilities import (
+    likeliest,
+    log_probabilities,
     rows_without_a_distribution,
+    tell,
+    told_of,
 )
+from roseinfer.sampling.noise import gumbel_noise
+from roseinfer.sampling.penalties import PROMPTED, tally_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 VOCABULARY = 50
 
@@ -68,11 +77,11 @@ def by_transformers(logits: torch.Tensor, params: SamplingParams, seen: list[int
 )
 def test_the_distribution_is_transformers(device: str, params: SamplingParams) -> None:
     seen_ids = [3, 4, 4, 9]
-    seen = torch.zeros(1, VOCABULARY, dtype=torch.bool, device=device)
-    seen[0, seen_ids] = True
+    tally = torch.zeros(1, VOCABULARY, dtype=torch.int32, device=device)
+    tally[0, seen_ids] = PROMPTED
     for seed in range(20):
         logits = some_logits(device, seed=seed)
-        got = batch(device, params).probabilities(logits, seen)
+        got = batch(device, params).probabilities(logits, tally)
         want = by_transformers(logits.clone(), params, seen_ids)
         assert torch.equal(got > 0, want > 0)
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
@@ -117,6 +126,68 @@ def test_a_request_draws_the_same_alone_and_in_any_batch(device: str) -> None:
         assert torch.equal(turned.flip(0), together)
 
 
+def strips_of(width: int) -> Callable[..., torch.Tensor]:
+    """Return a ``cumsum`` that adds strips up first, as GPUs do.
+
+    They choose the strips' width by the number of rows.
+    """
+
+    def cumsum(numbers: torch.Tensor, dim: int) -> torch.Tensor:
+        strips = [REAL_CUMSUM(strip, dim) for strip in torch.split(numbers, width, dim)]
+        for before, strip in pairwise(strips):
+            strip += before[:, -1:]
+        return torch.cat(strips, dim)
+
+    return cumsum
+
+
+REAL_CUMSUM = torch.Tensor.cumsum
+
+
+def test_a_nucleus_does_not_depend_on_the_order_of_sums(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row's nucleus ends at one of the sums, which any rounding could move."""
+    rows, vocabulary = 64, 3000
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(1)).to(device)
+    likely = logits.double().softmax(-1).sort(descending=True).values.cumsum(-1)
+    params = [SamplingParams(1.0, top_p=float(likely[row, 9 * row + 5])) for row in range(rows)]
+    own = batch(device, *params)
+    found = []
+    for width in (vocabulary, 512, 64, 7):
+        monkeypatch.setattr(torch.Tensor, "cumsum", strips_of(width))
+        found.append(own.probabilities(logits) > 0)
+    for other in found[1:]:
+        assert torch.equal(found[0], other)
+    wide = range(5, 9 * rows + 5, 9)
+    assert all(abs(int(n) - at) <= 3 for n, at in zip(found[0].sum(-1), wide, strict=True))
+
+
+@pytest.mark.parametrize(
+    "neighbour", [{}, {"repetition_penalty": 1.7}, {"presence_penalty": 0.3}], ids=str
+)
+def test_a_token_drawn_does_not_depend_on_who_stands_beside_it(
+    device: str, neighbour: dict[str, Any]
+) -> None:
+    """At the edges of nuclei, with each number of rows and in each of them."""
+    vocabulary = 2048
+    generator = torch.Generator().manual_seed(2)
+    logits = (torch.randn(33, vocabulary, generator=generator) * 2).to(device)
+    tally = torch.ones(33, vocabulary, dtype=torch.int32, device=device)
+    params = SamplingParams(1.0, top_p=0.6, min_p=1e-3)
+    alone = batch(device, params, seeds=[4])
+    for row in range(0, 33, 4):
+        (want,) = alone.choose(logits[row : row + 1], at(device, 9)).tolist()
+        others = [SamplingParams(0.9, top_p=0.8, **neighbour)] * 32
+        for rows in (1, 2, 16, 32):
+            beside = batch(device, params, *others[:rows], seeds=[4, *range(rows)])
+            turned = logits.roll(-row, 0)[: rows + 1]
+            positions = at(device, *[9] * (rows + 1))
+            assert beside.choose(turned, positions, tally[: rows + 1])[0] == want
+            kept = beside.probabilities(turned, tally[: rows + 1])[0] > 0
+            assert torch.equal(kept, alone.probabilities(logits[row : row + 1])[0] > 0)
+
+
 def test_seeds_and_positions_make_a_difference(device: str) -> None:
     logits = torch.zeros(64, VOCABULARY, device=device)
     same = [SamplingParams(1.0)] * 64
@@ -141,14 +212,15 @@ def test_next_to_no_temperature_is_greedy(device: str, temperature: float, penal
     """Neither a division by it overflows nor one by the smallest penalty."""
     logits = some_logits(device, rows=8)
     seen = torch.arange(VOCABULARY, device=device).expand(8, -1) % 3 == 0
+    tally = seen.int() * PROMPTED
     cold, greedy = (
         batch(device, *[SamplingParams(each, repetition_penalty=penalty)] * 8)
         for each in (temperature, 0)
     )
     positions = at(device, *range(8))
-    chosen = cold.choose(logits, positions, seen)
-    assert torch.equal(chosen, greedy.choose(logits, positions, seen))
-    assert torch.equal(cold.probabilities(logits, seen).argmax(-1), chosen)
+    chosen = cold.choose(logits, positions, tally)
+    assert torch.equal(chosen, greedy.choose(logits, positions, tally))
+    assert torch.equal(cold.probabilities(logits, tally).argmax(-1), chosen)
 
 
 def test_any_temperature_keeps_the_order(device: str) -> None:
@@ -169,25 +241,98 @@ def test_a_logit_without_bound_is_drawn(device: str) -> None:
 
 def test_a_neighbours_penalty_changes_no_choice(device: str) -> None:
     params = [SamplingParams(1.1, top_p=0.9), SamplingParams(0.7, repetition_penalty=1.4)]
-    seen = torch.zeros(2, VOCABULARY, dtype=torch.bool, device=device)
-    seen[1, ::2] = True
+    tally = torch.zeros(2, VOCABULARY, dtype=torch.int32, device=device)
+    tally[1, ::2] = PROMPTED
     for seed in range(30):
         logits = some_logits(device, rows=2, seed=seed)
-        beside = batch(device, *params).probabilities(logits, seen)[0]
+        beside = batch(device, *params).probabilities(logits, tally)[0]
         assert torch.equal(batch(device, params[0]).probabilities(logits[:1])[0], beside)
 
 
 def test_a_penalty_reaches_greedy_choices_too(device: str) -> None:
     logits = torch.tensor([[2.0, 1.5, -1.0]], device=device)
-    seen = torch.tensor([[True, False, False]], device=device)
+    tally = torch.tensor([[1, 0, 0]], dtype=torch.int32, device=device)
     penalised = batch(device, SamplingParams(temperature=0, repetition_penalty=2.0))
-    assert penalised.choose(logits, at(device, 0), seen).tolist() == [1]
+    assert penalised.choose(logits, at(device, 0), tally).tolist() == [1]
+
+
+OF_OPENAI: list[tuple[dict[str, Any], list[float]]] = [
+    ({}, [1.0, -1.0, 2.0, -2.0, 0.5]),
+    ({"presence_penalty": 0.5}, [1.0, -1.5, 1.5, -2.0, 0.5]),
+    ({"frequency_penalty": 0.25}, [1.0, -1.25, 1.25, -2.0, 0.5]),
+    ({"frequency_penalty": -2, "presence_penalty": 2}, [1.0, -1.0, 6.0, -2.0, 0.5]),
+    ({"repetition_penalty": 2.0}, [0.5, -2.0, 1.0, -2.0, 0.5]),
+    ({"repetition_penalty": 2.0, "presence_penalty": 1}, [0.5, -3.0, 0.0, -2.0, 0.5]),
+]
+
+
+@pytest.mark.parametrize(("given", "right"), OF_OPENAI, ids=str)
+def test_penalties_are_openais(device: str, given: dict[str, Any], right: list[float]) -> None:
+    """Only the text counts for two of them, once or by how often; prompt and text for the third."""
+    prompt, text = [0, 0, 2], [1, 2, 2, 2]
+    tally = torch.zeros(1, 5, dtype=torch.int32, device=device)
+    for token, count in tally_of([*prompt, *text], len(prompt)).items():
+        tally[0, token] = count
+    logits = torch.tensor([[1.0, -1.0, 2.0, -2.0, 0.5]], device=device)
+    found = batch(device, SamplingParams(1.0, **given)).probabilities(logits, tally)
+    torch.testing.assert_close(found, torch.tensor([right], device=device).softmax(-1))
+
+
+def bitmask(rows: list[set[int]], vocabulary: int) -> torch.Tensor:
+    """Return which tokens are allowed, in words of 32 bits."""
+    words = [[0] * -(-vocabulary // 32) for _ in rows]
+    for row, allowed in zip(words, rows, strict=True):
+        for token in allowed:
+            row[token // 32] |= 1 << token % 32
+    return torch.tensor(words).to(torch.int32)
+
+
+def test_only_allowed_tokens_are_chosen(device: str) -> None:
+    """Whether likeliest or drawn, and whatever penalties favour the others."""
+    vocabulary, rows = 70, 24
+    own = [{row, 31, 32, 63, 64, 69} for row in range(rows)]
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0)).to(device)
+    params = [
+        SamplingParams(3.0 * (row % 3 > 0), top_k=row % 2 * 5, frequency_penalty=-2)
+        for row in range(rows)
+    ]
+    tally = torch.arange(vocabulary, device=device).expand(rows, -1).int() % 7
+    several = batch(device, *params)
+    mask = bitmask(own, vocabulary).to(device)
+    seen: list[set[int]] = [set() for _ in own]
+    for position in range(60):
+        chosen = several.choose(logits, at(device, *[position] * rows), tally, mask).tolist()
+        for row, token in enumerate(chosen):
+            seen[row].add(token)
+    for row, allowed in enumerate(own):
+        assert seen[row] <= allowed
+        assert len(seen[row]) > 1 or not row % 3
+    certain = (logits - 2 * -tally).masked_fill(~allowing(own, vocabulary, device), -1e9)
+    assert all(seen[row] == {int(certain[row].argmax())} for row in range(0, rows, 3))
+
+
+def allowing(rows: list[set[int]], vocabulary: int, device: str) -> torch.Tensor:
+    found = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=device)
+    for row, allowed in enumerate(rows):
+        found[row, list(allowed)] = True
+    return found
+
+
+def test_all_may_be_allowed_and_what_lies_behind_the_words_is_not(device: str) -> None:
+    logits = some_logits(device, rows=3)
+    every = bitmask([{*range(VOCABULARY)}] * 3, VOCABULARY).to(device)
+    assert torch.equal(only_allowed(logits, every), logits)
+    wide = torch.cat([logits, logits + 9], -1)
+    left = only_allowed(wide, every)
+    assert left[:, 64:].eq(float("-inf")).all()
+    none = only_allowed(logits, torch.zeros_like(every))
+    assert rows_without_a_distribution(none).all()
 
 
 @pytest.mark.parametrize("bits", [0, -1])
 def test_no_noise_is_infinite(device: str, monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
     """A token that nothing else can beat would be drawn however unlikely, or ruled out, it is."""
-    monkeypatch.setattr(sampling, "_mix", lambda _: torch.tensor([bits], device=device))
+    monkeypatch.setattr(noise_module, "_mix", lambda _: torch.tensor([bits], device=device))
     number = torch.zeros(1, dtype=torch.int64, device=device)
     assert gumbel_noise(number, number, number).isfinite().all()
 
@@ -211,7 +356,28 @@ def test_rows_that_cannot_be_sampled_are_named(device: str) -> None:
 def test_log_probabilities_are_the_models_own(device: str) -> None:
     logits = some_logits(device, rows=2)
     want = logits.log_softmax(-1)[[0, 1], [5, 6]]
-    torch.testing.assert_close(log_probability(logits, at(device, 5, 6)), want)
+    tokens = at(device, 5, 6)
+    torch.testing.assert_close(log_probabilities(logits, tokens[:, None])[:, 0], want)
+    torch.testing.assert_close(tell(logits, tokens, 0)[:, 0].float(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("most", [1, 20, 60])
+def test_the_likeliest_are_told_those_of_equals_by_the_lowest_id(
+    device: str, dtype: torch.dtype, most: int
+) -> None:
+    """Nought comes in two kinds, which are equal; and some tokens cannot be drawn at all."""
+    logits = (some_logits(device, rows=30) * 2).round().to(dtype) / 4
+    logits[:, ::7] = float("-inf")
+    logits[:, 3::5] = logits[:, 3::5].where(logits[:, 3::5] != 0, -0.0)
+    order = logits.float().cpu().sort(descending=True, stable=True).indices[:, :most].to(device)
+    assert torch.equal(likeliest(logits, most), order)
+    told = [told_of(row) for row in tell(logits, at(device, *range(30)), most).tolist()]
+    likely = logits.float().log_softmax(-1)
+    for row, each in enumerate(told):
+        assert [token for token, _ in each.top] == order[row].tolist()
+        assert [value for _, value in each.top] == likely[row][order[row]].tolist()
+        assert each.logprob == float(likely[row, row])
 
 
 @pytest.mark.parametrize(
@@ -224,12 +390,18 @@ def test_log_probabilities_are_the_models_own(device: str) -> None:
         ({"min_p": 2.0}, "min_p"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be at least 1e-38"),
         ({"repetition_penalty": 1e-39}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty is 2.1; it must be between -2 and 2"),
+        ({"frequency_penalty": -3}, "frequency_penalty is -3; it must be between -2 and 2"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ({"stop": "END"}, "stop is 'END'; it must be texts"),
         ({"stop": ("END", 1)}, "stop is .*; it must be texts"),
         ({"stop": None}, "stop is None; it must be texts"),
         ({"ignore_eos": "no"}, "ignore_eos is 'no'; it must be True or False"),
         ({"logprobs": 1}, "logprobs is 1; it must be True or False"),
+        ({"top_logprobs": 21}, "top_logprobs is 21; it must be at least 0 and at most 20"),
+        ({"top_logprobs": None}, "top_logprobs is None"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is 1; it must be True or False"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": 1e39}, "temperature is 1e[+]39; .* at most 3.4e[+]38"),
         ({"temperature": float("inf")}, "temperature"),

@@ -7,7 +7,7 @@ import torch
 
 from roseinfer import SamplingBatch, SamplingParams
 from roseinfer.kernels.likeliest import advance_to_likeliest
-from roseinfer.sampling import rows_without_a_distribution
+from roseinfer.sampling.log_probabilities import rows_without_a_distribution
 
 INF, NAN = float("inf"), float("nan")
 

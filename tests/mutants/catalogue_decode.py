@@ -6,6 +6,7 @@ from tests.mutants.mutant import ENGINE, Mutant
 
 _SLOTS = "roseinfer.decode.slots"
 _RESIDENT = "roseinfer.decode.resident"
+_PENALTIES = "roseinfer.decode.slot_penalties"
 _READBACK = "roseinfer.decode.readback"
 _RUNNER = "roseinfer.engine.runner"
 _DECODE = "roseinfer.kernels.attend_decode"
@@ -71,6 +72,40 @@ MUTANTS = (
         "        seed=signed64(seed & 1),\n",
     ),
     _mutant(
+        "tally-of-the-sequence-before",
+        "A slot's tally is not cleared when another sequence gets it.",
+        _PENALTIES,
+        "        row.zero_()\n",
+        "",
+    ),
+    _mutant(
+        "penalties-left-behind",
+        "A slot keeps its penalties when its sequence leaves.",
+        _PENALTIES,
+        "        self.rows[slot].copy_(self._none)\n",
+        "        pass\n",
+    ),
+    _mutant(
+        "newest-token-not-tallied",
+        "Resident steps do not count the tokens that they store.",
+        _PENALTIES,
+        "tallies.scatter_add_(1, tokens[:, None], active[:, None].int())",
+        "tallies",
+    ),
+    _mutant(
+        "told-of-others-tokens",
+        "What a resident step tells is read as if its requests stood in the first slots.",
+        _RUNNER,
+        "        for request, row in zip(self.requests, self.rows, strict=True):\n"
+        "            if request.finish_reason is None:\n"
+        "                request.in_flight -= 1\n"
+        "                own = told[row * each : (row + 1) * each]",
+        "        for at, (request, row) in enumerate(zip(self.requests, self.rows, strict=True)):\n"
+        "            if request.finish_reason is None:\n"
+        "                request.in_flight -= 1\n"
+        "                own = told[at * each : (at + 1) * each]",
+    ),
+    _mutant(
         "slots-packed-when-read",
         "Tokens are read as if residents stood in the first slots, one after another.",
         _RUNNER,
@@ -88,16 +123,16 @@ MUTANTS = (
         "greedy-as-the-first-is",
         "A step is greedy for all where the first of the residents is.",
         _RESIDENT,
-        "greedy=not self._num_sampled)",
-        "greedy=residents[0].greedy)",
+        "        run(count, self.kind)\n",
+        "        run(count, self.kind._replace(greedy=residents[0].params.temperature == 0))\n",
         ("S18",),
     ),
     _mutant(
         "drawn-from-the-position-before",
         "A resident step draws with the noise of the position of the token it stores.",
         _RESIDENT,
-        ".choose(logits, lengths + 1)",
-        ".choose(logits, lengths)",
+        ".choose(logits, lengths + 1, tally)",
+        ".choose(logits, lengths, tally)",
     ),
     _mutant(
         "block-taken-a-token-late",

@@ -224,8 +224,8 @@ MUTANTS = (
         "penalty-for-new-tokens-only",
         "The repetition penalty forgets the prompt.",
         _RUNNER,
-        "                seen[row, request.session.token_ids] = True\n",
-        "                seen[row, request.token_ids] = True\n",
+        "tally_of(request.session.token_ids, request.prompt_length)",
+        "tally_of(request.token_ids, 0)",
     ),
     _mutant(
         "positions-from-the-chunk",
@@ -239,8 +239,10 @@ MUTANTS = (
         "logits-of-the-first-token",
         "A prompt's first new token is sampled behind the first token of its last chunk.",
         _RUNNER,
-        "            last_rows.append(len(tokens) - 1)\n",
-        "            last_rows.append(len(tokens) - count)\n",
+        "if at in in_full else len(tokens) + count - 1\n"
+        "            rows_out += range(first, len(tokens) + count)\n",
+        "if at in in_full else len(tokens)\n"
+        "            rows_out += range(first, first + (count if at in in_full else 1))\n",
         ("15",),
     ),
     _mutant(

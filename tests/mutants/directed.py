@@ -104,7 +104,8 @@ def far_clones() -> None:
 def capture_beside_the_living() -> None:
     """Their blocks stay as they are, and they go on as if nothing had been."""
     from roseinfer import LLM, SamplingParams
-    from roseinfer.decode.resident import ResidentDecode
+    from roseinfer.decode.resident import Entrant, ResidentDecode
+    from roseinfer.decode.step_kind import StepKind
 
     greedy = SamplingParams(temperature=0)
 
@@ -113,12 +114,15 @@ def capture_beside_the_living() -> None:
         sessions, kv = llm.engine.sessions, llm.engine.sessions.kv
         decode = ResidentDecode(sessions.model, sessions.attention, 4, graphs=False)
         begun, logits = sessions.prefill([[1, 2, 3], [4, 5]])
-        living = decode.enter([(each, greedy, 0, 64) for each in begun], logits.argmax(-1))
+        living = decode.enter(
+            [Entrant(each, greedy, 0, 64, len(each.token_ids)) for each in begun],
+            logits.argmax(-1),
+        )
         tokens = [decode.launch(living, 0).wait()]
         if captured:
             before = [cache[:, 1:].clone() for cache in (kv.keys, kv.values)]
             with decode.slots.emptied():
-                decode.step(4, greedy=True)
+                decode.step(4, StepKind(greedy=True))
             for cache, was in zip((kv.keys, kv.values), before, strict=True):
                 assert torch.equal(cache[:, 1:], was), "a block of a live sequence was written to"
         return tokens + [decode.launch(living, 0).wait() for _ in range(3)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pytest_roseinfer import DeviceQueue
 from pytest_roseinfer.running.queued_torch import QueuedTorch
 from pytest_roseinfer.targets.roseinfer_engine import RoseinferEngine
-from roseinfer import AttentionPath, EnginePath
+from roseinfer import AttentionPath, EnginePath, SamplingParams
 from tests.late_transfers import late_transfers
 
 if TYPE_CHECKING:
@@ -56,6 +56,9 @@ class QueuedEngine(RoseinferEngine):
         queue.on_device(*network.parameters(), *network.buffers())
         if resident is not None:
             queue.on_device(resident.slots._rows, resident.slots.tokens, resident._chosen)
+            resident.takes(SamplingParams(presence_penalty=1.0), sessions.model.shape.vocab_size)
+            penalties: Any = resident._penalties
+            queue.on_device(penalties.rows, penalties.tallies, penalties._none)
 
     def step(self) -> None:
         with QueuedTorch(self._queue):

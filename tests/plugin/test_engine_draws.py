@@ -31,15 +31,20 @@ from pytest_roseinfer.engines.text import shown, stop, stop_strings, up_to_stop
 from pytest_roseinfer.targets.own.engine_tokenizers import tokenizer
 from roseinfer import SamplingBatch, SamplingParams
 from tests.plugin.engines.drawing_engine import (
+    CountsThePrompt,
     DrawingEngine,
     GoesOnBehindItsStopString,
     IgnoresTopK,
+    LeavesTheSecondLikeliestOut,
     LosesWhatItHeldBack,
     ShowsHowAStopStringBegins,
     ShowsPartsOfCharacters,
     TakesMinPOfAll,
     TakesTextBack,
     TellsLogprobsOfItsDraws,
+    TellsOfPromptsATokenLate,
+    TellsOfTheLikeliestInItsDraws,
+    TellsOneOfTheLikeliestTwice,
 )
 
 RULED_OUT = r"request \d, token \d+: \d, which its parameters rule out: they allow \[.*\]"
@@ -48,7 +53,14 @@ WRONG_TEXT = r"request \d shows '.*'; its tokens say '.*'"
 REASONS: dict[type[EngineAdapter], str] = {
     IgnoresTopK: RULED_OUT,
     TakesMinPOfAll: RULED_OUT,
-    TellsLogprobsOfItsDraws: r"request \d, token \d+: log-probability -.*; by the model it is -.*",
+    CountsThePrompt: RULED_OUT,
+    TellsLogprobsOfItsDraws: r"request \d, token \d+: log-probability -.*; by the model it is -.*"
+    r"|request \d: token \d+ of its prompt: log-probability .*",
+    TellsOneOfTheLikeliestTwice: r"request \d, token \d+: \d+ likeliest tokens were asked for, .*",
+    LeavesTheSecondLikeliestOut: r"request \d, token \d+: \[.*\] are told as the likeliest; .*"
+    r"|request \d, token \d+: \d+ likeliest tokens were asked for, .*",
+    TellsOfTheLikeliestInItsDraws: r"request \d, token \d+: \d is told with -.*; by the model .*",
+    TellsOfPromptsATokenLate: r"request \d: token \d+ of its prompt: log-probability -.*",
     LosesWhatItHeldBack: WRONG_TEXT,
     ShowsHowAStopStringBegins: WRONG_TEXT,
     ShowsPartsOfCharacters: WRONG_TEXT,
@@ -94,8 +106,8 @@ def test_one_that_does_not_is_found(adapter: type[EngineAdapter], seed: int) -> 
 LOGITS = np.log(np.array([0.5, 0.25, 0.125, 0.0625, 0.0625]))
 
 
-def allowed(sampling: Sampling, *tokens: int, rounding: float = 1e-6) -> list[int]:
-    return np.flatnonzero(may_be_chosen(LOGITS, sampling, tokens, rounding)).tolist()
+def allowed(sampling: Sampling, *tokens: int, prompted: int = 0) -> list[int]:
+    return np.flatnonzero(may_be_chosen(LOGITS, sampling, tokens, prompted, 1e-6)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -125,29 +137,48 @@ def test_a_penalty_is_for_all_tokens_before() -> None:
     assert allowed(WiderSampling(repetition_penalty=3.0), 0) == [1]
 
 
+def test_presence_and_frequency_are_those_of_the_text_alone() -> None:
+    """The prompt's tokens are as likely as ever, and a token counts as often as it stands there."""
+    apart = float(LOGITS[0] - LOGITS[1])
+    presence = WiderSampling(presence_penalty=1.5 * apart)
+    assert [allowed(presence, 0, 0, prompted=own) for own in (2, 1)] == [[0], [1]]
+    frequency = WiderSampling(frequency_penalty=0.6 * apart)
+    assert [allowed(frequency, 0, 0, prompted=own) for own in (2, 1, 0)] == [[0], [0], [1]]
+
+
 def test_of_tokens_that_tie_each_may_be_chosen() -> None:
     tied = np.array([1.0, 2.0, 2.0, 1.99999])
-    assert may_be_chosen(tied, Sampling(), [0], 1e-9).tolist() == [False, True, True, False]
-    assert may_be_chosen(tied, Sampling(), [0], 1e-5).tolist() == [False, True, True, True]
+    assert may_be_chosen(tied, Sampling(), [0], 1, 1e-9).tolist() == [False, True, True, False]
+    assert may_be_chosen(tied, Sampling(), [0], 1, 1e-5).tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("top_k", [0, 4])
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
 @pytest.mark.parametrize("min_p", [0.0, 0.2])
-@pytest.mark.parametrize("penalty", [1.0, 1.5])
+@pytest.mark.parametrize("penalties", [(1.0, 0.0, 0.0), (1.5, 0.0, 0.0), (1.5, -1.0, 0.5)])
 def test_the_engine_draws_from_the_distribution_of_its_twin(
-    temperature: float, top_k: int, top_p: float, min_p: float, penalty: float
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    penalties: tuple[float, float, float],
 ) -> None:
-    sampling = WiderSampling(1, temperature, top_k, top_p, penalty, min_p=min_p)
-    params = SamplingParams(temperature, top_k, top_p, min_p, penalty)
+    repetition, presence, frequency = penalties
+    given: dict[str, Any] = {
+        "presence_penalty": presence,
+        "frequency_penalty": frequency,
+        "min_p": min_p,
+    }
+    sampling = WiderSampling(1, temperature, top_k, top_p, repetition, **given)
+    params = SamplingParams(temperature, top_k, top_p, repetition_penalty=repetition, **given)
     batch = SamplingBatch.of([params], [0], "cpu")
-    seen = torch.zeros(1, 20, dtype=torch.bool)
-    seen[0, [3, 4]] = True
+    tally = torch.zeros(1, 20, dtype=torch.int32)
+    tally[0, [3, 4]] = torch.tensor([1 << 30, (1 << 30) + 2], dtype=torch.int32)
     for seed in range(5):
         logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(seed)) * 3
-        ours = batch.probabilities(logits, seen)[0].double().numpy()
-        twins = distribution(logits[0].double().numpy(), sampling, [3, 4, 4])
+        ours = batch.probabilities(logits, tally)[0].double().numpy()
+        twins = distribution(logits[0].double().numpy(), sampling, [3, 4, 4, 4], 2)
         np.testing.assert_allclose(np.exp(twins), ours, atol=1e-6)
 
 
@@ -210,10 +241,16 @@ def test_a_request_ends_early_by_the_next_seed_with_which_it_does() -> None:
 
 
 def test_what_is_asked_survives_being_saved_and_is_told_in_words() -> None:
-    sampling = WiderSampling(3, temperature=1.0, min_p=0.4, logprobs=True)
+    sampling = WiderSampling(3, 1.0, min_p=0.4, logprobs=True, presence_penalty=0.25)
     mix = RequestMix((Asked((1,), sampling, stops=((1, 2),), ends_early=True), Asked((1,))))
     assert RequestMix.from_json(json.loads(json.dumps(mix.to_json()))) == mix
-    for words in ("min_p 0.4", "log-prob", "stopped by 2 characters", "seed that ends"):
+    for words in (
+        "min_p 0.4",
+        "log-prob",
+        "presence penalty 0.25",
+        "stopped by 2 characters",
+        "seed that ends",
+    ):
         assert words in mix.words()
 
 
@@ -227,7 +264,10 @@ def test_a_trace_from_before_is_read() -> None:
 def test_an_adapter_is_asked_for_no_more_than_it_offers() -> None:
     class Plain(DrawingEngine):
         takes_min_p = False
+        takes_counted_penalties = False
         logprobs = EngineAdapter.logprobs  # type: ignore[assignment]
+        top_logprobs = EngineAdapter.top_logprobs  # type: ignore[assignment]
+        prompt_logprobs = EngineAdapter.prompt_logprobs  # type: ignore[assignment]
         pieces = EngineAdapter.pieces  # type: ignore[assignment]
 
         def submit(self, prompt: Any, sampling: Sampling) -> Any:

@@ -14,7 +14,7 @@ from pytest_roseinfer.targets.own.roseinfer_draws import draw
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_roseinfer.adapters.mix import Sampling
+    from pytest_roseinfer.adapters.mix import RequestMix, Sampling
 
 
 @lru_cache(maxsize=4096)
@@ -23,7 +23,8 @@ def alone(name: str, device: str, prompt: tuple[int, ...], sampling: Sampling) -
     tokens = list(prompt)
     positions = shapes.LONG_POSITIONS if name in shapes.OF_MANY_SHAPES else shapes.POSITIONS
     while len(tokens) < positions and goes_on(tokens, len(prompt), sampling):
-        tokens.append(draw(models.logits(name, device, tuple(tokens)), sampling, tokens))
+        logits = models.logits(name, device, tuple(tokens))
+        tokens.append(draw(logits, sampling, tokens, len(prompt)))
     return tuple(tokens[len(prompt) :])
 
 
@@ -35,10 +36,21 @@ def goes_on(tokens: Sequence[int], prompted: int, sampling: Sampling) -> bool:
 
 
 def undecided(
-    name: str, device: str, tokens: tuple[int, ...], sampling: Sampling, rounding: float
+    mix: RequestMix, tokens: tuple[int, ...], sampling: Sampling, rounding: float
 ) -> bool:
-    """Return True if logits that are off by so much could lead to another token."""
-    logits = models.logits(name, device, tokens)
+    """Return True if logits that are off by so much could lead to another token.
+
+    The prompt is that of some request that begins as these tokens do.
+    """
+    prompts = {len(each.prompt) for each in mix.requests if begins(each.prompt, tokens)}
+    logits = models.logits(mix.options["model"], mix.device, tokens)
     noise = np.random.default_rng(0).standard_normal((16, len(logits)))
     nearly = logits + noise * np.abs(logits).max() * rounding
-    return len({draw(each, sampling, tokens) for each in (logits, *nearly)}) > 1
+    return any(
+        len({draw(each, sampling, tokens, prompted) for each in (logits, *nearly)}) > 1
+        for prompted in prompts
+    )
+
+
+def begins(prompt: Sequence[int], tokens: Sequence[int]) -> bool:
+    return tuple(tokens[: len(prompt)]) == tuple(prompt)

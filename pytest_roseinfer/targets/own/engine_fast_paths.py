@@ -55,6 +55,8 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
         {**_RESIDENT_KERNELS, "cuda_graph": True, "run_ahead": 2, **_FUSED},
     ],
     EnginePath.CANCELLED: (),
+    EnginePath.TOLD: [_RESIDENT, {**_REUSED_AT_ONCE, "run_ahead": 3}],
+    EnginePath.PENALISED: [_RESIDENT, _REUSED_AT_ONCE, {**_RESIDENT, "run_ahead": 3}],
     EnginePath.FUSED: _with_models(
         {**_RESIDENT_KERNELS, "fused_model": True}, "llama", shapes.HYBRID, "gpt2"
     ),

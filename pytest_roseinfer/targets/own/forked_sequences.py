@@ -27,7 +27,8 @@ def forked(sessions: Any, prompt: Sequence[int], samplings: Sequence[Sampling]) 
     logits = logits.expand(len(forks), -1)
     going = list(zip(forks, samplings, strict=True))
     while going:
-        chosen = _choose(logits, [own for _, own in going], [fork.token_ids for fork, _ in going])
+        texts = [fork.token_ids for fork, _ in going]
+        chosen = _choose(logits, [own for _, own in going], texts, len(prompt))
         for (fork, _), token in zip(going, chosen, strict=True):
             fork.token_ids.append(token)
         going = [(fork, own) for fork, own in going if goes_on(fork.token_ids, len(prompt), own)]
@@ -40,14 +41,19 @@ def forked(sessions: Any, prompt: Sequence[int], samplings: Sequence[Sampling]) 
 
 
 def _choose(
-    logits: torch.Tensor, samplings: Sequence[Sampling], tokens: Sequence[Sequence[int]]
+    logits: torch.Tensor,
+    samplings: Sequence[Sampling],
+    tokens: Sequence[Sequence[int]],
+    prompted: int,
 ) -> list[int]:
     """Choose the next token of each fork by the engine's own sampling."""
     seeds = [each.seed for each in samplings]
-    seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    tally = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
     for row, own in enumerate(tokens):
-        seen[row, list(own)] = samplings[row].repetition_penalty != 1
+        tally[row, list(own[:prompted])] = 1 << 30
+        for token in own[prompted:]:
+            tally[row, token] += 1
     positions = torch.tensor([len(own) for own in tokens], device=logits.device)
     batch = SamplingBatch.of([*map(params, samplings)], seeds, logits.device)
-    chosen: list[int] = batch.choose(logits, positions, seen).tolist()
+    chosen: list[int] = batch.choose(logits, positions, tally).tolist()
     return chosen

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 _WORD = (1 << 64) - 1
 
 
-def draw(logits: Floats, sampling: Sampling, tokens: Sequence[int]) -> int:
-    """Return the token that comes after ``tokens``."""
-    likely = distribution(logits, sampling, tokens)
+def draw(logits: Floats, sampling: Sampling, tokens: Sequence[int], prompted: int) -> int:
+    """Return the token that comes after ``tokens``, the first of which are the prompt."""
+    likely = distribution(logits, sampling, tokens, prompted)
     place = _scrambled(_scrambled(sampling.seed & _WORD) + len(tokens))
     hashes = [_scrambled(place + token) >> 40 for token in range(len(likely))]
     noise = -np.log(-np.log((np.array(hashes) + 0.5) / (1 << 24)))

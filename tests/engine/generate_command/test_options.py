@@ -30,6 +30,10 @@ SAMPLING = {
     "stop": (["--stop", "a", "--stop", "b"], {"stop": ("a", "b")}),
     "ignore_eos": (["--ignore-eos"], {"ignore_eos": True}),
     "logprobs": (["--logprobs"], {"logprobs": True}),
+    "top_logprobs": (["--top-logprobs", "3"], {"top_logprobs": 3}),
+    "prompt_logprobs": (["--prompt-logprobs"], {"prompt_logprobs": True}),
+    "presence_penalty": (["--presence-penalty", "-1"], {"presence_penalty": -1}),
+    "frequency_penalty": (["--frequency-penalty", "0.5"], {"frequency_penalty": 0.5}),
     "none": ([], {}),
 }
 ENGINE = {

@@ -137,6 +137,21 @@ def test_json_of_one_prompt_with_logprobs(run: Run, llm: LLM) -> None:
     (output,) = llm.generate("Once", replace(GREEDY, logprobs=True))
     (found,) = run("--json", "--logprobs", "--prompt", "Once", *FEW).objects
     assert found["logprobs"] == pytest.approx(output.logprobs)
+    assert not found.keys() & {"top_logprobs", "prompt_logprobs"}
+
+
+def test_json_of_the_likeliest_tokens_and_of_the_prompt(run: Run, llm: LLM) -> None:
+    wanted = replace(GREEDY, top_logprobs=2, prompt_logprobs=True)
+    (output,) = llm.generate("Once", wanted)
+    (found,) = run(
+        "--json", "--top-logprobs", "2", "--prompt-logprobs", "--prompt", "Once", *FEW
+    ).objects
+    assert found["logprobs"] == pytest.approx(output.logprobs)
+    assert output.prompt_logprobs is not None
+    assert output.top_logprobs is not None
+    assert found["prompt_logprobs"] == [None, *map(pytest.approx, output.prompt_logprobs[1:])]
+    for mine, theirs in zip(found["top_logprobs"], output.top_logprobs, strict=True):
+        assert [token for token, _ in mine] == [token for token, _ in theirs]
 
 
 def test_what_libraries_print_while_loading_goes_to_stderr(

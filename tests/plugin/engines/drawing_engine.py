@@ -12,7 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
 
-from pytest_roseinfer import EngineAdapter
+from pytest_roseinfer import EngineAdapter, WiderSampling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,6 +43,7 @@ class DrawnRequest:
 class DrawingEngine(EngineAdapter):
     vocabulary = len(BYTES)
     takes_min_p = True
+    takes_counted_penalties = True
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {"batch": (4, 1)}
 
     def make(self, mix: RequestMix) -> None:
@@ -58,7 +59,8 @@ class DrawingEngine(EngineAdapter):
 
     def step(self) -> None:
         for request in [each for each in self.requests if not each.over][: self.batch]:
-            self.take(request, self.choose([*request.prompt, *request.tokens], request.sampling))
+            before = [*request.prompt, *request.tokens]
+            self.take(request, self.choose(before, request.sampling, len(request.prompt)))
 
     def take(self, request: DrawnRequest, token: int) -> None:
         before = [*request.prompt, *request.tokens]
@@ -98,11 +100,15 @@ class DrawingEngine(EngineAdapter):
     def flush(self, request: DrawnRequest) -> None:
         request.pieces.append(request.held + request.rest.decode(errors="replace"))
 
-    def choose(self, tokens: Sequence[int], sampling: Any) -> int:
+    def choose(self, tokens: Sequence[int], sampling: Any, prompted: int) -> int:
         logits = logits_after(tokens)
         penalty, temperature = sampling.repetition_penalty, sampling.temperature
         for token in {*tokens}:
             logits[token] *= penalty if logits[token] < 0 else 1 / penalty
+        text = self.penalised(tokens, prompted)
+        for token in {*text}:
+            logits[token] -= getattr(sampling, "presence_penalty", 0.0)
+            logits[token] -= text.count(token) * getattr(sampling, "frequency_penalty", 0.0)
         if not temperature:
             return logits.index(max(logits))
         weights = {at: exp((each - max(logits)) / temperature) for at, each in enumerate(logits)}
@@ -111,6 +117,9 @@ class DrawingEngine(EngineAdapter):
             kept, [weights[token] for token in kept]
         )
         return drawn
+
+    def penalised(self, tokens: Sequence[int], prompted: int) -> list[int]:
+        return [*tokens[prompted:]]
 
     def kept(self, weights: dict[int, float], sampling: Any) -> list[int]:
         order = sorted(weights, key=lambda token: -weights[token])
@@ -148,7 +157,7 @@ class DrawingEngine(EngineAdapter):
     ) -> list[int]:
         found: list[int] = []
         while len(found) < sampling.max_new_tokens:
-            found.append(self.choose([*prompt, *found], sampling))
+            found.append(self.choose([*prompt, *found], sampling, len(prompt)))
             if found[-1] == END and not sampling.ignore_eos:
                 break
         return found
@@ -158,6 +167,25 @@ class DrawingEngine(EngineAdapter):
 
     def logprobs(self, request: DrawnRequest) -> list[float]:
         return request.logprobs
+
+    def top_logprobs(self, request: DrawnRequest) -> list[list[tuple[int, float]]]:
+        text = [*request.prompt, *request.tokens]
+        ends = range(len(request.prompt), len(text))
+        return [self.top(text[:end], request.sampling) for end in ends]
+
+    def top(self, before: list[int], sampling: Any) -> list[tuple[int, float]]:
+        logits = logits_after(before)
+        order = sorted(range(len(logits)), key=lambda token: -logits[token])
+        told = [(token, self.logprob(logits, token, sampling)) for token in order]
+        return told[: getattr(sampling, "top_logprobs", 0)]
+
+    def prompt_logprobs(self, request: DrawnRequest) -> list[float | None]:
+        prompt = request.prompt
+        told = (
+            self.logprob(logits_after(prompt[:at]), prompt[at], request.sampling)
+            for at in range(1, len(prompt))
+        )
+        return [None, *told]
 
     def pieces(self, request: DrawnRequest) -> list[str]:
         return request.pieces
@@ -172,6 +200,9 @@ class IgnoresTopK(DrawingEngine):
 
 
 class TakesMinPOfAll(DrawingEngine):
+    def penalised(self, tokens: Sequence[int], prompted: int) -> list[int]:
+        return [*tokens[prompted:]]
+
     def kept(self, weights: dict[int, float], sampling: Any) -> list[int]:
         return super().kept({token: weight**0.2 for token, weight in weights.items()}, sampling)
 
@@ -180,6 +211,36 @@ class TellsLogprobsOfItsDraws(DrawingEngine):
     def logprob(self, logits: Sequence[float], token: int, sampling: Any) -> float:
         heat = sampling.temperature or 1.0
         return super().logprob([each / heat for each in logits], token, sampling)
+
+
+class CountsThePrompt(DrawingEngine):
+    def penalised(self, tokens: Sequence[int], prompted: int) -> list[int]:  # noqa: ARG002
+        return [*tokens]
+
+
+class TellsOneOfTheLikeliestTwice(DrawingEngine):
+    def top(self, before: list[int], sampling: Any) -> list[tuple[int, float]]:
+        told = super().top(before, sampling)
+        return [*told[:1], *told[:-1]]
+
+
+class LeavesTheSecondLikeliestOut(DrawingEngine):
+    def top(self, before: list[int], sampling: Any) -> list[tuple[int, float]]:
+        asked = getattr(sampling, "top_logprobs", 0)
+        told = super().top(before, WiderSampling(top_logprobs=asked + 1))
+        return [*told[:1], *told[2 : asked + 1]] if asked < len(BYTES) else told
+
+
+class TellsOfTheLikeliestInItsDraws(DrawingEngine):
+    def top(self, before: list[int], sampling: Any) -> list[tuple[int, float]]:
+        shifted = 0.1 * (sampling.temperature > 0)
+        return [(token, value - shifted) for token, value in super().top(before, sampling)]
+
+
+class TellsOfPromptsATokenLate(DrawingEngine):
+    def prompt_logprobs(self, request: DrawnRequest) -> list[float | None]:
+        told = super().prompt_logprobs(request)
+        return [*told[:1], *told[2:], *told[1:2]]
 
 
 class LosesWhatItHeldBack(DrawingEngine):

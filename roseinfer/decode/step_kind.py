@@ -1,0 +1,17 @@
+"""What a resident step does beside decoding. Each kind is captured as graphs of its own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class StepKind(NamedTuple):
+    """What the sequences of a step ask for together. Those that ask for less get it all the same,
+    and are no worse for it."""
+
+    greedy: bool
+    """Every token is the likeliest."""
+    penalised: bool = False
+    """Tokens are tallied, and penalties taken."""
+    tops: int | None = None
+    """Log-probabilities are told, and those of so many likeliest tokens; None where none are."""

@@ -1,0 +1,1 @@
+"""Choosing next tokens on the device."""

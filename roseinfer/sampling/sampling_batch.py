@@ -1,0 +1,99 @@
+"""The parameters of a step's requests as columns, and the choice of their next tokens.
+
+A choice is the argmax of logit plus Gumbel noise, which samples exactly from the distribution. The
+noise of a token is a hash of the request's seed, the position and the token, so a request draws
+the same whatever it is batched with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer.sampling.allowed_tokens import only_allowed
+from roseinfer.sampling.noise import gumbel_noise, signed64
+from roseinfer.sampling.nucleus import sorted_logits
+from roseinfer.sampling.penalties import Penalties
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roseinfer.config import SamplingParams
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """The parameters of some requests as columns on the device, one row each."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
+    greedy: bool
+    """True if every row takes its most likely token: nothing has to be sorted or drawn."""
+    penalties: Penalties | None
+    """None where nobody has one."""
+
+    @classmethod
+    def of(
+        cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device | str
+    ) -> SamplingBatch:
+        """Build the columns. ``seeds[i]`` is request ``i``'s own, or drawn for it."""
+
+        def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+        return cls(
+            column([each.temperature for each in params], torch.float32),
+            column([each.top_k for each in params], torch.int64),
+            column([each.top_p for each in params], torch.float32),
+            column([each.min_p for each in params], torch.float32),
+            column([signed64(seed) for seed in seeds], torch.int64),
+            all(each.temperature == 0 for each in params),
+            Penalties.of(params, device),
+        )
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        tally: torch.Tensor | None = None,
+        allowed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the next token for every row of ``[requests, vocab]`` logits.
+
+        ``positions`` are those of the new tokens. Only penalties need the ``tally``, ``[requests,
+        vocab]`` of int32: how often a request has generated each token, and 2**30 more if its
+        prompt has it. Only tokens whose bits are set in ``allowed`` are chosen, as
+        ``only_allowed`` reads it; a row that allows none has no next token.
+        """
+        logits = logits.float() if allowed is None else only_allowed(logits.float(), allowed)
+        logits = self._penalise(logits, tally)
+        likeliest = logits.argmax(-1)
+        if self.greedy:
+            return likeliest
+        kept, order = self._sorted_logits(logits)
+        noise = gumbel_noise(self.seeds, positions[:, None], order)
+        drawn = order.gather(-1, (kept + noise).argmax(-1, keepdim=True))[:, 0]
+        return torch.where(self.temperature[:, 0] == 0, likeliest, drawn)
+
+    def probabilities(
+        self, logits: torch.Tensor, tally: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return what ``choose`` draws from: exactly zero for a token that cannot be drawn."""
+        logits = self._penalise(logits.float(), tally)
+        kept, order = self._sorted_logits(logits)
+        drawn = torch.zeros_like(kept).scatter(-1, order, kept.softmax(-1))
+        certain = torch.zeros_like(kept).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return torch.where(self.temperature == 0, certain, drawn)
+
+    def _penalise(self, logits: torch.Tensor, tally: torch.Tensor | None) -> torch.Tensor:
+        if self.penalties is None or tally is None:
+            return logits
+        return self.penalties.apply(logits, tally)
+
+    def _sorted_logits(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return sorted_logits(logits, self.temperature, self.top_k, self.top_p, self.min_p)
