@@ -1,0 +1,156 @@
+"""What every endpoint may be asked for. A field that is not here, or a value that is not served, is
+refused: nothing is ignored that would have changed an answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from roseinfer.config import LONGEST_STOP, MOST_STOPS, SamplingParams
+from roseinfer.server.refusals import refusal_of_body
+
+if TYPE_CHECKING:
+    from roseinfer.server.prompts import Prompt, Prompts
+
+SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+MOST_CHOICES = 128
+MOST_LIKELIEST = 20 if "top_logprobs" in SAMPLING else 0
+"""How many of the likeliest tokens may be asked for beside each token."""
+_MOST_PENALTY = 2 if "presence_penalty" in SAMPLING else 0
+_INT64 = 1 << 63
+LIMITED = frozenset(
+    {"background", "best_of", "echo", "frequency_penalty", "include", "logit_bias", "logprobs"}
+    | {"modalities", "presence_penalty", "previous_response_id", "reasoning", "response_format"}
+    | {"store", "suffix", "text", "tool_choice", "tools", "top_logprobs", "truncation"}
+)
+"""Fields of which only some of OpenAI's values are served: at the least the one that changes
+nothing, which clients send without being asked to."""
+BodyType = TypeVar("BodyType", bound="Asked")
+
+
+def read_body(kind: type[BodyType], data: bytes) -> BodyType:
+    """Return what was asked, or raise a refusal that names what is wrong."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise refusal_of_body(error, LIMITED) from None
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def any_of(*schemas: dict[str, Any]) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": list(schemas)})
+
+
+def listed(schema: dict[str, Any], least: int, most: int) -> dict[str, Any]:
+    return {"type": "array", "items": schema, "minItems": least, "maxItems": most}
+
+
+_STOP = {"type": "string", "minLength": 1, "maxLength": LONGEST_STOP}
+_Stop = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_STOP)]
+Stops = Annotated[
+    Annotated[list[_Stop], Field(max_length=MOST_STOPS)] | None,
+    BeforeValidator(_as_list),
+    any_of(_STOP, listed(_STOP, 0, MOST_STOPS), {"type": "null"}),
+]
+NoList = Annotated[list[Any], Field(max_length=0)] | None
+NoObject = Annotated[dict[str, Any], Field(max_length=0)] | None
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    """As vLLM has it: every chunk says the usage so far."""
+    include_obfuscation: Literal[False] | None = False
+
+
+class Asked(Strict):
+    """What every endpoint may be asked for. Who the ``user`` is changes nothing."""
+
+    model: str
+    stream: bool | None = False
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=_INT64)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.001, le=1000)
+    seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
+    ignore_eos: bool | None = False
+    user: str | None = None
+
+    def params(self, max_new_tokens: int, choice: int) -> SamplingParams:
+        """Return how the tokens of one of the choices are chosen."""
+        given = self.model_dump(include=set(SAMPLING - {"logprobs"}), exclude_none=True)
+        given = {"temperature": 1.0} | given
+        if given.get("top_k") == -1:  # as vLLM turns it off
+            given["top_k"] = 0
+        if given.get("top_p") == 0:  # which OpenAI allows: only the likeliest token is left
+            given["top_p"] = 1e-9
+        if self.seed is not None:
+            given["seed"] = self.seed + choice
+        return SamplingParams(**given | self.wanted_logprobs | {"max_new_tokens": max_new_tokens})
+
+    @property
+    def most_tokens(self) -> int | None:
+        """How many tokens were asked for; None for as many as there is room for."""
+        raise NotImplementedError
+
+    @property
+    def choices(self) -> int:
+        """How many texts are wanted for each prompt."""
+        return 1
+
+    @property
+    def num_texts(self) -> int:
+        """How many are wanted in all."""
+        return self.choices
+
+    @property
+    def wanted_logprobs(self) -> dict[str, Any]:
+        """What ``SamplingParams`` are told of them."""
+        return {}
+
+    async def prompts(self, prompts: Prompts) -> list[Prompt]:
+        raise NotImplementedError
+
+
+class AskedForChoices(Asked):
+    """What completions and chat completions may be asked for besides."""
+
+    n: int | None = Field(1, ge=1, le=MOST_CHOICES)
+    stop: Stops = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: float | None = Field(None, ge=-_MOST_PENALTY, le=_MOST_PENALTY)
+    frequency_penalty: float | None = Field(None, ge=-_MOST_PENALTY, le=_MOST_PENALTY)
+    logit_bias: NoObject = None
+
+    @field_validator("stream_options")
+    @classmethod
+    def _only_for_streams(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and not info.data.get("stream"):
+            raise PydanticCustomError("not_a_stream", "only a stream has options: ask for one")
+        return value
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
