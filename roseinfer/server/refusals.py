@@ -70,9 +70,11 @@ def refusal_of_body(error: ValidationError, limited: Collection[str]) -> Refused
 
     ``limited`` are fields that have values which are right, and yet not served.
     """
-    first = error.errors(include_url=False, include_input=False)[0]
+    found = error.errors(include_url=False, include_input=False)
+    first = min(found, key=lambda each: each["type"] == "missing")  # as of a part of another kind
     kind, said = first["type"], first["msg"]
-    path = ".".join(str(part) for part in first["loc"])
+    # Those in brackets say which of a field's kinds of values was tried.
+    path = ".".join(str(part) for part in first["loc"] if not str(part).startswith("("))
     if kind == "json_invalid":
         return Refused(400, f"the body is no JSON: {said}", code="invalid_json")
     if kind == "extra_forbidden":

@@ -8,11 +8,13 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     StringConstraints,
+    Tag,
     ValidationError,
     ValidationInfo,
     WithJsonSchema,
@@ -24,6 +26,8 @@ from roseinfer.config import LONGEST_STOP, MOST_STOPS, SamplingParams
 from roseinfer.server.refusals import refusal_of_body
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from roseinfer.server.prompts import Prompt, Prompts
 
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
@@ -50,38 +54,59 @@ def read_body(kind: type[BodyType], data: bytes) -> BodyType:
         raise refusal_of_body(error, LIMITED) from None
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+def _kind(value: Any) -> str:
+    return "(text)" if isinstance(value, str) else "(list)"
 
 
-def any_of(*schemas: dict[str, Any]) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": list(schemas)})
-
-
-def listed(schema: dict[str, Any], least: int, most: int) -> dict[str, Any]:
-    return {"type": "array", "items": schema, "minItems": least, "maxItems": most}
-
-
-_STOP = {"type": "string", "minLength": 1, "maxLength": LONGEST_STOP}
+TEXT, LIST, TEXT_OR_LIST = Tag("(text)"), Tag("(list)"), Discriminator(_kind)
+"""For fields that take one text or a list: an error is told of what was given, not of both."""
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_STOP)]
 Stops = Annotated[
-    Annotated[list[_Stop], Field(max_length=MOST_STOPS)] | None,
-    BeforeValidator(_as_list),
-    any_of(_STOP, listed(_STOP, 0, MOST_STOPS), {"type": "null"}),
+    Annotated[_Stop, TEXT] | Annotated[list[_Stop], Field(max_length=MOST_STOPS), LIST],
+    TEXT_OR_LIST,
 ]
 NoList = Annotated[list[Any], Field(max_length=0)] | None
 NoObject = Annotated[dict[str, Any], Field(max_length=0)] | None
+
+
+def _require_false(value: bool) -> bool:
+    if value:
+        raise PydanticCustomError("not_false", "Input should be false")
+    return value
+
+
+OnlyFalse = Annotated[bool, AfterValidator(_require_false), WithJsonSchema({"const": False})] | None
+"""A ``Literal`` would take 0 for it."""
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class Part(Strict):
+    """A part of a message, of which only texts are served."""
+
+    text: str
+
+
+class Said(Strict):
+    """A message, by whoever said it."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+
+    def as_told(self, content: str | Sequence[Part]) -> dict[str, str]:
+        """Return it as chat templates know it: developers are a newer word for the system."""
+        role = "system" if self.role == "developer" else self.role
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        return {"role": role, "content": content}
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
     """As vLLM has it: every chunk says the usage so far."""
-    include_obfuscation: Literal[False] | None = False
+    include_obfuscation: OnlyFalse = False
 
 
 class Asked(Strict):
@@ -98,6 +123,12 @@ class Asked(Strict):
     ignore_eos: bool | None = False
     user: str | None = None
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_whole(cls, value: Any) -> Any:
+        """Take 1.0 for the whole number that it is in JSON."""
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
     def params(self, max_new_tokens: int, choice: int) -> SamplingParams:
         """Return how the tokens of one of the choices are chosen."""
         given = self.model_dump(include=set(SAMPLING - {"logprobs"}), exclude_none=True)
@@ -106,6 +137,8 @@ class Asked(Strict):
             given["top_k"] = 0
         if given.get("top_p") == 0:  # which OpenAI allows: only the likeliest token is left
             given["top_p"] = 1e-9
+        if isinstance(given.get("stop"), str):
+            given["stop"] = (given["stop"],)
         if self.seed is not None:
             given["seed"] = self.seed + choice
         return SamplingParams(**given | self.wanted_logprobs | {"max_new_tokens": max_new_tokens})
@@ -134,11 +167,22 @@ class Asked(Strict):
         raise NotImplementedError
 
 
+def only_with(name: str, value: dict[str, Any], needed: str) -> dict[str, Any]:
+    """Return a schema by which a field has such a value only where another one is true."""
+    return {
+        "if": {"properties": {name: value}, "required": [name]},
+        "then": {"properties": {needed: {"const": True}}, "required": [needed]},
+    }
+
+
+OF_STREAMS = only_with("stream_options", {"type": "object"}, "stream")
+
+
 class AskedForChoices(Asked):
     """What completions and chat completions may be asked for besides."""
 
     n: int | None = Field(1, ge=1, le=MOST_CHOICES)
-    stop: Stops = None
+    stop: Stops | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = Field(None, ge=-_MOST_PENALTY, le=_MOST_PENALTY)
     frequency_penalty: float | None = Field(None, ge=-_MOST_PENALTY, le=_MOST_PENALTY)

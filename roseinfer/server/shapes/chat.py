@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from roseinfer.server.shapes.bodies import (
+    LIST,
     MOST_LIKELIEST,
+    OF_STREAMS,
+    TEXT,
+    TEXT_OR_LIST,
     AskedForChoices,
     NoList,
+    OnlyFalse,
+    Part,
+    Said,
     Strict,
-    any_of,
-    listed,
+    only_with,
 )
 from roseinfer.server.shapes.choices import ChoicesAnswer
 
@@ -22,42 +28,33 @@ if TYPE_CHECKING:
     from roseinfer.server.prompts import Prompt, Prompts
     from roseinfer.server.shapes.token_texts import TokenTexts
 
-_MOST_MESSAGES = 2048
 
-
-class TextPart(Strict):
+class TextPart(Part):
     type: Literal["text"]
-    text: str
 
 
-def _as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
-
-
-class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
+class Message(Said):
     content: Annotated[
-        Annotated[list[TextPart], Field(min_length=1)],
-        BeforeValidator(_as_parts),
-        any_of({"type": "string"}, listed(_PART, 1, _MOST_MESSAGES)),
+        Annotated[str, TEXT] | Annotated[list[TextPart], Field(min_length=1), LIST], TEXT_OR_LIST
     ]
     name: str | None = None
+
+    def told(self) -> dict[str, str]:
+        told = self.as_told(self.content)
+        return told if self.name is None else told | {"name": self.name}
 
 
 class TextFormat(Strict):
     type: Literal["text"]
 
 
+_LIKELIEST = only_with("top_logprobs", {"type": "integer", "minimum": 1}, "logprobs")
+
+
 class ChatBody(AskedForChoices):
-    messages: list[Message] = Field(min_length=1, max_length=_MOST_MESSAGES)
+    model_config = ConfigDict(json_schema_extra={"allOf": [OF_STREAMS, _LIKELIEST]})
+
+    messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
@@ -67,7 +64,10 @@ class ChatBody(AskedForChoices):
     tool_choice: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
+    store: OnlyFalse = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
 
     @field_validator("top_logprobs")
     @classmethod
@@ -85,14 +85,7 @@ class ChatBody(AskedForChoices):
         return {"logprobs": bool(self.logprobs)}
 
     async def prompts(self, prompts: Prompts) -> list[Prompt]:
-        return await prompts.of_messages([as_said(each) for each in self.messages], "messages")
-
-
-def as_said(message: Message) -> dict[str, str]:
-    """Return a message as chat templates know it: developers are a newer word for the system."""
-    role = "system" if message.role == "developer" else message.role
-    said = {"role": role, "content": "\n".join(part.text for part in message.content)}
-    return said if message.name is None else said | {"name": message.name}
+        return await prompts.of_messages([each.told() for each in self.messages], "messages")
 
 
 class ChatCompletion(ChoicesAnswer):
@@ -106,7 +99,12 @@ class ChatCompletion(ChoicesAnswer):
         self._begun: set[int] = set()
 
     def choice(self, piece: Piece) -> dict[str, Any]:
-        said = {"role": "assistant", "content": piece.text, "refusal": None}
+        said: dict[str, Any] = {
+            "role": "assistant",
+            "content": piece.text,
+            "refusal": None,
+            "annotations": [],
+        }
         return self._around("message", said, piece)
 
     def part(self, piece: Piece) -> dict[str, Any]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, PlainValidator, ValidationInfo, field_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from roseinfer.server.shapes.bodies import (
     MOST_CHOICES,
     MOST_LIKELIEST,
+    OF_STREAMS,
     SAMPLING,
     AskedForChoices,
-    any_of,
-    listed,
 )
 from roseinfer.server.shapes.choices import ChoicesAnswer
 
@@ -23,14 +29,21 @@ if TYPE_CHECKING:
     from roseinfer.server.shapes.token_texts import TokenTexts
 
 _DEFAULT_TOKENS = 16
-_TEXT = {"type": "string", "minLength": 1}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+
+_MANY = {"type": "array", "minItems": 1, "maxItems": MOST_CHOICES}
 
 
 def _is_prompt(value: Any) -> bool:
     if isinstance(value, str):
         return value != ""
-    return isinstance(value, list) and value != [] and all(type(each) is int for each in value)
+    return isinstance(value, list) and value != [] and all(map(_is_whole, value))
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, float) and value.is_integer())
 
 
 def _as_prompts(value: Any) -> list[str | list[int]]:
@@ -40,25 +53,39 @@ def _as_prompts(value: Any) -> list[str | list[int]]:
         raise PydanticCustomError("no_prompt", "it must be a text, token ids, or a list of these")
     if not all(map(_is_prompt, found)):
         raise PydanticCustomError("no_prompt", "each prompt must be a text or token ids, not empty")
-    return found
+    return [each if isinstance(each, str) else [*map(int, each)] for each in found]
+
+
+_PROMPTS_HAVE_LOGPROBS = "prompt_logprobs" in SAMPLING
+_NOT_BOTH: dict[str, Any] = {
+    "not": {
+        "properties": {"echo": {"const": True}, "logprobs": {"type": "integer"}},
+        "required": ["echo", "logprobs"],
+    }
+}
+_SCHEMA: dict[str, Any] = {
+    "allOf": [OF_STREAMS] if _PROMPTS_HAVE_LOGPROBS else [OF_STREAMS, _NOT_BOTH]
+}
 
 
 class CompletionBody(AskedForChoices):
+    model_config = ConfigDict(json_schema_extra=_SCHEMA)
+
     prompt: Annotated[
         list[str | list[int]],
         PlainValidator(_as_prompts),
-        any_of(_TEXT, listed(_TEXT, 1, MOST_CHOICES), _IDS, listed(_IDS, 1, MOST_CHOICES)),
+        WithJsonSchema({"anyOf": [_TEXT, _MANY | {"items": _TEXT}, _IDS, _MANY | {"items": _IDS}]}),
     ]
     max_tokens: int | None = Field(_DEFAULT_TOKENS, ge=1)
     logprobs: int | None = Field(None, ge=0, le=min(5, MOST_LIKELIEST))
     echo: bool | None = False
-    best_of: Literal[1] | None = None
+    best_of: int | None = Field(None, ge=1, le=1)
     suffix: None = None
 
     @field_validator("echo")
     @classmethod
     def _prompts_have_logprobs(cls, value: bool | None, info: ValidationInfo) -> bool | None:
-        if value and info.data.get("logprobs") is not None and "prompt_logprobs" not in SAMPLING:
+        if value and info.data.get("logprobs") is not None and not _PROMPTS_HAVE_LOGPROBS:
             raise PydanticCustomError("no_logprobs", "with logprobs, which a prompt has none of")
         return value
 

@@ -52,7 +52,7 @@ _ERROR = {
     "required": ["error"],
 }
 _OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-_EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+_EVENTS: dict[str, Any] = {"text/event-stream": {}}
 
 
 def openapi(names: Sequence[str], vocabulary: int) -> dict[str, Any]:

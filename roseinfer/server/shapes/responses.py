@@ -7,10 +7,20 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from roseinfer.server.refusals import refusal_of
-from roseinfer.server.shapes.bodies import Asked, NoList, Strict, any_of, listed
+from roseinfer.server.shapes.bodies import (
+    LIST,
+    TEXT,
+    TEXT_OR_LIST,
+    Asked,
+    NoList,
+    OnlyFalse,
+    Part,
+    Said,
+    Strict,
+)
 from roseinfer.server.streaming import event
 
 if TYPE_CHECKING:
@@ -19,56 +29,23 @@ if TYPE_CHECKING:
     from roseinfer.server.generation import Generation, Piece
     from roseinfer.server.prompts import Prompt, Prompts
 
-_MOST_ITEMS = 2048
-_KINDS = ("input_text", "output_text")
-_PART = {
-    "type": "object",
-    "properties": {"type": {"enum": [*_KINDS]}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
 
-
-class InputPart(Strict):
+class InputPart(Part):
     type: Literal["input_text", "output_text"]
-    text: str
     annotations: NoList = None
     logprobs: NoList = None
 
 
-def _as_parts(value: Any) -> Any:
-    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
-
-
-def _as_items(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
-class InputItem(Strict):
+class InputItem(Said):
     """A message: one that is given, or an answer that is sent back as it came."""
 
-    role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Annotated[list[InputPart], Field(min_length=1)],
-        BeforeValidator(_as_parts),
-        any_of({"type": "string"}, listed(_PART, 1, _MOST_ITEMS)),
+        Annotated[str, TEXT] | Annotated[list[InputPart], Field(min_length=1), LIST], TEXT_OR_LIST
     ]
     type: Literal["message"] | None = None
     id: str | None = None
     status: str | None = None
     phase: str | None = None
-
-
-_ITEM = {
-    "type": "object",
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant"]},
-        "content": {"anyOf": [{"type": "string"}, listed(_PART, 1, _MOST_ITEMS)]},
-        "type": {"const": "message"},
-    },
-    "required": ["role", "content"],
-    "additionalProperties": False,
-}
 
 
 class PlainText(Strict):
@@ -80,27 +57,28 @@ class TextOptions(Strict):
 
 
 class ResponsesStreamOptions(Strict):
-    include_obfuscation: Literal[False] | None = False
+    include_obfuscation: OnlyFalse = False
 
 
 class ResponseBody(Asked):
     input: Annotated[
-        Annotated[list[InputItem], Field(min_length=1, max_length=_MOST_ITEMS)],
-        BeforeValidator(_as_items),
-        any_of({"type": "string"}, listed(_ITEM, 1, _MOST_ITEMS)),
+        Annotated[str, TEXT] | Annotated[list[InputItem], Field(min_length=1), LIST], TEXT_OR_LIST
     ]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     metadata: dict[str, str] | None = None
     text: TextOptions | None = None
-    store: Literal[False] | None = None
-    background: Literal[False] | None = None
+    store: OnlyFalse = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    background: OnlyFalse = None
     tools: NoList = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     include: NoList = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=0)
     previous_response_id: None = None
     reasoning: None = None
     stream_options: ResponsesStreamOptions | None = None
@@ -110,16 +88,35 @@ class ResponseBody(Asked):
         return self.max_output_tokens
 
     async def prompts(self, prompts: Prompts) -> list[Prompt]:
-        said = [
-            {
-                "role": "system" if item.role == "developer" else item.role,
-                "content": "\n".join(part.text for part in item.content),
-            }
-            for item in self.input
-        ]
+        items = self.input
+        if isinstance(items, str):
+            said = [{"role": "user", "content": items}]
+        else:
+            said = [item.as_told(item.content) for item in items]
         if self.instructions:
             said.insert(0, {"role": "system", "content": self.instructions})
         return await prompts.of_messages(said, "input")
+
+
+_ALWAYS: dict[str, Any] = {
+    "object": "response",
+    "background": False,
+    "error": None,
+    "frequency_penalty": 0.0,
+    "max_tool_calls": None,
+    "parallel_tool_calls": False,
+    "presence_penalty": 0.0,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "service_tier": "default",
+    "store": False,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "none",
+    "tools": [],
+    "top_logprobs": 0,
+    "truncation": "disabled",
+}
+"""What every response says of what cannot be asked for here."""
 
 
 class ResponseAnswer:
@@ -154,9 +151,10 @@ class ResponseAnswer:
         yield self._closing(at, text)
 
     def failed(self, error: Exception) -> bytes:
-        found = refusal_of(error)
-        said = {"code": found.code, "message": str(found), "param": found.param}
-        return self._event("error", said)
+        """Say it as OpenAI does, and as the Open Responses specification does."""
+        found: dict[str, Any] = refusal_of(error).body["error"]
+        flat = {name: found[name] for name in ("code", "message", "param")}
+        return self._event("error", flat | {"error": found})
 
     def _opening(self, at: dict[str, Any]) -> bytes:
         begun = {"response": self._response(None)}
@@ -205,28 +203,21 @@ class ResponseAnswer:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": used.prompt_tokens + used.completion_tokens,
         }
-        return {
+        return _ALWAYS | {
             "id": self._id,
-            "object": "response",
             "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
-            "error": None,
             "incomplete_details": why,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "model": body.model,
             "output": [] if text is None else [self._item(text.text, status)],
-            "parallel_tool_calls": False,
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
-            "store": False,
+            "prompt_cache_key": body.prompt_cache_key,
+            "safety_identifier": body.safety_identifier,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "none",
-            "tools": [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
             "usage": None if text is None else usage,
             "user": body.user,
         }
