@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from roseinfer.engine.request import Request
     from roseinfer.server.metrics import Metrics
     from roseinfer.server.prompts import Prompt
+
+
+_CHUNKS_A_SECOND = 2000
+"""More are not sent of all texts together: each then has more tokens."""
+_LEAST_S, _MOST_S = 0.002, 0.1
 
 
 @dataclass(slots=True)
@@ -70,14 +76,19 @@ class Generation:
         prompts: Sequence[Prompt],
         choices: int,
         params_of: Callable[[Prompt, int], SamplingParams],
+        num_open: Callable[[], int],
     ) -> None:
-        """``choices`` are wanted for each prompt; ``params_of`` takes it and the number of one."""
+        """``choices`` are wanted for each prompt; ``params_of`` takes it and the number of one.
+
+        ``num_open`` says how many texts are served now, here and elsewhere.
+        """
         self.prompts = prompts
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
         self._served = served
         self._metrics = metrics
         self._wanted = choices
         self._params_of = params_of
+        self._num_open = num_open
         self._choices: list[_Choice] = []
         """In the order in which they began."""
         self._began = 0.0
@@ -104,6 +115,7 @@ class Generation:
                 self._begin(together, prompt, 0)
             while not all(choice.ended for choice in self._choices):
                 yield self._take(together, await together.next())
+                await asyncio.sleep(self._pause())
         except Exception:
             why = "error"
             raise
@@ -112,6 +124,14 @@ class Generation:
             for choice in self._choices:
                 if not choice.ended:
                     self._end(choice, why, time.perf_counter())
+
+    def _pause(self) -> float:
+        """Return how long to let tokens come together, so that the engine's thread gets its turn.
+
+        Where few are served, each token is sent when it comes.
+        """
+        seconds = self._num_open() / _CHUNKS_A_SECOND
+        return min(seconds, _MOST_S) if seconds >= _LEAST_S else 0
 
     def _begin(self, together: Together, prompt: int, number: int) -> None:
         asked = self.prompts[prompt]

@@ -72,4 +72,11 @@ class Service:
         def params_of(prompt: Prompt, choice: int) -> SamplingParams:
             return body.params(min(prompt.room, body.most_tokens or prompt.room), choice)
 
-        return Generation(self.served, self.metrics, prompts, body.choices, params_of)
+        return Generation(
+            self.served,
+            self.metrics,
+            prompts,
+            body.choices,
+            params_of,
+            lambda: self.admission.open,
+        )
