@@ -24,6 +24,12 @@ _CHUNKS_A_SECOND = 2000
 _LEAST_S, _MOST_S = 0.002, 0.1
 
 
+Likeliest = list[tuple[int, float]]
+"""Tokens with their log-probabilities."""
+Echoed = list[tuple[int, float | None]]
+"""The same of a prompt, whose first token has none."""
+
+
 @dataclass(slots=True)
 class Piece:
     """What came for one choice: a part of its text, or all of it."""
@@ -33,12 +39,18 @@ class Piece:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """One for each token, if they were asked for."""
+    likeliest: list[Likeliest] = field(default_factory=list)
+    """The same for the likeliest tokens at its place."""
+    echoed: Echoed = field(default_factory=list)
+    """Where text begins: the tokens of its prompt, if theirs were asked for."""
     finish_reason: str | None = None
 
     def add(self, later: Piece) -> None:
         self.text += later.text
         self.tokens += later.tokens
         self.logprobs += later.logprobs
+        self.likeliest += later.likeliest
+        self.echoed = self.echoed or later.echoed
         self.finish_reason = later.finish_reason
 
 
@@ -91,6 +103,8 @@ class Generation:
         self._num_open = num_open
         self._choices: list[_Choice] = []
         """In the order in which they began."""
+        self._echoed: dict[int, Echoed] = {}
+        """By the numbers of prompts: what the first choice for each was told of it."""
         self._began = 0.0
 
     async def whole(self) -> list[Piece]:
@@ -150,6 +164,8 @@ class Generation:
                 piece.tokens.append(update.token_id)
                 if request.logprobs:
                     piece.logprobs.append(request.logprobs[choice.tokens])
+                if likeliest := getattr(request, "top_logprobs", None):
+                    piece.likeliest.append(likeliest[choice.tokens])
                 choice.tokens += 1
             if update.finish_reason is not None:
                 if request.error is not None:
@@ -157,6 +173,7 @@ class Generation:
                 piece.finish_reason = str(update.finish_reason)
             if choice.tokens == 1 and not choice.newest:
                 self._note_first(together, choice, request, now)
+                piece.echoed = self._echoed.get(choice.prompt, [])
         for at, piece in pieces.items():
             self._note(self._choices[at], piece, now)
         return list(pieces.values())
@@ -169,6 +186,9 @@ class Generation:
         choice.newest = now
         if choice.number % self._wanted == 0:
             self.usage.cached_tokens += min(request.found, request.prompt_length)
+            if own := getattr(request, "prompt_logprobs", None):
+                tokens = self.prompts[choice.prompt].token_ids
+                self._echoed[choice.prompt] = [*zip(tokens, own, strict=True)]
             for number in range(1, self._wanted):
                 self._begin(together, choice.prompt, number)
 

@@ -36,6 +36,7 @@ MOST_LIKELIEST = 20 if "top_logprobs" in SAMPLING else 0
 """How many of the likeliest tokens may be asked for beside each token."""
 _MOST_PENALTY = 2 if "presence_penalty" in SAMPLING else 0
 _INT64 = 1 << 63
+_LOGPROBS = {"logprobs", "top_logprobs", "prompt_logprobs"}
 LIMITED = frozenset(
     {"background", "best_of", "echo", "frequency_penalty", "include", "logit_bias", "logprobs"}
     | {"modalities", "presence_penalty", "previous_response_id", "reasoning", "response_format"}
@@ -131,7 +132,7 @@ class Asked(Strict):
 
     def params(self, max_new_tokens: int, choice: int) -> SamplingParams:
         """Return how the tokens of one of the choices are chosen."""
-        given = self.model_dump(include=set(SAMPLING - {"logprobs"}), exclude_none=True)
+        given = self.model_dump(include=set(SAMPLING - _LOGPROBS), exclude_none=True)
         given = {"temperature": 1.0} | given
         if given.get("top_k") == -1:  # as vLLM turns it off
             given["top_k"] = 0
@@ -141,7 +142,9 @@ class Asked(Strict):
             given["stop"] = (given["stop"],)
         if self.seed is not None:
             given["seed"] = self.seed + choice
-        return SamplingParams(**given | self.wanted_logprobs | {"max_new_tokens": max_new_tokens})
+        return SamplingParams(
+            **given | self.wanted_logprobs(choice) | {"max_new_tokens": max_new_tokens}
+        )
 
     @property
     def most_tokens(self) -> int | None:
@@ -158,9 +161,8 @@ class Asked(Strict):
         """How many are wanted in all."""
         return self.choices
 
-    @property
-    def wanted_logprobs(self) -> dict[str, Any]:
-        """What ``SamplingParams`` are told of them."""
+    def wanted_logprobs(self, choice: int) -> dict[str, Any]:  # noqa: ARG002
+        """Return what ``SamplingParams`` are told of them."""
         return {}
 
     async def prompts(self, prompts: Prompts) -> list[Prompt]:

@@ -80,9 +80,9 @@ class ChatBody(AskedForChoices):
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-    @property
-    def wanted_logprobs(self) -> dict[str, Any]:
-        return {"logprobs": bool(self.logprobs)}
+    def wanted_logprobs(self, choice: int) -> dict[str, Any]:  # noqa: ARG002
+        likeliest = {"top_logprobs": self.top_logprobs} if self.top_logprobs else {}
+        return {"logprobs": bool(self.logprobs), **likeliest}
 
     async def prompts(self, prompts: Prompts) -> list[Prompt]:
         return await prompts.of_messages([each.told() for each in self.messages], "messages")

@@ -97,9 +97,15 @@ class CompletionBody(AskedForChoices):
     def num_texts(self) -> int:
         return len(self.prompt) * self.choices
 
-    @property
-    def wanted_logprobs(self) -> dict[str, Any]:
-        return {"logprobs": self.logprobs is not None}
+    def wanted_logprobs(self, choice: int) -> dict[str, Any]:
+        if self.logprobs is None:
+            return {}
+        wanted: dict[str, Any] = {"logprobs": True}
+        if self.logprobs:
+            wanted["top_logprobs"] = self.logprobs
+        if self.echo and choice == 0:  # all choices for a prompt have these from the first
+            wanted["prompt_logprobs"] = True
+        return wanted
 
     async def prompts(self, prompts: Prompts) -> list[Prompt]:
         return await prompts.of(self.prompt, "prompt")
@@ -128,7 +134,7 @@ class Completion(ChoicesAnswer):
         super().__init__(body, generation, token_texts)
         self._wants_logprobs = body.logprobs is not None
         self._echoed = echoed
-        self._ends = [len(text) for text in echoed]
+        self._ends = [0 if self._wants_logprobs else len(text) for text in echoed]
         """How far the tokens of each choice have come, in characters."""
 
     def choice(self, piece: Piece) -> dict[str, Any]:

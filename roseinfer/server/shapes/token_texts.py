@@ -33,26 +33,37 @@ class TokenTexts:
 
     def of_chat(self, piece: Piece) -> dict[str, Any]:
         """Return the log-probabilities of a piece as a chat completion has them."""
-        return {
-            "content": [
-                {"token": text, "logprob": logprob, "bytes": data, "top_logprobs": []}
-                for (text, data), logprob in zip(
-                    map(self.__getitem__, piece.tokens), piece.logprobs, strict=True
-                )
-            ],
-            "refusal": None,
-        }
+        tops = piece.likeliest or [[]] * len(piece.tokens)
+        content = [
+            self._told(token, logprob)
+            | {"top_logprobs": [self._told(other, own) for other, own in top]}
+            for token, logprob, top in zip(piece.tokens, piece.logprobs, tops, strict=True)
+        ]
+        return {"content": content, "refusal": None}
 
     def of_completion(self, piece: Piece, offset: int) -> dict[str, Any]:
         """Return them as a completion has them. ``offset`` is where its tokens begin."""
-        texts = [self[token][0] for token in piece.tokens]
+        texts = [self[token][0] for token in (*(token for token, _ in piece.echoed), *piece.tokens)]
         offsets = []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
+        own = [
+            None if logprob is None else {self[token][0]: logprob}
+            for token, logprob in piece.echoed
+        ]
+        chosen = zip(piece.tokens, piece.logprobs, strict=True)
+        tops = [
+            {self[token][0]: logprob for token, logprob in (*top, at)}
+            for top, at in zip(piece.likeliest, chosen, strict=False)
+        ]
         return {
             "tokens": texts,
-            "token_logprobs": piece.logprobs,
-            "top_logprobs": None,
+            "token_logprobs": [*(logprob for _, logprob in piece.echoed), *piece.logprobs],
+            "top_logprobs": own + tops if tops else None,
             "text_offset": offsets,
         }
+
+    def _told(self, token: int, logprob: float) -> dict[str, Any]:
+        text, data = self[token]
+        return {"token": text, "logprob": logprob, "bytes": data}
