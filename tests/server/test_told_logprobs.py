@@ -1,4 +1,4 @@
-"""Penalties, and log-probabilities of the likeliest tokens and of prompts, as the engine has them."""
+"""Penalties, and log-probabilities of the likeliest tokens and of prompts, by the engine."""
 
 from __future__ import annotations
 
