@@ -132,6 +132,8 @@ def _say_how_to_try(service: Service, listener: socket.socket) -> None:
         host = "127.0.0.1"
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     key = "..." if service.config.api_key is not None else "none"
+    if service.config.api_key is None and not listener.getsockname()[0].startswith("127."):
+        say(f"{_NAME}: whoever reaches this machine may use it: {API_KEY} would ask for a key")
     name = service.names[0]
     ask = f'client.completions.create(model="{name}", prompt="Once upon a time").choices[0].text'
     if service.prompts.can_chat:

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from roseinfer import AsyncLLM
+from roseinfer.config import API_KEY
 from tests.server.serve_process import PATIENCE, serving
 from tests.server.served import MODEL, running
 
@@ -24,10 +25,8 @@ if TYPE_CHECKING:
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "x", "extra_body": {"ignore_eos": True}}
 
 
-def client_of(server: Serving) -> Any:
-    return openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
-    )
+def client_of(server: Serving, key: str = "none") -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
 
 
 def refuses_connections(port: int) -> bool:
@@ -69,18 +68,24 @@ def test_what_it_says_works_and_sigterm_lets_texts_end() -> None:
 
 
 def test_texts_that_take_too_long_are_cut_with_an_error() -> None:
-    with serving("--drain-seconds", "0.2", "--max-length", "1000") as server:
-        with client_of(server) as client:
+    """The key comes from the environment here, and is never said."""
+    options = ("--host", "0.0.0.0", "--drain-seconds", "0.2", "--max-length", "1000")
+    with serving(*options, **{API_KEY: "rose-key"}) as server:
+        assert 'api_key="..."' in "".join(server.said)
+        assert "whoever reaches" not in "".join(server.said)
+        with client_of(server, "rose-key") as client:
             stream = client.completions.create(**LONG, n=64, max_tokens=900, stream=True)
             next(stream)
             server.process.send_signal(signal.SIGTERM)
             with pytest.raises(openai.APIError, match="the engine was closed"):
                 list(stream)
         assert server.process.wait(PATIENCE) == 0
+    assert "rose-key" not in "".join([*server.said, *server.logged])
 
 
 def test_a_second_signal_ends_it_at_once() -> None:
-    with serving("--max-length", "1000") as server, client_of(server) as client:
+    with serving("--host", "0.0.0.0") as server, client_of(server) as client:
+        assert "whoever reaches this machine may use it" in "".join(server.said)
         stream = client.completions.create(**LONG, n=64, max_tokens=900, stream=True)
         next(stream)
         server.process.send_signal(signal.SIGINT)
