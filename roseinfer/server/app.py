@@ -59,7 +59,7 @@ def application(service: Service, write: Callable[[str], None] = write_line) -> 
 @asynccontextmanager
 async def _closing(service: Service, _: Starlette) -> AsyncIterator[None]:
     yield
-    await asyncio.to_thread(service.served.close)
+    await asyncio.to_thread(service.close)
 
 
 def _routes(service: Service) -> list[Route]:
@@ -100,7 +100,9 @@ async def _refuse(request: Request, error: Exception) -> Response:
     if refused.status >= 500:
         noted(request.scope).error = type(error).__name__
     if isinstance(error, HTTPException):  # Starlette's words are those of the status alone
-        refused = Refused(refused.status, _WHY[refused.status], headers=refused.headers)
+        refused = Refused(
+            refused.status, _WHY.get(refused.status, str(refused)), headers=refused.headers
+        )
     return refused.response()
 
 

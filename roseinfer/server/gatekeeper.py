@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 
 from roseinfer.server.refusals import Refused
+from roseinfer.server.streaming import ClientGone
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -62,7 +63,7 @@ class Gatekeeper:
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                break
+                raise ClientGone
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             more = message.get("more_body", False)

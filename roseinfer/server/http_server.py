@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -29,16 +30,18 @@ _BACKLOG = 2048
 
 def bound(host: str, port: int) -> socket.socket:
     """Return a socket that has the address, and does not listen yet."""
-    try:
-        kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(kind, socket.SOCK_STREAM)
-        if os.name == "posix":
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-    except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(f"--host {host} --port {port} cannot be listened on: {why}") from None
-    return found
+    with ExitStack() as stack:
+        try:
+            kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            found = stack.enter_context(socket.socket(kind, socket.SOCK_STREAM))
+            if os.name == "posix":
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(f"--host {host} --port {port} cannot be listened on: {why}") from None
+        stack.pop_all()
+        return found
 
 
 class HttpServer(uvicorn.Server):

@@ -55,6 +55,9 @@ class Prompts:
             )
         return await self._run(self._render, messages, field)
 
+    def close(self) -> None:
+        self._thread.shutdown()
+
     async def text_of(self, token_ids: list[int]) -> str:
         text: str = await self._run(self._tokenizer.decode, token_ids)
         return text

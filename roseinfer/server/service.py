@@ -50,6 +50,11 @@ class Service:
     def alive(self) -> bool:
         return not self.served.closed
 
+    def close(self) -> None:
+        """End the engine's thread and that of prompts."""
+        self.served.close()
+        self.prompts.close()
+
     def models(self) -> list[dict[str, object]]:
         return [
             {

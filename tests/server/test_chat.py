@@ -228,7 +228,7 @@ def test_the_helper_for_streams_of_responses(server: Server) -> None:
     async def ask() -> str:
         async with (
             server.async_client() as client,
-            client.responses.stream(model=MODEL, input="Hi", max_output_tokens=24) as stream,
+            client.responses.stream(model=MODEL, input="Hi", temperature=0) as stream,
         ):
             events = [event async for event in stream]
             return "".join(e.delta for e in events if e.type == "response.output_text.delta")

@@ -187,7 +187,12 @@ def test_usage_comes_last_and_only_if_it_is_asked_for(server: Server) -> None:
         ):
             chunks = list(
                 client.completions.create(
-                    model=MODEL, prompt="x", max_tokens=9, stream=True, stream_options=options
+                    model=MODEL,
+                    prompt="x",
+                    max_tokens=9,
+                    temperature=0,
+                    stream=True,
+                    stream_options=options,
                 )
             )
             found = [chunk.usage for chunk in chunks if chunk.usage is not None]
@@ -198,9 +203,8 @@ def test_usage_comes_last_and_only_if_it_is_asked_for(server: Server) -> None:
 
 def test_usage_so_far_is_in_every_chunk_if_it_is_asked_for(server: Server) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    answer = server.post(
-        "completions", prompt="x", max_tokens=9, stream=True, stream_options=options
-    )
+    asked = {"prompt": "x", "max_tokens": 9, "temperature": 0, "stream": True}
+    answer = server.post("completions", **asked, stream_options=options)
     counts = [event["usage"]["completion_tokens"] for event in answer.events]
     assert counts == sorted(counts)
     assert counts[-1] == 9

@@ -15,7 +15,9 @@ import openai
 import pytest
 
 from roseinfer import AsyncLLM
+from roseinfer.cli.parser import Parser
 from roseinfer.config import API_KEY
+from roseinfer.server import serve_command
 from tests.server.serve_process import PATIENCE, serving
 from tests.server.served import MODEL, running
 
@@ -118,15 +120,24 @@ def test_an_idle_server_ends_at_once_and_closes_its_engine() -> None:
     assert isinstance(server.service.served, AsyncLLM)
 
 
-def test_a_port_that_is_taken_is_said_before_anything_is_loaded() -> None:
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return the line that the command says where it serves nothing."""
+    parser = Parser()
+    serve_command.add_options(parser)
+    assert serve_command.run(parser.parse_args(words)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("roseinfer serve: ")
+    return line
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        done = run_command("--port", str(port))
-    assert done.returncode == 2
-    assert f"--port {port} cannot be listened on" in done.stderr
-    assert "torch" not in done.stderr
+        port = str(taken.getsockname()[1])
+        assert f"--port {port} cannot be listened on" in refused(capsys, "--port", port)
 
 
 @pytest.mark.parametrize(
@@ -140,24 +151,7 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded() -> None:
         (["--block-size", "0"], "block_size must be"),
     ],
 )
-def test_what_makes_no_sense_is_said_in_a_line(words: list[str], said: str) -> None:
-    done = run_command(*words)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("roseinfer serve: ")
-    assert said in line
-
-
-def run_command(*words: str) -> subprocess.CompletedProcess[str]:
-    code = (
-        "import argparse, sys; from roseinfer.server import serve_command as c; "
-        "parser = argparse.ArgumentParser(); c.add_options(parser); "
-        "sys.exit(c.run(parser.parse_args(sys.argv[1:])))"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code, *words],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+def test_what_makes_no_sense_is_said_in_a_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(capsys, *words)

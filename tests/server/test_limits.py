@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from roseinfer import ConfigError
 from roseinfer.config import API_KEY, ServerConfig
-from tests.server.served import MODEL, running
+from tests.server.served import MODEL, PATIENCE, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,6 +108,19 @@ def test_a_body_that_does_not_say_how_large_it_is_is_counted(kept: Server) -> No
     connection.request("POST", "/v1/completions", chunks, headers, encode_chunked=True)
     assert connection.getresponse().status == 413
     connection.close()
+
+
+def test_a_body_that_ends_half_way_is_not_looked_at(kept: Server) -> None:
+    before = len(kept.lines)
+    with socket.create_connection(("127.0.0.1", kept.port)) as asking:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+        asking.sendall(f"{head}Authorization: Bearer rose-key\r\n\r\n{{".encode())
+    end = time.monotonic() + PATIENCE
+    while len(kept.lines) == before:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    line = json.loads(kept.lines[-1])
+    assert (line["status"], line["left"]) == (499, True)
 
 
 def test_a_prompt_that_is_longer_than_the_server_takes_is_refused() -> None:

@@ -229,7 +229,8 @@ def test_a_stream_that_breaks_off_ends_with_the_error(
 ) -> None:
     fail_after(server, monkeypatch, 4)
     limit = {"max_output_tokens" if path == "responses" else "max_tokens": 900}
-    answer = server.post(path, **NEEDED[path], stream=True, ignore_eos=True, **limit)
+    asked = {"stream": True, "ignore_eos": True, "temperature": 0} | limit
+    answer = server.post(path, **NEEDED[path], **asked)
     assert answer.status == 200
     last = answer.events[-1]
     if path == "responses":
@@ -244,7 +245,8 @@ def test_the_client_raises_when_a_stream_breaks_off(
 ) -> None:
     fail_after(server, monkeypatch, 4)
     with server.client() as client:
-        asked: dict[str, Any] = {"prompt": "x", "max_tokens": 900, "stream": True}
+        asked: dict[str, Any] = {"prompt": "x", "max_tokens": 900, "temperature": 0}
+        asked["stream"] = True
         asked["extra_body"] = {"ignore_eos": True}
         stream = client.completions.create(model=MODEL, **asked)
         with pytest.raises(openai.APIError, match="the step that this request took part in failed"):

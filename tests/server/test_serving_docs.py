@@ -37,7 +37,7 @@ def test_the_example_runs(server: Server, capsys: pytest.CaptureFixture[str]) ->
     exec(compile(code, "docs/serving.md", "exec"), names)
     client = names["client"]
     client.close()  # type: ignore[attr-defined]
-    assert len(capsys.readouterr().out) > 10
+    assert capsys.readouterr().out.strip()
 
 
 def test_every_option_is_there_and_no_other() -> None:
