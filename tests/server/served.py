@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -119,9 +120,16 @@ class Server:
 
 @contextmanager
 def running(
-    *, config: dict[str, Any] | None = None, chat_template: str | None = None, **engine: Any
+    *,
+    config: dict[str, Any] | None = None,
+    chat_template: str | None = None,
+    send_buffer: int | None = None,
+    **engine: Any,
 ) -> Iterator[Server]:
-    """Serve the tiny model until the block ends. Then nothing may be held."""
+    """Serve the tiny model until the block ends. Then nothing may be held.
+
+    ``send_buffer`` bytes is what the system takes for a client that does not read.
+    """
     options: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",
@@ -134,6 +142,8 @@ def running(
     listening = threading.Event()
     lines: list[str] = []
     with bound(own.host, own.port) as listener:
+        if send_buffer is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         http_server = HttpServer(application(service, lines.append), service, listening.set)
         thread = threading.Thread(target=http_server.run, args=([listener],))
         port = listener.getsockname()[1]

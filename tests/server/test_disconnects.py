@@ -87,8 +87,8 @@ def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
 
 def test_a_reader_that_stops_reading_is_paused_and_others_go_on() -> None:
     """Its text waits in buffers of a bounded size."""
-    with running(max_length=1000) as server:
-        data = json.dumps(LONG | {"stream": True, "n": 64, "logprobs": 0}).encode()
+    with running(send_buffer=4096) as server:
+        data = json.dumps(LONG | {"stream": True, "n": 8, "logprobs": 0}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
         with socket.socket() as asking:
             asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
