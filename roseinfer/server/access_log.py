@@ -11,7 +11,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from roseinfer.server.refusals import refusal_of
+from roseinfer.errors import RoseinferError
+from roseinfer.server.refusals import Refused, refusal_of
 from roseinfer.server.streaming import ClientGone
 
 if TYPE_CHECKING:
@@ -40,6 +41,18 @@ class Note:
 def noted(scope: Scope) -> Note:
     note: Note = scope[_NOTE]
     return note
+
+
+def note_error(scope: Scope, error: Exception) -> None:
+    """Have the line say that a request failed. Where nobody expected that, say where, too.
+
+    The message of such an error is left out: a prompt may be in it.
+    """
+    note = noted(scope)
+    note.error = type(error).__name__
+    if not isinstance(error, (RoseinferError, Refused)):
+        where = "".join(traceback.format_tb(error.__traceback__))
+        print(f"{note.id}: {note.error}\n{where}", file=sys.stderr, flush=True)
 
 
 def write_line(line: str) -> None:
@@ -79,18 +92,9 @@ class AccessLog:
         except ClientGone:
             note.left = True
         except Exception as error:
-            note.error = type(error).__name__
-            _say_where(error, note.id)
+            note_error(scope, error)
             if note.status == _CLIENT_LEFT:  # else half of an answer is out, and is broken off
                 await refusal_of(error).response()(scope, receive, send)
-
-
-def _say_where(error: Exception, request_id: str) -> None:
-    """Write where an error that nobody expected came from, without its message: a prompt may be
-    in it.
-    """
-    where = "".join(traceback.format_tb(error.__traceback__))
-    print(f"{request_id}: {type(error).__name__}\n{where}", file=sys.stderr, flush=True)
 
 
 def _line(scope: Scope, note: Note, seconds: float) -> str:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from roseinfer import __version__
 from roseinfer.errors import RoseinferError
-from roseinfer.server.access_log import AccessLog, noted, write_line
+from roseinfer.server.access_log import AccessLog, note_error, write_line
 from roseinfer.server.endpoints import Endpoint
 from roseinfer.server.gatekeeper import Gatekeeper
 from roseinfer.server.page import page
@@ -98,7 +98,7 @@ def _routes(service: Service) -> list[Route]:
 async def _refuse(request: Request, error: Exception) -> Response:
     refused = refusal_of(error)
     if refused.status >= 500:
-        noted(request.scope).error = type(error).__name__
+        note_error(request.scope, error)
     if isinstance(error, HTTPException):  # Starlette's words are those of the status alone
         refused = Refused(
             refused.status, _WHY.get(refused.status, str(refused)), headers=refused.headers

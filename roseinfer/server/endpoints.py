@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from roseinfer.server.access_log import noted
+from roseinfer.server.access_log import note_error, noted
 from roseinfer.server.refusals import Refused
 from roseinfer.server.shapes.bodies import BodyType, read_body
 from roseinfer.server.streaming import send_events, unless_gone
@@ -54,7 +54,12 @@ class Endpoint(Generic[BodyType]):
             noted(scope).generation = generation
             answer = await self._answer(body, generation)
             if body.stream:
-                await send_events(receive, send, answer.events(), answer.failed)
+
+                def failed(error: Exception) -> bytes:
+                    note_error(scope, error)
+                    return answer.failed(error)
+
+                await send_events(receive, send, answer.events(), failed)
             else:
                 whole = await unless_gone(receive, answer.whole())
                 await JSONResponse(whole)(scope, receive, send)

@@ -98,6 +98,17 @@ class Server:
         """Post to an endpoint below ``/v1``."""
         return self.ask("POST", f"/v1/{path}", {"model": MODEL} | body)
 
+    def line_of(self, answer: Answer) -> dict[str, Any]:
+        """Return the line that the access log has of a request, once it is there."""
+        wanted = answer.headers["x-request-id"]
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            for line in map(json.loads, self.lines):
+                if line["id"] == wanted:
+                    return dict(line)
+            time.sleep(0.002)
+        raise AssertionError("there is no line of it")
+
     def metric(self, name: str, **labels: str) -> float:
         """Return one number of ``/metrics``."""
         wanted = {f'{label}="{value}"' for label, value in labels.items()}

@@ -82,7 +82,7 @@ def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
                 assert time.monotonic() < end
                 time.sleep(0.001)
         server.await_idleness()
-        assert '"left": true' in "".join(server.lines)
+    assert '"left": true' in "".join(server.lines)
 
 
 def test_a_reader_that_stops_reading_is_paused_and_others_go_on() -> None:

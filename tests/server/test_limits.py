@@ -167,5 +167,5 @@ def test_the_client_comes_again_by_itself() -> None:
         with server.client(max_retries=3) as client:
             assert client.completions.create(model=MODEL, prompt="x", max_tokens=2).choices
         ends.join()
-        statuses = [json.loads(line)["status"] for line in server.lines]
-        assert (statuses[0], statuses[-1]) == (429, 200)
+    statuses = [json.loads(line)["status"] for line in server.lines]
+    assert (statuses[0], statuses[-1]) == (429, 200)

@@ -142,7 +142,7 @@ def test_a_line_for_each_request_says_how_it_ended_and_never_what_was_asked(
         server.post("responses", input=secret, stream=True)
         server.ask("GET", f"/v1/models?prompt={secret.replace(' ', '+')}")
         answer = server.ask("GET", "/health")
-        lines = [json.loads(line) for line in server.lines]
+    lines = [json.loads(line) for line in server.lines]
     assert [line["status"] for line in lines] == [200, 400, 200, 200, 200, 200]
     assert lines[0]["path"] == "/v1/completions"
     assert lines[0]["prompt_tokens"] == len(secret)

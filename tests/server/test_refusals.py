@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from roseinfer import NoDistribution, StepFailed
+from roseinfer.server.shapes.completions import Completion
 from tests.server.served import MODEL, running
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def test_a_step_that_fails_before_the_first_token_has_a_status(
     failed = server.post(path, **NEEDED[path], stream=stream)
     assert (failed.status, failed.error["type"]) == (500, "server_error")
     assert failed.error["code"] == "generation_failed"
-    assert StepFailed.__name__ in server.lines[-1]
+    assert server.line_of(failed)["error"] == StepFailed.__name__
     assert server.post(path, **NEEDED[path]).status == 200
 
 
@@ -281,3 +282,34 @@ def test_an_error_that_nobody_expected_says_where_and_not_what(
     assert "KeyError" in said
     assert "endpoints.py" in said
     assert "secret" not in said.replace('raise KeyError("secret")', "")
+
+
+def test_the_same_in_the_middle_of_a_stream(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    left = iter(range(3))
+
+    def broken(*_: Any) -> bool:
+        if next(left, None) is None:
+            raise KeyError("secret")
+        return True
+
+    monkeypatch.setattr(Completion, "says_something", broken)
+    answer = server.post("completions", prompt="x", max_tokens=900, stream=True, ignore_eos=True)
+    assert answer.status == 200
+    assert answer.events[-1]["error"]["type"] == "server_error"
+    assert b"secret" not in answer.data
+    assert server.line_of(answer)["error"] == "KeyError"
+    said = capfd.readouterr().err
+    assert "choices.py" in said
+    assert "secret" not in said.replace('raise KeyError("secret")', "")
+
+
+def test_a_stream_that_breaks_off_is_noted_in_the_log(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fail_after(server, monkeypatch, 4)
+    asked = {"input": "x", "max_output_tokens": 900, "stream": True, "ignore_eos": True}
+    answer = server.post("responses", **asked)
+    assert server.line_of(answer)["error"] == "StepFailed"
+    assert capfd.readouterr().err == ""
