@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 _CHUNKS_A_SECOND = 2000
-"""More are not sent of all texts together: each then has more tokens."""
+"""Where more would be sent of all texts together, tokens wait for each other."""
+_MOST_TO_A_CHUNK = 16
+"""They wait for about so many. A text with many more unread would be paused."""
 _LEAST_S, _MOST_S = 0.002, 0.1
 
 
@@ -105,6 +107,8 @@ class Generation:
         """In the order in which they began."""
         self._echoed: dict[int, Echoed] = {}
         """By the numbers of prompts: what the first choice for each was told of it."""
+        self._token_s = 0.0
+        """How long the newest tokens took, each."""
         self._began = 0.0
 
     async def whole(self) -> list[Piece]:
@@ -145,7 +149,9 @@ class Generation:
         Where few are served, each token is sent when it comes.
         """
         seconds = self._num_open() / _CHUNKS_A_SECOND
-        return min(seconds, _MOST_S) if seconds >= _LEAST_S else 0
+        if seconds < _LEAST_S:
+            return 0
+        return min(seconds, self._token_s * _MOST_TO_A_CHUNK, _MOST_S)
 
     def _begin(self, together: Together, prompt: int, number: int) -> None:
         asked = self.prompts[prompt]
@@ -196,6 +202,7 @@ class Generation:
         self.usage.completion_tokens += len(piece.tokens)
         first = choice.tokens == len(piece.tokens)
         self._metrics.generated(len(piece.tokens), now - choice.newest, first=first)
+        self._token_s = (now - choice.newest) / max(1, len(piece.tokens))
         choice.newest = now
         if piece.finish_reason is not None:
             self._end(choice, piece.finish_reason, now)

@@ -9,8 +9,21 @@ import pytest
 from roseinfer.server.generation import Generation
 
 
-@pytest.mark.parametrize(("texts", "seconds"), [(1, 0), (3, 0), (100, 0.05), (1000, 0.1)])
-def test_more_texts_wait_longer_for_a_chunk_but_never_long(texts: int, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("texts", "token", "seconds"),
+    [
+        (1, 0.03, 0),
+        (3, 0.03, 0),
+        (100, 0.03, 0.05),
+        (1000, 0.03, 0.1),
+        (100, 0.001, 0.016),
+        (100, 0.0, 0),
+    ],
+)
+def test_more_texts_wait_longer_for_a_chunk_but_not_for_many_tokens(
+    texts: int, token: float, seconds: float
+) -> None:
     nothing: Any = None
     generation = Generation(nothing, nothing, [], 1, nothing, lambda: texts)
+    generation._token_s = token
     assert generation._pause() == pytest.approx(seconds)

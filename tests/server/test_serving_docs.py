@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer.config import API_KEY, ServerConfig
 from roseinfer.server import serve_command
-from roseinfer.server.generation import _CHUNKS_A_SECOND
+from roseinfer.server.generation import _CHUNKS_A_SECOND, _MOST_TO_A_CHUNK
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def test_the_defaults_are_those_of_the_code() -> None:
         assert said[f"--{name.replace('_', '-')}"] == f"`{getattr(config, name)}`"
     assert said["--drain-seconds"] == f"`{config.drain_seconds:g}`"
     assert API_KEY in said["--api-key"]
-    assert f"not more than {_CHUNKS_A_SECOND} chunks a second" in PAGE
+    assert f"more than {_CHUNKS_A_SECOND} chunks a second" in PAGE
+    assert f"some {_MOST_TO_A_CHUNK} of them" in PAGE
 
 
 def test_every_metric_is_there_and_no_other(server: Server) -> None:
