@@ -7,7 +7,6 @@ import json
 import random
 import socket
 import time
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -102,14 +101,23 @@ def test_a_reader_that_stops_reading_is_paused_and_others_go_on() -> None:
         server.await_idleness()
 
 
-def test_200_streams_with_random_disconnects_leave_nothing_behind() -> None:
+SLOTS: dict[str, Any] = {"resident_decode": True, "run_ahead": 2, "cuda_graph": False}
+
+
+@pytest.mark.parametrize(
+    ("requests", "together", "engine"),
+    [(400, 200, {"max_batch_size": 32}), (100, 50, SLOTS | {"max_batch_size": 8})],
+    ids=["200 streams", "in slots, two steps ahead"],
+)
+def test_streams_with_random_disconnects_leave_nothing_behind(
+    requests: int, together: int, engine: dict[str, Any]
+) -> None:
     """Whoever stays gets the text that a request alone gets."""
-    with running(kv_cache_tokens=2048, max_batch_size=32) as server:
+    with running(kv_cache_tokens=2048, **engine) as server:
         users = Users(server.url, MODEL, random.Random(5), most_tokens=24)
         asyncio.run(users.learn())
-        ends = asyncio.run(users.come(400, together=200))
+        ends = asyncio.run(users.come(requests, together))
         server.await_idleness()
-        assert ends["whole"] > 100
-        assert ends["left"] > 50
-        assert Counter({each: count for each, count in ends.items() if each == "wrong"}) == {}
-        assert ends.keys() <= {"whole", "left", "429"}, ends
+    assert ends.keys() == {"whole", "left"}, ends
+    assert ends["whole"] > requests / 4
+    assert ends["left"] > requests / 8
