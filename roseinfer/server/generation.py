@@ -168,10 +168,10 @@ class Generation:
             piece.text += update.text
             if update.token_id is not None:
                 piece.tokens.append(update.token_id)
-                if request.logprobs:
-                    piece.logprobs.append(request.logprobs[choice.tokens])
-                if likeliest := getattr(request, "top_logprobs", None):
-                    piece.likeliest.append(likeliest[choice.tokens])
+                if update.logprob is not None:
+                    piece.logprobs.append(update.logprob)
+                if update.top_logprobs is not None:
+                    piece.likeliest.append(update.top_logprobs)
                 choice.tokens += 1
             if update.finish_reason is not None:
                 if request.error is not None:
@@ -192,9 +192,9 @@ class Generation:
         choice.newest = now
         if choice.number % self._wanted == 0:
             self.usage.cached_tokens += min(request.found, request.prompt_length)
-            if own := getattr(request, "prompt_logprobs", None):
+            if request.params.prompt_logprobs:
                 tokens = self.prompts[choice.prompt].token_ids
-                self._echoed[choice.prompt] = [*zip(tokens, own, strict=True)]
+                self._echoed[choice.prompt] = [*zip(tokens, request.prompt_logprobs, strict=True)]
             for number in range(1, self._wanted):
                 self._begin(together, choice.prompt, number)
 

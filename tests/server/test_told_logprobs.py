@@ -7,17 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer import LLM, SamplingParams
-from roseinfer.server.shapes.bodies import SAMPLING
 from tests.server.served import MODEL
 
 if TYPE_CHECKING:
     from tests.server.served import Server
 
 PROMPT = "Once upon a time"
-pytestmark = pytest.mark.skipif(
-    not {"presence_penalty", "top_logprobs", "prompt_logprobs"} <= SAMPLING,
-    reason="SamplingParams has none of these",
-)
 
 
 @pytest.fixture(scope="module")

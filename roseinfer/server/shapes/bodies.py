@@ -30,16 +30,13 @@ if TYPE_CHECKING:
 
     from roseinfer.server.prompts import Prompt, Prompts
 
-SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+_SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 MOST_CHOICES = 128
-MOST_LIKELIEST = 20 if "top_logprobs" in SAMPLING else 0
-"""How many of the likeliest tokens may be asked for beside each token."""
-_MOST_PENALTY = 2 if "presence_penalty" in SAMPLING else 0
 _INT64 = 1 << 63
 _LOGPROBS = {"logprobs", "top_logprobs", "prompt_logprobs"}
 LIMITED = frozenset(
-    {"background", "best_of", "echo", "frequency_penalty", "include", "logit_bias", "logprobs"}
-    | {"modalities", "presence_penalty", "previous_response_id", "reasoning", "response_format"}
+    {"background", "best_of", "include", "logit_bias", "logprobs"}
+    | {"modalities", "previous_response_id", "reasoning", "response_format"}
     | {"store", "suffix", "text", "tool_choice", "tools", "top_logprobs", "truncation"}
 )
 """Fields of which only some of OpenAI's values are served: at the least the one that changes
@@ -132,7 +129,7 @@ class Asked(Strict):
 
     def params(self, max_new_tokens: int, choice: int) -> SamplingParams:
         """Return how the tokens of one of the choices are chosen."""
-        given = self.model_dump(include=set(SAMPLING - _LOGPROBS), exclude_none=True)
+        given = self.model_dump(include=set(_SAMPLING - _LOGPROBS), exclude_none=True)
         given = {"temperature": 1.0} | given
         if given.get("top_k") == -1:  # as vLLM turns it off
             given["top_k"] = 0
@@ -186,8 +183,8 @@ class AskedForChoices(Asked):
     n: int | None = Field(1, ge=1, le=MOST_CHOICES)
     stop: Stops | None = None
     stream_options: StreamOptions | None = None
-    presence_penalty: float | None = Field(None, ge=-_MOST_PENALTY, le=_MOST_PENALTY)
-    frequency_penalty: float | None = Field(None, ge=-_MOST_PENALTY, le=_MOST_PENALTY)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: NoObject = None
 
     @field_validator("stream_options")

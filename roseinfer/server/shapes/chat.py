@@ -9,7 +9,6 @@ from pydantic_core import PydanticCustomError
 
 from roseinfer.server.shapes.bodies import (
     LIST,
-    MOST_LIKELIEST,
     OF_STREAMS,
     TEXT,
     TEXT_OR_LIST,
@@ -58,7 +57,7 @@ class ChatBody(AskedForChoices):
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST)
+    top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: TextFormat | None = None
     tools: NoList = None
     tool_choice: Literal["none", "auto"] | None = None

@@ -8,17 +8,13 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    ValidationInfo,
     WithJsonSchema,
-    field_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from roseinfer.server.shapes.bodies import (
     MOST_CHOICES,
-    MOST_LIKELIEST,
     OF_STREAMS,
-    SAMPLING,
     AskedForChoices,
 )
 from roseinfer.server.shapes.choices import ChoicesAnswer
@@ -56,20 +52,8 @@ def _as_prompts(value: Any) -> list[str | list[int]]:
     return [each if isinstance(each, str) else [*map(int, each)] for each in found]
 
 
-_PROMPTS_HAVE_LOGPROBS = "prompt_logprobs" in SAMPLING
-_NOT_BOTH: dict[str, Any] = {
-    "not": {
-        "properties": {"echo": {"const": True}, "logprobs": {"type": "integer"}},
-        "required": ["echo", "logprobs"],
-    }
-}
-_SCHEMA: dict[str, Any] = {
-    "allOf": [OF_STREAMS] if _PROMPTS_HAVE_LOGPROBS else [OF_STREAMS, _NOT_BOTH]
-}
-
-
 class CompletionBody(AskedForChoices):
-    model_config = ConfigDict(json_schema_extra=_SCHEMA)
+    model_config = ConfigDict(json_schema_extra=OF_STREAMS)
 
     prompt: Annotated[
         list[str | list[int]],
@@ -77,17 +61,10 @@ class CompletionBody(AskedForChoices):
         WithJsonSchema({"anyOf": [_TEXT, _MANY | {"items": _TEXT}, _IDS, _MANY | {"items": _IDS}]}),
     ]
     max_tokens: int | None = Field(_DEFAULT_TOKENS, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=min(5, MOST_LIKELIEST))
+    logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool | None = False
     best_of: int | None = Field(None, ge=1, le=1)
     suffix: None = None
-
-    @field_validator("echo")
-    @classmethod
-    def _prompts_have_logprobs(cls, value: bool | None, info: ValidationInfo) -> bool | None:
-        if value and info.data.get("logprobs") is not None and not _PROMPTS_HAVE_LOGPROBS:
-            raise PydanticCustomError("no_logprobs", "with logprobs, which a prompt has none of")
-        return value
 
     @property
     def most_tokens(self) -> int | None:
