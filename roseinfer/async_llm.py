@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from roseinfer.config import SamplingParams
-from roseinfer.engine_thread import EngineThread, Listener
+from roseinfer.engine_thread import EngineThread, Listener, News
 from roseinfer.errors import ConfigError
 from roseinfer.llm import LLM
 
@@ -16,6 +16,49 @@ if TYPE_CHECKING:
 
     from roseinfer.engine.engine import Update
     from roseinfer.engine.request import Request
+
+
+class Together:
+    """Requests of one task, for which all that steps bring comes in one queue.
+
+    The task must ``leave`` in the end, which cancels those that have not ended.
+    """
+
+    def __init__(self, llm: LLM, thread: EngineThread) -> None:
+        self._llm = llm
+        self._thread = thread
+        self._loop = asyncio.get_running_loop()
+        self._arrived: asyncio.Queue[News] = asyncio.Queue()
+        self._numbers: dict[Listener, int] = {}
+
+    def add(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> None:
+        """Have one more prompt continued. They are numbered from 0."""
+        asked = SamplingParams() if params is None else params
+        text = self._llm.engine.text_for(asked)  # here, where it holds up no other stream
+        listener = Listener(self._loop, self._arrived)
+        self._numbers[listener] = len(self._numbers)
+        self._thread.submit(listener, prompt, asked, text)
+
+    async def next(self, most: int | None = None) -> list[tuple[int, Update]]:
+        """Wait for updates, and return all that have come, each with the number of its prompt.
+
+        This raises for a prompt that cannot be served.
+        """
+        self._llm.require_own_process()
+        news = [await self._arrived.get()]
+        while not self._arrived.empty() and len(news) != most:
+            news.append(self._arrived.get_nowait())
+        found = []
+        for listener, what in news:
+            self._thread.note_taken(listener)
+            if isinstance(what, BaseException):
+                raise what
+            found.append((self._numbers[listener], what))
+        return found
+
+    def leave(self) -> None:
+        for listener in self._numbers:
+            self._thread.leave(listener)
 
 
 class AsyncLLM:
@@ -40,25 +83,23 @@ class AsyncLLM:
         This raises for a prompt that cannot be served. A task that leaves the loop early, or is
         cancelled, cancels the request.
         """
-        self._llm.require_own_process()
-        listener = Listener(asyncio.get_running_loop(), asyncio.Queue())
-        asked = SamplingParams() if params is None else params
-        text = self._llm.engine.text_for(asked)  # here, where it holds up no other stream
-        self._thread.submit(listener, prompt, asked, text)
+        together = self.together()
         try:
+            together.add(prompt, params)
             while True:
-                self._llm.require_own_process()
-                what = await listener.arrived.get()
-                self._thread.note_taken(listener)
-                if isinstance(what, BaseException):
-                    raise what
+                ((_, what),) = await together.next(most=1)
                 yield what
                 if what.finish_reason is not None:
                     if what.request.error is not None:
                         raise what.request.error
                     return
         finally:
-            self._thread.leave(listener)
+            together.leave()
+
+    def together(self) -> Together:
+        """Return what prompts can be added to, to be listened to by one task."""
+        self._llm.require_own_process()
+        return Together(self._llm, self._thread)
 
     async def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
         last = None
@@ -66,6 +107,11 @@ class AsyncLLM:
             last = update
         assert last is not None
         return last.request
+
+    @property
+    def closed(self) -> bool:
+        """True if nothing is served any more: it was closed, or the engine has stopped."""
+        return self._thread.closed
 
     def close(self) -> None:
         """End the thread and the streams that are still open."""

@@ -1,4 +1,4 @@
-"""Every setting, in three frozen dataclasses. No other module reads the environment."""
+"""Every setting, in four frozen dataclasses. No other module reads the environment."""
 
 from __future__ import annotations
 
@@ -327,7 +327,9 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 """For annotations of settings: the types that are accepted, and what an error asks for."""
 
 
-def _check_kinds(settings: AppendPolicy | EngineConfig, owner: str, least: int) -> None:
+def _check_kinds(
+    settings: AppendPolicy | EngineConfig | ServerConfig, owner: str, least: int
+) -> None:
     """Raise unless every field holds what its annotation says, and no number below ``least``."""
     for each in fields(settings):
         value, kind = getattr(settings, each.name), str(each.type)
@@ -344,6 +346,42 @@ def _check_kinds(settings: AppendPolicy | EngineConfig, owner: str, least: int) 
             continue
         if not holds:
             raise ConfigError(f"{owner}{each.name} must be {wanted}, not {value!r}")
+
+
+API_KEY = "ROSEINFER_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How a server is reached, what it lets in, and how it ends."""
+
+    host: str = "127.0.0.1"
+    """Nobody but this machine reaches the default."""
+    port: int = field(default=8000, metadata={"least": 0, "most": (1 << 16) - 1})
+    """0 for one that is free."""
+    served_model_name: tuple[str, ...] = ()
+    """The names that clients ask for; none for that of the model."""
+    api_key: str | None = field(default=None, repr=False)
+    """What clients must know; None for what the environment says, if it does."""
+    max_queue: int = 1024
+    """Texts that may wait for a place in the batch. Who comes then is told to come later."""
+    max_body_bytes: int = 4 << 20
+    max_prompt_tokens: int | None = None
+    """None for as many as the model and its cache have room for."""
+    drain_seconds: float = 30.0
+    """How long texts may go on when the server is told to end."""
+    chat_template: str | None = None
+    """A file; None for the template that the tokenizer came with."""
+    access_log: bool = True
+
+    def __post_init__(self) -> None:
+        _check_kinds(self, "", least=1)
+        if self.api_key is None:
+            object.__setattr__(self, "api_key", os.environ.get(API_KEY))
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError(f"the API key is empty: give --api-key KEY, or set {API_KEY} to it")
+        if not 0 <= self.drain_seconds < _LARGEST:
+            raise ConfigError(f"drain_seconds must be 0 or more, not {self.drain_seconds!r}")
 
 
 def _whole_number(variable: str, text: str) -> int:

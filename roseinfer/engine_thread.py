@@ -34,7 +34,8 @@ class Listener:
     """A stream, which waits for its updates in an event loop."""
 
     loop: asyncio.AbstractEventLoop
-    arrived: asyncio.Queue[Update | BaseException]
+    arrived: asyncio.Queue[tuple[Listener, Update | BaseException]]
+    """What came, each with whom it is for: several listeners may share a queue."""
     request: Request | None = None
     told: int = 0
     """How many things were handed over, which the engine's thread alone counts."""
@@ -47,14 +48,27 @@ class Listener:
     def unread(self) -> int:
         return self.told - self.taken
 
-    def tell(self, what: Update | BaseException) -> bool:
-        """Hand something over, and return False if the loop is closed."""
-        try:
-            self.loop.call_soon_threadsafe(self.arrived.put_nowait, what)
-        except RuntimeError:  # asking first would not help, since it may close at any moment
-            return False
-        self.told += 1
-        return True
+
+News = tuple[Listener, "Update | BaseException"]
+
+
+def tell(loop: asyncio.AbstractEventLoop, news: Sequence[News]) -> bool:
+    """Hand things over, all at once, and return False if the loop is closed.
+
+    To wake a loop up takes longer than all that a step does for a request.
+    """
+    try:
+        loop.call_soon_threadsafe(_deliver, news)
+    except RuntimeError:  # asking first would not help, since it may close at any moment
+        return False
+    for listener, _ in news:
+        listener.told += 1
+    return True
+
+
+def _deliver(news: Sequence[News]) -> None:
+    for listener, what in news:
+        listener.arrived.put_nowait((listener, what))
 
 
 class EngineThread:
@@ -76,6 +90,11 @@ class EngineThread:
         """Makes the error that a stream raises when the engine no longer runs."""
         self._ended = False
         """True when the thread will not look into ``_todo`` again."""
+
+    @property
+    def closed(self) -> bool:
+        """True when it serves nobody any more: it was closed, or it broke down."""
+        return self._closed
 
     def submit(
         self,
@@ -141,14 +160,19 @@ class EngineThread:
     def _serve(self) -> None:
         """Wait for work, do a step, and tell of it."""
         self._do_all(wait=not self._engine.has_work)
+        brought: dict[asyncio.AbstractEventLoop, list[News]] = {}
         for update in self._step():
             if listener := self._listeners.get(update.request):
                 if update.finish_reason is not None:
                     self._leave(listener)
-                if not listener.tell(update):
+                brought.setdefault(listener.loop, []).append((listener, update))
+        for loop, news in brought.items():
+            alive = tell(loop, news)
+            for listener, _ in news:
+                if not alive:
                     self._leave(listener)
-                elif listener.unread >= MOST_UNREAD and update.finish_reason is None:
-                    self._pause(listener, update.request)
+                elif listener.unread >= MOST_UNREAD:
+                    self._pause(listener)
         for listener in [each for each in self._full if each.loop.is_closed()]:
             self._leave(listener)
 
@@ -183,17 +207,19 @@ class EngineThread:
         text: RequestText | None,
     ) -> None:
         if self._closed:
-            listener.tell(self._why())
+            tell(listener.loop, [(listener, self._why())])
             return
         try:
             listener.request = self._engine.submit(prompt, params, text)
         except BaseException as error:  # whatever it is, only this stream fails
-            listener.tell(error)
+            tell(listener.loop, [(listener, error)])
         else:
             self._listeners[listener.request] = listener
 
-    def _pause(self, listener: Listener, request: Request) -> None:
-        self._engine.pause(request)
+    def _pause(self, listener: Listener) -> None:
+        if listener.request not in self._listeners:
+            return  # it has ended
+        self._engine.pause(listener.request)
         self._full.add(listener)
         listener.full = True
         if listener.unread <= RESUMED_AT:  # read meanwhile, by who did not know that it is full
@@ -216,7 +242,7 @@ class EngineThread:
         self._closed = True
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
-            listener.tell(self._why())
+            tell(listener.loop, [(listener, self._why())])
         try:
             for request in listeners:
                 self._engine.cancel(request)

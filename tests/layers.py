@@ -26,7 +26,7 @@ ENGINE_LAYERS = (
     {"llm"},
     {"engine_thread"},
     {"async_llm"},
-    {"cli", "bench", "benchmark_scheduler", "benchmark_streaming", "__main__"},
+    {"cli", "server", "bench", "benchmark_scheduler", "benchmark_streaming", "__main__"},
 )
 PLUGIN_LAYERS = (
     {"settings", "mistakes", "discover", "target_source"},

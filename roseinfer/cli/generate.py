@@ -5,22 +5,20 @@ from __future__ import annotations
 import io
 import json
 import sys
-from contextlib import redirect_stdout
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from roseinfer.config import (
-    ADMISSION_POLICIES,
-    EngineConfig,
-    SamplingParams,
-    require_device,
-    require_dtype,
+from roseinfer.cli.model_options import (
+    add_engine_options,
+    add_model_options,
+    given_of,
+    load_llm,
+    refuse_mistakes,
 )
+from roseinfer.config import SamplingParams
 from roseinfer.errors import ConfigError, RoseinferError, UnsupportedModel
 from roseinfer.how_far import say
-from roseinfer.interrupts import interrupts_kill
-from roseinfer.models.source import locate
 
 if TYPE_CHECKING:
     import argparse
@@ -58,12 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     ids = "prompts and texts are token ids with spaces between (for lack of a tokenizer)"
     group.add_argument("--token-ids", action="store_true", help=ids)
 
-    add = parser.add_argument_group("model").add_argument
-    names = "a directory or a hub id (default: tiny, a small random model that writes nonsense)"
-    add("--model", "--hf-model-id", default="tiny", metavar="NAME", help=names)
-    add("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
-    dtypes = "float32, float16 or bfloat16 (default: the checkpoint's on a GPU, else float32)"
-    add("--dtype", help=dtypes)
+    add_model_options(parser)
 
     add = parser.add_argument_group("sampling").add_argument
     likeliest = "0 takes the most likely token (default: 0, but 1 with the next three or --seed)"
@@ -82,21 +75,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--ignore-eos", action="store_true", help="go on after a token that ends a text")
 
-    add = parser.add_argument_group("engine").add_argument
-    add("--max-batch-size", type=int, metavar="N", help="prompts that are continued at once")
-    add("--block-size", type=int, metavar="N", help="tokens of a block of the KV cache")
-    tokens = "tokens the KV cache holds (default: what the device has room for)"
-    add("--kv-cache-tokens", type=int, metavar="N", help=tokens)
-    add("--max-length", type=int, metavar="N", help="most tokens of a prompt and its text")
-    add(
-        "--no-prefix-cache",
-        dest="prefix_cache",
-        action="store_const",
-        const=False,
-        help="compute prompts that begin alike each from its beginning",
-    )
-    order = "begin prompts in order, or prefer those that fit whole into a step"
-    add("--prefill-admission-policy", choices=ADMISSION_POLICIES, help=order)
+    add_engine_options(parser)
 
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print one JSON object a line for each prompt")
@@ -123,14 +102,13 @@ def _generate(args: argparse.Namespace) -> int:
     texts = _texts(args)
     prompts: list[Prompt] = [_ids(text) for text in texts] if args.token_ids else [*texts]
     params = _params(args)
-    # All of these refuse what makes no sense before torch is loaded.
-    EngineConfig(**_given(args, EngineConfig))
-    if args.dtype is not None:
-        require_dtype(args.dtype)
-    if args.device is not None:
-        require_device(args.device)
-    locate(args.model)
-    llm = _load(args)
+    refuse_mistakes(args)
+    llm = load_llm(args, _NAME)
+    if llm.tokenizer is None and not args.token_ids:
+        raise ConfigError(
+            f"{args.model} has no tokenizer, so it reads no text: give token ids, as in "
+            "--token-ids --prompt '17 42 8'"
+        )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may not show every character
     if len(prompts) == 1 and not args.json:
@@ -212,31 +190,10 @@ def _params(args: argparse.Namespace) -> SamplingParams:
     for name in _TOLD:
         if getattr(args, name) and not args.json:
             raise ConfigError(f"--{name.replace('_', '-')} are printed with --json alone: add it")
-    given = _given(args, SamplingParams) | {"stop": tuple(args.stop)}
+    given = given_of(args, SamplingParams) | {"stop": tuple(args.stop)}
     if given.keys() & set(_CHOOSING):
         given.setdefault("temperature", 1.0)
     return SamplingParams(**given)
-
-
-def _given(args: argparse.Namespace, settings: type) -> dict[str, Any]:
-    """Return what the options say about the fields of a dataclass of settings."""
-    values = {each.name: getattr(args, each.name, None) for each in fields(settings)}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _load(args: argparse.Namespace) -> LLM:
-    with redirect_stdout(sys.stderr):  # what libraries print meanwhile is no output
-        say(f"{_NAME}: importing torch and transformers")
-        with interrupts_kill():
-            from roseinfer.llm import LLM
-        say(f"{_NAME}: loading {args.model}")
-        llm = LLM(args.model, device=args.device, dtype=args.dtype, **_given(args, EngineConfig))
-    if llm.tokenizer is None and not args.token_ids:
-        raise ConfigError(
-            f"{args.model} has no tokenizer, so it reads no text: give token ids, as in "
-            "--token-ids --prompt '17 42 8'"
-        )
-    return llm
 
 
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_ids: bool) -> int:

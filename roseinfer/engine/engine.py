@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from roseinfer.config import SamplingParams
 from roseinfer.decode.resident import ResidentDecode
@@ -34,6 +34,16 @@ if TYPE_CHECKING:
 
 NO_PROMPTS = (bytes, bytearray, memoryview, Mapping, Set)
 """These are iterable, and yet no token ids: what they yield are bytes, names, or in no order."""
+
+
+class Occupancy(NamedTuple):
+    """How many blocks the KV cache has, and what they are used for. The others are free."""
+
+    total: int
+    held: int
+    """Requests hold these."""
+    cached: int
+    """The prefix cache keeps these, and gives them to whoever needs them."""
 
 
 @dataclass(slots=True)
@@ -97,6 +107,10 @@ class Engine:
         self._end_tokens = loaded.end_tokens
         self._block_size = kv.block_size
         self._next_id = 0
+        self.prefix_queries = 0
+        """Prompt tokens that the prefix cache was asked for."""
+        self.prefix_hits = 0
+        """Those of them that it had."""
 
     @property
     def has_work(self) -> bool:
@@ -109,6 +123,30 @@ class Engine:
     @property
     def num_running(self) -> int:
         return len(self._scheduler.running)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._scheduler.num_preemptions
+
+    @property
+    def occupancy(self) -> Occupancy:
+        supply = self._supply
+        cached = self.prefixes.num_unused if self.prefixes else 0
+        return Occupancy(supply.capacity, supply.capacity - supply.available, cached)
+
+    def most_new_tokens(self, prompt_length: int) -> int:
+        """Return how many tokens a prompt can be continued by: 0 if it cannot be served.
+
+        Positions of the model bound it, and blocks of the cache. Any thread may call this.
+        """
+        least, most = 0, max(0, self.sessions.model.shape.max_length - prompt_length)
+        while least < most:  # what fits is found by halves, since windows bend the count of blocks
+            middle = (least + most + 1) // 2
+            if self._blocks_for(prompt_length, middle) <= self._supply.capacity:
+                least = middle
+            else:
+                most = middle - 1
+        return least
 
     def text_for(self, params: SamplingParams) -> RequestText | None:
         """Return an empty text for a request, or None for a model without a tokenizer.
@@ -197,8 +235,7 @@ class Engine:
             )
         most = min(params.max_new_tokens, positions - prompt_length)
         size = self._block_size
-        blocks = self._supply.needed_alone(prompt_length, prompt_length + most - 1)
-        # The last token is never stored.
+        blocks = self._blocks_for(prompt_length, most)
         if blocks > self._supply.capacity:
             raise RequestTooLarge(
                 f"a prompt of {prompt_length} tokens and {most} new ones take {blocks} blocks of "
@@ -206,6 +243,10 @@ class Engine:
                 "tokens, or build it with a larger kv_cache_tokens"
             )
         return most
+
+    def _blocks_for(self, prompt_length: int, new_tokens: int) -> int:
+        # The last token is never stored.
+        return self._supply.needed_alone(prompt_length, prompt_length + new_tokens - 1)
 
     def step(self) -> list[Update]:
         """Launch a step, and return an update for each request that got a token or ended.
@@ -337,6 +378,9 @@ class Engine:
                 counts[EnginePath.CHUNKED] += 1
             if first and request.found:
                 counts[EnginePath.PREFIX_HIT] += 1
+            if first and self.prefixes and not request.preempted:
+                self.prefix_queries += request.prompt_length
+                self.prefix_hits += request.found
             if first and request.preempted:
                 counts[EnginePath.RESUMED] += 1
 

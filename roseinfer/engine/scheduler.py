@@ -59,6 +59,8 @@ class Scheduler:
         self.paused: dict[int, Request] = {}
         """Requests that get no token until they are resumed. They hold nothing, and so they are in
         nobody's way, but for those among the running ones that still have tokens in flight."""
+        self.num_preemptions = 0
+        """How often blocks were taken from a request that ran, for others or to start over."""
         self._leaving: list[Request] = []
         """Requests that were paused while they ran, and are set aside when none is in flight."""
 
@@ -159,6 +161,7 @@ class Scheduler:
             self._preempt_newest()
 
     def _preempt_newest(self) -> None:
+        self.num_preemptions += 1
         self._set_aside(self.running.pop(max(self.running)))
 
     def _set_paused_aside(self) -> None:

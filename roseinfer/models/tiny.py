@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SEED = 20
+_CHAT = """\
+{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 END = 256
 """The token after those of the 256 bytes: the end of a text."""
 
@@ -65,6 +68,7 @@ def byte_tokenizer(vocab_size: int = END + 1) -> PreTrainedTokenizerBase:
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
+        chat_template=_CHAT,
         bos_token="<|endoftext|>",
         eos_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,

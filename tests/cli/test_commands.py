@@ -58,11 +58,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_help_lists_every_command_and_imports_nothing_heavy(tmp_path: Path) -> None:
     heavy = ["torch", "triton", "transformers", "numpy", "pytest", "hypothesis"]
+    heavy += ["starlette", "uvicorn", "pydantic", "prometheus_client"]
     path = install(tmp_path, INSTALLED[ENTRY_POINTS])
     *said, answer = run_python(HELP.format(heavy=heavy), PYTHONPATH=path).splitlines()
     assert json.loads(answer) == [0, []]
     listed = [line.split()[0] for line in said if line.startswith("    ")]
-    assert listed == ["generate", "gates", "verify"]
+    assert listed == ["generate", "gates", "serve", "verify"]
 
 
 @pytest.mark.usefixtures("installed")

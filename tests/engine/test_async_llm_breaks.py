@@ -249,7 +249,8 @@ def test_a_loop_that_closes_while_it_is_told_leaves_and_the_others_go_on(
         tell = loop.call_soon_threadsafe
 
         def closing_first(*arguments: Any) -> Any:
-            last = arguments[1].finish_reason is not None
+            ((_, update),) = arguments[1]
+            last = update.finish_reason is not None
             if last or not at_last:
                 loop.close()
                 closed.set()

@@ -46,18 +46,24 @@ def require_browser() -> str:
 
 def asked(page: str, script: str, folder: Path, *, width: int = 1100, dark: bool = False) -> Any:
     """Open a page in a frame so wide, run a script in it, and return what that returns."""
-    browser, file = require_browser(), folder / "page.html"
+    file = folder / "page.html"
     asking = page.replace("</body>", f"{_ANSWER.format(script=script)}</body>")
     file.write_text(_AROUND.format(width=width, page=escape(asking)))
+    colours = ["--blink-settings=preferredColorScheme=0"] * dark
+    return answer_in(file.as_uri(), folder, *colours)
+
+
+def answer_in(url: str, folder: Path, *options: str) -> Any:
+    """Open a page that writes an answer of its own, as JSON, and return that."""
     done = subprocess.run(
         [
-            browser,
+            require_browser(),
             *_OPTIONS,
             f"--user-data-dir={folder / 'profile'}",
             "--window-size=1200,900",
-            *["--blink-settings=preferredColorScheme=0"] * dark,
+            *options,
             "--dump-dom",
-            file.as_uri(),
+            url,
         ],
         capture_output=True,
         text=True,

@@ -1,0 +1,72 @@
+"""The options of every command that loads a model, and the load itself."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from roseinfer.config import ADMISSION_POLICIES, EngineConfig, require_device, require_dtype
+from roseinfer.how_far import say
+from roseinfer.interrupts import interrupts_kill
+from roseinfer.models.source import locate
+
+if TYPE_CHECKING:
+    import argparse
+
+    from roseinfer.llm import LLM
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model").add_argument
+    names = "a directory or a hub id (default: tiny, a small random model that writes nonsense)"
+    add("--model", "--hf-model-id", default="tiny", metavar="NAME", help=names)
+    add("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
+    dtypes = "float32, float16 or bfloat16 (default: the checkpoint's on a GPU, else float32)"
+    add("--dtype", help=dtypes)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("engine").add_argument
+    add("--max-batch-size", type=int, metavar="N", help="prompts that are continued at once")
+    add("--block-size", type=int, metavar="N", help="tokens of a block of the KV cache")
+    tokens = "tokens the KV cache holds (default: what the device has room for)"
+    add("--kv-cache-tokens", type=int, metavar="N", help=tokens)
+    add("--max-length", type=int, metavar="N", help="most tokens of a prompt and its text")
+    add(
+        "--no-prefix-cache",
+        dest="prefix_cache",
+        action="store_const",
+        const=False,
+        help="compute prompts that begin alike each from its beginning",
+    )
+    order = "begin prompts in order, or prefer those that fit whole into a step"
+    add("--prefill-admission-policy", choices=ADMISSION_POLICIES, help=order)
+
+
+def given_of(args: argparse.Namespace, settings: type) -> dict[str, Any]:
+    """Return what the options say about the fields of a dataclass of settings."""
+    values = {each.name: getattr(args, each.name, None) for each in fields(settings)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def refuse_mistakes(args: argparse.Namespace) -> None:
+    """Refuse what makes no sense before torch is loaded."""
+    EngineConfig(**given_of(args, EngineConfig))
+    if args.dtype is not None:
+        require_dtype(args.dtype)
+    if args.device is not None:
+        require_device(args.device)
+    locate(args.model)
+
+
+def load_llm(args: argparse.Namespace, command: str) -> LLM:
+    """Load the model, and say so meanwhile in the name of a command."""
+    with redirect_stdout(sys.stderr):  # what libraries print meanwhile is no output
+        say(f"{command}: importing torch and transformers")
+        with interrupts_kill():
+            from roseinfer.llm import LLM
+        say(f"{command}: loading {args.model}")
+        config = given_of(args, EngineConfig)
+        return LLM(args.model, device=args.device, dtype=args.dtype, **config)

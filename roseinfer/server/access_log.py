@@ -1,0 +1,122 @@
+"""One line of JSON for each HTTP request: what was asked and how it ended, but no prompt."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from roseinfer.errors import RoseinferError
+from roseinfer.server.refusals import Refused, refusal_of
+from roseinfer.server.streaming import ClientGone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from roseinfer.server.generation import Generation
+
+_NOTE = "roseinfer.note"
+_CLIENT_LEFT = 499
+"""As nginx writes where a client left before it had an answer."""
+
+
+@dataclass(slots=True)
+class Note:
+    """What is known of a request when it ends."""
+
+    id: str
+    status: int = _CLIENT_LEFT
+    generation: Generation | None = None
+    left: bool = False
+    error: str | None = None
+
+
+def noted(scope: Scope) -> Note:
+    note: Note = scope[_NOTE]
+    return note
+
+
+def note_error(scope: Scope, error: Exception) -> None:
+    """Have the line say that a request failed. Where nobody expected that, say where, too.
+
+    The message of such an error is left out: a prompt may be in it.
+    """
+    note = noted(scope)
+    note.error = type(error).__name__
+    if not isinstance(error, (RoseinferError, Refused)):
+        where = "".join(traceback.format_tb(error.__traceback__))
+        print(f"{note.id}: {note.error}\n{where}", file=sys.stderr, flush=True)
+
+
+def write_line(line: str) -> None:
+    print(line, flush=True)
+
+
+class AccessLog:
+    """Stands before everything else, so that it sees whatever is answered."""
+
+    def __init__(self, app: ASGIApp, write: Callable[[str], None] | None) -> None:
+        self._app = app
+        self._write = write
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        note = scope[_NOTE] = Note(f"req-{uuid4().hex}")
+        begun = time.perf_counter()
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                note.status = message["status"]
+                headers = [*message.get("headers", ()), (b"x-request-id", note.id.encode())]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, send_noted, note)
+        finally:
+            if self._write is not None:
+                self._write(_line(scope, note, time.perf_counter() - begun))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, note: Note) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except ClientGone:
+            note.left = True
+        except Exception as error:
+            note_error(scope, error)
+            if note.status == _CLIENT_LEFT:  # else half of an answer is out, and is broken off
+                await refusal_of(error).response()(scope, receive, send)
+
+
+def _line(scope: Scope, note: Note, seconds: float) -> str:
+    client = scope.get("client")
+    said: dict[str, Any] = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "id": note.id,
+        "client": client[0] if client else None,
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": note.status,
+        "seconds": round(seconds, 4),
+    }
+    if note.generation is not None:
+        used = note.generation.usage
+        said |= {
+            "prompt_tokens": used.prompt_tokens,
+            "cached_tokens": used.cached_tokens,
+            "completion_tokens": used.completion_tokens,
+        }
+    if note.left:
+        said["left"] = True
+    if note.error is not None:
+        said["error"] = note.error
+    return json.dumps(said)

@@ -1,0 +1,212 @@
+"""The one way from prompts to texts: choices that are generated together, piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Sequence
+
+    from roseinfer.async_llm import AsyncLLM, Together
+    from roseinfer.config import SamplingParams
+    from roseinfer.engine.engine import Update
+    from roseinfer.engine.request import Request
+    from roseinfer.server.metrics import Metrics
+    from roseinfer.server.prompts import Prompt
+
+
+_CHUNKS_A_SECOND = 2000
+"""Where more would be sent of all texts together, tokens wait for each other."""
+_MOST_TO_A_CHUNK = 16
+"""They wait for about so many. A text with many more unread would be paused."""
+_LEAST_S, _MOST_S = 0.002, 0.1
+
+
+Likeliest = list[tuple[int, float]]
+"""Tokens with their log-probabilities."""
+Echoed = list[tuple[int, float | None]]
+"""The same of a prompt, whose first token has none."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """What came for one choice: a part of its text, or all of it."""
+
+    choice: int
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """One for each token, if they were asked for."""
+    likeliest: list[Likeliest] = field(default_factory=list)
+    """The same for the likeliest tokens at its place."""
+    echoed: Echoed = field(default_factory=list)
+    """Where text begins: the tokens of its prompt, if theirs were asked for."""
+    finish_reason: str | None = None
+
+    def add(self, later: Piece) -> None:
+        self.text += later.text
+        self.tokens += later.tokens
+        self.logprobs += later.logprobs
+        self.likeliest += later.likeliest
+        self.echoed = self.echoed or later.echoed
+        self.finish_reason = later.finish_reason
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens of prompts that the prefix cache had."""
+
+
+@dataclass(slots=True)
+class _Choice:
+    """A choice that is generated."""
+
+    number: int
+    prompt: int
+    tokens: int = 0
+    newest: float = 0.0
+    """When its newest token came."""
+    ended: bool = False
+
+
+class Generation:
+    """All choices of one HTTP request: number ``prompt * n + i`` is the ``i``-th for a prompt.
+
+    The first for each prompt begins alone. When it has a token, the prefix cache has what is stored
+    of the prompt, and the others begin with that.
+    """
+
+    def __init__(
+        self,
+        served: AsyncLLM,
+        metrics: Metrics,
+        prompts: Sequence[Prompt],
+        choices: int,
+        params_of: Callable[[Prompt, int], SamplingParams],
+        num_open: Callable[[], int],
+    ) -> None:
+        """``choices`` are wanted for each prompt; ``params_of`` takes it and the number of one.
+
+        ``num_open`` says how many texts are served now, here and elsewhere.
+        """
+        self.prompts = prompts
+        self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
+        self._served = served
+        self._metrics = metrics
+        self._wanted = choices
+        self._params_of = params_of
+        self._num_open = num_open
+        self._choices: list[_Choice] = []
+        """In the order in which they began."""
+        self._echoed: dict[int, Echoed] = {}
+        """By the numbers of prompts: what the first choice for each was told of it."""
+        self._token_s = 0.0
+        """How long the newest tokens took, each."""
+        self._began = 0.0
+
+    async def whole(self) -> list[Piece]:
+        """Return all of each choice."""
+        texts = [Piece(number) for number in range(len(self.prompts) * self._wanted)]
+        async with aclosing(self.bursts()) as bursts:
+            async for burst in bursts:
+                for piece in burst:
+                    texts[piece.choice].add(piece)
+        return texts
+
+    async def bursts(self) -> AsyncGenerator[list[Piece], None]:
+        """Yield what has come since the last time, a piece for each choice that got something.
+
+        A text that nobody reads any more is cancelled: who leaves the loop closes it.
+        """
+        self._began = time.perf_counter()
+        together = self._served.together()
+        why = "abort"
+        try:
+            for prompt in range(len(self.prompts)):
+                self._begin(together, prompt, 0)
+            while not all(choice.ended for choice in self._choices):
+                yield self._take(together, await together.next())
+                await asyncio.sleep(self._pause())
+        except Exception:
+            why = "error"
+            raise
+        finally:
+            together.leave()
+            for choice in self._choices:
+                if not choice.ended:
+                    self._end(choice, why, time.perf_counter())
+
+    def _pause(self) -> float:
+        """Return how long to let tokens come together, so that the engine's thread gets its turn.
+
+        Where few are served, each token is sent when it comes.
+        """
+        seconds = self._num_open() / _CHUNKS_A_SECOND
+        if seconds < _LEAST_S:
+            return 0
+        return min(seconds, self._token_s * _MOST_TO_A_CHUNK, _MOST_S)
+
+    def _begin(self, together: Together, prompt: int, number: int) -> None:
+        asked = self.prompts[prompt]
+        together.add(asked.token_ids, self._params_of(asked, number))
+        self._choices.append(_Choice(prompt * self._wanted + number, prompt))
+
+    def _take(self, together: Together, updates: list[tuple[int, Update]]) -> list[Piece]:
+        """Return the pieces of updates, and begin what can begin now."""
+        now = time.perf_counter()
+        pieces: dict[int, Piece] = {}
+        for at, update in updates:
+            choice, request = self._choices[at], update.request
+            piece = pieces.setdefault(at, Piece(choice.number))
+            piece.text += update.text
+            if update.token_id is not None:
+                piece.tokens.append(update.token_id)
+                if update.logprob is not None:
+                    piece.logprobs.append(update.logprob)
+                if update.top_logprobs is not None:
+                    piece.likeliest.append(update.top_logprobs)
+                choice.tokens += 1
+            if update.finish_reason is not None:
+                if request.error is not None:
+                    raise request.error
+                piece.finish_reason = str(update.finish_reason)
+            if choice.tokens == 1 and not choice.newest:
+                self._note_first(together, choice, request, now)
+                piece.echoed = self._echoed.get(choice.prompt, [])
+        for at, piece in pieces.items():
+            self._note(self._choices[at], piece, now)
+        return list(pieces.values())
+
+    def _note_first(
+        self, together: Together, choice: _Choice, request: Request, now: float
+    ) -> None:
+        """Count a prompt that was read, and begin the other choices for it."""
+        self._metrics.began(request.prompt_length, now - self._began)
+        choice.newest = now
+        if choice.number % self._wanted == 0:
+            self.usage.cached_tokens += min(request.found, request.prompt_length)
+            if request.params.prompt_logprobs:
+                tokens = self.prompts[choice.prompt].token_ids
+                self._echoed[choice.prompt] = [*zip(tokens, request.prompt_logprobs, strict=True)]
+            for number in range(1, self._wanted):
+                self._begin(together, choice.prompt, number)
+
+    def _note(self, choice: _Choice, piece: Piece, now: float) -> None:
+        self.usage.completion_tokens += len(piece.tokens)
+        first = choice.tokens == len(piece.tokens)
+        self._metrics.generated(len(piece.tokens), now - choice.newest, first=first)
+        self._token_s = (now - choice.newest) / max(1, len(piece.tokens))
+        choice.newest = now
+        if piece.finish_reason is not None:
+            self._end(choice, piece.finish_reason, now)
+
+    def _end(self, choice: _Choice, why: str, now: float) -> None:
+        choice.ended = True
+        self._metrics.ended(why, choice.tokens, now - self._began)

@@ -1,0 +1,98 @@
+"""The process that listens: a socket, signals, and an end in which texts that run may finish."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import socket
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from roseinfer.errors import ConfigError
+from roseinfer.how_far import say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from starlette.types import ASGIApp
+
+    from roseinfer.server.service import Service
+
+_LAST_WORDS_S = 5
+"""So long a client may take to read what is left for it when its text was cut."""
+_BACKLOG = 2048
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket that has the address, and does not listen yet."""
+    with ExitStack() as stack:
+        try:
+            kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            found = stack.enter_context(socket.socket(kind, socket.SOCK_STREAM))
+            if os.name == "posix":
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(f"--host {host} --port {port} cannot be listened on: {why}") from None
+        stack.pop_all()
+        return found
+
+
+class HttpServer(uvicorn.Server):
+    """Told to end once, it drains; told twice, it ends at once."""
+
+    def __init__(
+        self, app: ASGIApp, service: Service, listening: Callable[[], None] = lambda: None
+    ) -> None:
+        """``listening`` is called when clients can connect."""
+        self._service = service
+        self._listening = listening
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: asyncio.Task[None] | None = None
+        drain = math.ceil(service.config.drain_seconds) + _LAST_WORDS_S
+        super().__init__(
+            uvicorn.Config(
+                app,
+                backlog=_BACKLOG,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=drain,
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        self._listening()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """Take a signal. Those that uvicorn takes itself it raises again when it has ended."""
+        if self.should_exit:
+            sys.stderr.flush()
+            os._exit(128 + sig)
+        self.end()
+
+    def end(self) -> None:
+        """Take no more requests, and end when those there are have ended."""
+        self.should_exit = True
+        self._service.admission.draining = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_to_end)
+
+    def _begin_to_end(self) -> None:
+        self._ending = asyncio.ensure_future(self._cut())
+
+    async def _cut(self) -> None:
+        """Close the engine when the time is up: streams then end with an error that says so."""
+        open_, seconds = self._service.admission.open, self._service.config.drain_seconds
+        if open_:
+            say(f"roseinfer serve: ending, once {open_} texts are done or {seconds:g} s are over")
+        await asyncio.sleep(seconds)
+        await asyncio.to_thread(self._service.served.close)

@@ -1,0 +1,114 @@
+"""Prompts as token ids, from texts and from messages, and whether there is room for them."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from roseinfer.errors import BadArgument
+from roseinfer.server.refusals import Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from roseinfer.llm import LLM
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: list[int]
+    room: int
+    """How many tokens it can be continued by."""
+
+
+class Prompts:
+    """Reads prompts, in a thread of its own: a long one holds up neither streams nor the engine."""
+
+    def __init__(self, llm: LLM, most_tokens: int | None, chat_template: str | None) -> None:
+        self._tokenizer: Any = llm.tokenizer
+        self._engine = llm.engine
+        self._most_tokens = most_tokens
+        self._chat_template = chat_template or getattr(llm.tokenizer, "chat_template", None)
+        self._thread = ThreadPoolExecutor(1, "roseinfer-prompts")
+
+    @property
+    def can_chat(self) -> bool:
+        return self._chat_template is not None
+
+    async def of(self, prompts: Sequence[str | list[int]], field: str) -> list[Prompt]:
+        """Return prompts that stood in a field of a body."""
+        return await self._run(self._read, prompts, field)
+
+    async def of_messages(self, messages: Sequence[Mapping[str, str]], field: str) -> list[Prompt]:
+        """Return the prompt that the chat template makes of messages."""
+        if not self.can_chat:
+            raise Refused(
+                400,
+                "this model came without a chat template: ask /v1/completions, or have the server "
+                "started with --chat-template FILE",
+                param=field,
+                code="no_chat_template",
+            )
+        return await self._run(self._render, messages, field)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    async def text_of(self, token_ids: list[int]) -> str:
+        text: str = await self._run(self._tokenizer.decode, token_ids)
+        return text
+
+    async def _run(self, call: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    def _read(self, prompts: Sequence[str | list[int]], field: str) -> list[Prompt]:
+        return [
+            self._checked(self._encode(each, field) if isinstance(each, str) else each, field)
+            for each in prompts
+        ]
+
+    def _render(self, messages: Sequence[Mapping[str, str]], field: str) -> list[Prompt]:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(each) for each in messages],
+                chat_template=self._chat_template,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except Exception as error:  # templates raise what they like, as for roles in a wrong order
+            why = f"the chat template takes no such messages: {error}"
+            raise Refused(400, why, param=field, code="invalid_value") from None
+        return [self._checked(self._encode(text, field, add_special_tokens=False), field)]
+
+    def _encode(self, text: str, field: str, **options: Any) -> list[int]:
+        try:
+            ids: list[int] = self._tokenizer.encode(text, **options)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic in Rust is not an Exception
+            why = f"{field}: the tokenizer cannot read this text"
+            raise Refused(400, why, param=field, code="invalid_value") from None
+        return ids
+
+    def _checked(self, token_ids: list[int], field: str) -> Prompt:
+        count = len(token_ids)
+        if self._most_tokens is not None and count > self._most_tokens:
+            raise self._too_long(f"this server takes {self._most_tokens}", count, field)
+        room = self._engine.most_new_tokens(count)
+        if room < 1:
+            most = self._engine.most_new_tokens(1)
+            raise self._too_long(f"there is room for {most} and a new one", count, field)
+        try:
+            self._engine.sessions.check_tokens(token_ids)
+        except BadArgument as error:
+            raise Refused(400, f"{field}: {error}", param=field, code="invalid_value") from None
+        return Prompt(token_ids, room)
+
+    @staticmethod
+    def _too_long(what: str, count: int, field: str) -> Refused:
+        why = f"{field}: a prompt of {count} tokens is too long: {what}"
+        return Refused(400, why, param=field, code="context_length_exceeded")

@@ -1,0 +1,88 @@
+"""Errors in OpenAI's shape, and which of them an exception means."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from roseinfer.errors import BadArgument, ConfigError, EngineStopped, RoseinferError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from pydantic import ValidationError
+
+_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
+"""What OpenAI calls errors that pydantic names so; the others are all an invalid value."""
+
+
+class Refused(Exception):
+    """A request that gets an error for an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error"
+        if self.status >= 500:
+            kind = "server_error"
+        elif self.status == 429:
+            kind = "rate_limit_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def refusal_of(error: Exception) -> Refused:
+    """Return what a client is told of an error. One that nobody raised on purpose is not told."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, HTTPException):
+        return Refused(error.status_code, error.detail, headers=error.headers)
+    if isinstance(error, (BadArgument, ConfigError)):
+        return Refused(400, str(error), code="invalid_value")
+    if isinstance(error, EngineStopped):
+        return Refused(503, str(error), code="engine_stopped")
+    if isinstance(error, RoseinferError):
+        return Refused(500, str(error), code="generation_failed")
+    return Refused(500, "the server failed at this request; its log says where")
+
+
+def refusal_of_body(error: ValidationError, limited: Collection[str]) -> Refused:
+    """Return a refusal for the first thing that is wrong with a body. It repeats no value.
+
+    ``limited`` are fields that have values which are right, and yet not served.
+    """
+    found = error.errors(include_url=False, include_input=False)
+    first = min(found, key=lambda each: each["type"] == "missing")  # as of a part of another kind
+    kind, said = first["type"], first["msg"]
+    # Those in brackets say which of a field's kinds of values was tried.
+    path = ".".join(str(part) for part in first["loc"] if not str(part).startswith("("))
+    if kind == "json_invalid":
+        return Refused(400, f"the body is no JSON: {said}", code="invalid_json")
+    if kind == "extra_forbidden":
+        said = f"{path} is not supported by this server"
+    elif kind == "missing":
+        said = f"{path} is missing"
+    elif path.split(".")[0] in limited:
+        said = f"this value of {path} is not supported by this server: {said}"
+    else:
+        said = f"{path or 'the body'}: {said}"
+    return Refused(400, said, param=path or None, code=_CODES.get(kind, "invalid_value"))

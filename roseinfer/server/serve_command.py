@@ -1,0 +1,146 @@
+"""``roseinfer serve``: an HTTP server for OpenAI's clients."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roseinfer.cli.model_options import (
+    add_engine_options,
+    add_model_options,
+    given_of,
+    load_llm,
+    refuse_mistakes,
+)
+from roseinfer.config import API_KEY, ServerConfig
+from roseinfer.errors import ConfigError, RoseinferError
+from roseinfer.how_far import say
+
+if TYPE_CHECKING:
+    import argparse
+    import socket
+
+    from roseinfer.server.service import Service
+
+HELP = "serve a language model to OpenAI's clients over HTTP"
+DESCRIPTION = """\
+Serve a language model to OpenAI's clients over HTTP: completions, chat completions and responses.
+SIGTERM or Ctrl-C ends it when the texts that run are done, and a second one at once. Exit status 0
+after that, 2 when nothing could be served: wrong usage, or a model that cannot be loaded."""
+
+_NAME = "roseinfer serve"
+_EXTRA = ("prometheus_client", "pydantic", "starlette", "uvicorn")
+_NOTHING_DONE, _INTERRUPTED = 2, 128 + 2
+_DEFAULTS = ServerConfig(api_key="none")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("address").add_argument
+    host = f"the address to listen on (default: {_DEFAULTS.host}, which only this machine reaches)"
+    add("--host", metavar="HOST", help=host)
+    port = f"the port; 0 for one that is free (default: {_DEFAULTS.port})"
+    add("--port", type=int, metavar="PORT", help=port)
+    names = "the names that clients ask for (default: that of the model)"
+    add("--served-model-name", nargs="+", metavar="NAME", help=names)
+
+    add_model_options(parser)
+    template = parser.add_argument_group("chat").add_argument
+    jinja = "a Jinja template for chats (default: the one that the tokenizer came with)"
+    template("--chat-template", metavar="FILE", help=jinja)
+
+    add_engine_options(parser)
+
+    add = parser.add_argument_group("limits").add_argument
+    key = f"what clients must know (default: what {API_KEY} is set to, if it is)"
+    add("--api-key", metavar="KEY", help=key)
+    queue = f"texts that may wait; others are told to come later (default: {_DEFAULTS.max_queue})"
+    add("--max-queue", type=int, metavar="N", help=queue)
+    body = f"the largest body of a request (default: {_DEFAULTS.max_body_bytes})"
+    add("--max-body-bytes", type=int, metavar="N", help=body)
+    prompt = "the longest prompt (default: what there is room for)"
+    add("--max-prompt-tokens", type=int, metavar="N", help=prompt)
+    drain = f"how long texts may go on at the end (default: {_DEFAULTS.drain_seconds:g})"
+    add("--drain-seconds", type=float, metavar="S", help=drain)
+    add(
+        "--no-access-log",
+        dest="access_log",
+        action="store_const",
+        const=False,
+        help="print no line for each request",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        _serve(args)
+    except RoseinferError as error:
+        say(" ".join([f"{_NAME}:", *str(error).split()]))
+        return _NOTHING_DONE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> None:
+    # All of this refuses what makes no sense before torch is loaded.
+    _require_extra()
+    config = ServerConfig(**given_of(args, ServerConfig))
+    template = None if config.chat_template is None else _read(config.chat_template)
+    refuse_mistakes(args)
+    from roseinfer.server.http_server import bound
+
+    with bound(config.host, config.port) as listener:
+        llm = load_llm(args, _NAME)
+        if llm.tokenizer is None:
+            raise ConfigError(f"{args.model} has no tokenizer, so there are no texts to serve")
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        from roseinfer.server.app import application
+        from roseinfer.server.http_server import HttpServer
+        from roseinfer.server.service import Service
+
+        service = Service(llm, config.served_model_name or (args.model,), config, template)
+        server = HttpServer(
+            application(service), service, lambda: _say_how_to_try(service, listener)
+        )
+        server.run([listener])
+
+
+def _require_extra() -> None:
+    """Raise unless what the server needs besides the engine is installed."""
+    for name in _EXTRA:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            raise ConfigError(
+                f"the server needs {name}, which is not installed: pip install '.[serve]' in the "
+                "folder of roseinfer's sources adds all that it needs"
+            ) from None
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {file} cannot be read: {error}") from None
+
+
+def _say_how_to_try(service: Service, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    key = "..." if service.config.api_key is not None else "none"
+    if service.config.api_key is None and not listener.getsockname()[0].startswith("127."):
+        say(f"{_NAME}: whoever reaches this machine may use it: {API_KEY} would ask for a key")
+    name = service.names[0]
+    ask = f'client.completions.create(model="{name}", prompt="Once upon a time").choices[0].text'
+    if service.prompts.can_chat:
+        messages = '[{"role": "user", "content": "Hello!"}]'
+        ask = f'client.chat.completions.create(model="{name}", messages={messages})'
+        ask += ".choices[0].message.content"
+    say(f"{_NAME}: {name} is served at {url} (a page to try it), and to clients:\n")
+    say("    from openai import OpenAI")
+    say(f'    client = OpenAI(base_url="{url}/v1", api_key="{key}")')
+    say(f"    print({ask})\n")

@@ -1,0 +1,87 @@
+"""What all endpoints share: the engine, how prompts are read, and what is let in."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from roseinfer.async_llm import AsyncLLM
+from roseinfer.server.admission import Admission
+from roseinfer.server.generation import Generation
+from roseinfer.server.metrics import Metrics
+from roseinfer.server.prompts import Prompts
+from roseinfer.server.refusals import Refused
+from roseinfer.server.shapes.token_texts import TokenTexts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roseinfer.config import SamplingParams, ServerConfig
+    from roseinfer.llm import LLM
+    from roseinfer.server.prompts import Prompt
+    from roseinfer.server.shapes.bodies import Asked
+
+
+class Service:
+    """Serves one ``LLM``, under one name or several."""
+
+    def __init__(
+        self, llm: LLM, names: Sequence[str], config: ServerConfig, chat_template: str | None = None
+    ) -> None:
+        self.config = config
+        self.names = tuple(names)
+        self.engine = llm.engine
+        self.served = AsyncLLM(llm)
+        self.prompts = Prompts(llm, config.max_prompt_tokens, chat_template)
+        self.admission = Admission(llm.config.max_batch_size, config.max_queue)
+        self.metrics = Metrics(llm.engine, self.names[0])
+        self.token_texts = TokenTexts(llm.tokenizer)
+        self.vocabulary = llm.engine.sessions.model.shape.vocab_size
+        self.most_tokens = llm.engine.most_new_tokens(1) + 1
+        """Of a prompt and its text together."""
+        self._since = int(time.time())
+
+    @property
+    def ready(self) -> bool:
+        """True while requests are taken."""
+        return self.alive and not self.admission.draining
+
+    @property
+    def alive(self) -> bool:
+        return not self.served.closed
+
+    def close(self) -> None:
+        """End the engine's thread and that of prompts."""
+        self.served.close()
+        self.prompts.close()
+
+    def models(self) -> list[dict[str, object]]:
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._since,
+                "owned_by": "roseinfer",
+                "max_model_len": self.most_tokens,
+            }
+            for name in self.names
+        ]
+
+    def require_model(self, name: str) -> None:
+        if name not in self.names:
+            known = ", ".join(self.names)
+            why = f"there is no such model here: this server has {known}"
+            raise Refused(404, why, param="model", code="model_not_found")
+
+    def generation(self, body: Asked, prompts: Sequence[Prompt]) -> Generation:
+        def params_of(prompt: Prompt, choice: int) -> SamplingParams:
+            return body.params(min(prompt.room, body.most_tokens or prompt.room), choice)
+
+        return Generation(
+            self.served,
+            self.metrics,
+            prompts,
+            body.choices,
+            params_of,
+            lambda: self.admission.open,
+        )

@@ -1,0 +1,199 @@
+"""What every endpoint may be asked for. A field that is not here, or a value that is not served, is
+refused: nothing is ignored that would have changed an answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from roseinfer.config import LONGEST_STOP, MOST_STOPS, SamplingParams
+from roseinfer.server.refusals import refusal_of_body
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roseinfer.server.prompts import Prompt, Prompts
+
+_SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+MOST_CHOICES = 128
+_INT64 = 1 << 63
+_LOGPROBS = {"logprobs", "top_logprobs", "prompt_logprobs"}
+LIMITED = frozenset(
+    {"background", "best_of", "include", "logit_bias", "logprobs"}
+    | {"modalities", "previous_response_id", "reasoning", "response_format"}
+    | {"store", "suffix", "text", "tool_choice", "tools", "top_logprobs", "truncation"}
+)
+"""Fields of which only some of OpenAI's values are served: at the least the one that changes
+nothing, which clients send without being asked to."""
+BodyType = TypeVar("BodyType", bound="Asked")
+
+
+def read_body(kind: type[BodyType], data: bytes) -> BodyType:
+    """Return what was asked, or raise a refusal that names what is wrong."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise refusal_of_body(error, LIMITED) from None
+
+
+def _kind(value: Any) -> str:
+    return "(text)" if isinstance(value, str) else "(list)"
+
+
+TEXT, LIST, TEXT_OR_LIST = Tag("(text)"), Tag("(list)"), Discriminator(_kind)
+"""For fields that take one text or a list: an error is told of what was given, not of both."""
+_Stop = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_STOP)]
+Stops = Annotated[
+    Annotated[_Stop, TEXT] | Annotated[list[_Stop], Field(max_length=MOST_STOPS), LIST],
+    TEXT_OR_LIST,
+]
+NoList = Annotated[list[Any], Field(max_length=0)] | None
+NoObject = Annotated[dict[str, Any], Field(max_length=0)] | None
+
+
+def _require_false(value: bool) -> bool:
+    if value:
+        raise PydanticCustomError("not_false", "Input should be false")
+    return value
+
+
+OnlyFalse = Annotated[bool, AfterValidator(_require_false), WithJsonSchema({"const": False})] | None
+"""A ``Literal`` would take 0 for it."""
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Part(Strict):
+    """A part of a message, of which only texts are served."""
+
+    text: str
+
+
+class Said(Strict):
+    """A message, by whoever said it."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+
+    def as_told(self, content: str | Sequence[Part]) -> dict[str, str]:
+        """Return it as chat templates know it: developers are a newer word for the system."""
+        role = "system" if self.role == "developer" else self.role
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        return {"role": role, "content": content}
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    """As vLLM has it: every chunk says the usage so far."""
+    include_obfuscation: OnlyFalse = False
+
+
+class Asked(Strict):
+    """What every endpoint may be asked for. Who the ``user`` is changes nothing."""
+
+    model: str
+    stream: bool | None = False
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=_INT64)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.001, le=1000)
+    seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
+    ignore_eos: bool | None = False
+    user: str | None = None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_whole(cls, value: Any) -> Any:
+        """Take 1.0 for the whole number that it is in JSON."""
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
+    def params(self, max_new_tokens: int, choice: int) -> SamplingParams:
+        """Return how the tokens of one of the choices are chosen."""
+        given = self.model_dump(include=set(_SAMPLING - _LOGPROBS), exclude_none=True)
+        given = {"temperature": 1.0} | given
+        if given.get("top_k") == -1:  # as vLLM turns it off
+            given["top_k"] = 0
+        if given.get("top_p") == 0:  # which OpenAI allows: only the likeliest token is left
+            given["top_p"] = 1e-9
+        if isinstance(given.get("stop"), str):
+            given["stop"] = (given["stop"],)
+        if self.seed is not None:
+            given["seed"] = self.seed + choice
+        return SamplingParams(
+            **given | self.wanted_logprobs(choice) | {"max_new_tokens": max_new_tokens}
+        )
+
+    @property
+    def most_tokens(self) -> int | None:
+        """How many tokens were asked for; None for as many as there is room for."""
+        raise NotImplementedError
+
+    @property
+    def choices(self) -> int:
+        """How many texts are wanted for each prompt."""
+        return 1
+
+    @property
+    def num_texts(self) -> int:
+        """How many are wanted in all."""
+        return self.choices
+
+    def wanted_logprobs(self, choice: int) -> dict[str, Any]:  # noqa: ARG002
+        """Return what ``SamplingParams`` are told of them."""
+        return {}
+
+    async def prompts(self, prompts: Prompts) -> list[Prompt]:
+        raise NotImplementedError
+
+
+def only_with(name: str, value: dict[str, Any], needed: str) -> dict[str, Any]:
+    """Return a schema by which a field has such a value only where another one is true."""
+    return {
+        "if": {"properties": {name: value}, "required": [name]},
+        "then": {"properties": {needed: {"const": True}}, "required": [needed]},
+    }
+
+
+OF_STREAMS = only_with("stream_options", {"type": "object"}, "stream")
+
+
+class AskedForChoices(Asked):
+    """What completions and chat completions may be asked for besides."""
+
+    n: int | None = Field(1, ge=1, le=MOST_CHOICES)
+    stop: Stops | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: NoObject = None
+
+    @field_validator("stream_options")
+    @classmethod
+    def _only_for_streams(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and not info.data.get("stream"):
+            raise PydanticCustomError("not_a_stream", "only a stream has options: ask for one")
+        return value
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1

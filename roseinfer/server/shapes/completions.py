@@ -1,0 +1,134 @@
+"""``/v1/completions``: texts that continue prompts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import (
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+)
+from pydantic_core import PydanticCustomError
+
+from roseinfer.server.shapes.bodies import (
+    MOST_CHOICES,
+    OF_STREAMS,
+    AskedForChoices,
+)
+from roseinfer.server.shapes.choices import ChoicesAnswer
+
+if TYPE_CHECKING:
+    from roseinfer.server.generation import Generation, Piece
+    from roseinfer.server.prompts import Prompt, Prompts
+    from roseinfer.server.shapes.token_texts import TokenTexts
+
+_DEFAULT_TOKENS = 16
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+
+_MANY = {"type": "array", "minItems": 1, "maxItems": MOST_CHOICES}
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, str):
+        return value != ""
+    return isinstance(value, list) and value != [] and all(map(_is_whole, value))
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, float) and value.is_integer())
+
+
+def _as_prompts(value: Any) -> list[str | list[int]]:
+    """Return a list of prompts, of whatever form they came in."""
+    found = [value] if _is_prompt(value) else value
+    if not (isinstance(found, list) and 0 < len(found) <= MOST_CHOICES):
+        raise PydanticCustomError("no_prompt", "it must be a text, token ids, or a list of these")
+    if not all(map(_is_prompt, found)):
+        raise PydanticCustomError("no_prompt", "each prompt must be a text or token ids, not empty")
+    return [each if isinstance(each, str) else [*map(int, each)] for each in found]
+
+
+class CompletionBody(AskedForChoices):
+    model_config = ConfigDict(json_schema_extra=OF_STREAMS)
+
+    prompt: Annotated[
+        list[str | list[int]],
+        PlainValidator(_as_prompts),
+        WithJsonSchema({"anyOf": [_TEXT, _MANY | {"items": _TEXT}, _IDS, _MANY | {"items": _IDS}]}),
+    ]
+    max_tokens: int | None = Field(_DEFAULT_TOKENS, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=5)
+    echo: bool | None = False
+    best_of: int | None = Field(None, ge=1, le=1)
+    suffix: None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens or _DEFAULT_TOKENS
+
+    @property
+    def num_texts(self) -> int:
+        return len(self.prompt) * self.choices
+
+    def wanted_logprobs(self, choice: int) -> dict[str, Any]:
+        if self.logprobs is None:
+            return {}
+        wanted: dict[str, Any] = {"logprobs": True}
+        if self.logprobs:
+            wanted["top_logprobs"] = self.logprobs
+        if self.echo and choice == 0:  # all choices for a prompt have these from the first
+            wanted["prompt_logprobs"] = True
+        return wanted
+
+    async def prompts(self, prompts: Prompts) -> list[Prompt]:
+        return await prompts.of(self.prompt, "prompt")
+
+    async def echoed(self, prompts: Prompts) -> list[str]:
+        """Return what stands before the text of each choice."""
+        if not self.echo:
+            return [""] * self.num_texts
+        texts = [
+            each if isinstance(each, str) else await prompts.text_of(each) for each in self.prompt
+        ]
+        return [text for text in texts for _ in range(self.choices)]
+
+
+class Completion(ChoicesAnswer):
+    PREFIX = "cmpl"
+    WHOLE = CHUNK = "text_completion"
+
+    def __init__(
+        self,
+        body: CompletionBody,
+        generation: Generation,
+        token_texts: TokenTexts,
+        echoed: list[str],
+    ) -> None:
+        super().__init__(body, generation, token_texts)
+        self._wants_logprobs = body.logprobs is not None
+        self._echoed = echoed
+        self._ends = [0 if self._wants_logprobs else len(text) for text in echoed]
+        """How far the tokens of each choice have come, in characters."""
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        return self.part(piece)
+
+    def part(self, piece: Piece) -> dict[str, Any]:
+        before, self._echoed[piece.choice] = self._echoed[piece.choice], ""
+        logprobs = None
+        if self._wants_logprobs:
+            logprobs = self.token_texts.of_completion(piece, self._ends[piece.choice])
+            self._ends[piece.choice] += sum(map(len, logprobs["tokens"]))
+        return {
+            "index": piece.choice,
+            "text": before + piece.text,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
+        }
+
+    def says_something(self, piece: Piece) -> bool:
+        return bool(piece.text or self._wants_logprobs or self._echoed[piece.choice])

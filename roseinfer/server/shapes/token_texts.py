@@ -1,0 +1,69 @@
+"""What single tokens are as text, and their log-probabilities as OpenAI writes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from roseinfer.text.byte_level import BYTE_OF
+
+if TYPE_CHECKING:
+    from roseinfer.server.generation import Piece
+
+
+class TokenTexts:
+    """The text and the bytes of each token, which are made when it is first asked for."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def __getitem__(self, token: int) -> tuple[str, list[int]]:
+        if token not in self._known:
+            self._known[token] = self._look_up(token)
+        return self._known[token]
+
+    def _look_up(self, token: int) -> tuple[str, list[int]]:
+        text: str = self._tokenizer.decode([token])
+        if "\N{REPLACEMENT CHARACTER}" in text:  # part of a character
+            written = self._tokenizer.convert_ids_to_tokens(token) or ""
+            if all(character in BYTE_OF for character in written):
+                data = bytes(BYTE_OF[character] for character in written)
+                return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), list(data)
+        return text, list(text.encode())
+
+    def of_chat(self, piece: Piece) -> dict[str, Any]:
+        """Return the log-probabilities of a piece as a chat completion has them."""
+        tops = piece.likeliest or [[]] * len(piece.tokens)
+        content = [
+            self._told(token, logprob)
+            | {"top_logprobs": [self._told(other, own) for other, own in top]}
+            for token, logprob, top in zip(piece.tokens, piece.logprobs, tops, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def of_completion(self, piece: Piece, offset: int) -> dict[str, Any]:
+        """Return them as a completion has them. ``offset`` is where its tokens begin."""
+        texts = [self[token][0] for token in (*(token for token, _ in piece.echoed), *piece.tokens)]
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        own = [
+            None if logprob is None else {self[token][0]: logprob}
+            for token, logprob in piece.echoed
+        ]
+        chosen = zip(piece.tokens, piece.logprobs, strict=True)
+        tops = [
+            {self[token][0]: logprob for token, logprob in (*top, at)}
+            for top, at in zip(piece.likeliest, chosen, strict=False)
+        ]
+        return {
+            "tokens": texts,
+            "token_logprobs": [*(logprob for _, logprob in piece.echoed), *piece.logprobs],
+            "top_logprobs": own + tops if tops else None,
+            "text_offset": offsets,
+        }
+
+    def _told(self, token: int, logprob: float) -> dict[str, Any]:
+        text, data = self[token]
+        return {"token": text, "logprob": logprob, "bytes": data}

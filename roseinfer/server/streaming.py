@@ -1,0 +1,85 @@
+"""Server-sent events, and work that ends when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Coroutine
+
+    from starlette.types import Receive, Send
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+"""The last asks nginx not to wait for more."""
+Result = TypeVar("Result")
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def event(data: dict[str, Any], name: str | None = None) -> bytes:
+    """Return one event as it is sent."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    named = f"event: {name}\n" if name else ""
+    return f"{named}data: {text}\n\n".encode()
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return what comes of the work, which is cancelled when the client goes away."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_events(
+    receive: Receive,
+    send: Send,
+    events: AsyncGenerator[bytes, None],
+    failed: Callable[[Exception], bytes],
+) -> None:
+    """Send a stream. An error that comes after its first event becomes its last, by ``failed``.
+
+    Nothing is sent before the first event, so that an error before it still gets a status.
+    """
+
+    async def sending() -> None:
+        begun = False
+        async with aclosing(events):
+            try:
+                async for data in events:
+                    if not begun:
+                        await send(
+                            {"type": "http.response.start", "status": 200, "headers": _HEADERS}
+                        )
+                        begun = True
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except Exception as error:
+                if not begun:
+                    raise
+                last = failed(error)
+                await send({"type": "http.response.body", "body": last, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    await unless_gone(receive, sending())

@@ -1,0 +1,26 @@
+"""A server that tests share, which nothing may be left in after any of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.server.served import running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.server.served import Server
+
+
+@pytest.fixture(scope="session")
+def _shared_server() -> Iterator[Server]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def server(_shared_server: Server) -> Iterator[Server]:
+    yield _shared_server
+    _shared_server.await_idleness()

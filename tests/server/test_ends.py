@@ -1,0 +1,157 @@
+"""The process of a server: what it says, how it drains, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+from roseinfer import AsyncLLM
+from roseinfer.cli.parser import Parser
+from roseinfer.config import API_KEY
+from roseinfer.server import serve_command
+from tests.server.serve_process import PATIENCE, serving
+from tests.server.served import MODEL, running
+
+if TYPE_CHECKING:
+    from tests.server.serve_process import Serving
+
+LONG: dict[str, Any] = {"model": MODEL, "prompt": "x", "extra_body": {"ignore_eos": True}}
+
+
+def client_of(server: Serving, key: str = "none") -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
+
+
+def refuses_connections(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 5).close()
+    except OSError:
+        return True
+    return False
+
+
+def test_what_it_says_works_and_sigterm_lets_texts_end() -> None:
+    """The three lines of a client's code run as they are printed."""
+    with serving() as server:
+        said = "".join(server.said)
+        assert said.startswith("roseinfer serve: importing torch and transformers\n")
+        assert "roseinfer serve: loading tiny\n" in said
+        lines = [line[4:] for line in server.said if line.startswith("    ")]
+        assert len(lines) == 3
+        code = "\n".join(line.rstrip() for line in lines)
+        tried = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        assert tried.stdout.strip()
+
+        with client_of(server) as client:
+            stream = client.completions.create(**LONG, max_tokens=400, stream=True)
+            text = next(stream).choices[0].text
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            assert refuses_connections(server.port)
+            chunks = list(stream)
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert text
+        assert server.process.wait(PATIENCE) == 0
+    assert "ending, once 1 texts are done or 30 s are over" in "".join(server.said)
+    logged = [json.loads(line) for line in server.logged]
+    assert [line["path"] for line in logged][-1] == "/v1/completions"
+    assert logged[-1]["completion_tokens"] == 400
+
+
+def test_texts_that_take_too_long_are_cut_with_an_error() -> None:
+    """The key comes from the environment here, and is never said."""
+    options = ("--host", "0.0.0.0", "--drain-seconds", "0.2", "--max-length", "1000")
+    with serving(*options, **{API_KEY: "rose-key"}) as server:
+        assert 'api_key="..."' in "".join(server.said)
+        assert "whoever reaches" not in "".join(server.said)
+        with client_of(server, "rose-key") as client:
+            stream = client.completions.create(**LONG, n=64, max_tokens=900, stream=True)
+            next(stream)
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(openai.APIError, match="the engine was closed"):
+                list(stream)
+        assert server.process.wait(PATIENCE) == 0
+    assert "rose-key" not in "".join([*server.said, *server.logged])
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with serving("--host", "0.0.0.0") as server, client_of(server) as client:
+        assert "whoever reaches this machine may use it" in "".join(server.said)
+        stream = client.completions.create(**LONG, n=64, max_tokens=900, stream=True)
+        next(stream)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(PATIENCE) == 128 + signal.SIGINT
+        assert time.monotonic() - began < 2
+
+
+def test_while_it_drains_it_is_not_ready_and_takes_nothing() -> None:
+    with running() as server:
+        assert server.ask("GET", "/ready").json == {"ready": True}
+        server.service.admission.draining = True
+        assert server.ask("GET", "/ready").status == 503
+        assert server.ask("GET", "/health").status == 200
+        refused = server.post("completions", prompt="x")
+        assert (refused.status, refused.error["code"]) == (503, "draining")
+        assert refused.headers["retry-after"] == "1"
+
+
+def test_an_idle_server_ends_at_once_and_closes_its_engine() -> None:
+    with running() as server:
+        server.post("completions", prompt="x")
+        assert any(each.name == "roseinfer" for each in threading.enumerate())
+        began = time.monotonic()
+    assert time.monotonic() - began < 3
+    assert server.service.served.closed
+    assert isinstance(server.service.served, AsyncLLM)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return the line that the command says where it serves nothing."""
+    parser = Parser()
+    serve_command.add_options(parser)
+    assert serve_command.run(parser.parse_args(words)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("roseinfer serve: ")
+    return line
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert f"--port {port} cannot be listened on" in refused(capsys, "--port", port)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "/nowhere"], "there is no such directory"),
+        (["--chat-template", "/nowhere"], "--chat-template /nowhere cannot be read"),
+        (["--max-queue", "0"], "max_queue must be"),
+        (["--api-key", ""], "the API key is empty"),
+        (["--host", "nowhere.invalid"], "--host nowhere.invalid"),
+        (["--block-size", "0"], "block_size must be"),
+    ],
+)
+def test_what_makes_no_sense_is_said_in_a_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(capsys, *words)

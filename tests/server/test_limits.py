@@ -1,0 +1,171 @@
+"""Who is let in, and how much: the key, bodies, prompts, and a queue that is full."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+from roseinfer import ConfigError
+from roseinfer.config import API_KEY, ServerConfig
+from tests.server.served import MODEL, PATIENCE, running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.server.served import Server
+
+OPEN = ("/", "/health", "/ready", "/version", "/metrics", "/openapi.json")
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[Server]:
+    with running(config={"api_key": "rose-key", "max_body_bytes": 2000}) as server:
+        yield server
+
+
+# -------------------------------------------------------------------------------------- the key
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer rose-ke",
+        "Bearer rose-key2",
+        "Bearer ROSE-KEY",
+        "Basic rose-key",
+        "rose-key",
+        "Bearer r\u00f6se",
+    ],
+)
+def test_nobody_comes_in_without_the_key(kept: Server, given: str | None) -> None:
+    headers = {} if given is None else {"authorization": given}
+    for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/v1/x")):
+        refused = kept.ask(method, path, {"model": MODEL, "prompt": "x"}, headers=headers)
+        assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
+        assert refused.headers["www-authenticate"] == "Bearer"
+
+
+def test_who_has_the_key_comes_in(kept: Server) -> None:
+    with kept.client(api_key="rose-key") as client:
+        assert client.models.list().data[0].id == MODEL
+        assert client.completions.create(model=MODEL, prompt="x").choices
+    with kept.client(api_key="rose-kez") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+@pytest.mark.parametrize("path", OPEN)
+def test_machines_that_look_on_need_no_key(kept: Server, path: str) -> None:
+    assert kept.ask("GET", path).status == 200
+
+
+def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ServerConfig().api_key is None
+    monkeypatch.setenv(API_KEY, "from-outside")
+    assert ServerConfig().api_key == "from-outside"
+    assert ServerConfig(api_key="given").api_key == "given"
+    assert "from-outside" not in repr(ServerConfig())
+    monkeypatch.setenv(API_KEY, " ")
+    with pytest.raises(ConfigError, match="the API key is empty"):
+        ServerConfig()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"port": -1}, {"port": 1 << 16}, {"max_queue": 0}, {"drain_seconds": -1.0}],
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        ServerConfig(**wrong)
+
+
+# --------------------------------------------------------------------------------------- bodies
+
+
+def test_a_body_that_is_too_large_is_not_read(kept: Server) -> None:
+    headers = {"authorization": "Bearer rose-key"}
+    refused = kept.ask("POST", "/v1/completions", b"x" * 2001, headers=headers)
+    assert (refused.status, refused.error["code"]) == (413, "body_too_large")
+    assert refused.headers["connection"] == "close"
+    fits = json.dumps({"model": MODEL, "prompt": "x"}).encode().ljust(2000)
+    assert kept.ask("POST", "/v1/completions", fits, headers=headers).status == 200
+
+
+def test_a_body_that_does_not_say_how_large_it_is_is_counted(kept: Server) -> None:
+    connection = kept.connection()
+    chunks = iter([b" " * 1500] * 2)
+    headers = {"authorization": "Bearer rose-key", "content-type": "application/json"}
+    connection.request("POST", "/v1/completions", chunks, headers, encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_a_body_that_ends_half_way_is_not_looked_at(kept: Server) -> None:
+    before = len(kept.lines)
+    with socket.create_connection(("127.0.0.1", kept.port)) as asking:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+        asking.sendall(f"{head}Authorization: Bearer rose-key\r\n\r\n{{".encode())
+    end = time.monotonic() + PATIENCE
+    while len(kept.lines) == before:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    line = json.loads(kept.lines[-1])
+    assert (line["status"], line["left"]) == (499, True)
+
+
+def test_a_prompt_that_is_longer_than_the_server_takes_is_refused() -> None:
+    with running(config={"max_prompt_tokens": 10}) as server:
+        assert server.post("completions", prompt="x" * 10).status == 200
+        refused = server.post("completions", prompt="x" * 11)
+        assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
+        assert "takes 10" in refused.error["message"]
+
+
+# ------------------------------------------------------------------------------------ the queue
+
+
+def test_a_full_queue_says_when_to_come_again() -> None:
+    with running(config={"max_queue": 2}, max_batch_size=1) as server, ExitStack() as stack:
+        long = {"model": MODEL, "prompt": "x", "max_tokens": 900, "stream": True}
+        body = json.dumps(long | {"ignore_eos": True}).encode()
+        held: list[socket.socket] = []
+        for _ in range(3):
+            asking = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            asking.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+            held.append(asking)
+        held[0].recv(1000)
+        while server.service.admission.open < 3:
+            pass
+        refused = server.post("completions", prompt="y")
+        assert (refused.status, refused.error["type"]) == (429, "rate_limit_error")
+        assert refused.headers["retry-after"] == "1"
+        with server.client() as client, pytest.raises(openai.RateLimitError):
+            client.completions.create(model=MODEL, prompt="y")
+        for each in held:
+            each.close()
+        server.await_idleness()
+        assert server.post("completions", prompt="y").status == 200
+
+
+def test_the_client_comes_again_by_itself() -> None:
+    with running(config={"max_queue": 1}, max_batch_size=1) as server:
+        admission = server.service.admission
+        admission.open += 2
+        ends = threading.Timer(0.3, lambda: setattr(admission, "open", 0))
+        ends.start()
+        with server.client(max_retries=3) as client:
+            assert client.completions.create(model=MODEL, prompt="x", max_tokens=2).choices
+        ends.join()
+    statuses = [json.loads(line)["status"] for line in server.lines]
+    assert (statuses[0], statuses[-1]) == (429, 200)

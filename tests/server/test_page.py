@@ -1,0 +1,118 @@
+"""The page at ``/`` in a headless Chromium: one types a prompt, and watches what comes of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from roseinfer.server import page
+from tests.report.browser import answer_in, require_browser
+from tests.server.served import running
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.server.served import Server
+
+USE = """<script>
+addEventListener("load", async () => {
+  const later = (ms) => new Promise((go) => setTimeout(go, ms));
+  const until = async (holds) => { while (!holds()) await later(20); };
+  const seen = { errors: [] };
+  addEventListener("error", (event) => seen.errors.push(event.message));
+  const ask = async (prompt, tokens) => {
+    at("prompt").value = prompt;
+    at("tokens").value = tokens;
+    at("go").click();
+    await until(() => at("said").textContent);
+    return [at("text").textContent, at("said").textContent, at("text").children.length];
+  };
+  SCRIPT
+  const answer = document.createElement("pre");
+  answer.id = "answer";
+  answer.textContent = JSON.stringify(seen);
+  document.body.append(answer);
+});
+</script>"""
+PROMPT = "a rose is a rose is a rose is a rose is a rose"
+WATCH = f"""
+  at("temperature").value = 0;
+  at("key").value = "rose-key";
+  seen.first = await ask("{PROMPT}", 40);
+  seen.again = await ask("{PROMPT}", 40);
+  await look();
+  seen.cached = [at("cached-blocks").textContent, at("cached").getBoundingClientRect().width];
+  seen.hits = at("hits").textContent;
+  at("tokens").value = 900;
+  at("go").click();
+  await until(() => at("text").children.length > 2);
+  at("stop").click();
+  await until(() => at("said").textContent);
+  seen.stopped = at("said").textContent;
+  seen.refused = await ask("x".repeat(2000), 5);
+  seen.keyed = !at("keyed").hidden;
+  const loaded = performance.getEntriesByType("resource").map((each) => each.name);
+  seen.others = loaded.filter((name) => !name.startsWith(location.origin));
+  seen.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+"""
+
+
+def used(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Any:
+    """Have somebody use the page, and return what they saw."""
+    using = page._source().replace("</body>", USE.replace("SCRIPT", script) + "</body>")
+    monkeypatch.setattr(page, "_source", lambda: using)
+    return answer_in(server.url, folder, "--virtual-time-budget=60000")
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_one_can_type_a_prompt_and_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    require_browser()
+    with running(config={"api_key": "rose-key"}) as server:
+        if not chat:
+            monkeypatch.setattr(server.service.prompts, "_chat_template", None)
+        seen = used(server, tmp_path, monkeypatch, WATCH)
+        headers = {"authorization": "Bearer rose-key"}
+        told = f"user: {PROMPT}\nassistant:" if chat else PROMPT
+        asked = {"model": "tiny", "prompt": told, "max_tokens": 40, "temperature": 0}
+        answer = server.ask("POST", "/v1/completions", asked, headers=headers).json
+    text, said, parts = seen["first"]
+    assert text == answer["choices"][0]["text"]
+    assert seen["again"][0] == text
+    assert f"0 of {len(told)} prompt tokens" in said
+    assert f"{(len(told) - 1) // 16 * 16} of {len(told)} prompt tokens" in seen["again"][1]
+    assert parts > 1
+    assert int(seen["cached"][0]) > 0
+    assert seen["cached"][1] > 0
+    assert not seen["hits"].startswith("0 of")
+    assert seen["stopped"] == "stopped"
+    assert "is too long" in seen["refused"][1]
+    assert seen["keyed"]
+    assert (seen["errors"], seen["others"], seen["wide"]) == ([], [], 0)
+    assert server.service.metrics.ends["abort"] >= 1
+
+
+def test_without_the_key_it_says_what_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_browser()
+    with running(config={"api_key": "rose-key"}) as server:
+        seen = used(server, tmp_path, monkeypatch, 'seen.first = await ask("x", 4);')
+    assert "this server wants its API key" in seen["first"][1]
+
+
+def test_it_may_load_nothing_and_be_framed_by_nobody(server: Server) -> None:
+    answer = server.ask("GET", "/")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert b"http://" not in answer.data
+    assert b"https://" not in answer.data
+
+
+def test_a_name_cannot_end_its_script() -> None:
+    with running(config={"served_model_name": ("</script><b>",)}) as server:
+        assert b"</script><b>" not in server.ask("GET", "/").data

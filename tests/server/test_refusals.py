@@ -1,0 +1,315 @@
+"""What is wrong with a request is named: status, param and code in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+from roseinfer import NoDistribution, StepFailed
+from roseinfer.server.shapes.completions import Completion
+from tests.server.served import MODEL, running
+
+if TYPE_CHECKING:
+    from tests.server.served import Server
+
+CHAT: list[Any] = [{"role": "user", "content": "x"}]
+NEEDED: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "x"},
+    "chat/completions": {"messages": CHAT},
+    "responses": {"input": "x"},
+}
+UNKNOWN = "unknown_parameter"
+INVALID = "invalid_value"
+MISSING = "missing_required_parameter"
+EVERYWHERE: list[tuple[dict[str, Any], str, str]] = [
+    ({"no_such_option": 1}, "no_such_option", UNKNOWN),
+    ({"tempature": 1}, "tempature", UNKNOWN),
+    ({"temperature": "hot"}, "temperature", INVALID),
+    ({"temperature": -0.1}, "temperature", INVALID),
+    ({"temperature": 2.1}, "temperature", INVALID),
+    ({"top_p": 1.1}, "top_p", INVALID),
+    ({"top_k": -2}, "top_k", INVALID),
+    ({"min_p": 2}, "min_p", INVALID),
+    ({"repetition_penalty": 0}, "repetition_penalty", INVALID),
+    ({"seed": 1.5}, "seed", INVALID),
+    ({"seed": 1 << 70}, "seed", INVALID),
+    ({"stream": "yes"}, "stream", INVALID),
+    ({"ignore_eos": 1}, "ignore_eos", INVALID),
+    ({"model": None}, "model", INVALID),
+    ({"user": 5}, "user", INVALID),
+]
+CHOICES: list[tuple[dict[str, Any], str, str]] = [
+    ({"n": 0}, "n", INVALID),
+    ({"n": 129}, "n", INVALID),
+    ({"stop": [""]}, "stop.0", INVALID),
+    ({"stop": "x" * 257}, "stop", INVALID),
+    ({"stop": ["x"] * 33}, "stop", INVALID),
+    ({"stop": 5}, "stop", INVALID),
+    ({"stream_options": {"include_usage": True}}, "stream_options", INVALID),
+    ({"stream": True, "stream_options": {"include": 1}}, "stream_options.include", UNKNOWN),
+    ({"logit_bias": {"5": 1}}, "logit_bias", INVALID),
+    ({"max_tokens": 0}, "max_tokens", INVALID),
+    ({"presence_penalty": 2.5}, "presence_penalty", INVALID),
+    ({"frequency_penalty": -2.5}, "frequency_penalty", INVALID),
+]
+COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": ""}, "prompt", INVALID),
+    ({"prompt": []}, "prompt", INVALID),
+    ({"prompt": [""]}, "prompt", INVALID),
+    ({"prompt": [1, "x"]}, "prompt", INVALID),
+    ({"prompt": [True]}, "prompt", INVALID),
+    ({"prompt": [[]]}, "prompt", INVALID),
+    ({"prompt": ["x"] * 129}, "prompt", INVALID),
+    ({"prompt": {"text": "x"}}, "prompt", INVALID),
+    ({"prompt": [257]}, "prompt", INVALID),
+    ({"prompt": [-1]}, "prompt", INVALID),
+    ({"prompt": "x" * 1024}, "prompt", "context_length_exceeded"),
+    ({"prompt": [5] * 5000}, "prompt", "context_length_exceeded"),
+    ({"logprobs": 6}, "logprobs", INVALID),
+    ({"logprobs": True}, "logprobs", INVALID),
+    ({"best_of": 2}, "best_of", INVALID),
+    ({"suffix": "end"}, "suffix", INVALID),
+    ({"messages": CHAT}, "messages", UNKNOWN),
+]
+CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": []}, "messages", INVALID),
+    ({"messages": "x"}, "messages", INVALID),
+    ({"messages": [{"role": "user"}]}, "messages.0.content", MISSING),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", INVALID),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", INVALID),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
+        "messages.0.content.0.type",
+        INVALID,
+    ),
+    ({"messages": CHAT * 500}, "messages", "context_length_exceeded"),
+    ({"tools": [{"type": "function"}]}, "tools", INVALID),
+    ({"tool_choice": "required"}, "tool_choice", INVALID),
+    ({"response_format": {"type": "json_object"}}, "response_format.type", INVALID),
+    ({"modalities": ["audio"]}, "modalities.0", INVALID),
+    ({"functions": []}, "functions", UNKNOWN),
+    ({"store": True}, "store", INVALID),
+    ({"logprobs": 1}, "logprobs", INVALID),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", INVALID),
+    ({"prompt": "x"}, "prompt", UNKNOWN),
+]
+RESPONSES: list[tuple[dict[str, Any], str, str]] = [
+    ({"input": []}, "input", INVALID),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0", INVALID),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", INVALID),
+    ({"store": True}, "store", INVALID),
+    ({"background": True}, "background", INVALID),
+    ({"tools": [{"type": "web_search"}]}, "tools", INVALID),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format.type", INVALID),
+    ({"reasoning": {"effort": "low"}}, "reasoning", INVALID),
+    ({"truncation": "auto"}, "truncation", INVALID),
+    ({"include": ["file_search_call.results"]}, "include", INVALID),
+    ({"max_output_tokens": 0}, "max_output_tokens", INVALID),
+    ({"max_tokens": 5}, "max_tokens", UNKNOWN),
+]
+WRONG = [
+    *((path, *case) for path in NEEDED for case in EVERYWHERE),
+    *((path, *case) for path in ("completions", "chat/completions") for case in CHOICES),
+    *(("completions", *case) for case in COMPLETIONS),
+    *(("chat/completions", *case) for case in CHATS),
+    *(("responses", *case) for case in RESPONSES),
+]
+
+
+def test_every_wrong_value_is_named(server: Server) -> None:
+    for path, wrong, param, code in WRONG:
+        refused = server.post(path, **NEEDED[path] | wrong)
+        found = refused.status, refused.error["code"]
+        assert found == (400, code), (path, wrong, refused.json)
+        assert (refused.error["param"] or "").startswith(param), (path, wrong, refused.json)
+        assert refused.error["type"] == "invalid_request_error"
+        assert refused.error["message"]
+
+
+def test_what_is_missing_is_named(server: Server) -> None:
+    for path, needed in NEEDED.items():
+        for name in ("model", *needed):
+            body = {"model": MODEL, **needed}
+            del body[name]
+            refused = server.ask("POST", f"/v1/{path}", body)
+            assert (refused.status, refused.error["code"]) == (400, MISSING)
+            assert refused.error["param"] == name
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"5", b"\xff", b'{"model": "\\ud800"}', b"[" * 9999]
+)
+def test_what_is_no_json_object_is_refused(server: Server, data: bytes) -> None:
+    refused = server.ask("POST", "/v1/completions", data)
+    assert refused.status == 400
+    assert refused.error["type"] == "invalid_request_error"
+
+
+def test_a_refusal_repeats_nothing_of_a_prompt(server: Server) -> None:
+    for wrong in ({"n": 0}, {"prompt": ["secret", 5]}, {"prompt": "secret" * 500}):
+        asked: dict[str, Any] = {"prompt": "secret"} | wrong
+        assert b"secret" not in server.post("completions", **asked).data
+
+
+def test_json_that_does_not_say_so_is_refused(server: Server) -> None:
+    """A page of another site can have a browser send that, and nothing else."""
+    body = json.dumps({"model": MODEL, "prompt": "x"}).encode()
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        refused = server.ask("POST", "/v1/completions", body, headers={"content-type": kind})
+        assert (refused.status, refused.error["code"]) == (415, "unsupported_media_type")
+
+
+def test_other_models_are_not_here(server: Server) -> None:
+    for path, needed in NEEDED.items():
+        refused = server.post(path, **needed | {"model": "gpt-4o"})
+        assert (refused.status, refused.error["code"]) == (404, "model_not_found")
+        assert refused.error["param"] == "model"
+    assert server.ask("GET", "/v1/models/gpt-4o").status == 404
+
+
+def test_other_paths_and_methods_are_refused_in_the_same_shape(server: Server) -> None:
+    nowhere = server.ask("GET", "/v1/embeddings")
+    assert (nowhere.status, nowhere.error["type"]) == (404, "invalid_request_error")
+    wrong = server.ask("GET", "/v1/completions")
+    assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.error["message"]
+
+
+def test_the_client_raises_what_it_raises_for_openai(server: Server) -> None:
+    with server.client() as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(model=MODEL, prompt="x", suffix="y")
+        assert (refused.value.param, refused.value.code) == ("suffix", INVALID)
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="other", prompt="x")
+
+
+def test_more_choices_than_there_is_ever_room_for_are_refused() -> None:
+    with running(config={"max_queue": 4}, max_batch_size=4) as server:
+        refused = server.post("completions", prompt=["x"] * 3, n=3)
+        assert (refused.status, refused.error["code"]) == (400, INVALID)
+        assert server.post("completions", prompt=["x"] * 2, n=4).status == 200
+
+
+# ------------------------------------------------------------------------- what fails meanwhile
+
+
+def fail_after(server: Server, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Have one forward pass run out of memory, once so many more tokens were sent."""
+    model, metrics = server.llm.engine.sessions.model, server.service.metrics
+    logits, sent = model.logits, metrics.generation_tokens
+
+    def broken(*arguments: Any) -> Any:
+        if metrics.generation_tokens - sent < tokens:
+            return logits(*arguments)
+        monkeypatch.setattr(model, "logits", logits)
+        raise MemoryError("no room, as was drawn")
+
+    monkeypatch.setattr(model, "logits", broken)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", NEEDED)
+def test_a_step_that_fails_before_the_first_token_has_a_status(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+) -> None:
+    fail_after(server, monkeypatch, 0)
+    failed = server.post(path, **NEEDED[path], stream=stream)
+    assert (failed.status, failed.error["type"]) == (500, "server_error")
+    assert failed.error["code"] == "generation_failed"
+    assert server.line_of(failed)["error"] == StepFailed.__name__
+    assert server.post(path, **NEEDED[path]).status == 200
+
+
+@pytest.mark.parametrize("path", NEEDED)
+def test_a_stream_that_breaks_off_ends_with_the_error(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    fail_after(server, monkeypatch, 4)
+    limit = {"max_output_tokens" if path == "responses" else "max_tokens": 900}
+    asked = {"stream": True, "ignore_eos": True, "temperature": 0} | limit
+    answer = server.post(path, **NEEDED[path], **asked)
+    assert answer.status == 200
+    last = answer.events[-1]
+    if path == "responses":
+        assert (last["type"], last["code"]) == ("error", "generation_failed")
+    else:
+        assert last["error"]["type"] == "server_error"
+        assert answer.data.endswith(b"data: [DONE]\n\n")
+
+
+def test_the_client_raises_when_a_stream_breaks_off(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_after(server, monkeypatch, 4)
+    with server.client() as client:
+        asked: dict[str, Any] = {"prompt": "x", "max_tokens": 900, "temperature": 0}
+        asked["stream"] = True
+        asked["extra_body"] = {"ignore_eos": True}
+        stream = client.completions.create(model=MODEL, **asked)
+        with pytest.raises(openai.APIError, match="the step that this request took part in failed"):
+            list(stream)
+
+
+def test_an_engine_that_stopped_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as server:
+        assert server.ask("GET", "/health").json == {"alive": True}
+
+        def never(*_: Any) -> Any:
+            raise NoDistribution("never again")
+
+        monkeypatch.setattr(server.llm.engine.sessions.model, "logits", never)
+        statuses = [server.post("completions", prompt="x").status for _ in range(4)]
+        assert statuses == [500, 500, 500, 503]
+        assert server.ask("GET", "/health").status == 503
+        assert server.ask("GET", "/ready").status == 503
+
+
+def test_an_error_that_nobody_expected_says_where_and_not_what(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise KeyError("secret")
+
+    monkeypatch.setattr(server.service, "generation", broken)
+    failed = server.post("completions", prompt="secret")
+    assert (failed.status, failed.error["type"]) == (500, "server_error")
+    assert b"secret" not in failed.data
+    said = capfd.readouterr().err
+    assert "KeyError" in said
+    assert "endpoints.py" in said
+    assert "secret" not in said.replace('raise KeyError("secret")', "")
+
+
+def test_the_same_in_the_middle_of_a_stream(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    left = iter(range(3))
+
+    def broken(*_: Any) -> bool:
+        if next(left, None) is None:
+            raise KeyError("secret")
+        return True
+
+    monkeypatch.setattr(Completion, "says_something", broken)
+    answer = server.post("completions", prompt="x", max_tokens=900, stream=True, ignore_eos=True)
+    assert answer.status == 200
+    assert answer.events[-1]["error"]["type"] == "server_error"
+    assert b"secret" not in answer.data
+    assert server.line_of(answer)["error"] == "KeyError"
+    said = capfd.readouterr().err
+    assert "choices.py" in said
+    assert "secret" not in said.replace('raise KeyError("secret")', "")
+
+
+def test_a_stream_that_breaks_off_is_noted_in_the_log(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fail_after(server, monkeypatch, 4)
+    asked = {"input": "x", "max_output_tokens": 900, "stream": True, "ignore_eos": True}
+    answer = server.post("responses", **asked)
+    assert server.line_of(answer)["error"] == "StepFailed"
+    assert capfd.readouterr().err == ""
