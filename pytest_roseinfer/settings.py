@@ -20,6 +20,8 @@ SHIPPED_TARGETS = (
     "pytest_roseinfer.targets.roseinfer_windows:WindowedManager",
 )
 
+ENDPOINT_TARGET = "pytest_roseinfer.endpoint.served_engine:ServedEngine"
+
 STEP_SECONDS = 60.0
 """Some thousand times what a step usually takes: the first one may compile kernels."""
 
@@ -64,6 +66,18 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A server that is tested over HTTP."""
+
+    url: str
+    model: str = ""
+    """The name to ask for; the first that the server names, if empty."""
+    key: str = ""
+    rate: float = 50.0
+    """The most requests that are opened in a second."""
+
+
+@dataclass(frozen=True, slots=True)
 class Timing:
     """The options about timing decode steps."""
 
@@ -105,6 +119,8 @@ class Settings:
     """The GPU of this worker of pytest-xdist; None if there are no workers."""
     require_paths: bool = True
     targets: tuple[str, ...] = SHIPPED_TARGETS
+    endpoint: Endpoint | None = None
+    """The server of ``--roseinfer-endpoint``, whose target is the only one then."""
     named_targets: tuple[str, ...] = ()
     """The targets of the command line, which this run must therefore check."""
     reports: tuple[str, ...] = ()

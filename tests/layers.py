@@ -41,7 +41,7 @@ PLUGIN_LAYERS = (
     {"search"},
     {"gates"},
     {"report"},
-    {"targets"},
+    {"targets", "endpoint"},
     {"suite"},
     {"plugin"},
 )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class EngineAdapter(Adapter):
-    """Override all but the last eleven, which are optional.
+    """Override all but the last twelve, which are optional.
 
     A token is a number below ``vocabulary``. What a request gets must be what ``alone``
     gives for it, whatever else the engine has to do.
@@ -159,3 +159,8 @@ class EngineAdapter(Adapter):
         That is "waiting", "prefilling", "decoding" or "preempted".
         """
         raise NotImplementedError
+
+    @optional
+    def spelled(self, token: int) -> str:
+        """Return how a token is written where a failure is told."""
+        return str(token)

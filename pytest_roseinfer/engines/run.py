@@ -129,15 +129,17 @@ class MixRun:
     def _compare(self, each: Served) -> None:
         found, name = self.adapter.tokens(each.request), f"request {each.number}"
         if each.ended and len(found) > each.tokens:
-            self.fail(f"{name} had ended and got token {each.tokens}: {found[each.tokens]}")
+            late = self.adapter.spelled(found[each.tokens])
+            self.fail(f"{name} had ended and got token {each.tokens}: {late}")
         for at, token in enumerate(found[: each.tied]):
             wanted = each.expected[at] if at < len(each.expected) else None
             if token == wanted:
                 continue
             before = [*each.asked.prompt, *found[:at]]
             if not self.adapter.undecided(before, each.sampling, self.mix):
-                right = "it has ended by then" if wanted is None else f"it gets {wanted}"
-                self.fail(f"{name}, token {at}: {token}; alone {right}")
+                gets = "" if wanted is None else f"it gets {self.adapter.spelled(wanted)}"
+                right = gets or "it has ended by then"
+                self.fail(f"{name}, token {at}: {self.adapter.spelled(token)}; alone {right}")
             each.tied = at
             break
         self._check_choices(each, found)

@@ -14,6 +14,7 @@ import pytest
 
 from pytest_roseinfer import mistakes
 from pytest_roseinfer.settings import (
+    ENDPOINT_TARGET,
     PROFILES,
     SHIPPED_TARGETS,
     STEP_SECONDS,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pytest_roseinfer.search.trace import Allowed
+    from pytest_roseinfer.settings import Endpoint
 
 _FLAG = {"action": "store_true"}
 _FILE = {"metavar": "FILE"}
@@ -36,6 +38,17 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"action": "append", "metavar": "MODULE:CLASS"},
         "adapter for pytest_roseinfer.suite to test; may be repeated (ini: roseinfer_targets)",
     ),
+    "endpoint": (
+        {"metavar": "URL"},
+        "a server with an API like OpenAI's for pytest_roseinfer.suite to test, such as "
+        "http://127.0.0.1:8000; a key for it is read from ROSEINFER_API_KEY",
+    ),
+    "model": ({"metavar": "NAME"}, "the model to ask that server for; the first that it names"),
+    "rate": (
+        {"type": float, "metavar": "N"},
+        "the most requests a second that are sent there; the default is 50",
+    ),
+    "endpoint-anywhere": (_FLAG, "send them to another machine than this one too"),
     "profile": ({"metavar": "NAME"}, f"how hard to look: {', '.join(PROFILES)}; else dev"),
     "examples": (_NUMBER, "histories for each search"),
     "steps": (_NUMBER, "most steps of one history"),
@@ -109,6 +122,7 @@ def configured(config: pytest.Config) -> bool:
     """Return True if this run was told anything about the search."""
     options = (
         "target",
+        "endpoint",
         "profile",
         "examples",
         "steps",
@@ -144,6 +158,11 @@ def _read(config: pytest.Config) -> Settings:
     profile = _chosen(config, "profile", "dev")
     usual = mistakes.profile_named(_said_as(config, "profile"), profile)
     named = tuple(dict.fromkeys(_option(config, "target") or ()))
+    endpoint = _endpoint(config)
+    if endpoint is not None:
+        if named:
+            raise pytest.UsageError("--roseinfer-endpoint names the target: --roseinfer-target not")
+        named = (ENDPOINT_TARGET,)
     required = _option(config, "required-paths")
     reports = tuple(_chosen(config, "report", ()))
     for file in reports:
@@ -160,6 +179,7 @@ def _read(config: pytest.Config) -> Settings:
         gpu_index=_gpu_index(config) if gpu else None,
         require_paths=required == "on" if required else _ini(config, "required_paths") is not False,
         targets=named or tuple(_ini(config, "targets") or SHIPPED_TARGETS),
+        endpoint=endpoint,
         named_targets=named,
         reports=reports,
         failures_dir=str(config.rootpath / ".roseinfer"),
@@ -169,6 +189,16 @@ def _read(config: pytest.Config) -> Settings:
         update_costs=_option(config, "update-costs"),
         timing=_timing(config),
     )
+
+
+def _endpoint(config: pytest.Config) -> Endpoint | None:
+    told = {name: _option(config, name) for name in ("endpoint", "model", "rate")}
+    anywhere = _option(config, "endpoint-anywhere")
+    if not (anywhere or any(value is not None for value in told.values())):
+        return None
+    from pytest_roseinfer.plugin.endpoint_options import endpoint_of
+
+    return endpoint_of(*told.values(), anywhere=anywhere)
 
 
 def _timing(config: pytest.Config) -> Timing:
@@ -241,6 +271,10 @@ def check_targets(config: pytest.Config, asked: Settings) -> None:
             require_target(name)
         for name in asked.targets:
             load_target(name)
+        if asked.endpoint is not None:
+            from pytest_roseinfer.plugin.endpoint_options import require_server
+
+            require_server(asked.endpoint)
     except TargetError as error:
         said = "--roseinfer-target" if asked.named_targets else "roseinfer_targets"
         raise pytest.UsageError(f"{said}: {error}") from error
@@ -256,7 +290,11 @@ def allowed_of_traces(config: pytest.Config) -> Allowed:
     from pytest_roseinfer.search.trace import Allowed
 
     return Allowed(
-        targets={*(_option(config, "target") or ()), *(_ini(config, "targets") or ())},
+        targets={
+            *(_option(config, "target") or ()),
+            *(_ini(config, "targets") or ()),
+            *([ENDPOINT_TARGET] if _option(config, "endpoint") else ()),
+        },
         project=config.rootpath,
         trusted=_option(config, "replay-trust"),
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from pprint import pformat
 from typing import TYPE_CHECKING, Any
 
+from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.mix import RequestMix
 from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.engines.run import run_forks, run_mix
@@ -25,7 +26,7 @@ from pytest_roseinfer.running.metamorphic import (
     check_split,
 )
 from pytest_roseinfer.search.trace import FAILED
-from pytest_roseinfer.settings import SHIPPED_TARGETS
+from pytest_roseinfer.settings import ENDPOINT_TARGET, SHIPPED_TARGETS
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -164,6 +165,9 @@ def _write(trace: dict[str, Any], found: Found, folder: Path, drawing: str) -> S
 def how_to_replay(file: Path, adapter: str) -> str:
     """Return the command that runs a trace again, which must name an adapter that is not ours."""
     named = "" if adapter in SHIPPED_TARGETS else f" --roseinfer-target {adapter}"
+    endpoint = settings.current().endpoint
+    if endpoint is not None and adapter == ENDPOINT_TARGET:
+        named = f" --roseinfer-endpoint {endpoint.url}"
     return f"replay with: pytest --roseinfer-replay {_from_here(file)}{named}"
 
 

@@ -1,0 +1,1 @@
+"""Servers that somebody runs, held over HTTP to what they give a request alone."""

@@ -1,0 +1,130 @@
+"""Any server with OpenAI's API: what a request gets does not depend on who else is served."""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pytest_roseinfer import settings
+from pytest_roseinfer.adapters.engine import EngineAdapter
+from pytest_roseinfer.endpoint.promises import broken_promise, near_tie
+from pytest_roseinfer.endpoint.server import Server, ServerError
+from pytest_roseinfer.endpoint.text_stream import Streamed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_roseinfer.adapters.mix import RequestMix, Sampling
+
+_ANIMALS = """
+ant bee cat dog elk fox gnu hen ibex jay kid lark mole newt owl pig quail rat seal toad urial vole
+wren yak zebu ape bat cod doe eel fly goat
+"""
+_WORDS = _ANIMALS.split()
+_server = lru_cache(maxsize=1)(Server)
+
+
+class BrokenPromise(Exception):
+    """A request got something else than alone."""
+
+
+class ServedEngine(EngineAdapter):
+    """Sends prompts of words; the characters of the texts that come stand for tokens.
+
+    A mix is served twice: first at once, when none of its prompts may be known to the server, then
+    as it was drawn. In between each of its requests is served alone.
+    """
+
+    vocabulary = len(_WORDS)
+    most_tokens = 24
+    takes_sampling = False
+    block_sizes: ClassVar[Sequence[int]] = (1,)
+    _right: ClassVar[dict[tuple[Any, ...], Streamed]] = {}
+
+    def make(self, mix: RequestMix) -> None:
+        endpoint = settings.current().endpoint
+        if endpoint is None:
+            raise ServerError("which server? --roseinfer-endpoint http://127.0.0.1:8000 names it")
+        self.server = _server(endpoint)
+        self._news = threading.Condition()
+        self._seen = self._arrived = 0
+        self._open: dict[Streamed, Streamed] = {}
+        self._cold: list[tuple[int, Streamed, Streamed]] = []
+        first = [self._ask(each.prompt, each.sampling) for each in mix.requests]
+        for number, (asked, cold) in enumerate(zip(mix.requests, first, strict=True)):
+            cold.wait()
+            self._cold.append((number, cold, self._alone(asked.prompt, asked.sampling)))
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
+        stream = self._ask(prompt, sampling)
+        self._open[stream] = self._alone(prompt, sampling)
+        return stream
+
+    def step(self) -> None:
+        """Wait until some stream brings something, if one is open."""
+        for number, cold, right in self._cold:
+            if wrong := broken_promise(cold, right):
+                raise BrokenPromise(f"request {number}, when all came at once, {wrong}")
+        self._cold = []
+        silence = settings.current().step_seconds
+        with self._news:
+            if not self._news.wait_for(self._has_news, silence or None):
+                raise BrokenPromise(f"no stream has brought anything for {silence:g} s")
+            self._seen = self._arrived
+        for number, (stream, right) in enumerate(self._open.items()):
+            if stream.over and (wrong := broken_promise(stream, right)):
+                raise BrokenPromise(f"request {number} {wrong}")
+
+    def _has_news(self) -> bool:
+        return self._arrived > self._seen or all(stream.over for stream in self._open)
+
+    def _ask(self, prompt: Sequence[int], sampling: Sampling) -> Streamed:
+        text = " ".join(_WORDS[token] for token in prompt)
+        silence = settings.current().step_seconds or 600.0
+        return Streamed(self.server, text, sampling.max_new_tokens, silence, self._arrive)
+
+    def _arrive(self) -> None:
+        with self._news:
+            self._arrived += 1
+            self._news.notify_all()
+
+    def _alone(self, prompt: Sequence[int], sampling: Sampling) -> Streamed:
+        key = self.server, tuple(prompt), sampling.max_new_tokens
+        if key not in self._right:
+            self._right[key] = self._ask(prompt, sampling)
+            self._right[key].wait()
+        if self._right[key].error:
+            raise ServerError(f"a request alone failed: {self._right.pop(key).error}")
+        return self._right[key]
+
+    def tokens(self, request: Any) -> list[int]:
+        return [ord(character) for character in request.text]
+
+    def spelled(self, token: int) -> str:
+        return repr(chr(token))
+
+    def ended(self, request: Any) -> bool:
+        return bool(request.over)
+
+    def cancel(self, request: Any) -> None:
+        self._open.pop(request)
+        request.leave()
+
+    def leftovers(self) -> str:
+        return self.server.held()
+
+    def path_counts(self) -> Mapping[str, int]:
+        return {}
+
+    def alone(self, prompt: Sequence[int], sampling: Sampling, mix: RequestMix) -> list[int]:  # noqa: ARG002
+        return self.tokens(self._alone(prompt, sampling))
+
+    def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
+        """Return True where the prompt and what came behind it were a near tie alone."""
+        asked = {each.prompt for each in mix.requests}
+        return any(
+            near_tie(self._alone(prompt, sampling), len(tokens) - len(prompt))
+            for prompt in asked
+            if tuple(tokens[: len(prompt)]) == prompt
+        )

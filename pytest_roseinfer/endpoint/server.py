@@ -1,0 +1,146 @@
+"""A server with an API like OpenAI's: how it is asked, and what it says it holds."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from itertools import product
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.settings import Endpoint
+
+_SETTLES = 5.0
+"""Seconds within which a server must have given back what ended requests held."""
+_HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+
+class ServerError(Exception):
+    """The server cannot be asked, or answers with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What a server takes. Every later choice is for servers that refuse the ones before."""
+
+    chat: bool
+    """Prompts are messages of a chat."""
+    told: bool
+    """It tells the two likeliest tokens at each place."""
+    usage: bool
+    """It counts tokens at the end of a stream."""
+
+    def body(self, model: str, prompt: str, most: int) -> dict[str, Any]:
+        told: dict[str, Any] = {}
+        if self.chat:
+            asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
+            told = {"logprobs": True, "top_logprobs": 2}
+        else:
+            asked, told = {"prompt": prompt}, {"logprobs": 2}
+        body = {"model": model, "max_tokens": most, "temperature": 0, "stream": True, **asked}
+        if self.told:
+            body |= told
+        if self.usage:
+            body["stream_options"] = {"include_usage": True}
+        return body
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+
+class Server:
+    """Opens requests, at most so many a second, and looks at what the server says it holds."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._where = urlsplit(endpoint.url)
+        self._headers = {"Content-Type": "application/json", "Connection": "close"}
+        if endpoint.key:
+            self._headers["Authorization"] = f"Bearer {endpoint.key}"
+        self._apart = 1 / endpoint.rate
+        self._opened = 0.0
+        self.model = endpoint.model or self._first_model()
+        self.dialect = self._dialect()
+        self._idle = self._holds()
+
+    def open(self, prompt: str, most: int, dialect: Dialect, silence: float) -> HTTPResponse:
+        """Ask for a text and return the answer, whose lines are still to be read."""
+        wait = self._opened + self._apart - time.monotonic()
+        if wait > 0:
+            time.sleep(wait)
+        self._opened = time.monotonic()
+        body = json.dumps(dialect.body(self.model, prompt, most))
+        return self._answer("POST", dialect.path, silence, body)
+
+    def held(self) -> str:
+        """Say what is held beyond what was when nobody asked for anything; nothing is right."""
+        if self._idle is None:
+            return ""
+        ends = time.monotonic() + _SETTLES
+        while True:
+            now = self._holds() or {}
+            more = [
+                f"{name} {now[name]:g} (it was {was:g})"
+                for name, was in self._idle.items()
+                if now.get(name, was) > was + 1e-9
+            ]
+            if not more or time.monotonic() > ends:
+                return ", ".join(more)
+            time.sleep(0.05)
+
+    def _answer(
+        self, method: str, path: str, silence: float, body: str | None = None
+    ) -> HTTPResponse:
+        kind = HTTPSConnection if self._where.scheme == "https" else HTTPConnection
+        assert self._where.hostname is not None
+        connection = kind(self._where.hostname, self._where.port, timeout=silence)
+        try:
+            connection.request(method, path, body, self._headers)
+            answer = connection.getresponse()
+        except (OSError, HTTPException) as error:
+            connection.close()
+            raise ServerError(f"{method} {path}: {type(error).__name__}: {error}") from error
+        if answer.status != 200:
+            said = answer.read(2000).decode(errors="replace")
+            connection.close()
+            raise ServerError(f"{method} {path} was answered with {answer.status}: {said}")
+        return answer
+
+    def _first_model(self) -> str:
+        with self._answer("GET", "/v1/models", _SETTLES) as answer:
+            models = json.load(answer)["data"]
+        if not models:
+            raise ServerError("GET /v1/models names no model")
+        name: str = models[0]["id"]
+        return name
+
+    def _dialect(self) -> Dialect:
+        """Find the first dialect that the server takes."""
+        for chat, told, usage in product((False, True), (True, False), (True, False)):
+            dialect = Dialect(chat, told, usage)
+            try:
+                with self.open("a", 1, dialect, 60.0) as answer:
+                    answer.read()
+            except ServerError as error:
+                refused = error
+            else:
+                return dialect
+        raise ServerError(f"the server takes no streamed text: {refused}")
+
+    def _holds(self) -> dict[str, float] | None:
+        """Return what the metrics say is held; None for a server without them."""
+        try:
+            with self._answer("GET", "/metrics", _SETTLES) as answer:
+                lines = answer.read().decode().splitlines()
+        except ServerError:
+            return None
+        found: dict[str, float] = {}
+        for line in lines:
+            name, _, value = line.rpartition(" ")
+            name = name.partition("{")[0]
+            if name in _HELD:
+                found[name] = found.get(name, 0.0) + float(value)
+        return found or None

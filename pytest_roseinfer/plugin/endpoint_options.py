@@ -1,0 +1,60 @@
+"""The options about a server, and which servers are asked at all."""
+
+from __future__ import annotations
+
+import math
+import os
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+import pytest
+
+from pytest_roseinfer.settings import Endpoint
+
+
+def endpoint_of(
+    url: str | None, model: str | None, rate: float | None, *, anywhere: bool
+) -> Endpoint | None:
+    """Return the server that is to be tested; what makes no sense is a usage error."""
+    if url is None:
+        for name, given in {"model": model, "rate": rate, "endpoint-anywhere": anywhere}.items():
+            if given:
+                raise pytest.UsageError(
+                    f"--roseinfer-{name} is about a server: add --roseinfer-endpoint URL"
+                )
+        return None
+    rate = _RATE if rate is None else rate
+    if not 0 < rate < math.inf:
+        raise pytest.UsageError(f"--roseinfer-rate {rate:g}: it must be above 0")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in _ROOTS:
+        raise pytest.UsageError(
+            f"--roseinfer-endpoint {url}: give an address such as http://127.0.0.1:8000"
+        )
+    if not (anywhere or _is_this_machine(parts.hostname)):
+        raise pytest.UsageError(
+            f"--roseinfer-endpoint {url} is another machine, which would get thousands of "
+            "requests: add --roseinfer-endpoint-anywhere if it is yours"
+        )
+    return Endpoint(url, model or "", os.environ.get("ROSEINFER_API_KEY", ""), rate)
+
+
+def require_server(endpoint: Endpoint) -> None:
+    """Refuse a server that cannot be asked, before any test asks it."""
+    from pytest_roseinfer.endpoint.server import Server, ServerError
+
+    try:
+        Server(endpoint)
+    except ServerError as error:
+        raise pytest.UsageError(f"--roseinfer-endpoint {endpoint.url}: {error}") from None
+
+
+_ROOTS = ("", "/", "/v1", "/v1/")
+_RATE = 50.0
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

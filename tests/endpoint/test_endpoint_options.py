@@ -1,0 +1,67 @@
+"""The options about a server: what is refused, and a run of the suite against ours."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_roseinfer.plugin.endpoint_options import endpoint_of, require_server
+from pytest_roseinfer.settings import Endpoint
+from tests.server.served import running
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:8000", "http://localhost:1/v1", "http://[::1]:9"]
+)
+def test_this_machine_is_asked(url: str) -> None:
+    assert endpoint_of(url, None, None, anywhere=False) == Endpoint(url)
+
+
+def test_what_is_told_of_a_server() -> None:
+    made = endpoint_of("https://there:443/v1/", "m", 3.0, anywhere=True)
+    assert made == Endpoint("https://there:443/v1/", "m", rate=3.0)
+    assert endpoint_of(None, None, None, anywhere=False) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "model", "rate", "words"),
+    [
+        ("http://10.0.0.1:80", None, None, "is another machine"),
+        ("http://example.org", None, None, "--roseinfer-endpoint-anywhere if it is yours"),
+        ("127.0.0.1:8000", None, None, "give an address such as"),
+        ("http://127.0.0.1:8000/v1/completions", None, None, "give an address such as"),
+        ("http://127.0.0.1:8000", None, 0.0, "--roseinfer-rate 0: it must be above 0"),
+        (None, "m", None, "--roseinfer-model is about a server"),
+        (None, None, 2.0, "--roseinfer-rate is about a server"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    url: str | None, model: str | None, rate: float | None, words: str
+) -> None:
+    with pytest.raises(pytest.UsageError, match=words):
+        endpoint_of(url, model, rate, anywhere=False)
+
+
+def test_a_server_that_is_not_there() -> None:
+    with pytest.raises(pytest.UsageError, match=r"--roseinfer-endpoint .*ConnectionRefusedError"):
+        require_server(Endpoint("http://127.0.0.1:9"))
+
+
+def test_a_model_that_is_not_there() -> None:
+    with running() as server, pytest.raises(pytest.UsageError, match="takes no streamed text"):
+        require_server(Endpoint(server.url, "another"))
+
+
+def test_a_run_of_the_suite(pytester: pytest.Pytester) -> None:
+    with running() as server:
+        result = pytester.runpytest_subprocess(
+            *(
+                "--pyargs",
+                "pytest_roseinfer.suite",
+                "--roseinfer-examples=3",
+                "-p",
+                "no:cacheprovider",
+            ),
+            *("--roseinfer-endpoint", server.url, "--roseinfer-model", "tiny"),
+        )
+    result.assert_outcomes(passed=1, skipped=2)
+    result.stdout.fnmatch_lines(["*ServedEngine*", "* mixes of requests*"])

@@ -1,0 +1,99 @@
+"""A server is held to what it gives a request alone, over HTTP: ours, clean and with bugs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, Phase, given
+from hypothesis import seed as hypothesis_seed
+from hypothesis import settings as hypothesis_settings
+from hypothesis.errors import FlakyFailure
+
+from pytest_roseinfer import settings
+from pytest_roseinfer.endpoint.served_engine import ServedEngine
+from pytest_roseinfer.endpoint.server import ServerError
+from pytest_roseinfer.engines.run import MixDivergence, run_mix
+from pytest_roseinfer.engines.strategies import request_mixes
+from pytest_roseinfer.settings import Endpoint
+from tests.endpoint.planted_servers import BUGS, LEAKED
+from tests.server.served import running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_roseinfer.adapters.mix import RequestMix
+
+CLEAN = 12
+MOST = 60
+"""Mixes within which a planted bug is found."""
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    """Serve the tiny model, and make it the server of this run."""
+    before = settings.current()
+    monkeypatch.setattr(ServedEngine, "_right", {})
+    monkeypatch.setattr("pytest_roseinfer.endpoint.server._SETTLES", 1.0)
+    with running() as server:
+        made = Endpoint(server.url, rate=1000)
+        settings.set_current(replace(before, endpoint=made, step_seconds=3.0))
+        try:
+            yield made
+        finally:
+            settings.set_current(before)
+
+
+def search(examples: int, seed: int = 1) -> None:
+    """Serve mixes until one fails, as a search does, which would make it smaller then."""
+
+    @hypothesis_seed(seed)
+    @hypothesis_settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(request_mixes(ServedEngine))
+    def serve(drawn: RequestMix) -> None:
+        run_mix(ServedEngine, drawn)
+
+    serve()
+
+
+@pytest.mark.usefixtures("endpoint")
+def test_our_server_keeps_its_promise() -> None:
+    search(CLEAN)
+
+
+_OTHER_TEXT = "got '.*'; alone it gets '.*'|token \\d+: '.*'; alone|ended after .* alone it gets"
+WORDS = {
+    "miscounted": "has the usage .*; alone it has|has a usage that does not add up",
+    "ended_together": "ended|got '.*'; alone it gets",
+    "hangs": "no stream has brought anything for 3 s|TimeoutError",
+    "leaks": "the engine still holds vllm:kv_cache_usage_perc",
+}
+"""What is said of bugs that do not make one text another."""
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_server_with_a_bug_is_found(
+    endpoint: Endpoint, bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del endpoint
+    BUGS[bug](monkeypatch)
+    try:
+        with pytest.raises((MixDivergence, ServerError, FlakyFailure)) as found:
+            search(MOST)
+    finally:
+        monkeypatch.undo()
+        while LEAKED:
+            kv, blocks = LEAKED.pop()
+            kv.free_blocks(0, blocks)
+    # A server may fail in one way now and in another when the same is sent again.
+    said = [str(each) for each in (found.value, *getattr(found.value, "exceptions", ()))]
+    assert re.search(WORDS.get(bug, _OTHER_TEXT), "\n".join(said))
