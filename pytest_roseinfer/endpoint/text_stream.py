@@ -73,7 +73,7 @@ class Streamed:
                 continue
             self._take(json.loads(data))
             self._arrived()
-        if not ended:
+        if not (ended or self.finish_reason):  # not every server has a last word
             raise ServerError("it ended without saying so")
 
     def _take(self, event: dict[str, Any]) -> None:
