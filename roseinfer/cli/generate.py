@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from roseinfer.config import (
     ADMISSION_POLICIES,
+    SPECULATIONS,
     EngineConfig,
     SamplingParams,
     require_device,
@@ -97,6 +98,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     order = "begin prompts in order, or prefer those that fit whole into a step"
     add("--prefill-admission-policy", choices=ADMISSION_POLICIES, help=order)
+    drafts = "guess tokens by what the text said before, and verify several in one step"
+    add("--speculation", choices=SPECULATIONS, help=drafts)
 
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print one JSON object a line for each prompt")
