@@ -21,6 +21,11 @@ Settle = Callable[["Request", Sequence[int], int], None]
 NO_DRAFTS: Mapping[int, list[int]] = MappingProxyType({})
 
 
+def forget_tokens_in_flight(request: Request) -> None:
+    """Count none of a request's tokens as being on their way."""
+    request.in_flight = 0
+
+
 @dataclass(slots=True)
 class Flight:
     """Tokens of a forward pass that the host has not read yet."""
@@ -39,6 +44,13 @@ class Flight:
     tokens behind each of them."""
     settle: Settle | None
     """Called before the tokens of a request with drafts are taken."""
+
+    def __post_init__(self) -> None:
+        for request in self.requests:
+            request.in_flight += 1
+        if self.drafts:
+            for request in self.requests:
+                request.in_flight += len(self.drafts.get(request.id, ()))
 
     def land(self) -> Iterator[tuple[Request, int, Told | None]]:
         """Wait for the tokens. Those of requests that have ended meanwhile are dropped."""

@@ -74,9 +74,11 @@ class Request:
     was too long for what was left of them."""
     preempted: int = 0
 
-    # Changed by the runner:
+    # Changed by Flight:
     in_flight: int = 0
     """How many of its tokens were launched and not read yet."""
+
+    # Changed by the runner:
     resident: Resident | None = None
     """Its place on the device while it decodes there."""
 

@@ -13,7 +13,7 @@ from roseinfer.config import MOST_TOP_LOGPROBS
 from roseinfer.decode.readback import Readback
 from roseinfer.decode.resident import Entrant
 from roseinfer.engine.drafter import MOST_DRAFTS
-from roseinfer.engine.flight import NO_DRAFTS, Flight
+from roseinfer.engine.flight import NO_DRAFTS, Flight, forget_tokens_in_flight
 from roseinfer.engine.prompt_flight import tell_prompts
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument, RequestTooLarge
@@ -186,7 +186,7 @@ class StepRunner:
     def withdraw(self, request: Request) -> None:
         """Take back a request's slot, and forget its tokens in flight."""
         self.give_up_slot(request)
-        request.in_flight = 0
+        forget_tokens_in_flight(request)
 
     def give_up_slot(self, request: Request) -> None:
         """Give up the request's slot, if it has one. No slot is given up anywhere else."""
@@ -210,12 +210,12 @@ class StepRunner:
         rows = [each.slot for each in residents]
         arrival = self._resident.launch(residents, spare)
         told = self._resident.told() if self._resident.kind.tops is not None else None
+        flight = Flight(requests, rows, arrival, told, False, NO_DRAFTS, None)
         for request in requests:
-            request.in_flight += 1
             coming = len(request.session.token_ids) + request.in_flight
             if coming == request.full_length:
                 self.give_up_slot(request)
-        return Flight(requests, rows, arrival, told, False, NO_DRAFTS, None)
+        return flight
 
     def _launch_others(
         self, requests: list[Request], counts: list[int], drafted: Mapping[int, list[int]]
@@ -268,8 +268,6 @@ class StepRunner:
             told = self._told.start(tell(logits, chosen, most).flatten())
         chosen = torch.where(rows_without_a_distribution(logits), -1, chosen)
         stay = self._enter(requests, rows, chosen, logits.shape[-1])
-        for request, size in sized:
-            request.in_flight += size
         arrival = self._tokens.start(chosen)
         return Flight(requests, rows, arrival, told, stay, drafted, self.settle)
 

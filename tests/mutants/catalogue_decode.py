@@ -50,12 +50,12 @@ MUTANTS = (
         "slot-left-active",
         "The slot of a request that ended before its last token stays active on the device.",
         _RUNNER,
-        "        self.give_up_slot(request)\n        request.in_flight = 0\n",
+        "        self.give_up_slot(request)\n        forget_tokens_in_flight(request)\n",
         "        left = request.resident\n"
         "        self.give_up_slot(request)\n"
         "        if self._resident is not None and left is not None:\n"
         "            self._resident.slots._changed.pop(left.slot, None)\n"
-        "        request.in_flight = 0\n",
+        "        forget_tokens_in_flight(request)\n",
         ("12",),
     ),
     _mutant(
