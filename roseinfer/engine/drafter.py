@@ -37,7 +37,7 @@ class Drafter:
     every: int
     """A request that is not drafted is looked at once in so many tokens."""
     drafting: bool
-    """True while drafts are looked for before each step."""
+    """True while drafts are looked for before each step. The request has no slot then."""
     _text: str = ""
     """A character for each token: texts are searched faster than lists."""
     _look_at: int = 0

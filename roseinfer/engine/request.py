@@ -114,11 +114,6 @@ class Request:
         return not coming or (self.resident is not None and known + coming < self.full_length)
 
     @property
-    def is_drafted(self) -> bool:
-        """True while it decodes outside of slots, so that drafts can be stored with its tokens."""
-        return self.drafter is not None and self.drafter.drafting
-
-    @property
     def token_ids(self) -> list[int]:
         """The generated tokens."""
         return self.session.token_ids[self.prompt_length :]

@@ -180,7 +180,8 @@ class StepRunner:
         requests = [*others, *(request for request, _ in step.chunks)]
         if requests:
             counts = [1] * len(others) + [count for _, count in step.chunks]
-            flights += self._launch_others(requests, counts, step.drafts)
+            told = _prompts_to_tell(requests, counts) if step.chunks else {}
+            flights += self._launch_others(requests, counts, told, step.drafts)
         return flights
 
     def withdraw(self, request: Request) -> None:
@@ -218,46 +219,53 @@ class StepRunner:
         return flight
 
     def _launch_others(
-        self, requests: list[Request], counts: list[int], drafted: Mapping[int, list[int]]
+        self,
+        requests: list[Request],
+        counts: list[int],
+        told: Mapping[int, int],
+        drafted: Mapping[int, list[int]],
     ) -> list[Flight | PromptFlight]:
-        """Run the requests, with their drafts, and tell of prompts where that is due."""
+        """Run the requests, with their drafts, and tell of the prompts of those at ``told``."""
         sessions = [request.session for request in requests]
-        told = _prompts_to_tell(requests, counts)
-        drafts = {
-            at: drafted[request.id] for at, request in enumerate(requests) if request.id in drafted
-        }
-        for at, own in drafts.items():
-            counts[at] += len(own)
+        drafts: dict[int, list[int]] = {}
+        if drafted:
+            ids = enumerate(request.id for request in requests)
+            drafts = {at: drafted[own_id] for at, own_id in ids if own_id in drafted}
+            for at, own in drafts.items():
+                counts[at] += len(own)
         in_full = {*told, *drafts}
         logits = self._sessions.extend(sessions, counts, in_full=in_full, drafts=drafts)
-        sizes = [count if at in in_full else 1 for at, count in enumerate(counts)]
-        ends = [*accumulate(sizes)]
-        flights: list[Flight | PromptFlight] = []
-        if told:
-            staging = self._sessions.staging
-            flights.append(tell_prompts(requests, told, ends, logits, staging, self._prompts))
         due = [at for at, each in enumerate(requests) if at in drafts or not each.pending]
+        rows = due
+        flights: list[Flight | PromptFlight] = []
+        if in_full:
+            ends = [*accumulate(counts[at] if at in in_full else 1 for at in range(len(counts)))]
+            rows = [
+                row for at in due for row in range(ends[at] - 1 - len(drafts.get(at, ())), ends[at])
+            ]
+            if told:
+                staging = self._sessions.staging
+                flights.append(tell_prompts(requests, told, ends, logits, staging, self._prompts))
         if not due:
             return flights
-        rows = [
-            row for at in due for row in range(ends[at] - 1 - len(drafts.get(at, ())), ends[at])
-        ]
         if len(rows) < len(logits):
             logits = logits[rows]
-        requests = [requests[at] for at in due]
+        if len(due) < len(requests):
+            requests = [requests[at] for at in due]
         return [*flights, self._choose(requests, logits, drafted)]
 
     def _choose(
         self, requests: list[Request], logits: torch.Tensor, drafted: Mapping[int, list[int]]
     ) -> Flight:
         """Choose the next token of each request, and the one behind each of its drafts."""
-        sizes = [1 + len(drafted.get(request.id, ())) for request in requests]
-        rows = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
-        sized = list(zip(requests, sizes, strict=True))
-        owners = [request for request, size in sized for _ in range(size)]
-        positions = [
-            len(request.session.token_ids) + at for request, size in sized for at in range(size)
-        ]
+        owners, rows = requests, [*range(len(requests))]
+        positions = [len(request.session.token_ids) for request in requests]
+        if drafted:
+            sizes = [1 + len(drafted.get(request.id, ())) for request in requests]
+            rows = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+            owners = [each for each, size in zip(requests, sizes, strict=True) for _ in range(size)]
+            begins = zip(positions, sizes, strict=True)
+            positions = [begin + at for begin, size in begins for at in range(size)]
         batch = self._sampling_batch(owners, logits.device)
         tally = self._tally(owners, logits) if batch.penalties else None
         staged = self._sessions.staging.stage([positions]).columns[0]
@@ -287,7 +295,8 @@ class StepRunner:
         for row, request in zip(rows, requests, strict=True):
             if request.num_generated + 1 == request.most_tokens:
                 continue
-            slots = None if request.is_drafted else self._resident
+            drafter = request.drafter
+            slots = self._resident if drafter is None or not drafter.drafting else None
             if slots is None or not slots.takes(request.params, vocabulary):
                 stay = True
             elif request.resident is None:

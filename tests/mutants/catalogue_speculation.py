@@ -35,8 +35,8 @@ MUTANTS = (
         "row-of-another-draft",
         "Tokens are read as if each request had one row, though some have one for each draft too.",
         _RUNNER,
-        "        rows = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]\n",
-        "        rows = [*range(len(sizes))]\n",
+        "rows = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]",
+        "rows = [*range(len(sizes))]",
     ),
     _mutant(
         "slot-left-with-its-room",
