@@ -32,6 +32,7 @@ MOST_UNREAD = 128
 RESUMED_AT = MOST_UNREAD // 2
 """It goes on when no more of them are left."""
 ADMISSION_POLICIES = ("fifo", "pack")
+SPECULATIONS = ("ngram",)
 
 _SWITCH = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(
     ("0", "off", "false", "no"), False
@@ -270,6 +271,9 @@ class EngineConfig:
     run_ahead: int | None = field(default=None, metadata={"least": 0})
     """Steps that may be in flight when a step is launched. A stream may lag by as many tokens.
     None for 2 on a GPU and 0 elsewhere."""
+    speculation: str | None = None
+    """``ngram`` looks up in a text how it may go on, and verifies several tokens in one step; None
+    for one token a step."""
     per_layer_kv: bool = False
     """A block list for every layer, which the append policy's per-token switches need."""
     append_policy: AppendPolicy | None = None
@@ -292,6 +296,11 @@ class EngineConfig:
         if self.resident_decode and self.per_layer_kv:
             raise ConfigError(
                 "resident_decode needs one block list for all layers: leave per_layer_kv off"
+            )
+        if self.speculation not in (None, *SPECULATIONS):
+            raise ConfigError(
+                f"speculation is {self.speculation!r}; it must be {' or '.join(SPECULATIONS)}, or "
+                "None"
             )
         if self.prefill_admission_policy not in ADMISSION_POLICIES:
             raise ConfigError(

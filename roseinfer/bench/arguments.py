@@ -115,12 +115,13 @@ def add_prefill(group: argparse._ArgumentGroup) -> None:
     add("--prefill-admission-policy", choices=ADMISSION_POLICIES, help=order)
 
 
-def add_runs(parser: argparse.ArgumentParser) -> None:
+def add_runs(parser: argparse.ArgumentParser, *, peers: bool = True) -> None:
     add = parser.add_argument_group("runs").add_argument
     add("--warmup-runs", type=whole(0), default=1, metavar="N", help="untimed, before (1)")
     add("--repeat-runs", type=whole(1), default=3, metavar="N", help="medians over these (3)")
-    others = "run the same work on other systems too: all that are known, or those named"
-    add("--peers", nargs="*", metavar="NAME", help=others)
+    if peers:
+        others = "run the same work on other systems too: all that are known, or those named"
+        add("--peers", nargs="*", metavar="NAME", help=others)
 
 
 def add_outputs(parser: argparse.ArgumentParser, *, plot: bool) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def add_all(commands: Subparsers) -> None:
-    for add in (_add_append, _add_attention, _add_ladder, _add_peers, _add_trace, _add_plot):
+    for add in _COMMANDS:
         add(commands)
 
 
@@ -132,6 +132,24 @@ def _trace(args: argparse.Namespace) -> Report:
     return step_trace.run(args)
 
 
+def _add_speculation(commands: Subparsers) -> None:
+    parser = commands.add_parser("speculation", help="what drafts are worth, and what they cost")
+    arguments.add_model(parser)
+    add_equal_requests(parser)
+    arguments.add_runs(parser, peers=False)
+    arguments.add_outputs(parser, plot=False)
+    parser.set_defaults(run=_speculation, batch=1)
+
+
+def _speculation(args: argparse.Namespace) -> Report:
+    EngineConfig()  # refuses bad variables
+    arguments.require_model(args)
+    arguments.say_importing()
+    from roseinfer.bench import speculation_bench
+
+    return speculation_bench.run(args)
+
+
 def _add_plot(commands: Subparsers) -> None:
     parser = commands.add_parser("plot", help="draw the chart of a report that --json wrote")
     parser.add_argument("report", type=Path)
@@ -141,3 +159,9 @@ def _add_plot(commands: Subparsers) -> None:
 
 def _plot(args: argparse.Namespace) -> None:
     charts.redraw(args.report, args.chart)
+
+
+_COMMANDS = (
+    *(_add_append, _add_attention, _add_ladder),
+    *(_add_peers, _add_trace, _add_speculation, _add_plot),
+)

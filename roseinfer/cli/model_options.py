@@ -7,7 +7,13 @@ from contextlib import redirect_stdout
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.config import ADMISSION_POLICIES, EngineConfig, require_device, require_dtype
+from roseinfer.config import (
+    ADMISSION_POLICIES,
+    SPECULATIONS,
+    EngineConfig,
+    require_device,
+    require_dtype,
+)
 from roseinfer.how_far import say
 from roseinfer.interrupts import interrupts_kill
 from roseinfer.models.source import locate
@@ -43,6 +49,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     order = "begin prompts in order, or prefer those that fit whole into a step"
     add("--prefill-admission-policy", choices=ADMISSION_POLICIES, help=order)
+    drafts = "guess tokens by what the text said before, and verify several in one step"
+    add("--speculation", choices=SPECULATIONS, help=drafts)
 
 
 def given_of(args: argparse.Namespace, settings: type) -> dict[str, Any]:

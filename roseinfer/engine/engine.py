@@ -15,6 +15,7 @@ from roseinfer.engine.prefix_cache import PrefixCache
 from roseinfer.engine.request import BlockSupply, FinishReason, Request
 from roseinfer.engine.runner import SequenceRunner, StepRunner
 from roseinfer.engine.scheduler import Scheduler
+from roseinfer.engine.speculation import Speculation
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument, NoDistribution, NoText, RequestTooLarge, StepFailed
 from roseinfer.text.request_text import RequestText, detokenizers
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roseinfer.config import EngineConfig
+    from roseinfer.engine.flight import Flight
     from roseinfer.engine.prompt_flight import PromptFlight
-    from roseinfer.engine.runner import Flight
     from roseinfer.engine.scheduler import Step
     from roseinfer.models.loading import Loaded
     from roseinfer.sampling.log_probabilities import Told
@@ -85,7 +86,7 @@ class Engine:
                 graphs=graphs,
                 graphs_required=config.cuda_graph is True,
             )
-        self._runner = StepRunner(self.sessions, resident, config.max_batch_size)
+        self._runner = StepRunner(self.sessions, resident, config)
         self._run_ahead = config.lag(device) if resident else 0
         self._supply = BlockSupply(
             kv,
@@ -96,6 +97,12 @@ class Engine:
             path_counts=self.path_counts,
         )
         self._scheduler = Scheduler(config, self._supply)
+        self._speculation: Speculation | None = None
+        if config.speculation is not None:
+            self._speculation = Speculation(
+                kv, self._supply, self._runner, self.path_counts, slots=resident is not None
+            )
+            self._runner.settle = self._speculation.settle
         self._in_flight: deque[list[Flight | PromptFlight]] = deque()
         """Steps that were launched and whose tokens nobody has read yet, oldest first."""
         self._updates: list[Update] = []
@@ -183,6 +190,7 @@ class Engine:
             most_tokens=self._most_tokens(len(token_ids), params),
             session=self.sessions.empty(token_ids),
             text=text,
+            drafter=self._speculation.drafter_for(params) if self._speculation else None,
         )
         self._next_id += 1
         self._scheduler.add(request)
@@ -256,6 +264,8 @@ class Engine:
         """
         step = self._scheduler.next_step()
         try:
+            if self._speculation is not None:
+                self._speculation.plan(step)
             if step:
                 self._launch(step)
             # If no step is launched, the oldest one in flight lands.

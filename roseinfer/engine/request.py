@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from roseinfer.config import SamplingParams
     from roseinfer.decode.resident import Resident
+    from roseinfer.engine.drafter import Drafter
     from roseinfer.engine.prefix_cache import Held, PrefixCache
     from roseinfer.errors import RoseinferError
     from roseinfer.kv.groups import LayerGroup
@@ -61,6 +62,10 @@ class Request:
     found: int = 0
     """How many tokens the prefix cache had when it was last admitted."""
 
+    # Changed by Speculation:
+    drafter: Drafter | None = None
+    """What drafts its tokens, if anything does."""
+
     # Changed by the scheduler:
     waits_for: int = 0
     """How many blocks must be available before it is tried again."""
@@ -69,9 +74,11 @@ class Request:
     was too long for what was left of them."""
     preempted: int = 0
 
-    # Changed by the runner:
+    # Changed by Flight:
     in_flight: int = 0
     """How many of its tokens were launched and not read yet."""
+
+    # Changed by the runner:
     resident: Resident | None = None
     """Its place on the device while it decodes there."""
 
@@ -174,6 +181,12 @@ class BlockSupply:
             held = len(own) - given_back(own)
             needed -= max(0, held + blocks - self._most_in(group, self._at_once))
         return needed
+
+    def needed_behind(self, session: InferenceSession, count: int) -> int:
+        """Return how many blocks ``count`` tokens take behind the one that is stored next."""
+        size = self._kv.block_size
+        blocks = -(-(session.stored + 1 + count) // size) - -(-(session.stored + 1) // size)
+        return blocks * len(self._kv.groups) if self._kv.one_pool else blocks
 
     def needed_alone(self, prompt: int, length: int) -> int:
         """Return the most blocks that a request holds by itself until it has ``length`` tokens."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,32 +12,30 @@ from roseinfer.attention.backend import StepBatch, best_backend, find_backend
 from roseinfer.config import MOST_TOP_LOGPROBS
 from roseinfer.decode.readback import Readback
 from roseinfer.decode.resident import Entrant
-from roseinfer.engine.prompt_flight import PromptFlight
+from roseinfer.engine.drafter import MOST_DRAFTS
+from roseinfer.engine.flight import NO_DRAFTS, Flight, forget_tokens_in_flight
+from roseinfer.engine.prompt_flight import tell_prompts
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument, RequestTooLarge
 from roseinfer.kv.groups import given_back
 from roseinfer.kv.manager import StepAppend
 from roseinfer.kv.sequence import InferenceSession
 from roseinfer.kv.storage import IndexStaging
-from roseinfer.sampling.log_probabilities import (
-    of_a_prompt,
-    rows_without_a_distribution,
-    tell,
-    told_of,
-)
+from roseinfer.sampling.log_probabilities import rows_without_a_distribution, tell
 from roseinfer.sampling.penalties import tally_of
 from roseinfer.sampling.sampling_batch import SamplingBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from roseinfer.decode.readback import Arrival
+    from roseinfer.config import EngineConfig
     from roseinfer.decode.resident import ResidentDecode
+    from roseinfer.engine.flight import Settle
+    from roseinfer.engine.prompt_flight import PromptFlight
     from roseinfer.engine.request import Request
     from roseinfer.engine.scheduler import Step
     from roseinfer.kv.manager import KVBlockManager
     from roseinfer.models.causal import CausalModel
-    from roseinfer.sampling.log_probabilities import Told
 
 
 class SequenceRunner:
@@ -69,14 +67,18 @@ class SequenceRunner:
         counts: Sequence[int] | None = None,
         *,
         in_full: Collection[int] = (),
+        drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
     ) -> torch.Tensor:
         """Store the next ``counts[i]`` tokens of session ``i``, or all that are not stored yet.
 
-        This returns the logits behind the last stored token of each; for the sessions ``in_full``,
-        behind each token that they store. It is fastest if sessions that store a single token
-        stand in front.
+        The last ``drafts[i]`` of them are tokens that the session does not have, behind all that
+        it has. This returns the logits behind the last stored token of each; for the sessions
+        ``in_full``, behind each token that they store. It is fastest if sessions that store a
+        single token stand in front.
         """
         pending = [len(session.token_ids) - session.stored for session in sessions]
+        for at, own in drafts.items():
+            pending[at] += len(own)
         counts = pending if counts is None else list(counts)
         tokens: list[int] = []
         positions: list[int] = []
@@ -85,7 +87,7 @@ class SequenceRunner:
         for at, (session, count, left) in enumerate(zip(sessions, counts, pending, strict=True)):
             if left < 1:
                 raise BadArgument(f"session {at} has no token that is not stored yet")
-            if not 1 <= count <= left:
+            if not (left if at in drafts else 1) <= count <= left:
                 raise BadArgument(f"session {at} has {left} tokens to store, not {count}")
             end = session.stored + count
             if end > self.model.shape.max_length:
@@ -93,6 +95,7 @@ class SequenceRunner:
             first = len(tokens) if at in in_full else len(tokens) + count - 1
             rows_out += range(first, len(tokens) + count)
             tokens += session.token_ids[session.stored : end]
+            tokens += drafts.get(at, ())
             positions += range(session.stored, end)
             lengths.append(end)
         singles = next((at for at, count in enumerate(counts) if count > 1), len(counts))
@@ -144,44 +147,21 @@ class SequenceRunner:
             raise BadArgument(f"token ids must lie in 0..{shape.vocab_size - 1}")
 
 
-@dataclass(slots=True)
-class Flight:
-    """Tokens of a forward pass that the host has not read yet."""
-
-    requests: list[Request]
-    rows: Sequence[int]
-    """The index of each request's token in ``tokens``."""
-    tokens: Arrival
-    """Negative where there was none to choose."""
-    told: Arrival | None
-    """The numbers of one token after the other, if some request wants them told."""
-    urgent: bool
-    """True if a request needs its token on the host before it can go on."""
-
-    def land(self) -> Iterator[tuple[Request, int, Told | None]]:
-        """Wait for the tokens. Those of requests that have ended meanwhile are dropped."""
-        tokens = self.tokens.wait()
-        told = self.told.wait() if self.told else []
-        each = len(told) // len(tokens)
-        for request, row in zip(self.requests, self.rows, strict=True):
-            if request.finish_reason is None:
-                request.in_flight -= 1
-                own = told[row * each : (row + 1) * each] if request.params.logprobs else None
-                yield request, tokens[row], told_of(own) if own else None
-
-
 class StepRunner:
     """Launches steps: resident requests in one forward pass, all others in a second."""
 
     def __init__(
-        self, sessions: SequenceRunner, resident: ResidentDecode | None, max_batch_size: int
+        self, sessions: SequenceRunner, resident: ResidentDecode | None, config: EngineConfig
     ) -> None:
+        self.settle: Settle | None = None
+        """What is to be done with requests whose drafts were verified."""
         self._sessions = sessions
         self._resident = resident
         self._sampling: tuple[list[Request], SamplingBatch] | None = None
         device = sessions.kv.device
-        self._tokens = Readback(max_batch_size, torch.int64, device)
-        numbers = max_batch_size * (1 + 2 * MOST_TOP_LOGPROBS)
+        rows = config.max_batch_size * (1 + MOST_DRAFTS if config.speculation else 1)
+        self._tokens = Readback(rows, torch.int64, device)
+        numbers = rows * (1 + 2 * MOST_TOP_LOGPROBS)
         self._told = Readback(numbers, torch.float64, device)
         # A step stores no more tokens than the cache holds.
         capacity = sessions.kv.max_blocks_per_layer * sessions.kv.block_size
@@ -192,20 +172,22 @@ class StepRunner:
         flights: list[Flight | PromptFlight] = []
         residents = [request for request in step.decoding if request.resident]
         others = [request for request in step.decoding if not request.resident]
+        if step.drafts:
+            others.sort(key=lambda request: request.id in step.drafts)
         if residents:
             spare = min(step.spare, self._sessions.kv.num_free_blocks(0) - step.blocks)
             flights.append(self._launch_residents(residents, spare))
         requests = [*others, *(request for request, _ in step.chunks)]
         if requests:
             counts = [1] * len(others) + [count for _, count in step.chunks]
-            told = _prompts_to_tell(requests) if step.chunks else []
-            flights += self._launch_others(requests, counts, told)
+            told = _prompts_to_tell(requests, counts) if step.chunks else {}
+            flights += self._launch_others(requests, counts, told, step.drafts)
         return flights
 
     def withdraw(self, request: Request) -> None:
         """Take back a request's slot, and forget its tokens in flight."""
         self.give_up_slot(request)
-        request.in_flight = 0
+        forget_tokens_in_flight(request)
 
     def give_up_slot(self, request: Request) -> None:
         """Give up the request's slot, if it has one. No slot is given up anywhere else."""
@@ -229,59 +211,63 @@ class StepRunner:
         rows = [each.slot for each in residents]
         arrival = self._resident.launch(residents, spare)
         told = self._resident.told() if self._resident.kind.tops is not None else None
+        flight = Flight(requests, rows, arrival, told, False, NO_DRAFTS, None)
         for request in requests:
-            request.in_flight += 1
             coming = len(request.session.token_ids) + request.in_flight
             if coming == request.full_length:
                 self.give_up_slot(request)
-        return Flight(requests, rows, arrival, told, urgent=False)
+        return flight
 
     def _launch_others(
-        self, requests: list[Request], counts: list[int], told: list[int]
+        self,
+        requests: list[Request],
+        counts: list[int],
+        told: Mapping[int, int],
+        drafted: Mapping[int, list[int]],
     ) -> list[Flight | PromptFlight]:
-        """Run the requests, those at ``told`` with the log-probabilities of their prompts."""
+        """Run the requests, with their drafts, and tell of the prompts of those at ``told``."""
         sessions = [request.session for request in requests]
-        logits = self._sessions.extend(sessions, counts, in_full=told)
+        drafts: dict[int, list[int]] = {}
+        if drafted:
+            ids = enumerate(request.id for request in requests)
+            drafts = {at: drafted[own_id] for at, own_id in ids if own_id in drafted}
+            for at, own in drafts.items():
+                counts[at] += len(own)
+        in_full = {*told, *drafts}
+        logits = self._sessions.extend(sessions, counts, in_full=in_full, drafts=drafts)
+        due = [at for at, each in enumerate(requests) if at in drafts or not each.pending]
+        rows = due
         flights: list[Flight | PromptFlight] = []
-        if told:
-            logits, flight = self._tell_prompts(requests, counts, told, logits)
-            flights.append(flight)
-        due = [row for row, request in enumerate(requests) if not request.pending]
+        if in_full:
+            ends = [*accumulate(counts[at] if at in in_full else 1 for at in range(len(counts)))]
+            rows = [
+                row for at in due for row in range(ends[at] - 1 - len(drafts.get(at, ())), ends[at])
+            ]
+            if told:
+                staging = self._sessions.staging
+                flights.append(tell_prompts(requests, told, ends, logits, staging, self._prompts))
         if not due:
             return flights
+        if len(rows) < len(logits):
+            logits = logits[rows]
         if len(due) < len(requests):
-            logits = logits[due]
-            requests = [requests[row] for row in due]
-        return [*flights, self._choose(requests, logits)]
+            requests = [requests[at] for at in due]
+        return [*flights, self._choose(requests, logits, drafted)]
 
-    def _tell_prompts(
-        self, requests: list[Request], counts: list[int], told: list[int], logits: torch.Tensor
-    ) -> tuple[torch.Tensor, PromptFlight]:
-        """Take the rows of prompts out of the logits; return the last of each request."""
-        spans: list[tuple[Request, int, int]] = []
-        rows: list[int] = []
-        tokens: list[int] = []
-        last_rows: list[int] = []
-        row = 0
-        for at, (request, count) in enumerate(zip(requests, counts, strict=True)):
-            if at in told:
-                end = request.session.stored
-                begin = end - count + 1
-                end = min(end + 1, request.prompt_length)
-                spans.append((request, begin, end))
-                rows += range(row, row + end - begin)
-                tokens += request.session.token_ids[begin:end]
-                row += count - 1
-            last_rows.append(row)
-            row += 1
-        at_rows, at_tokens = self._sessions.staging.stage([rows, tokens]).columns
-        values = of_a_prompt(logits, at_rows, at_tokens)
-        return logits[last_rows], PromptFlight(spans, self._prompts.start(values))
-
-    def _choose(self, requests: list[Request], logits: torch.Tensor) -> Flight:
-        batch = self._sampling_batch(requests, logits.device)
-        tally = self._tally(requests, logits) if batch.penalties else None
+    def _choose(
+        self, requests: list[Request], logits: torch.Tensor, drafted: Mapping[int, list[int]]
+    ) -> Flight:
+        """Choose the next token of each request, and the one behind each of its drafts."""
+        owners, rows = requests, [*range(len(requests))]
         positions = [len(request.session.token_ids) for request in requests]
+        if drafted:
+            sizes = [1 + len(drafted.get(request.id, ())) for request in requests]
+            rows = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+            owners = [each for each, size in zip(requests, sizes, strict=True) for _ in range(size)]
+            begins = zip(positions, sizes, strict=True)
+            positions = [begin + at for begin, size in begins for at in range(size)]
+        batch = self._sampling_batch(owners, logits.device)
+        tally = self._tally(owners, logits) if batch.penalties else None
         staged = self._sessions.staging.stage([positions]).columns[0]
         chosen = batch.choose(logits, staged, tally)
         told = None
@@ -289,25 +275,34 @@ class StepRunner:
             most = max(request.params.top_logprobs for request in requests)
             told = self._told.start(tell(logits, chosen, most).flatten())
         chosen = torch.where(rows_without_a_distribution(logits), -1, chosen)
-        stay = self._enter(requests, chosen, logits.shape[-1])
-        for request in requests:
-            request.in_flight += 1
-        rows = range(len(requests))
-        return Flight(requests, rows, self._tokens.start(chosen), told, urgent=stay)
+        stay = self._enter(requests, rows, chosen, logits.shape[-1])
+        arrival = self._tokens.start(chosen)
+        return Flight(requests, rows, arrival, told, stay, drafted, self.settle)
 
-    def _enter(self, requests: list[Request], chosen: torch.Tensor, vocabulary: int) -> bool:
-        """Give slots to the requests that can decode in one; return True if some cannot."""
+    def _enter(
+        self,
+        requests: list[Request],
+        rows: Sequence[int],
+        chosen: torch.Tensor,
+        vocabulary: int,
+    ) -> bool:
+        """Give slots to the requests that can decode in one; return True if some cannot.
+
+        The token of ``requests[i]`` is in row ``rows[i]`` of those chosen.
+        """
         entering = []
         stay = False
-        for row, request in enumerate(requests):
+        for row, request in zip(rows, requests, strict=True):
             if request.num_generated + 1 == request.most_tokens:
                 continue
-            if self._resident is None or not self._resident.takes(request.params, vocabulary):
+            drafter = request.drafter
+            slots = self._resident if drafter is None or not drafter.drafting else None
+            if slots is None or not slots.takes(request.params, vocabulary):
                 stay = True
             elif request.resident is None:
                 entering.append((row, request))
         if entering and self._resident is not None:
-            rows = [row for row, _ in entering]
+            own_rows = [row for row, _ in entering]
             residents = self._resident.enter(
                 [
                     Entrant(
@@ -319,10 +314,10 @@ class StepRunner:
                     )
                     for _, request in entering
                 ],
-                chosen if len(rows) == len(requests) else chosen[rows],
+                chosen if len(own_rows) == len(chosen) else chosen[own_rows],
             )
-            for (_, request), resident in zip(entering, residents, strict=True):
-                request.resident = resident
+            for (_, request), own in zip(entering, residents, strict=True):
+                request.resident = own
         return stay
 
     def _sampling_batch(self, requests: list[Request], device: torch.device) -> SamplingBatch:
@@ -347,10 +342,13 @@ class StepRunner:
         return tally
 
 
-def _prompts_to_tell(requests: list[Request]) -> list[int]:
-    """Return which requests will store tokens behind which others of their prompts are told."""
-    return [
-        at
+def _prompts_to_tell(requests: list[Request], counts: list[int]) -> dict[int, int]:
+    """Return which requests will store tokens behind which others of their prompts are told.
+
+    With each goes how many tokens it will store.
+    """
+    return {
+        at: counts[at]
         for at, request in enumerate(requests)
         if request.wants_prompt and request.session.stored + 1 < request.prompt_length
-    ]
+    }

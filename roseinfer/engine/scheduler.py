@@ -37,6 +37,8 @@ class Step:
     """Requests that store their newest token."""
     chunks: list[tuple[Request, int]] = field(default_factory=list)
     """Requests that store tokens of their prompts, each with the number of tokens."""
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """By the ids of decoding requests, tokens to store behind their newest, which may be wrong."""
     blocks: int = 0
     """The most blocks that the step can take."""
     spare: int = 0

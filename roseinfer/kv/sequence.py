@@ -34,3 +34,8 @@ class InferenceSession:
         for group, block_ids in zip(kv.groups, self.block_lists, strict=True):
             kv.truncate(group.layers[0], block_ids, self.stored)
         self.room = min(self.room, self.stored)
+
+    def roll_back(self, kv: KVBlockManager, most: int) -> None:
+        """Do the same to a sequence that may write to its last block, and leaves it that room."""
+        self.cut(kv, most)
+        self.room = len(self.block_lists[0]) * kv.block_size

@@ -36,7 +36,7 @@ def test_the_commands_are_understood(
     """The measuring and the drawing are left out."""
     reached: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    for name in ("_ladder", "_peers", "_trace", "_attention"):
+    for name in ("_ladder", "_peers", "_trace", "_attention", "_speculation"):
         monkeypatch.setattr(subcommands, name, reached.append)
     for name in ("_schedule", "_stream"):
         monkeypatch.setattr(commands, name, reached.append)
@@ -56,8 +56,9 @@ def test_the_commands_are_understood(
         (bench, ["peers"]),
         (bench, ["trace"]),
         (bench, ["attention"]),
+        (bench, ["speculation"]),
     ],
-    ids=["scheduler", "streaming", "ladder", "peers", "trace", "attention"],
+    ids=["scheduler", "streaming", "ladder", "peers", "trace", "attention", "speculation"],
 )
 def test_every_option_stands_there(
     main: Callable[[list[str]], int], words: list[str], capsys: pytest.CaptureFixture[str]

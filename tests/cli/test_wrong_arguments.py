@@ -56,6 +56,7 @@ MISTAKES = {
         "generate --prompt x --top-k -1": "top_k is -1",
         "generate --prompt x --top-p 2": "top_p is 2.0",
         "generate --prompt x --min-p 2": "min_p is 2.0",
+        "generate --prompt x --speculation medusa": "invalid choice: 'medusa'",
         "generate --prompt x --repetition-penalty 0": "repetition_penalty is 0.0",
         "generate --prompt x --temperature hot": "invalid float value: 'hot'",
         "generate --prompt x --max-new-tokens 0": "max_new_tokens is 0",

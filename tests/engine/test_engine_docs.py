@@ -24,6 +24,7 @@ PRINTED = {
     "In a server": r"(['\"].*['\"]\n){2}'error: an empty prompt: .*'\n",
     "What can go wrong": r"error .*2000.*\n.*leaves no room.*\n",
     "What a step does": r"1\n",
+    "Several tokens in one step": r"True\n",
 }
 """What the example of a section prints."""
 

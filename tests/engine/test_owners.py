@@ -14,7 +14,7 @@ CHANGED = {
     "found": "request",
     "full_length": "request",
     "held": "request",
-    "in_flight": "runner",
+    "in_flight": "flight",
     "passed_over": "scheduler",
     "preempted": "scheduler",
     "resident": "runner",

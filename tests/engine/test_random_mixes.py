@@ -157,6 +157,7 @@ def draw_settings(rng: random.Random, requests: list[Asked]) -> dict[str, Any]:
         "prefill_max_batch_size": rng.choice([1, 2, 8]),
         "chunked_prefill": rng.random() < 0.7,
         "per_layer_kv": rng.random() < 0.2,
+        "speculation": rng.choice([None, "ngram"]),
     }
 
 

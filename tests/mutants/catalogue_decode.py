@@ -9,6 +9,7 @@ _RESIDENT = "roseinfer.decode.resident"
 _PENALTIES = "roseinfer.decode.slot_penalties"
 _READBACK = "roseinfer.decode.readback"
 _RUNNER = "roseinfer.engine.runner"
+_FLIGHT = "roseinfer.engine.flight"
 _DECODE = "roseinfer.kernels.attend_decode"
 _GPT2 = "roseinfer.models.families.gpt2"
 _LIKELIEST = "roseinfer.kernels.likeliest"
@@ -49,12 +50,12 @@ MUTANTS = (
         "slot-left-active",
         "The slot of a request that ended before its last token stays active on the device.",
         _RUNNER,
-        "        self.give_up_slot(request)\n        request.in_flight = 0\n",
+        "        self.give_up_slot(request)\n        forget_tokens_in_flight(request)\n",
         "        left = request.resident\n"
         "        self.give_up_slot(request)\n"
         "        if self._resident is not None and left is not None:\n"
         "            self._resident.slots._changed.pop(left.slot, None)\n"
-        "        request.in_flight = 0\n",
+        "        forget_tokens_in_flight(request)\n",
         ("12",),
     ),
     _mutant(
@@ -95,15 +96,9 @@ MUTANTS = (
     _mutant(
         "told-of-others-tokens",
         "What a resident step tells is read as if its requests stood in the first slots.",
-        _RUNNER,
-        "        for request, row in zip(self.requests, self.rows, strict=True):\n"
-        "            if request.finish_reason is None:\n"
-        "                request.in_flight -= 1\n"
-        "                own = told[row * each : (row + 1) * each]",
-        "        for at, (request, row) in enumerate(zip(self.requests, self.rows, strict=True)):\n"
-        "            if request.finish_reason is None:\n"
-        "                request.in_flight -= 1\n"
-        "                own = told[at * each : (at + 1) * each]",
+        _FLIGHT,
+        "own = told[row * each : (row + 1) * each]",
+        "at = self.requests.index(request); own = told[at * each : (at + 1) * each]",
     ),
     _mutant(
         "slots-packed-when-read",
@@ -116,8 +111,8 @@ MUTANTS = (
         "entered-with-anothers-token",
         "Of a prefill, the first tokens go to those who become resident, whosever they are.",
         _RUNNER,
-        "                chosen if len(rows) == len(requests) else chosen[rows],\n",
-        "                chosen[: len(rows)],\n",
+        "                chosen if len(own_rows) == len(chosen) else chosen[own_rows],\n",
+        "                chosen[: len(own_rows)],\n",
     ),
     _mutant(
         "greedy-as-the-first-is",
@@ -151,16 +146,16 @@ MUTANTS = (
     _mutant(
         "in-flight-for-ever",
         "Tokens that were read still count as on their way.",
-        _RUNNER,
-        "                request.in_flight -= 1\n",
+        _FLIGHT,
+        "                    request.in_flight -= 1\n",
         "",
     ),
     _mutant(
         "token-behind-the-end",
         "What a step that was launched before an end brings is given to the request all the same.",
-        _RUNNER,
-        "            if request.finish_reason is None:\n",
-        "            if request.session is not None:\n",
+        _FLIGHT,
+        "                if request.finish_reason is None:",
+        "                if request.session is not None:",
         ("12",),
     ),
     _mutant(

@@ -21,6 +21,8 @@ _REUSED_AT_ONCE = {**_RESIDENT, "prefix_cache": False, "max_batch_size": 8}
 """A new sequence takes what another one gave up while others still decode beside it."""
 _ONE_BY_ONE = {**_RESIDENT, "prefill_max_batch_size": 1, "max_batch_size": 8}
 """Sequences begin to decode one after another, and none ends in between."""
+_SPECULATING = {"speculation": "ngram", "resident_decode": False}
+_LEAVING_SLOTS = {**_RESIDENT, "speculation": "ngram"}
 _FUSED = {"fused_model": True, "model": "gpt2"}
 _TWO_AT_ONCE = {**_RESIDENT, **_IN_CHUNKS, "prefix_cache": True, "max_batch_size": 2}
 _PACKED = {"prefill_admission_policy": "pack", "prefill_max_tokens": 8, "max_batch_size": 8}
@@ -55,6 +57,9 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
         {**_RESIDENT_KERNELS, "cuda_graph": True, "run_ahead": 2, **_FUSED},
     ],
     EnginePath.CANCELLED: (),
+    EnginePath.DRAFTED: [_SPECULATING, _LEAVING_SLOTS],
+    EnginePath.ACCEPTED: [_SPECULATING, _LEAVING_SLOTS],
+    EnginePath.REJECTED: [_SPECULATING, {**_SPECULATING, "prefix_cache": True}],
     EnginePath.TOLD: [_RESIDENT, {**_REUSED_AT_ONCE, "run_ahead": 3}],
     EnginePath.PENALISED: [_RESIDENT, _REUSED_AT_ONCE, {**_RESIDENT, "run_ahead": 3}],
     EnginePath.FUSED: _with_models(

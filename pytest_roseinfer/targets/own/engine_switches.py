@@ -24,6 +24,7 @@ OPTION_CHOICES: Mapping[str, Sequence[Any]] = {
     "per_layer_kv": (False, True),
     "resident_decode": (False, True),
     "run_ahead": RUN_AHEAD,
+    "speculation": (None, None, "ngram"),
     # Under Triton's interpreter a step takes a hundred times as long, so only where aimed at.
     "paged_attention": (False,),
     "fused_model": (False,),
@@ -37,6 +38,7 @@ SIZES: Mapping[str, Sequence[Any]] = {
     "prefill_max_tokens": (2048, 16, 100, 333),
     "prefill_max_batch_size": (16, 1, 128),
     "run_ahead": RUN_AHEAD,
+    "speculation": (None, "ngram"),
     "resident_decode": (True, True, False),
     "cuda_graph": (False, True),
     "paged_attention": (True, True, False),

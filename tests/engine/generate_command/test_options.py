@@ -46,6 +46,7 @@ ENGINE = {
         ["--prefill-admission-policy", "pack"],
         {"prefill_admission_policy": "pack"},
     ),
+    "speculation": (["--speculation", "ngram"], {"speculation": "ngram"}),
     "none": ([], {}),
 }
 
