@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 _NEAR = 0.1
 """Where the log-probabilities of the two likeliest tokens lie nearer, rounding may choose the
 other: 16-bit logits of a dozen are rounded by as much."""
-
-
 _COUNTED = ("prompt_tokens", "completion_tokens")
 """How much of a prompt was known before may differ."""
 

@@ -32,8 +32,8 @@ class BrokenPromise(Exception):
 class ServedEngine(EngineAdapter):
     """Sends prompts of words; the characters of the texts that come stand for tokens.
 
-    A mix is served twice: first at once, when none of its prompts may be known to the server, then
-    as it was drawn. In between each of its requests is served alone.
+    A mix is served twice: first at once, when the server may know none of its prompts, then as it
+    was drawn. In between each of its requests is served alone, if it was not before.
     """
 
     vocabulary = len(_WORDS)
@@ -63,15 +63,20 @@ class ServedEngine(EngineAdapter):
 
     def step(self) -> None:
         """Wait until some stream brings something, if one is open."""
-        for number, cold, right in self._cold:
-            if wrong := broken_promise(cold, right):
-                raise BrokenPromise(f"request {number}, when all came at once, {wrong}")
-        self._cold = []
+        self._check()
         silence = settings.current().step_seconds
         with self._news:
             if not self._news.wait_for(self._has_news, silence or None):
                 raise BrokenPromise(f"no stream has brought anything for {silence:g} s")
             self._seen = self._arrived
+        self._check()
+
+    def _check(self) -> None:
+        """Raise if a stream that has ended is not what its request gets alone."""
+        for number, cold, right in self._cold:
+            if wrong := broken_promise(cold, right):
+                raise BrokenPromise(f"request {number}, when all came at once, {wrong}")
+        self._cold = []
         for number, (stream, right) in enumerate(self._open.items()):
             if stream.over and (wrong := broken_promise(stream, right)):
                 raise BrokenPromise(f"request {number} {wrong}")
@@ -90,7 +95,7 @@ class ServedEngine(EngineAdapter):
             self._news.notify_all()
 
     def _alone(self, prompt: Sequence[int], sampling: Sampling) -> Streamed:
-        key = self.server, tuple(prompt), sampling.max_new_tokens
+        key = self._key(prompt, sampling)
         if key not in self._right:
             self._right[key] = self._ask(prompt, sampling)
             self._right[key].wait()
@@ -112,6 +117,10 @@ class ServedEngine(EngineAdapter):
         request.leave()
 
     def leftovers(self) -> str:
+        """Say what the server still holds; what ended behind the last step is checked first."""
+        for stream in self._open:
+            stream.wait()
+        self._check()
         return self.server.held()
 
     def path_counts(self) -> Mapping[str, int]:
@@ -122,9 +131,10 @@ class ServedEngine(EngineAdapter):
 
     def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
         """Return True where the prompt and what came behind it were a near tie alone."""
-        asked = {each.prompt for each in mix.requests}
-        return any(
-            near_tie(self._alone(prompt, sampling), len(tokens) - len(prompt))
-            for prompt in asked
-            if tuple(tokens[: len(prompt)]) == prompt
-        )
+        prompts = {each.prompt for each in mix.requests}
+        own = [prompt for prompt in prompts if tuple(tokens[: len(prompt)]) == prompt]
+        known = [(len(p), self._right.get(self._key(p, sampling))) for p in own]
+        return any(right and near_tie(right, len(tokens) - length) for length, right in known)
+
+    def _key(self, prompt: Sequence[int], sampling: Sampling) -> tuple[Any, ...]:
+        return self.server, tuple(prompt), sampling.max_new_tokens

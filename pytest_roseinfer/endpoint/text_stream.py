@@ -32,7 +32,6 @@ class Streamed:
         self.error = ""
         self.over = False
         self._left = False
-        self._silence = silence
         self._arrived = arrived
         self._dialect: Dialect = server.dialect
         self._answer = server.open(prompt, most, server.dialect, silence)

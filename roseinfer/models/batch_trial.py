@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.models.causal import CausalModel
-    from roseinfer.rotation import Rotation
 
 _LOOKED_AT = 64
 """Rows in front, and as many at the end, whose logits are compared."""
@@ -37,17 +36,6 @@ class _TokensAlone(AttentionBackend):
     def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002
         return value.repeat_interleave(query.shape[1] // key.shape[1], 1)
 
-    def attend_rotated(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        positions: Tensor,  # noqa: ARG002
-        rotation: Rotation,  # noqa: ARG002
-    ) -> Tensor:
-        return self.attend_new(layer, query, key, value)
-
 
 @torch.inference_mode()
 def same_bits_in_any_batch(model: CausalModel, most_rows: int) -> bool:
@@ -58,16 +46,17 @@ def same_bits_in_any_batch(model: CausalModel, most_rows: int) -> bool:
     most = min(most_rows, _MOST_ROWS)
     sizes = sorted({size for size in _ROWS if size < most} | {most})
     tokens = torch.arange(most + _LOOKED_AT, device=model.device) * 7 % model.shape.vocab_size
-    return all(_same_bits(model, tokens, rows) for rows in sizes)
+    few = _logits(model, tokens, _LOOKED_AT)
+    return all(_same_bits(model, tokens, rows, few) for rows in sizes)
 
 
-def _same_bits(model: CausalModel, tokens: Tensor, rows: int) -> bool:
+def _same_bits(model: CausalModel, tokens: Tensor, rows: int, few: Tensor) -> bool:
     """Compare the first and the last of so many rows with the same ones among few."""
     first = torch.arange(min(rows, _LOOKED_AT), device=model.device)
-    at = torch.cat([first, first + (rows - len(first))])
-    got = _logits(model, tokens, rows, last_rows=at)
-    want = [_logits(model, tokens, _LOOKED_AT, begin) for begin in (0, rows - len(first))]
-    return torch.equal(got, torch.cat([few[: len(first)] for few in want]))
+    begin = rows - len(first)
+    got = _logits(model, tokens, rows, last_rows=torch.cat([first, first + begin]))
+    last = _logits(model, tokens, _LOOKED_AT, begin)
+    return torch.equal(got, torch.cat([few[: len(first)], last[: len(first)]]))
 
 
 def _logits(

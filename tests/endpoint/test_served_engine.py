@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given
@@ -13,8 +14,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.errors import FlakyFailure
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.endpoint.served_engine import ServedEngine
+from pytest_roseinfer.endpoint.served_engine import BrokenPromise, ServedEngine
 from pytest_roseinfer.endpoint.server import ServerError
+from pytest_roseinfer.endpoint.text_stream import Streamed
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.engines.strategies import request_mixes
 from pytest_roseinfer.settings import Endpoint
@@ -97,3 +99,21 @@ def test_a_server_with_a_bug_is_found(
     # A server may fail in one way now and in another when the same is sent again.
     said = [str(each) for each in (found.value, *getattr(found.value, "exceptions", ()))]
     assert re.search(WORDS.get(bug, _OTHER_TEXT), "\n".join(said))
+
+
+def _stream(like: Any) -> Any:
+    stream = object.__new__(Streamed)
+    vars(stream).update(vars(like), wait=lambda: None)
+    return stream
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_what_ended_behind_the_last_step_is_checked_too(cold: bool) -> None:
+    """A run is over when all texts are there, which may be before their last words are read."""
+    right: Any = SimpleNamespace(text="a", error="", finish_reason="stop", usage={}, over=True)
+    ended: Any = SimpleNamespace(**vars(right) | {"finish_reason": "length"})
+    engine = ServedEngine()
+    engine._cold = [(0, ended, right)] if cold else []
+    engine._open = {} if cold else {_stream(ended): right}
+    with pytest.raises(BrokenPromise, match=r"request 0.* ended by 'length'; alone by 'stop'"):
+        engine.leftovers()
