@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +120,13 @@ def leaks(monkeypatch: pytest.MonkeyPatch) -> None:
         cancel(self, request)
 
     monkeypatch.setattr(Engine, "cancel", leave)
+    step: Any = Engine.step
+
+    def slow(self: Any) -> Any:
+        time.sleep(0.02)  # or short texts end before somebody has left
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", slow)
 
 
 def parameters_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
