@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roseinfer.kv import plan as planning
-from roseinfer.kv import truncation
 from roseinfer.kv.pool import SCRATCH
+from roseinfer.kv.truncation import Cuts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,13 +65,18 @@ class GroupCalls:
             self._check_cuts(first, lists, lengths)
             for first, lists in zip(firsts, by_group, strict=True)
         ]
-        left = self._pools[0].num_free
-        for first, lists, own in zip(firsts, by_group, stored, strict=True):
-            pool = self._pool(first)
-            free = left if self.one_pool else pool.num_free
-            left = truncation.room_left(pool, lists, own, lengths, free)
-        for first, lists in zip(firsts, by_group, strict=True):
-            self._mover.copy_shared(truncation.commit(self._pool(first), lists, lengths))
+        if self.one_pool:
+            by_row = [list(own) for own in zip(*stored, strict=True)]
+            cuts = [Cuts(self._pools[0], block_lists, by_row, lengths)]
+        else:
+            cuts = [
+                Cuts.one_by_one(self._pool(first), lists, own, lengths)
+                for first, lists, own in zip(firsts, by_group, stored, strict=True)
+            ]
+        for each in cuts:
+            each.require_room()
+        for plan in [plan for each in cuts for plan in each.commit()]:
+            self._mover.copy_shared(plan)
 
     def give_back(self, layer_idx: int, block_ids: list[int], stored: int) -> list[int]:
         """Let go of the blocks that no token sees any more once ``stored`` tokens are stored.

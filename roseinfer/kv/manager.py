@@ -164,11 +164,13 @@ class KVBlockManager(PerLayerCalls, GroupCalls):
         pool = self._pool(layer_idx)
         try:
             stored = self._check_cuts(layer_idx, block_ids_list, lengths)
-            truncation.room_left(pool, block_ids_list, stored, lengths, pool.num_free)
+            cuts = truncation.Cuts.one_by_one(pool, block_ids_list, stored, lengths)
+            cuts.require_room()
         except Exception as error:
             wanted = "block_ids must be a list of block ids, and length a whole number, for each"
             raise wrong_kind(error, wanted, block_ids_list, lengths) from None
-        self._mover.copy_shared(truncation.commit(pool, block_ids_list, lengths))
+        for plan in cuts.commit():
+            self._mover.copy_shared(plan)
 
     def write(self, plan: AppendPlan, layer_idx: int, key: Tensor, value: Tensor) -> None:
         """Write one layer's ``[tokens, heads, head_dim]`` where ``plan`` says.

@@ -31,8 +31,7 @@ class InferenceSession:
     def cut(self, kv: KVBlockManager, most: int) -> None:
         """Keep what is stored of the first ``most`` tokens, without room for more."""
         self.stored = min(self.stored, most)
-        for group, block_ids in zip(kv.groups, self.block_lists, strict=True):
-            kv.truncate(group.layers[0], block_ids, self.stored)
+        kv.truncate_groups([self.block_lists], [self.stored])
         self.room = min(self.room, self.stored)
 
     def roll_back(self, kv: KVBlockManager, most: int) -> None:

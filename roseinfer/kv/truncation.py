@@ -1,12 +1,13 @@
 """Plans of truncations, list by list: look first, then commit, as for appends.
 
-``check`` and ``room_left`` read and raise; ``commit`` changes metadata and cannot fail. None of
-them touches a tensor.
+``check`` and ``Cuts.require_room`` read and raise; ``Cuts.commit`` changes metadata and cannot
+fail. None of them touches a tensor.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from roseinfer.kv.plan import AppendPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Self
 
     from roseinfer.kv.groups import LayerGroup
     from roseinfer.kv.pool import BlockPool, KVBlockInfo
@@ -49,47 +51,69 @@ def check(
             )
 
 
-def room_left(
-    pool: BlockPool,
-    block_lists: Sequence[list[int]],
-    infos: Sequence[list[KVBlockInfo]],
-    lengths: Sequence[int],
-    free: int,
-) -> int:
-    """Return how many of ``free`` blocks are free behind the last list, whose turns come in order.
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Lists of one pool that are cut one after the other, in rows that each are one sequence's.
 
-    This raises where a copy finds no room.
+    What a row lets go of makes room for its own copies, and for those of rows behind it.
     """
-    leaving: Counter[int] = Counter()  # block index -> earlier lists that let go of it
-    for block_ids, own, length in zip(block_lists, infos, lengths, strict=True):
-        gone = len(block_ids) - len(own)
-        stored = gone * pool.block_size + sum(info.length for info in own)
-        kept, cut = blocks_kept(pool, length)
-        kept -= gone
-        for info in own[max(0, kept) :]:
-            leaving[info.block_index] += 1
-            free += leaving[info.block_index] == pool.refcounts[info.block_index]
-        if length < stored and cut:
-            index = own[kept - 1].block_index
-            copied = pool.refcounts[index] - leaving[index] > 1
-            leaving[index] += copied
-            free -= copied
-        if free < 0:
-            pool.require(pool.num_free - free)  # raises, saying why
-    return free
 
+    pool: BlockPool
+    rows: Sequence[Sequence[list[int]]]
+    infos: Sequence[Sequence[list[KVBlockInfo]]]
+    """The records of every list's blocks, without those that were given back."""
+    lengths: Sequence[int]
 
-def commit(pool: BlockPool, block_lists: Sequence[list[int]], lengths: Sequence[int]) -> AppendPlan:
-    """Let go of blocks and cut the last ones; return a plan that holds the copies to make."""
-    plan = AppendPlan(pool.layer, [], [])
-    for block_ids, length in zip(block_lists, lengths, strict=True):
-        kept, cut = blocks_kept(pool, length)
-        for block_id in block_ids[max(kept, given_back(block_ids)) :]:
-            pool.drop(block_id - pool.first_id)
-        del block_ids[kept:]
-        if cut:
-            _cut_last(pool, block_ids, cut, plan)
-    return plan
+    @classmethod
+    def one_by_one(
+        cls,
+        pool: BlockPool,
+        block_lists: Sequence[list[int]],
+        infos: Sequence[list[KVBlockInfo]],
+        lengths: Sequence[int],
+    ) -> Self:
+        """Have a row for every list."""
+        return cls(pool, [[own] for own in block_lists], [[own] for own in infos], lengths)
+
+    def require_room(self) -> None:
+        """Raise unless there is a block for every copy."""
+        pool, free = self.pool, self.pool.num_free
+        leaving: Counter[int] = Counter()  # block index -> earlier lists that let go of it
+        for lists, records, length in zip(self.rows, self.infos, self.lengths, strict=True):
+            last = []
+            for block_ids, own in zip(lists, records, strict=True):
+                gone = len(block_ids) - len(own)
+                stored = gone * pool.block_size + sum(info.length for info in own)
+                kept, cut = blocks_kept(pool, length)
+                kept -= gone
+                for info in own[max(0, kept) :]:
+                    leaving[info.block_index] += 1
+                    free += leaving[info.block_index] == pool.refcounts[info.block_index]
+                if length < stored and cut:
+                    last.append(own[kept - 1].block_index)
+            for index in last:
+                copied = pool.refcounts[index] - leaving[index] > 1
+                leaving[index] += copied
+                free -= copied
+            if free < 0:
+                pool.require(pool.num_free - free)  # raises, saying why
+
+    def commit(self) -> list[AppendPlan]:
+        """Let go of blocks and cut the last ones; return plans of the copies, in this order.
+
+        The copies of a plan are made at once, so none writes to a block that another reads.
+        """
+        pool = self.pool
+        plans = [AppendPlan(pool.layer, [], [])]
+        for lists, length in zip(self.rows, self.lengths, strict=True):
+            kept, cut = blocks_kept(pool, length)
+            for block_ids in lists:
+                for block_id in block_ids[max(kept, given_back(block_ids)) :]:
+                    pool.drop(block_id - pool.first_id)
+                del block_ids[kept:]
+            for block_ids in lists if cut else ():
+                _cut_last(pool, block_ids, cut, plans)
+        return plans
 
 
 def blocks_kept(pool: BlockPool, length: int) -> tuple[int, int]:
@@ -97,7 +121,7 @@ def blocks_kept(pool: BlockPool, length: int) -> tuple[int, int]:
     return -(-length // pool.block_size), length % pool.block_size
 
 
-def _cut_last(pool: BlockPool, block_ids: list[int], cut: int, plan: AppendPlan) -> None:
+def _cut_last(pool: BlockPool, block_ids: list[int], cut: int, plans: list[AppendPlan]) -> None:
     last = pool.infos[block_ids[-1] - pool.first_id]
     if cut == last.length:
         return
@@ -107,8 +131,10 @@ def _cut_last(pool: BlockPool, block_ids: list[int], cut: int, plan: AppendPlan)
     new = pool.take(start=last.start, length=cut)
     pool.drop(last.block_index)
     block_ids[-1] = pool.first_id + new.block_index
-    plan.copy_from.append(last.block_index)
-    plan.copy_to.append(new.block_index)
+    if new.block_index in plans[-1].copy_from:
+        plans.append(AppendPlan(pool.layer, [], []))
+    plans[-1].copy_from.append(last.block_index)
+    plans[-1].copy_to.append(new.block_index)
 
 
 def _check_holders(pool: BlockPool, block_lists: Sequence[list[int]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
@@ -9,6 +11,9 @@ from roseinfer import AppendPolicy, BadArgument, BadRefcount, KVBlockManager, Ou
 from tests.kv.grouped import facts
 from tests.kv.harness import BLOCK_SIZE, Metadata, bits, build
 from tests.kv.scene import POLICIES, Refused, assert_refused, set_up
+
+if TYPE_CHECKING:
+    from roseinfer.kv.plan import AppendPlan
 
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
@@ -79,6 +84,34 @@ def test_what_a_list_gives_back_makes_room_for_its_copy(device: str) -> None:
     kv.truncate(2, mine, 1)
     assert mine == [given_back]
     assert facts(kv, yours) == [(*facts(kv, yours)[0][:2], BLOCK_SIZE, 1)]
+
+
+@every_policy
+def test_no_copy_writes_to_a_block_that_another_reads(
+    device: str, policy: AppendPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one list copies is given back by the next, and is where the third has its copy."""
+    kv, (mine, yours) = shared(device, BLOCK_SIZE, 2, policy, blocks=5)
+    first: list[int] = []
+    third = torch.rand(BLOCK_SIZE, kv.num_heads, kv.head_dim, device=device)
+    kv.write(kv.plan_append(2, [first], [BLOCK_SIZE]), 2, third, third)
+    second = list(first)
+    kv.incref_blocks(second)
+    kept = [kv.gather_sequence(2, each)[0][:, :1] for each in (mine, first)]
+    again, copies = yours[0], []
+    copy_shared = kv._mover.copy_shared
+
+    def noted(plan: AppendPlan) -> None:
+        copies.append((plan.copy_from, plan.copy_to))
+        copy_shared(plan)
+
+    monkeypatch.setattr(kv._mover, "copy_shared", noted)
+    kv.truncate_batch(2, [mine, yours, first], [1, 0, 1])
+    assert first == [again]
+    assert len(copies) == 2
+    assert not any(set(read) & set(written) for read, written in copies)
+    for was, block_ids in zip(kept, (mine, first), strict=True):
+        assert torch.equal(was, kv.gather_sequence(2, block_ids)[0])
 
 
 def test_a_list_that_finds_no_block_leaves_all_as_they_were(device: str) -> None:

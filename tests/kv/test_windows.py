@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -154,6 +155,26 @@ def test_a_cut_that_cannot_be_is_told_before_one_that_finds_no_room(device: str)
     with pytest.raises(OutOfBlocks):
         kv.truncate_groups([second], [6])
     assert kv.num_free_blocks(0) == 0
+
+
+def test_a_sequence_is_cut_in_all_groups_before_the_next(device: str) -> None:
+    """Else the copies of the first group would take what the third sequence gives back there."""
+    kv = cache(3, ALL, blocks=7, device=device)
+    first: list[list[int]] = [[], []]
+    third: list[list[int]] = [[], []]
+    append(kv, first, 4)
+    append(kv, third, 4)
+    forks = [[list(own) for own in first] for _ in range(2)]
+    for own in chain.from_iterable(forks):
+        kv.incref_blocks(own)
+    assert kv.num_free_blocks(0) == 3
+    with pytest.raises(OutOfBlocks):
+        kv.truncate_groups([*forks, third], [3, 3, 0])
+    kv.truncate_groups([third, *forks], [0, 3, 3])
+    assert kv.num_free_blocks(0) == 1
+    for lists in forks:
+        assert read(kv, lists, 1) == [100.0 + at for at in range(3)]
+    assert read(kv, first, 1) == [100.0 + at for at in range(4)]
 
 
 def test_scratch_is_no_block_where_nothing_is_given_back(device: str) -> None:

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 _TRUNCATION = "roseinfer.kv.truncation"
 _MANAGER = "roseinfer.kv.manager"
-_DROP = "            pool.drop(block_id - pool.first_id)\n"
+_DROP = "                    pool.drop(block_id - pool.first_id)\n"
 _SHARED = "    if pool.refcounts[last.block_index] == 1:\n"
 
 MUTANTS = (
@@ -15,7 +15,7 @@ MUTANTS = (
         "Blocks that are cut off leave the list and are never free.",
         _TRUNCATION,
         _DROP,
-        "            pass\n",
+        "                    pass\n",
         ("S11",),
     ),
     Mutant(
@@ -23,7 +23,7 @@ MUTANTS = (
         "A block that is cut off a list is free, whoever else holds it.",
         _TRUNCATION,
         _DROP,
-        "            pool.refcounts[block_id - pool.first_id] = 1\n" + _DROP,
+        "                    pool.refcounts[block_id - pool.first_id] = 1\n" + _DROP,
     ),
     Mutant(
         "truncated-and-still-counted",
@@ -60,8 +60,8 @@ MUTANTS = (
         "truncated-into-an-empty-block",
         "Of a shared block that is cut, nothing is copied to the list's own.",
         _MANAGER,
-        "        self._mover.copy_shared(truncation.commit(pool, block_ids_list, lengths))\n",
-        "        truncation.commit(pool, block_ids_list, lengths)\n",
+        "        for plan in cuts.commit():\n            self._mover.copy_shared(plan)\n",
+        "        cuts.commit()\n",
     ),
     Mutant(
         "truncated-with-both-references",
@@ -74,16 +74,16 @@ MUTANTS = (
         "truncated-without-a-look-for-blocks",
         "A batch is cut without a look at whether there is a block for every copy.",
         _TRUNCATION,
-        "        if free < 0:\n",
-        "        if False:\n",
+        "            if free < 0:\n",
+        "            if False:\n",
         rows=("26",),
     ),
     Mutant(
         "refused-though-room-is-given-back",
         "Blocks that are cut off do not count as room for the copies.",
         _TRUNCATION,
-        "            free += leaving[info.block_index] == pool.refcounts[info.block_index]\n",
-        "",
+        "                    free += leaving[info.block_index] ==",
+        "                    leaving[info.block_index] ==",
         rows=("3",),
     ),
 )
