@@ -51,6 +51,7 @@ RESIDENT = [
     "engine/runner.py",
     "decode/resident.py",
     "decode/slots.py",
+    "decode/slot_rows.py",
     "attention/reference.py",
     "models/causal.py",
 ]
