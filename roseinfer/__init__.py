@@ -52,7 +52,7 @@ _HOMES = {
         "config": "AppendPolicy EngineConfig SamplingParams",
         "engine_paths": "EnginePath",
         "errors": "BadArgument BadBlock BadRefcount ConfigError EngineStopped NoDistribution "
-        "NoText OutOfBlocks RequestTooLarge RoseinferError StalePlan StepFailed "
+        "NoText OutOfBlocks RanksFailed RequestTooLarge RoseinferError StalePlan StepFailed "
         "TritonUnavailable UnsupportedModel did_you_mean",
         "interrupts": "interrupts_kill",
         "kv.manager": "KVBlockManager",

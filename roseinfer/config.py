@@ -274,6 +274,8 @@ class EngineConfig:
     speculation: str | None = None
     """``ngram`` looks up in a text how it may go on, and verifies several tokens in one step; None
     for one token a step."""
+    tensor_parallel_size: int = 1
+    """Processes that each compute a share of the model's heads, every one on a GPU of its own."""
     per_layer_kv: bool = False
     """A block list for every layer, which the append policy's per-token switches need."""
     append_policy: AppendPolicy | None = None
@@ -297,6 +299,12 @@ class EngineConfig:
             raise ConfigError(
                 "resident_decode needs one block list for all layers: leave per_layer_kv off"
             )
+        if self.tensor_parallel_size > 1:
+            for name in ("per_layer_kv", "compile_layers"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"{name} is for one GPU: leave it off, or tensor_parallel_size at 1"
+                    )
         if self.speculation not in (None, *SPECULATIONS):
             raise ConfigError(
                 f"speculation is {self.speculation!r}; it must be {' or '.join(SPECULATIONS)}, or "
@@ -391,6 +399,30 @@ class ServerConfig:
             raise ConfigError(f"the API key is empty: give --api-key KEY, or set {API_KEY} to it")
         if not 0 <= self.drain_seconds < _LARGEST:
             raise ConfigError(f"drain_seconds must be 0 or more, not {self.drain_seconds!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A process that ``torchrun`` has started beside others."""
+
+    rank: int
+    size: int
+
+    @classmethod
+    def from_env(cls) -> Launched | None:
+        """Return this process's place among them, or None if it was started alone."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return None
+        rank, size, here = (
+            _whole_number(name, os.environ[name])
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        )
+        if here != size:
+            raise ConfigError(
+                f"torchrun started {size} processes on several hosts: the ranks of a model are all "
+                "on one"
+            )
+        return cls(rank, size)
 
 
 def _whole_number(variable: str, text: str) -> int:

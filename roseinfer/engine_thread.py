@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from roseinfer.config import MOST_UNREAD, RESUMED_AT
-from roseinfer.errors import BadArgument, EngineStopped
+from roseinfer.errors import BadArgument, EngineStopped, RanksFailed
 
 if TYPE_CHECKING:
     import asyncio
@@ -91,6 +91,10 @@ class EngineThread:
         self._ended = False
         """True when the thread will not look into ``_todo`` again."""
 
+        if llm.ranks is not None:
+            # A thread that waits for work looks at the ranks then.
+            llm.ranks.links.on_failure.append(partial(self._todo.put, lambda: None))
+
     @property
     def closed(self) -> bool:
         """True when it serves nobody any more: it was closed, or it broke down."""
@@ -160,6 +164,8 @@ class EngineThread:
     def _serve(self) -> None:
         """Wait for work, do a step, and tell of it."""
         self._do_all(wait=not self._engine.has_work)
+        if self._llm.ranks is not None:
+            self._llm.ranks.require()
         brought: dict[asyncio.AbstractEventLoop, list[News]] = {}
         for update in self._step():
             if listener := self._listeners.get(update.request):
@@ -180,6 +186,8 @@ class EngineThread:
         idle = not self._engine.has_work
         try:
             updates = self._engine.step()
+        except RanksFailed:
+            raise  # they do not come back
         except Exception as error:
             self._failures += 1
             if self._failures == _MOST_FAILURES:

@@ -115,6 +115,10 @@ class EngineStopped(_Caused):
     """Tokens are asked of an engine that does not run: any more, or in this process."""
 
 
+class RanksFailed(_Caused):
+    """The processes that compute one model together cannot go on: one of them has ended."""
+
+
 def _clear_all_frames(error: BaseException) -> None:
     """Clear the frames of an exception and of those behind it, which may hold large tensors."""
     chain: list[BaseException | None] = [error]

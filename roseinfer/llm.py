@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections import deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from roseinfer.engine.engine import Update
     from roseinfer.engine.request import Request
+    from roseinfer.ranks.ranks import LeadingRank
 
     Prompt = str | Sequence[int]
 
@@ -75,7 +77,16 @@ class LLM:
         for name in config.keys() - set(known):
             raise ConfigError(f"an LLM takes no {name!r}{did_you_mean(name, known)}")
         self.config = EngineConfig(**config)
-        loaded = load(model, self.config, device=device, dtype=dtype, tokenizer=tokenizer)
+        self.ranks: LeadingRank | None = None
+        """The processes that compute the model together, where there are several."""
+        if self.config.tensor_parallel_size > 1:
+            from roseinfer.parallel.start import lead
+
+            self.ranks = lead(model, self.config, device, dtype)
+            weakref.finalize(self, self.ranks.links.close)
+        loaded = load(
+            model, self.config, device=device, dtype=dtype, tokenizer=tokenizer, ranks=self.ranks
+        )
         self.tokenizer = loaded.tokenizer
         self.engine = Engine(loaded, self.config)
         self._mail: dict[int, deque[Update]] = {}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from roseinfer.cli.model_options import (
     add_engine_options,
     add_model_options,
+    follow_if_launched,
     given_of,
     load_llm,
     refuse_mistakes,
@@ -103,6 +104,7 @@ def _generate(args: argparse.Namespace) -> int:
     prompts: list[Prompt] = [_ids(text) for text in texts] if args.token_ids else [*texts]
     params = _params(args)
     refuse_mistakes(args)
+    follow_if_launched(args, _NAME)
     llm = load_llm(args, _NAME)
     if llm.tokenizer is None and not args.token_ids:
         raise ConfigError(

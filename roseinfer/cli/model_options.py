@@ -11,6 +11,7 @@ from roseinfer.config import (
     ADMISSION_POLICIES,
     SPECULATIONS,
     EngineConfig,
+    Launched,
     require_device,
     require_dtype,
 )
@@ -49,6 +50,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     order = "begin prompts in order, or prefer those that fit whole into a step"
     add("--prefill-admission-policy", choices=ADMISSION_POLICIES, help=order)
+    ranks = "GPUs that compute the model together, each with a share of its heads (default: 1)"
+    add("--tensor-parallel-size", type=int, metavar="N", help=ranks)
     drafts = "guess tokens by what the text said before, and verify several in one step"
     add("--speculation", choices=SPECULATIONS, help=drafts)
 
@@ -67,6 +70,16 @@ def refuse_mistakes(args: argparse.Namespace) -> None:
     if args.device is not None:
         require_device(args.device)
     locate(args.model)
+
+
+def follow_if_launched(args: argparse.Namespace, command: str) -> None:
+    """Do nothing but what the leading rank says, in a process that ``torchrun`` started beside it.
+
+    This does not return there.
+    """
+    launched = Launched.from_env()
+    if launched is not None and launched.rank and (args.tensor_parallel_size or 1) > 1:
+        load_llm(args, command)
 
 
 def load_llm(args: argparse.Namespace, command: str) -> LLM:

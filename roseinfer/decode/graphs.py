@@ -17,24 +17,24 @@ from roseinfer.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from roseinfer.decode.slots import DecodeSlots
+    from roseinfer.decode.slot_rows import SlotRows
 
 
 _LOG = logging.getLogger("roseinfer")
 
 
 class StepGraphs:
-    """Runs steps by replaying graphs of them, which read the slots as they are by then.
+    """Runs steps by replaying graphs of them, which read the rows as they are by then.
 
-    A step is captured on empty slots, whose tokens go to the scratch block: no block that a
+    A step is captured on empty rows, whose tokens go to the scratch block: no block that a
     sequence holds is touched.
     """
 
     def __init__(
-        self, step: Callable[..., None], slots: DecodeSlots, path_counts: Counter[str]
+        self, step: Callable[..., None], rows: SlotRows, path_counts: Counter[str]
     ) -> None:
         self._step = step
-        self._slots = slots
+        self._rows = rows
         self._path_counts = path_counts
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[tuple[int, StepKind], tuple[torch.cuda.CUDAGraph, Counter[str]]] = {}
@@ -75,7 +75,7 @@ class StepGraphs:
     def _capture(self, count: int, kind: StepKind) -> None:
         graph = torch.cuda.CUDAGraph()
         before = Counter(self._path_counts)
-        with self._slots.emptied():
+        with self._rows.emptied():
             self._step(count, kind)  # compiles kernels and asks for workspaces
             torch.cuda.synchronize()
             warm = Counter(self._path_counts)

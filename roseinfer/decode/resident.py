@@ -14,12 +14,15 @@ from roseinfer.config import MOST_TOP_LOGPROBS
 from roseinfer.decode.graphs import StepGraphs
 from roseinfer.decode.readback import Readback
 from roseinfer.decode.slot_penalties import SlotPenalties
+from roseinfer.decode.slot_rows import SlotRows
 from roseinfer.decode.slots import DecodeSlots
 from roseinfer.decode.step_kind import StepKind
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError
 from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.lasting import lasting
+from roseinfer.ranks.orders import Decode
+from roseinfer.ranks.ranks import leader_of
 from roseinfer.sampling.log_probabilities import rows_without_a_distribution, tell
 
 if TYPE_CHECKING:
@@ -77,14 +80,15 @@ class ResidentDecode:
     ) -> None:
         self._kv = kv = attention.kv
         self._path_counts = attention.path_counts
-        width = -(-model.shape.max_length // kv.block_size)
         try:
-            self.slots = DecodeSlots(num_slots, width, len(kv.groups), attention.staging)
+            self.rows = SlotRows.of(num_slots, model, kv, attention.staging)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"max_batch_size={num_slots}: {kv.device} has no memory for the state of so many "
                 "requests: ask for fewer, or leave resident_decode off"
             ) from error
+        self.slots = DecodeSlots(self.rows)
+        self._ranks = leader_of(model.ranks)
         self._model = model
         self._attention = attention
         self._advance: Callable[..., None] | None = None
@@ -94,9 +98,9 @@ class ResidentDecode:
 
             self._advance = advance_to_likeliest
         with lasting():
-            self._chosen = torch.zeros_like(self.slots.tokens)
+            self._chosen = torch.zeros_like(self.rows.tokens)
             """The token that the last step chose for each slot; -1 where there was none."""
-        self._graphs = StepGraphs(self.step, self.slots, self._path_counts) if graphs else None
+        self._graphs = StepGraphs(self.step, self.rows, self._path_counts) if graphs else None
         self._readback = Readback(num_slots, torch.int64, kv.device)
         numbers = num_slots * (1 + 2 * MOST_TOP_LOGPROBS)
         self._told_readback = Readback(numbers, torch.float64, kv.device)
@@ -147,7 +151,7 @@ class ResidentDecode:
         size = self._kv.block_size
         begun = [each for each in residents if each.session.stored % size]
         self._reserve(begun, [size - each.session.stored % size for each in begun])
-        self.slots.put_tokens([each.slot for each in residents], tokens.clamp(min=0))
+        self.rows.put_tokens([each.slot for each in residents], tokens.clamp(min=0))
         return residents
 
     def leave(self, resident: Resident) -> None:
@@ -190,6 +194,8 @@ class ResidentDecode:
         self.slots.upload()
         extent = self.slots.extent
         count = next(size for size in self._sizes if size >= extent)
+        if self._ranks is not None:
+            self._ranks.tell(Decode(count, self.kind))
         run = self._graphs.run if self._graphs else self.step
         run(count, self.kind)
         for each in residents:
@@ -212,32 +218,38 @@ class ResidentDecode:
 
         This needs nothing from the host, so that it can be captured once and replayed.
         """
-        slots = self.slots
+        rows = self.rows
         for path in self._model.paths:
             self._path_counts[path] += 1
-        lengths = slots.lengths(count)
-        self._attention.prepare(ResidentBatch(slots.tables(count), lengths))
-        logits = self._model.logits(slots.tokens[:count], lengths, None, self._attention)
+        lengths = rows.lengths(count)
+        self._attention.prepare(ResidentBatch(rows.tables(count), lengths))
+        logits = self._model.logits(rows.tokens[:count], lengths, None, self._attention)
+        chosen = self._choose(count, kind, logits, lengths)
+        if self._ranks is not None:
+            rows.share_tokens(count)
+        if kind.tops is not None:
+            self._tell(logits, chosen, kind.tops)
+
+    def _choose(self, count: int, kind: StepKind, logits: Tensor, lengths: Tensor) -> Tensor:
+        """Choose the next token of each slot, and count the one that was stored."""
+        rows = self.rows
         if kind.greedy and not kind.penalised and self._advance is not None:
             self._path_counts[EnginePath.LIKELIEST] += 1
-            chosen, tokens = self._chosen[:count], slots.tokens[:count]
-            self._advance(logits, chosen, tokens, lengths, slots.active(count))
-            if kind.tops is not None:
-                self._tell(logits, chosen, kind.tops)
-            return
+            chosen, tokens = self._chosen[:count], rows.tokens[:count]
+            self._advance(logits, chosen, tokens, lengths, rows.active(count))
+            return chosen
         penalties = tally = None
         if kind.penalised and self._penalties is not None:
             self._path_counts[EnginePath.PENALISED] += 1
             penalties = self._penalties.columns(count)
-            tally = self._penalties.tally(slots.tokens[:count], slots.active(count))
-        batch = slots.sampling(count, greedy=kind.greedy, penalties=penalties)
+            tally = self._penalties.tally(rows.tokens[:count], rows.active(count))
+        batch = rows.sampling(count, greedy=kind.greedy, penalties=penalties)
         chosen = batch.choose(logits, lengths + 1, tally)
         chosen = torch.where(rows_without_a_distribution(logits), -1, chosen)
         self._chosen[:count] = chosen
-        slots.tokens[:count] = chosen.clamp(min=0)
-        lengths += slots.active(count)
-        if kind.tops is not None:
-            self._tell(logits, chosen, kind.tops)
+        rows.tokens[:count] = chosen.clamp(min=0)
+        lengths += rows.active(count)
+        return chosen
 
     def _tell(self, logits: Tensor, chosen: Tensor, tops: int) -> None:
         self._path_counts[EnginePath.TOLD] += 1

@@ -17,7 +17,14 @@ from roseinfer.engine.runner import SequenceRunner, StepRunner
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.speculation import Speculation
 from roseinfer.engine_paths import EnginePath
-from roseinfer.errors import BadArgument, NoDistribution, NoText, RequestTooLarge, StepFailed
+from roseinfer.errors import (
+    BadArgument,
+    NoDistribution,
+    NoText,
+    RequestTooLarge,
+    StepFailed,
+)
+from roseinfer.ranks.ranks import leader_of
 from roseinfer.text.request_text import RequestText, detokenizers
 from roseinfer.text.stop_strings import StopStrings
 
@@ -270,8 +277,10 @@ class Engine:
                 self._launch(step)
             # If no step is launched, the oldest one in flight lands.
             self._land(self._run_ahead if step else len(self._in_flight) - 1)
-        except BaseException:
+        except BaseException as error:
             self._break_off(step)
+            if (ranks := leader_of(self.sessions.model.ranks)) is not None:
+                raise ranks.break_off(error) from error
             raise
         if not self._scheduler.running:
             self._in_flight.clear()  # their tokens follow the ends of requests

@@ -21,6 +21,8 @@ from roseinfer.kv.groups import given_back
 from roseinfer.kv.manager import StepAppend
 from roseinfer.kv.sequence import InferenceSession
 from roseinfer.kv.storage import IndexStaging
+from roseinfer.ranks.orders import Copies, Forward
+from roseinfer.ranks.ranks import leader_of
 from roseinfer.sampling.log_probabilities import rows_without_a_distribution, tell
 from roseinfer.sampling.penalties import tally_of
 from roseinfer.sampling.sampling_batch import SamplingBatch
@@ -49,6 +51,11 @@ class SequenceRunner:
         self.path_counts: Counter[str] = Counter()
         self.staging = IndexStaging(kv.device, kv.work_counts)
         """Copies a step's numbers to the device through buffers that are used again."""
+        self._ranks = leader_of(model.ranks)
+        """The ranks, where this one leads them."""
+        if self._ranks is not None:
+            tell = self._ranks.tell
+            kv.tell_copies(lambda plan: tell(Copies.of(plan)))
         backend = find_backend(attention or best_backend(kv.device))
         self.attention = backend(model.traits, kv, self.staging, self.path_counts)
 
@@ -102,7 +109,11 @@ class SequenceRunner:
         one_each = singles == len(counts)
         lists = [session.block_lists for session in sessions]
         new = StepAppend(self.kv, lists, counts, one_each=one_each)
-        self.attention.prepare(StepBatch(new, lists, counts, lengths, singles))
+        batch = StepBatch(new, lists, counts, lengths, singles)
+        if self._ranks is not None:
+            new.plan_all()
+            self._ranks.tell(Forward.of(batch, tokens, positions, None if one_each else rows_out))
+        self.attention.prepare(batch)
         for path in self.model.paths:
             self.path_counts[path] += 1
         stage = self.staging.stage

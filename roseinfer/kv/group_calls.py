@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roseinfer.kv import plan as planning
+from roseinfer.kv.groups import given_back
 from roseinfer.kv.pool import SCRATCH
 from roseinfer.kv.truncation import Cuts
 
@@ -77,6 +78,20 @@ class GroupCalls:
             each.require_room()
         for plan in [plan for each in cuts for plan in each.commit()]:
             self._mover.copy_shared(plan)
+
+    def tell_copies(self, listener: Callable[[AppendPlan], None]) -> None:
+        """Call ``listener`` with every plan whose copies are to be made, just before they are."""
+        self._mover.on_copies = listener
+
+    def carry_out(self, plan: AppendPlan) -> None:
+        """Make the copies of a plan that another cache has made, and get ready to write it."""
+        self._mover.prepare(plan)
+
+    def adopt(self, layer_idx: int, block_ids: Sequence[int], stored: int) -> None:
+        """Count the tokens of a list, which another cache has given out, as stored here too."""
+        pool, size = self._pool(layer_idx), self.block_size
+        for at in range(given_back(block_ids), len(block_ids)):
+            pool.adopt(block_ids[at], at * size, min(size, stored - at * size))
 
     def give_back(self, layer_idx: int, block_ids: list[int], stored: int) -> list[int]:
         """Let go of the blocks that no token sees any more once ``stored`` tokens are stored.

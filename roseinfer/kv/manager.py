@@ -370,8 +370,20 @@ class StepAppend:
                 self.kv.append_token_batch(layer, lists, key, value)
                 return
             if self.kv.one_pool:
-                plans = self.kv.plan_groups(self.block_lists, self.counts)
-                self.plans = dict(enumerate(plans))
+                self.plan_all()
             else:
                 self.plans[group] = self.kv.plan_append(layer, lists, self.counts)
         self.kv.write(self.plans[group], layer, key, value)
+
+    def plan_all(self) -> None:
+        """Plan every group now."""
+        if self.kv.one_pool:
+            plans = self.kv.plan_groups(self.block_lists, self.counts)
+        else:
+            plans = [
+                self.kv.plan_append(
+                    group.layers[0], [own[at] for own in self.block_lists], self.counts
+                )
+                for at, group in enumerate(self.kv.groups)
+            ]
+        self.plans = dict(enumerate(plans))

@@ -83,6 +83,15 @@ class BlockPool:
     def share(self, index: int) -> None:
         self.refcounts[index] += 1
 
+    def adopt(self, block_id: int, start: int, length: int) -> None:
+        """Record a block that was given out elsewhere, as held by one."""
+        index = self.index_of(block_id)
+        while len(self.infos) <= index:
+            self.infos.append(KVBlockInfo(self.layer, len(self.infos), 0, 0))
+            self.refcounts.append(0)
+        self.infos[index] = KVBlockInfo(self.layer, index, start, length)
+        self.refcounts[index] = 1
+
     def index_of(self, block_id: int) -> int:
         """Return the index of a block of this pool; raise for the scratch block and all others."""
         index = block_id - self.first_id

@@ -241,6 +241,8 @@ class DataMover:
         self._counts = path_counts
         self._staging = IndexStaging(storage.device, work_counts)
         self._kernels: dict[Path, Callable[..., None]] = {}
+        self.on_copies: Callable[[AppendPlan], None] | None = None
+        """Called with a plan whose copies are to be made now."""
         self.use(policy)
 
     def use(self, policy: AppendPolicy) -> None:
@@ -301,6 +303,8 @@ class DataMover:
         """Carry out the copies of copy-on-write."""
         if not plan.copy_to:
             return
+        if self.on_copies is not None:
+            self.on_copies(plan)
         storage = self._storage
         layers = range(plan.layer, plan.layer + self._layers_per_group)
         if not self.policy.batched_copy_on_write:

@@ -16,6 +16,7 @@ from roseinfer.models.trial import Trial
 if TYPE_CHECKING:
     from roseinfer.attention.backend import Attention, AttentionBackend
     from roseinfer.engine_paths import EnginePath
+    from roseinfer.ranks.ranks import Ranks
 
 ATTENTION = "roseinfer_paged"
 _HARMLESS = frozenset(
@@ -83,8 +84,14 @@ class CausalModel:
     batch_invariant: bool = False
     """What a token gets has the same bits whatever else is in the batch."""
 
-    def __init__(self, model: Any, *, max_length: int | None = None) -> None:
-        """Take over ``model``, and try it: its attention is ours from here on."""
+    def __init__(
+        self, model: Any, *, max_length: int | None = None, ranks: Ranks | None = None
+    ) -> None:
+        """Take over ``model``, and try it: its attention is ours from here on.
+
+        With ``ranks`` it is this one's shard.
+        """
+        self.ranks = ranks
         name = type(model).__name__
         try:
             config = model.config.get_text_config()
@@ -121,6 +128,11 @@ class CausalModel:
             position_ids=positions[None],
             logits_to_keep=0 if last_rows is None else last_rows,
         )
+
+    def added_up(self, parts: torch.Tensor) -> torch.Tensor:
+        """Add up the parts of a product on all ranks, to a single part."""
+        assert self.ranks
+        return self.ranks.add_up(parts.sum(0, keepdim=True))
 
     @torch.inference_mode()
     def _forward(self, attention: Attention, **inputs: Any) -> torch.Tensor:

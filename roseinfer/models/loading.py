@@ -24,12 +24,14 @@ from roseinfer.models.checkpoint import fetch
 from roseinfer.models.families import fused_family
 from roseinfer.models.fused_trial import agrees_with_its_modules
 from roseinfer.models.padded_head import PaddedHead, pad_head
+from roseinfer.models.sharding import shard
 from roseinfer.models.source import locate
 from roseinfer.models.tiny import tiny_gpt2
 from roseinfer.models.tokenizer_files import load_tokenizer
 
 if TYPE_CHECKING:
     from roseinfer.config import EngineConfig
+    from roseinfer.ranks.ranks import Ranks
 
 _LOG = logging.getLogger(__name__)
 _SHARE_OF_MEMORY = 0.85
@@ -56,9 +58,13 @@ def load(
     device: str | None = None,
     dtype: str | None = None,
     tokenizer: Any = None,
+    ranks: Ranks | None = None,
 ) -> Loaded:
-    """Load ``model``: ``"tiny"``, a directory, a hub id, or a model that was loaded already."""
-    where = resolve_device(device)
+    """Load ``model``: ``"tiny"``, a directory, a hub id, or a model that was loaded already.
+
+    With ``ranks``, only this one's share of it comes to its device.
+    """
+    where = ranks.device if ranks else resolve_device(device)
     wanted = resolve_dtype(dtype, where)
     _refuse_unusable(config, where)
     if not isinstance(tokenizer, (PreTrainedTokenizerBase, NoneType)):
@@ -68,8 +74,10 @@ def load(
         )
     network: Any = model
     if isinstance(model, (str, os.PathLike)):
-        network, tokenizer = _network(os.fspath(model), where, wanted, tokenizer)
+        network, tokenizer = _network(os.fspath(model), where, wanted, tokenizer, ranks)
     elif isinstance(model, PreTrainedModel):
+        if ranks:
+            shard(network.to("cpu", wanted if dtype else None), ranks)
         network = network.to(where, wanted if dtype else None)
     else:
         raise ConfigError(
@@ -77,7 +85,7 @@ def load(
             "model that is loaded already"
         )
     try:
-        causal = _causal(network, config)
+        causal = _causal(network, config, ranks)
     except UnsupportedModel as error:
         if network.get_output_embeddings() is not None:
             raise
@@ -100,7 +108,7 @@ def _refuse_unusable(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError(f"cuda_graph=True: there are no CUDA graphs on {device.type}")
 
 
-def _causal(network: Any, config: EngineConfig) -> CausalModel:
+def _causal(network: Any, config: EngineConfig, ranks: Ranks | None) -> CausalModel:
     """Run the model on fused kernels if there are some for it, else on its own modules."""
     if config.wants("fused_model", network.device.type) and (family := fused_family(network)):
         if config.compile_layers:
@@ -108,7 +116,7 @@ def _causal(network: Any, config: EngineConfig) -> CausalModel:
                 f"compile_layers: {type(network).__name__} runs on fused kernels, of which "
                 "nothing is left to compile: leave it off, or have fused_model=False too"
             )
-        fused = family(network, max_length=config.max_length)
+        fused = family(network, max_length=config.max_length, ranks=ranks)
         if agrees_with_its_modules(fused):
             _settle_batch_invariance(fused, config)
             return fused
@@ -119,9 +127,9 @@ def _causal(network: Any, config: EngineConfig) -> CausalModel:
             "matrix products are rounded by the size of a batch: it takes a model with fused "
             "kernels, on a GPU"
         )
-    if config.wants("pad_head", network.device.type):
+    if config.wants("pad_head", network.device.type) and ranks is None:
         pad_head(network)
-    causal = CausalModel(network, max_length=config.max_length)
+    causal = CausalModel(network, max_length=config.max_length, ranks=ranks)
     if isinstance(network.get_output_embeddings(), PaddedHead):
         causal.paths += (EnginePath.PADDED_HEAD,)
     if config.compile_layers:
@@ -172,6 +180,20 @@ def resolve_device(name: str | None) -> torch.device:
     return device
 
 
+def rank_device(name: str | None, rank: int, size: int) -> torch.device:
+    """Return the device of a rank: on GPUs, each has one of its own."""
+    device = resolve_device(name)
+    if device.type != "cuda":
+        return device
+    if device.index is not None:
+        raise ConfigError(f"device {name!r}: with tensor_parallel_size={size} it must be 'cuda'")
+    if torch.cuda.device_count() < size:
+        raise ConfigError(
+            f"tensor_parallel_size={size}: there are {torch.cuda.device_count()} GPUs"
+        )
+    return torch.device("cuda", rank)
+
+
 def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype | str:
     """Return the dtype asked for, or else the checkpoint's on a GPU and fp32 on a CPU."""
     if name is None:
@@ -184,19 +206,29 @@ def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype | str:
 
 
 def _network(
-    name: str, device: torch.device, dtype: torch.dtype | str, tokenizer: Any
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype | str,
+    tokenizer: Any,
+    ranks: Ranks | None,
 ) -> tuple[Any, Any]:
     if name == "tiny":
         tiny = tiny_gpt2()
-        wanted = torch.float32 if isinstance(dtype, str) else dtype
-        return tiny.model.to(device, wanted), tiny.tokenizer if tokenizer is None else tokenizer
-    name = locate(name)
-    network = fetch(name, dtype)
+        network, found = tiny.model, tiny.tokenizer
+        dtype = torch.float32 if isinstance(dtype, str) else dtype
+        network = network.to(dtype)
+    else:
+        name = locate(name)
+        network, found = fetch(name, dtype), None
+    if ranks:
+        shard(network, ranks)
     try:
         network = network.to(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the model's weights do not fit on {device}: {error}") from error
-    return network, load_tokenizer(name) if tokenizer is None else tokenizer
+    if tokenizer is None:
+        tokenizer = found or load_tokenizer(name)
+    return network, tokenizer
 
 
 def _end_tokens(network: Any, tokenizer: Any) -> frozenset[int]:
@@ -233,6 +265,8 @@ def _cache(model: CausalModel, config: EngineConfig) -> KVBlockManager:
     most = min(config.max_batch_size * shape.max_length, room // token_bytes)
     tokens = config.kv_cache_tokens or most
     blocks = -(-tokens // config.block_size)
+    if model.ranks:
+        blocks = model.ranks.least(blocks)
     if blocks < 1:
         raise ConfigError(
             f"there is no memory left on {device} for a KV cache: use a smaller model or dtype"

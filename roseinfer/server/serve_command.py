@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from roseinfer.cli.model_options import (
     add_engine_options,
     add_model_options,
+    follow_if_launched,
     given_of,
     load_llm,
     refuse_mistakes,
@@ -89,6 +90,7 @@ def _serve(args: argparse.Namespace) -> None:
     config = ServerConfig(**given_of(args, ServerConfig))
     template = None if config.chat_template is None else _read(config.chat_template)
     refuse_mistakes(args)
+    follow_if_launched(args, _NAME)
     from roseinfer.server.http_server import bound
 
     with bound(config.host, config.port) as listener:

@@ -99,16 +99,16 @@ def test_capturing_while_sequences_live_touches_no_block_of_theirs(
         decoding.begin(prompt)
     decoding.step()
     before = [bits(cache[:, 1:]).clone() for cache in (kv.keys, kv.values)]
-    rows, tokens = slots.tables(6)[0].clone(), slots.tokens.clone()
+    rows, tokens = slots.rows.tables(6)[0].clone(), slots.rows.tokens.clone()
     counts = decoding.sessions.path_counts.copy()
-    graphs = StepGraphs(decoding.decode.step, slots, decoding.sessions.path_counts)
+    graphs = StepGraphs(decoding.decode.step, slots.rows, decoding.sessions.path_counts)
     for count in (1, 3, 6):
         graphs._capture(count, StepKind(greedy))
     torch.cuda.synchronize()
     for cache, was in zip((kv.keys, kv.values), before, strict=True):
         assert_same_bits(cache[:, 1:], was, "blocks of live sequences")
-    assert torch.equal(slots.tables(6)[0], rows)
-    assert torch.equal(slots.tokens, tokens)
+    assert torch.equal(slots.rows.tables(6)[0], rows)
+    assert torch.equal(slots.rows.tokens, tokens)
     assert decoding.sessions.path_counts == counts
     decoding.decode._graphs = graphs
     for _ in range(4):

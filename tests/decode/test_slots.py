@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from roseinfer import SamplingBatch, SamplingParams
+from roseinfer.decode.slot_rows import SlotRows
 from roseinfer.decode.slots import DecodeSlots
 from roseinfer.kv.paths import Work
 from roseinfer.kv.sequence import InferenceSession
@@ -25,12 +26,12 @@ SEEDS = [3, (1 << 64) - 1, 1 << 63]
 
 def slots_on(device: str, num_slots: int = SLOTS, width: int = WIDTH) -> DecodeSlots:
     where, work = torch.device(device), Counter[str]()
-    return DecodeSlots(num_slots, width, 1, IndexStaging(where, work))
+    return DecodeSlots(SlotRows(num_slots, width, 1, IndexStaging(where, work)))
 
 
 def uploaded(slots: DecodeSlots) -> int:
     """Return how many rows were uploaded so far."""
-    return slots._staging.work_counts[Work.TABLE_ROWS]
+    return slots.rows._staging.work_counts[Work.TABLE_ROWS]
 
 
 def session(*blocks: int, stored: int = 4) -> InferenceSession:
@@ -39,22 +40,23 @@ def session(*blocks: int, stored: int = 4) -> InferenceSession:
 
 def rows(slots: DecodeSlots, count: int = SLOTS) -> list[tuple[int, int, list[int]]]:
     """Return the length of each row, whether it is active, and its blocks."""
-    columns = slots.lengths(count), slots.active(count), slots.tables(count)[0]
+    columns = slots.rows.lengths(count), slots.rows.active(count), slots.rows.tables(count)[0]
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def test_a_table_for_each_group_of_layers(device: str) -> None:
-    slots = DecodeSlots(2, 3, 2, IndexStaging(torch.device(device), Counter[str]()))
+    staging = IndexStaging(torch.device(device), Counter[str]())
+    slots = DecodeSlots(SlotRows(2, 3, 2, staging))
     mine = InferenceSession([[0, 5], [7, 8]], stored=5)
     slot = slots.take(mine, GREEDY, 0)
     slots.upload()
-    tables = [table[slot].tolist() for table in slots.tables(2)]
+    tables = [table[slot].tolist() for table in slots.rows.tables(2)]
     assert tables == [[0, 5, 0], [7, 8, 0]]
     for blocks, new in zip(mine.block_lists, (9, 6), strict=True):
         blocks.append(new)
     slots.touch(slot)
     slots.upload()
-    tables = [table[slot].tolist() for table in slots.tables(2)]
+    tables = [table[slot].tolist() for table in slots.rows.tables(2)]
     assert tables == [[0, 5, 9], [7, 8, 6]]
 
 
@@ -117,7 +119,7 @@ def test_a_row_that_grows_keeps_the_length_that_the_device_counted(device: str) 
     mine = session(1, 2)
     slots.take(mine, GREEDY, 0)
     slots.upload()
-    slots.lengths(1)[:] += 3
+    slots.rows.lengths(1)[:] += 3
     mine.block_lists[0][-1] = 7  # the copy of a block that was shared
     mine.block_lists[0].append(8)
     slots.touch(0)
@@ -145,7 +147,7 @@ def test_a_row_given_back_is_padding_again(device: str) -> None:
     slots.give_back(0)
     slots.upload()
     assert rows(slots, 2) == [EMPTY, (4, 1, [2, 0, 0])]
-    assert slots.sampling(1, greedy=False).temperature.tolist() == [[0]]
+    assert slots.rows.sampling(1, greedy=False).temperature.tolist() == [[0]]
     assert slots.extent == 2
 
 
@@ -166,7 +168,7 @@ def test_the_columns_are_those_of_a_batch(device: str) -> None:
     for params, seed in zip(UNLIKE, SEEDS, strict=True):
         slots.take(session(1), params, seed)
     slots.upload()
-    found, want = slots.sampling(3, greedy=False), SamplingBatch.of(UNLIKE, SEEDS, device)
+    found, want = slots.rows.sampling(3, greedy=False), SamplingBatch.of(UNLIKE, SEEDS, device)
     for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
         mine, theirs = getattr(found, name), getattr(want, name)
         assert mine.dtype == theirs.dtype, name
@@ -180,8 +182,8 @@ def test_the_columns_are_those_of_a_batch(device: str) -> None:
 
 def test_tokens_are_put_where_they_belong(device: str) -> None:
     slots = slots_on(device)
-    slots.put_tokens([3, 1], torch.tensor([30, 10], device=device))
-    assert slots.tokens.tolist() == [0, 10, 0, 30, 0]
+    slots.rows.put_tokens([3, 1], torch.tensor([30, 10], device=device))
+    assert slots.rows.tokens.tolist() == [0, 10, 0, 30, 0]
 
 
 def test_what_the_device_counts_up_is_seen(device: str) -> None:
@@ -189,8 +191,8 @@ def test_what_the_device_counts_up_is_seen(device: str) -> None:
     slots = slots_on(device)
     slots.take(session(1, stored=7), GREEDY, 0)
     slots.upload()
-    lengths = slots.lengths(2)
-    lengths += slots.active(2)
+    lengths = slots.rows.lengths(2)
+    lengths += slots.rows.active(2)
     assert rows(slots, 2) == [(8, 1, [1, 0, 0]), EMPTY]
 
 
@@ -199,23 +201,23 @@ def test_emptied_rows_come_back_whatever_was_done_to_them(device: str) -> None:
     slots = slots_on(device)
     slots.take(session(1, 2), UNLIKE[0], 11)
     slots.upload()
-    slots.put_tokens([0], torch.tensor([42], device=device))
-    columns = slots.sampling(SLOTS, greedy=False)
+    slots.rows.put_tokens([0], torch.tensor([42], device=device))
+    columns = slots.rows.sampling(SLOTS, greedy=False)
     before, seeds, rows_before = rows(slots), columns.seeds.clone(), uploaded(slots)
 
     def scribble() -> None:
         assert rows(slots) == [EMPTY] * SLOTS
         assert not columns.seeds.any()
-        slots.tokens.fill_(5)
-        lengths = slots.lengths(SLOTS)
+        slots.rows.tokens.fill_(5)
+        lengths = slots.rows.lengths(SLOTS)
         lengths += 1
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), slots.emptied():
+    with pytest.raises(ZeroDivisionError), slots.rows.emptied():
         scribble()
     assert rows(slots) == before
     assert torch.equal(columns.seeds, seeds)
-    assert slots.tokens.tolist() == [42, 0, 0, 0, 0]
+    assert slots.rows.tokens.tolist() == [42, 0, 0, 0, 0]
     slots.upload()
     assert uploaded(slots) == rows_before
 
@@ -226,6 +228,6 @@ def test_rows_too_wide_for_the_ring_arrive_all_the_same(device: str) -> None:
     for first in (10, 20, 30):
         slots.take(session(*range(first, first + 5)), GREEDY, 0)
     slots.upload()
-    assert slots.tables(3)[0][:, :6].tolist() == [
+    assert slots.rows.tables(3)[0][:, :6].tolist() == [
         [*range(first, first + 5), 0] for first in (10, 20, 30)
     ]

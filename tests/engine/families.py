@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 VOCABULARY = 97
 POSITIONS = 96
-_SHAPE = {
+SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -34,16 +34,16 @@ def _gpt2() -> Any:
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt2": _gpt2,
-    "llama": lambda: transformers.LlamaConfig(**_SHAPE),
-    "qwen2": lambda: transformers.Qwen2Config(**_SHAPE),
-    "qwen3": lambda: transformers.Qwen3Config(**_SHAPE, head_dim=20),
-    "mistral": lambda: transformers.MistralConfig(**_SHAPE),
-    "mistral window": lambda: transformers.MistralConfig(**_SHAPE, sliding_window=6),
+    "llama": lambda: transformers.LlamaConfig(**SHAPE),
+    "qwen2": lambda: transformers.Qwen2Config(**SHAPE),
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=20),
+    "mistral": lambda: transformers.MistralConfig(**SHAPE),
+    "mistral window": lambda: transformers.MistralConfig(**SHAPE, sliding_window=6),
     "gemma2": lambda: transformers.Gemma2Config(
-        **_SHAPE, head_dim=12, sliding_window=5, attn_logit_softcapping=4.0
+        **SHAPE, head_dim=12, sliding_window=5, attn_logit_softcapping=4.0
     ),
     "gpt-oss": lambda: transformers.GptOssConfig(
-        **_SHAPE, head_dim=12, sliding_window=5, num_local_experts=2, num_experts_per_tok=1
+        **SHAPE, head_dim=12, sliding_window=5, num_local_experts=2, num_experts_per_tok=1
     ),
 }
 WINDOWED = ("mistral window", "gemma2", "gpt-oss")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 POSITIONS = 64
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
     "num_hidden_layers": 2,
@@ -41,7 +41,7 @@ _GPTJ: dict[str, Any] = {
 
 
 def _falcon(**kind: Any) -> Any:
-    return transformers.FalconConfig(**_SHAPE | kind)
+    return transformers.FalconConfig(**SHAPE | kind)
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -84,12 +84,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         attention_types=[[["global", "local"], 1]],
     ),
     "stablelm": lambda: transformers.StableLmConfig(
-        **_SHAPE | {"hidden_size": 64}, intermediate_size=64, num_key_value_heads=2
+        **SHAPE | {"hidden_size": 64}, intermediate_size=64, num_key_value_heads=2
     ),
     "nemotron": lambda: transformers.NemotronConfig(
-        **_SHAPE, intermediate_size=64, num_key_value_heads=2, head_dim=12
+        **SHAPE, intermediate_size=64, num_key_value_heads=2, head_dim=12
     ),
-    "biogpt": lambda: transformers.BioGptConfig(**_SHAPE, intermediate_size=64),
+    "biogpt": lambda: transformers.BioGptConfig(**SHAPE, intermediate_size=64),
 }
 """The last three go through transformers' interface, but do not hand on what they do not know."""
 

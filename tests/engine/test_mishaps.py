@@ -10,6 +10,7 @@ import torch
 from roseinfer import LLM, SamplingParams
 from roseinfer.decode.readback import Arrival, Readback
 from roseinfer.decode.resident import ResidentDecode
+from roseinfer.decode.slot_rows import SlotRows
 from roseinfer.decode.slots import DecodeSlots
 from roseinfer.kv.manager import KVBlockManager
 from roseinfer.kv.storage import IndexStaging
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 SLOT_WORK = [
     (DecodeSlots, "take"),
-    (DecodeSlots, "put_tokens"),
+    (SlotRows, "put_tokens"),
     (DecodeSlots, "upload"),
     (DecodeSlots, "give_back"),
     (ResidentDecode, "enter"),

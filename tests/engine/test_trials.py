@@ -19,7 +19,7 @@ from tests.engine.families import VOCABULARY, scaled_up
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -68,9 +68,9 @@ def check_together(model: Any, length: int, **options: Any) -> None:
 
 LONGROPE = {
     "phi3": lambda: transformers.Phi3Config(
-        **_SHAPE, **longrope(_LONG), original_max_position_embeddings=16
+        **SHAPE, **longrope(_LONG), original_max_position_embeddings=16
     ),
-    "llama": lambda: transformers.LlamaConfig(**_SHAPE, **longrope(_LONG)),
+    "llama": lambda: transformers.LlamaConfig(**SHAPE, **longrope(_LONG)),
 }
 
 
@@ -105,14 +105,14 @@ def test_rotations_of_short_requests_are_served(family: str) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotations_that_are_always_the_same(rotation: Any, dtype: torch.dtype) -> None:
-    model = build(transformers.LlamaConfig(**_SHAPE, **rotation))
+    model = build(transformers.LlamaConfig(**SHAPE, **rotation))
     CausalModel(deepcopy(model).to(dtype))
     check_together(model, 64)
 
 
 def test_rotations_that_no_config_tells_of() -> None:
     """A dynamic scaling begins within the positions in use."""
-    model = build(transformers.LlamaConfig(**_SHAPE, **scaling("dynamic", factor=2.0)))
+    model = build(transformers.LlamaConfig(**SHAPE, **scaling("dynamic", factor=2.0)))
     rotary = model.model.rotary_emb
     rotary.max_seq_len_cached = rotary.original_max_seq_len = 32
     rotary.config = deepcopy(rotary.config)
@@ -127,14 +127,14 @@ def test_rotations_that_no_config_tells_of() -> None:
     [transformers.RobertaConfig, transformers.CamembertConfig, transformers.XLMRobertaConfig],
 )
 def test_positions_counted_from_elsewhere(config: Any, pad: int) -> None:
-    model = build(config(**_SHAPE | {"pad_token_id": pad}, is_decoder=True))
+    model = build(config(**SHAPE | {"pad_token_id": pad}, is_decoder=True))
     with pytest.raises(UnsupportedModel, match="does not count positions from 0"):
         CausalModel(model)
 
 
 def test_positions_that_skip_a_token() -> None:
     """The model counts from 0 and skips padding tokens."""
-    model = build(transformers.LlamaConfig(**_SHAPE | {"pad_token_id": 7}))
+    model = build(transformers.LlamaConfig(**SHAPE | {"pad_token_id": 7}))
     forward = model.forward
 
     def counting(input_ids: Any, position_ids: Any = None, **more: Any) -> Any:
@@ -148,7 +148,7 @@ def test_positions_that_skip_a_token() -> None:
 
 
 def test_tokens_mixed_with_those_beside_them() -> None:
-    model = build(transformers.LlamaConfig(**_SHAPE))
+    model = build(transformers.LlamaConfig(**SHAPE))
     mlp = model.model.layers[0].mlp
     forward = mlp.forward
     mlp.forward = lambda x: forward(x + x.roll(1, dims=1))
@@ -157,7 +157,7 @@ def test_tokens_mixed_with_those_beside_them() -> None:
 
 
 def test_values_wider_than_keys() -> None:
-    model = build(transformers.LlamaConfig(**_SHAPE))
+    model = build(transformers.LlamaConfig(**SHAPE))
     attention = model.model.layers[0].self_attn
     attention.v_proj = torch.nn.Linear(32, 64)
     with pytest.raises(UnsupportedModel, match="LlamaAttention has values of 8 heads of 8 beside"):
@@ -166,7 +166,7 @@ def test_values_wider_than_keys() -> None:
 
 def test_sparse_attention() -> None:
     config = transformers.MiniMaxM3VLTextConfig(
-        **_SHAPE,
+        **SHAPE,
         head_dim=8,
         layer_types=["full_attention", "minimax_m3_sparse"],
         mlp_layer_types=["dense", "dense"],
@@ -181,7 +181,7 @@ def test_sparse_attention() -> None:
 
 
 def test_arguments_nobody_knows_are_refused_when_the_model_is_loaded() -> None:
-    model = build(transformers.LlamaConfig(**_SHAPE))
+    model = build(transformers.LlamaConfig(**SHAPE))
     forward = model.forward
     model.forward = lambda **asked: forward(block_indices=torch.zeros(1), **asked)
     with pytest.raises(UnsupportedModel, match="LlamaAttention asks its attention for block_ind"):
@@ -236,7 +236,7 @@ def test_a_mask_is_refused() -> None:
 
 
 def test_attention_outside_the_engine_is_refused() -> None:
-    model = CausalModel(build(transformers.LlamaConfig(**_SHAPE)))._model
+    model = CausalModel(build(transformers.LlamaConfig(**SHAPE)))._model
     with pytest.raises(UnsupportedModel, match="for what runs outside the engine"):
         model(torch.tensor([[1, 2]]))
 
@@ -244,7 +244,7 @@ def test_attention_outside_the_engine_is_refused() -> None:
 def llama4(**more: Any) -> Any:
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
     return transformers.Llama4TextConfig(
-        **_SHAPE, num_key_value_heads=2, head_dim=8, attention_chunk_size=16, **experts, **more
+        **SHAPE, num_key_value_heads=2, head_dim=8, attention_chunk_size=16, **experts, **more
     )
 
 
@@ -266,13 +266,13 @@ def test_chunks_and_what_lies_within_one() -> None:
 
 @pytest.mark.parametrize(("length", "window"), [(64, 12), (13, 12), (12, None), (8, None)])
 def test_a_window_that_the_longest_text_fits_into_is_none(length: int, window: Any) -> None:
-    model = build(transformers.MistralConfig(**_SHAPE, num_key_value_heads=2, sliding_window=12))
+    model = build(transformers.MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=12))
     assert {layer.window for layer in CausalModel(model, max_length=length).traits} == {window}
 
 
 def test_traits_of_every_layer() -> None:
     """Gemma 2 has a window in every other layer, and gpt-oss sinks in all of them."""
-    shape = {**_SHAPE, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 9}
+    shape = {**SHAPE, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 9}
     gemma = CausalModel(build(transformers.Gemma2Config(**shape, attn_logit_softcapping=3.0)))
     assert [(layer.window, layer.cap) for layer in gemma.traits] == [(9, 3.0), (None, 3.0)]
     config = transformers.GptOssConfig(**shape, num_local_experts=2, num_experts_per_tok=1)
@@ -293,12 +293,12 @@ def test_arithmetic_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", sharper)
     with pytest.raises(UnsupportedModel, match="something else than attention with scale"):
-        CausalModel(build(transformers.LlamaConfig(**_SHAPE)))
+        CausalModel(build(transformers.LlamaConfig(**SHAPE)))
 
 
 def test_a_window_under_another_name() -> None:
     """The mask shows what is hidden; no setting has to say so."""
-    model = build(transformers.MistralConfig(**_SHAPE, num_key_value_heads=2, sliding_window=12))
+    model = build(transformers.MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=12))
     inner = model.model
     forward = inner.forward
 
@@ -315,7 +315,7 @@ def test_a_window_under_another_name() -> None:
 
 def test_a_window_that_no_layer_uses() -> None:
     config = transformers.Qwen2Config(
-        **_SHAPE, num_key_value_heads=2, sliding_window=8, use_sliding_window=False
+        **SHAPE, num_key_value_heads=2, sliding_window=8, use_sliding_window=False
     )
     config.sliding_window = 8
     check_together(build(config), 64)
@@ -336,11 +336,11 @@ def test_masks_of_other_kinds(monkeypatch: pytest.MonkeyPatch, hides: Any, messa
 
     monkeypatch.setattr(masking_utils, "causal_mask_function", hides)
     with pytest.raises(UnsupportedModel, match=message):
-        CausalModel(build(transformers.LlamaConfig(**_SHAPE)))
+        CausalModel(build(transformers.LlamaConfig(**SHAPE)))
 
 
 def test_keys_of_another_shape_than_the_config_says() -> None:
-    model = build(transformers.LlamaConfig(**_SHAPE, num_key_value_heads=2))
+    model = build(transformers.LlamaConfig(**SHAPE, num_key_value_heads=2))
     model.config.num_key_value_heads = 4
     with pytest.raises(UnsupportedModel, match=r"with 4 KV heads of 8, .* keys of \[\(2, 8\)\]"):
         CausalModel(model)

@@ -11,8 +11,7 @@ import torch
 import transformers
 
 from roseinfer import LLM, EnginePath, SamplingParams
-from tests.engine.families import _SHAPE as SHAPE
-from tests.engine.families import CONFIGS, VOCABULARY, scaled_up
+from tests.engine.families import CONFIGS, SHAPE, VOCABULARY, scaled_up
 
 WINDOW = 7
 _KINDS = {"s": "sliding_attention", "f": "full_attention"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import ENGINE, Mutant
 
+_ROWS = "roseinfer.decode.slot_rows"
 _SLOTS = "roseinfer.decode.slots"
 _RESIDENT = "roseinfer.decode.resident"
 _PENALTIES = "roseinfer.decode.slot_penalties"
@@ -34,8 +35,8 @@ MUTANTS = (
         "padding-row-on-a-real-block",
         "The row of a sequence that left points to the first block of the cache.",
         _SLOTS,
-        "*_Fields(), *[SCRATCH] * (self._width",
-        "*_Fields(), *[SCRATCH + 1] * (self._width",
+        "*SlotFields(), *[SCRATCH] * (rows.width",
+        "*SlotFields(), *[SCRATCH + 1] * (rows.width",
         ("6", "S15"),
     ),
     _mutant(
@@ -176,7 +177,7 @@ MUTANTS = (
     Mutant(
         "captured-on-live-rows",
         "Graphs are captured on the rows of sequences that live, whose blocks are written to.",
-        _SLOTS,
+        _ROWS,
         "        self._rows.zero_()\n",
         "",
         rows=("30",),
@@ -186,7 +187,7 @@ MUTANTS = (
     Mutant(
         "tokens-lost-to-a-capture",
         "After a graph was captured, sequences go on from what was computed meanwhile.",
-        _SLOTS,
+        _ROWS,
         "            self.tokens.copy_(tokens)\n",
         "",
         rows=("30",),

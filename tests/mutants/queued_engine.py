@@ -55,7 +55,8 @@ class QueuedEngine(RoseinferEngine):
         queue.on_device(sessions.kv.keys, sessions.kv.values)
         queue.on_device(*network.parameters(), *network.buffers())
         if resident is not None:
-            queue.on_device(resident.slots._rows, resident.slots.tokens, resident._chosen)
+            rows = resident.slots.rows
+            queue.on_device(rows._rows, rows.tokens, resident._chosen)
             resident.takes(SamplingParams(presence_penalty=1.0), sessions.model.shape.vocab_size)
             penalties: Any = resident._penalties
             queue.on_device(penalties.rows, penalties.tallies, penalties._none)

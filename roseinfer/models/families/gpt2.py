@@ -72,10 +72,15 @@ class FusedGPT2(CausalModel):
         head = self._model.lm_head.weight
         # Where a vocabulary is of an odd size, torch's product has other bits.
         ours = len(x) <= MOST_ROWS or self.batch_invariant
-        return linear(x, head.T) if ours else torch_linear(x, head)
+        logits = linear(x, head.T) if ours else torch_linear(x, head)
+        return self._model.lm_head.whole(logits) if self.ranks else logits
 
     def _parts(self, x: torch.Tensor, layer: Any) -> torch.Tensor:
         """Compute a layer without its bias, in parts that ``add_norm`` adds up, with the bias."""
+        parts = self._own_parts(x, layer)
+        return self.added_up(parts) if self.ranks else parts
+
+    def _own_parts(self, x: torch.Tensor, layer: Any) -> torch.Tensor:
         weight: torch.Tensor = layer.weight
         inputs, outputs = weight.shape
         parts = num_parts(inputs, outputs, 1 if self.batch_invariant else len(x))

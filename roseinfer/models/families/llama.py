@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.attention.backend import AttentionBackend
+    from roseinfer.ranks.ranks import Ranks
 
 MOST_ROWS = 64
 """With more, our products read their weights once for each tile of rows, and torch's once."""
@@ -83,8 +84,10 @@ class FusedLlama(CausalModel):
             and (model.dtype is not torch.float32 or model.device.type == "cpu")
         )
 
-    def __init__(self, model: Any, *, max_length: int | None = None) -> None:
-        super().__init__(model, max_length=max_length)
+    def __init__(
+        self, model: Any, *, max_length: int | None = None, ranks: Ranks | None = None
+    ) -> None:
+        super().__init__(model, max_length=max_length, ranks=ranks)
         config = model.config
         self._embedding_times = float(getattr(config, "embedding_multiplier", 1.0))
         self._added_times = float(getattr(config, "residual_multiplier", 1.0))
@@ -138,12 +141,15 @@ class FusedLlama(CausalModel):
 
     def _parts(self, x: Tensor, weight: Tensor) -> Tensor:
         """Compute a product as ``[parts, rows, outputs]``, still to be added up."""
-        return in_parts(x, weight, always=self.batch_invariant)
+        parts = in_parts(x, weight, always=self.batch_invariant)
+        return self.added_up(parts) if self.ranks else parts
 
     def _head(self, x: Tensor, last_rows: Tensor | None) -> Tensor:
         if last_rows is not None:
             x = x[last_rows]
         logits = _product(x, self._model.lm_head.weight)
+        if self.ranks:
+            logits = self._model.lm_head.whole(logits)
         return logits if self._logits_by == 1 else logits / self._logits_by
 
 

@@ -1,0 +1,1 @@
+"""What the other ranks do, and how they are started."""

@@ -1,0 +1,1 @@
+"""The processes that each compute a part of one model, and how they act as one."""

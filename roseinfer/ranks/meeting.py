@@ -1,0 +1,137 @@
+"""How ranks find each other: in a folder of their own, which nobody else can enter.
+
+The leader starts the others, or ``torchrun`` starts all of them. They are of one host.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.rendezvous import rendezvous
+
+from roseinfer.errors import ConfigError, RanksFailed
+from roseinfer.ranks.links import Links
+from roseinfer.ranks.ranks import LeadingRank
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from roseinfer.config import Launched
+
+_SOCKET, _STORE = "leader", "store"
+_GLANCE_S = 0.2
+_LONGEST_S = 300.0
+"""Processes that import torch at the same time from a slow disk may take so long."""
+_MEETINGS = count()
+
+
+def start_others(size: int, device: torch.device, setup: Sequence[Any]) -> LeadingRank:
+    """Start the other ranks as processes, and lead them. Each gets the ``setup``."""
+    with _folder() as folder, _listening(folder) as listener:
+        started = [start_rank(folder, rank, size) for rank in range(1, size)]
+        return _lead(folder, size, device, setup, listener, started)
+
+
+def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
+    """Start a process that goes to the leader who waits in a folder."""
+    command = [sys.executable, "-m", "roseinfer.parallel.follower", str(folder)]
+    return subprocess.Popen([*command, str(rank), str(size)], stdin=subprocess.DEVNULL)
+
+
+def lead_launched(size: int, device: torch.device, setup: Sequence[Any]) -> LeadingRank:
+    """Lead the ranks that ``torchrun`` has started beside this one."""
+    with _folder() as folder, _listening(folder) as listener:
+        _launchers_store(size, 0).set(_meeting(), str(folder))
+        return _lead(folder, size, device, setup, listener, [])
+
+
+def follow_launched(launched: Launched) -> Path:
+    """Return the folder in which the leader waits, of the ranks that ``torchrun`` has started."""
+    return Path(_launchers_store(launched.size, launched.rank).get(_meeting()).decode())
+
+
+def join(folder: Path, rank: int, size: int) -> tuple[Connection, Any, Sequence[Any]]:
+    """Go to the leader; return the link to it, the store of all ranks, and the setup."""
+    link = socket.socket(socket.AF_UNIX)
+    link.connect(str(folder / _SOCKET))
+    leader = Connection(link.detach())
+    leader.send(rank)
+    setup: Sequence[Any] = leader.recv()
+    return leader, FileStore(str(folder / _STORE), size), setup
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Yield a folder that only this user enters, for as long as ranks have to meet."""
+    folder = Path(tempfile.mkdtemp(prefix="roseinfer-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def _listening(folder: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / _SOCKET))
+    listener.listen()
+    listener.settimeout(_GLANCE_S)
+    return listener
+
+
+def _lead(
+    folder: Path,
+    size: int,
+    device: torch.device,
+    setup: Sequence[Any],
+    listener: socket.socket,
+    started: Sequence[subprocess.Popen[bytes]],
+) -> LeadingRank:
+    links: dict[int, Connection] = {}
+    until = monotonic() + _LONGEST_S
+    while len(links) < size - 1:
+        link = _next_link(listener, started, until)
+        links[link.recv()] = link
+    for link in links.values():
+        link.send(setup)
+    store = FileStore(str(folder / _STORE), size)
+    in_order = [links[rank] for rank in range(1, size)]
+    return LeadingRank(Links(in_order, started), size, store, device)
+
+
+def _next_link(
+    listener: socket.socket, started: Sequence[subprocess.Popen[bytes]], until: float
+) -> Connection:
+    """Wait for a rank to come."""
+    while True:
+        try:
+            return Connection(listener.accept()[0].detach())
+        except TimeoutError:
+            ended = [process.returncode for process in started if process.poll() is not None]
+            if ended or monotonic() > until:
+                why = f"ended with status {ended[0]}" if ended else "did not come"
+                raise RanksFailed(f"a rank {why} before the model was loaded") from None
+
+
+def _launchers_store(size: int, rank: int) -> Any:
+    if size < 2:
+        raise ConfigError("torchrun has started a single process: give it --nproc-per-node")
+    store, _, _ = next(rendezvous("env://", rank, size))
+    return store
+
+
+def _meeting() -> str:
+    """Name the next meeting: every rank comes to the same ones in the same order."""
+    return f"roseinfer/{next(_MEETINGS)}"

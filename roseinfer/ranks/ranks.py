@@ -1,0 +1,138 @@
+"""One process's place among the ranks of a model: what it adds up, and whom it tells or hears.
+
+Ranks compute the same steps, each with its share of the heads. The first leads: it plans, chooses
+tokens, and tells the others what to do.
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from torch import Tensor
+
+    from roseinfer.errors import RanksFailed
+    from roseinfer.ranks.links import Links
+    from roseinfer.ranks.orders import Order
+
+_LONGEST = timedelta(minutes=30)
+"""Ranks may wait so long for one another: a GPU compiles its kernels meanwhile."""
+
+
+class Ranks:
+    """The ranks of one model, as any of them sees them: what they do to tensors together."""
+
+    def __init__(self, rank: int, size: int, store: Any, device: torch.device) -> None:
+        """Wait until all ranks have come to the store, which none needs from then on."""
+        self.rank, self.size = rank, size
+        self.device = device
+        self._group = _group(store, rank, size, device)
+        self.least(0)
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """Add up what each rank has, in place, and return it."""
+        self._group.allreduce([x]).wait()
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Put the columns of ``[rows, columns]`` of each rank side by side."""
+        out = x.new_empty((self.size * len(x), x.shape[1]))
+        self._group._allgather_base(out, x.contiguous()).wait()
+        return out.view(self.size, *x.shape).transpose(0, 1).reshape(len(x), -1)
+
+    def share(self, x: Tensor) -> None:
+        """Have what the leader has in a tensor."""
+        self._group.broadcast(x, 0).wait()
+
+    def least(self, number: int) -> int:
+        """Return the least number that any rank has."""
+        found = torch.tensor([number], device=self.device)
+        options = distributed.AllreduceOptions()
+        options.reduceOp = distributed.ReduceOp(distributed.ReduceOp.MIN)
+        self._group.allreduce([found], options).wait()
+        return int(found)
+
+    def abort(self) -> None:
+        """End what waits for a rank that is gone."""
+        self._group.abort()
+
+
+class LeadingRank(Ranks):
+    """The first rank, which tells the others what to do."""
+
+    def __init__(self, links: Links, size: int, store: Any, device: torch.device) -> None:
+        self.links = links
+        super().__init__(0, size, store, device)
+        own = weakref.ref(self)
+
+        def abort() -> None:
+            if (ranks := own()) is not None:
+                ranks.abort()
+
+        links.on_failure.append(abort)
+
+    def tell(self, order: Order) -> None:
+        """Have all other ranks do something. What this rank does next must be the same."""
+        self.links.send(order)
+
+    def ask(self, order: Order) -> list[Any]:
+        """Have all other ranks tell something, and return their answers in any order."""
+        self.links.send(order)
+        return self.links.replies()
+
+    def require(self) -> None:
+        """Raise if the ranks cannot go on."""
+        self.links.require()
+
+    def break_off(self, error: BaseException) -> RanksFailed:
+        """Return why the ranks cannot go on after a step that broke off."""
+        return self.links.break_off(error)
+
+
+class FollowingRank(Ranks):
+    """Any other rank, which does as it is told."""
+
+    def __init__(
+        self, rank: int, leader: Connection, size: int, store: Any, device: torch.device
+    ) -> None:
+        self._leader = leader
+        super().__init__(rank, size, store, device)
+
+    def hear(self) -> Order | None:
+        """Wait for the leader's next order, and return it; None when it wants no more."""
+        try:
+            order: Order | None = pickle.loads(self._leader.recv_bytes())
+        except (EOFError, OSError):
+            return None
+        return order
+
+    def answer(self, what: Any) -> None:
+        self._leader.send_bytes(pickle.dumps(what, pickle.HIGHEST_PROTOCOL))
+
+
+def leader_of(ranks: Ranks | None) -> LeadingRank | None:
+    """Return the ranks if they are seen by the one that leads them."""
+    return ranks if isinstance(ranks, LeadingRank) else None
+
+
+def _group(store: Any, rank: int, size: int, device: torch.device) -> Any:
+    """Return the group that moves tensors between the ranks of one host."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        nccl: Any = distributed.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = _LONGEST
+        return nccl(store, rank, size, options)
+    gloo: Any = distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # the ranks are of one host
+    options._timeout = _LONGEST
+    return gloo(store, rank, size, options)

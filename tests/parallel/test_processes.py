@@ -1,0 +1,137 @@
+"""Ranks in processes of their own: started by the leader or by torchrun, and ended in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from roseinfer import LLM, AsyncLLM, EngineStopped, RanksFailed, SamplingParams
+from tests.engine.continuations import TEXTS, by_transformers, greedy
+from tests.python_process import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SIZES: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "block_size": 4,
+    "kv_cache_tokens": 2000,
+}
+_SECONDS = 5.0
+"""A rank that dies ends the others, and all streams, within so long."""
+LONG = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    llm = LLM("tiny", tensor_parallel_size=2, resident_decode=True, **SIZES)
+    yield llm
+    assert llm.ranks is not None
+    llm.ranks.links.close()
+    for process in llm.ranks.links.started:
+        process.wait(_SECONDS)
+
+
+def other_process(llm: LLM) -> int:
+    assert llm.ranks is not None
+    (process,) = llm.ranks.links.started
+    return process.pid
+
+
+def test_texts_in_streams_end_with_the_rank_that_was_killed(llm: LLM) -> None:
+    outputs = llm.generate(TEXTS, greedy(), progress=False)
+    for prompt, output in zip(TEXTS, outputs, strict=True):
+        assert output.token_ids == by_transformers("cpu", prompt, 16)
+    served = AsyncLLM(llm)
+
+    async def read(prompt: str) -> str:
+        try:
+            async for update in served.stream(prompt, LONG):
+                if len(update.request.token_ids) == 20 and prompt == TEXTS[0]:
+                    os.kill(other_process(llm), signal.SIGKILL)
+        except EngineStopped as error:
+            return str(error)
+        return "ended"
+
+    async def main() -> list[str]:
+        streams = [asyncio.wait_for(read(prompt), 60) for prompt in TEXTS]
+        return [*await asyncio.gather(*streams), await asyncio.wait_for(read("later"), 5)]
+
+    begun = time.monotonic()
+    said = asyncio.run(main())
+    assert time.monotonic() - begun < 60
+    assert len(said) == len(TEXTS) + 1
+    assert all("rank 1 has ended" in why for why in said), said
+    served.close()
+    with pytest.raises(RanksFailed, match="rank 1 has ended"):
+        llm.generate(TEXTS, greedy(), progress=False)
+
+
+def test_an_idle_engine_notices_that_a_rank_has_ended(llm: LLM) -> None:
+    served = AsyncLLM(llm)
+
+    async def main() -> None:
+        assert (await served.generate(TEXTS[1], greedy(3))).finish_reason == "length"
+        os.kill(other_process(llm), signal.SIGKILL)
+        until = time.monotonic() + _SECONDS
+        while not served.closed and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+    assert served.closed
+
+
+_LEADER = """
+import os, sys, time
+from roseinfer import LLM
+llm = LLM("tiny", device="cpu", tensor_parallel_size=2, kv_cache_tokens=400)
+print(llm.ranks.links.started[0].pid, flush=True)
+os._exit(9)
+"""
+
+
+def test_ranks_end_with_a_leader_that_was_killed() -> None:
+    command = [sys.executable, "-c", _LEADER]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 9, done.stderr
+    until = time.monotonic() + _SECONDS
+    while is_running(int(done.stdout)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not is_running(int(done.stdout))
+
+
+def is_running(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as stat:
+            return stat.read().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_torchrun_starts_the_ranks() -> None:
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+    ]
+    launcher += ["--standalone"]
+    command = [sys.executable, "-m", "roseinfer", "generate", "--prompt", TEXTS[0], "--json"]
+    command += ["--max-new-tokens", "16", "--device", "cpu", "--tensor-parallel-size", "2"]
+    done = subprocess.run(
+        [*launcher, *command], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["token_ids"] == by_transformers("cpu", TEXTS[0], 16)
