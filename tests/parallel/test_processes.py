@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer import LLM, AsyncLLM, EngineStopped, RanksFailed, SamplingParams
+from roseinfer.ranks import meeting
 from tests.engine.continuations import TEXTS, by_transformers, greedy
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 SIZES: dict[str, Any] = {
     "device": "cpu",
@@ -88,6 +90,30 @@ def test_an_idle_engine_notices_that_a_rank_has_ended(llm: LLM) -> None:
 
     asyncio.run(main())
     assert served.closed
+
+
+_BROKEN = """
+import sys
+from pathlib import Path
+from roseinfer.parallel import follower
+
+def break_down(own, order):
+    raise MemoryError("no room for activations")
+
+follower.Follower._do = break_down
+follower.follow(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+"""
+
+
+def test_a_rank_that_breaks_down_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", _BROKEN, str(folder), str(rank), str(size)])
+
+    monkeypatch.setattr(meeting, "start_rank", start_rank)
+    llm = LLM("tiny", tensor_parallel_size=2, **SIZES)
+    for _ in range(2):
+        with pytest.raises(RanksFailed, match="rank 1 broke down: MemoryError: no room for activa"):
+            llm.generate(TEXTS, greedy(), progress=False)
 
 
 _LEADER = """

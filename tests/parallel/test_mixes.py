@@ -1,0 +1,82 @@
+"""The harness's mixes of requests, served by two ranks."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, given
+from hypothesis import seed as hypothesis_seed
+from hypothesis import settings as hypothesis_settings
+
+from pytest_roseinfer.engines.run import run_mix
+from pytest_roseinfer.engines.strategies import request_mixes
+from pytest_roseinfer.targets import roseinfer_engine
+from pytest_roseinfer.targets.own import engine_models
+from pytest_roseinfer.targets.own import model_shapes as shapes
+from roseinfer.parallel.follower import Follower
+from tests.parallel.followers import in_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_roseinfer.adapters.mix import RequestMix
+
+MIXES = 40
+_SHARED = ("gpt2", "llama", "llama 10:2", *shapes.WITH_WINDOWS_ALONE, shapes.CAPPED)
+
+
+class SharedEngine(roseinfer_engine.RoseinferEngine):
+    """Our engine on two ranks, with models that can be shared."""
+
+    paths: ClassVar[Mapping[str, Any]] = {}  # these would aim at models that are not shared
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **roseinfer_engine.RoseinferEngine.option_choices,
+        "model": _SHARED,
+        "per_layer_kv": (False,),
+        "tensor_parallel_size": (2,),
+    }
+
+    def path_counts(self) -> Mapping[str, int]:
+        return {}
+
+
+@pytest.fixture(autouse=True)
+def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is a thread, whose cache begins full of NaN, and each rank cuts a model of its own."""
+    whole = lru_cache(engine_models.network)
+    begin = Follower.__init__
+
+    def begin_with_nan(follower: Follower, *args: Any) -> None:
+        begin(follower, *args)
+        for cache in (follower._kv.keys, follower._kv.values):
+            cache.fill_(float("nan"))
+
+    in_threads(monkeypatch)
+    monkeypatch.setattr(Follower, "__init__", begin_with_nan)
+    monkeypatch.setattr(roseinfer_engine, "_served", lambda *of: deepcopy(whole(*of)))
+
+
+def search(examples: int) -> None:
+    """Serve mixes until one fails."""
+
+    @hypothesis_seed(1)
+    @hypothesis_settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(request_mixes(SharedEngine))
+    def serve(drawn: RequestMix) -> None:
+        run_mix(SharedEngine, drawn)
+
+    serve()
+
+
+def test_every_request_gets_what_it_gets_alone() -> None:
+    search(MIXES)
