@@ -382,6 +382,8 @@ class ServerConfig:
     chat_template: str | None = None
     """A file; None for the template that the tokenizer came with."""
     access_log: bool = True
+    replicas: int | None = None
+    """Processes that serve the model, under Ray; None for this one alone, without Ray."""
 
     def __post_init__(self) -> None:
         _check_kinds(self, "", least=1)
@@ -391,6 +393,12 @@ class ServerConfig:
             raise ConfigError(f"the API key is empty: give --api-key KEY, or set {API_KEY} to it")
         if not 0 <= self.drain_seconds < _LARGEST:
             raise ConfigError(f"drain_seconds must be 0 or more, not {self.drain_seconds!r}")
+
+
+def prefer_variables(variables: Mapping[str, str]) -> None:
+    """Set variables for programs that are told nothing otherwise. Those that are set stay."""
+    for name, text in variables.items():
+        os.environ.setdefault(name, text)
 
 
 def _whole_number(variable: str, text: str) -> int:
