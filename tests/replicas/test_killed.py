@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
-from roseinfer.cli.parser import Parser
-from roseinfer.server import serve_command
+from roseinfer import tiny_gpt2
+from tests.python_process import ROOT
 from tests.replicas.replica_processes import below, replicas_of, runs
-from tests.server.serve_process import serving
+from tests.server.serve_process import CODE, serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.server.serve_process import Serving
 
@@ -112,14 +115,20 @@ def await_that(what: str, holds: Any) -> None:
         time.sleep(0.05)
 
 
-def test_why_no_replica_can_serve_is_said_in_a_line(capfd: pytest.CaptureFixture[str]) -> None:
-    parser = Parser()
-    serve_command.add_options(parser)
-    words = ["--replicas", "1", "--device", "cpu", "--port", "0", "--kv-cache-tokens", "1"]
-    assert serve_command.run(parser.parse_args(words)) == 2
-    lines = capfd.readouterr().err.splitlines()
-    (said,) = [line for line in lines if "kv_cache_tokens" in line]
-    assert said.startswith("roseinfer serve: ")
+def test_why_no_replica_can_serve_is_said_in_a_line(tmp_path: Path) -> None:
+    tiny_gpt2().model.save_pretrained(tmp_path)
+    words = ("--replicas", "1", "--device", "cpu", "--port", "0", "--model", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert f"roseinfer serve: {tmp_path} has no tokenizer, so there are no texts to serve" in lines
     assert not any("Traceback" in line for line in lines)
 
 

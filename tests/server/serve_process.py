@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 60
 """Seconds within which it listens, and ends."""
-_CODE = """\
+CODE = """\
 import sys
 from roseinfer.cli.parser import Parser
 from roseinfer.server import serve_command
@@ -53,7 +53,7 @@ def serving(
 ) -> Iterator[Serving]:
     """Start a server, wait until it listens, and kill it in the end if it still runs."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _CODE, "--port", "0", "--device", "cpu", *options],
+        [sys.executable, "-c", CODE, "--port", "0", "--device", "cpu", *options],
         cwd=ROOT,
         env=os.environ | dict(variables or {}),
         stdout=subprocess.PIPE,
