@@ -90,10 +90,10 @@ class Told:
             self.error = error
 
 
-def numbers_of(server: Serving, name: str) -> dict[str, float]:
-    """Return a metric of each replica."""
+def numbers_of(server: Serving, name: str, label: str = "") -> dict[str, float]:
+    """Return a metric of each replica, the one with a label if it has several."""
     _, page = ask(server, "GET", "/metrics")
-    found = re.findall(rf'^{name}{{engine="(\d+)".*}} (\S+)$', page.decode(), re.MULTILINE)
+    found = re.findall(rf'^{name}{{engine="(\d+)".*{label}.*}} (\S+)$', page.decode(), re.MULTILINE)
     return {engine: float(value) for engine, value in found}
 
 
@@ -109,7 +109,7 @@ def ask(server: Serving, method: str, path: str, asked: Any = None) -> tuple[int
 
 
 def await_that(what: str, holds: Any) -> None:
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + PATIENCE / 2
     while not holds():
         assert time.monotonic() < end, f"never: {what}"
         time.sleep(0.05)
@@ -130,6 +130,20 @@ def test_why_no_replica_can_serve_is_said_in_a_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert f"roseinfer serve: {tmp_path} has no tokenizer, so there are no texts to serve" in lines
     assert not any("Traceback" in line for line in lines)
+
+
+def test_who_leaves_cancels_what_a_replica_does(server: Serving) -> None:
+    def cancelled() -> float:
+        ends = numbers_of(server, "vllm:request_success_total", 'finished_reason="abort"')
+        return sum(ends.values())
+
+    before = cancelled()
+    with client_of(server) as client:
+        stream = client.completions.create(**body(0, LONG), stream=True, n=8)
+        next(iter(stream))
+        stream.close()
+    await_that("its texts are cancelled", lambda: cancelled() > before)
+    assert sum(numbers_of(server, "vllm:num_requests_running").values()) == 0
 
 
 def test_a_killed_replica_takes_only_its_own_streams_with_it(
