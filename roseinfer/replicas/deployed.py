@@ -29,6 +29,11 @@ class Deployed:
                 "--device cuda"
             )
 
+        if self.engine_config.get("tensor_parallel_size", 1) != 1:
+            raise ConfigError(
+                "--replicas and --tensor-parallel-size do not go together: a replica has one GPU"
+            )
+
     @property
     def names(self) -> tuple[str, ...]:
         return self.config.served_model_name or (self.model,)

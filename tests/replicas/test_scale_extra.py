@@ -91,3 +91,5 @@ def test_each_replica_gets_a_gpu_of_its_own_where_there_are_any() -> None:
         deployed("cuda").gpus_wanted(0)
     with pytest.raises(ConfigError, match="--device cuda:1 names one GPU"):
         deployed("cuda:1")
+    with pytest.raises(ConfigError, match="do not go together: a replica has one GPU"):
+        Deployed("tiny", None, None, {"tensor_parallel_size": 2}, ServerConfig(replicas=2), None)
