@@ -390,6 +390,8 @@ class ServerConfig:
     chat_template: str | None = None
     """A file; None for the template that the tokenizer came with."""
     access_log: bool = True
+    replicas: int | None = None
+    """Processes that serve the model, under Ray; None for this one alone, without Ray."""
 
     def __post_init__(self) -> None:
         _check_kinds(self, "", least=1)
@@ -423,6 +425,12 @@ class Launched:
                 "on one"
             )
         return cls(rank, size)
+
+
+def prefer_variables(variables: Mapping[str, str]) -> None:
+    """Set variables for programs that are told nothing otherwise. Those that are set stay."""
+    for name, text in variables.items():
+        os.environ.setdefault(name, text)
 
 
 def _whole_number(variable: str, text: str) -> int:

@@ -28,7 +28,8 @@ ENGINE_LAYERS = (
     {"llm"},
     {"engine_thread"},
     {"async_llm"},
-    {"cli", "server", "bench", "benchmark_scheduler", "benchmark_streaming", "__main__"},
+    {"cli", "server", "replicas", "bench", "__main__"}
+    | {"benchmark_scheduler", "benchmark_streaming"},
 )
 PLUGIN_LAYERS = (
     {"settings", "mistakes", "discover", "target_source"},

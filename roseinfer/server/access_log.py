@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from roseinfer.server.generation import Generation
+    from roseinfer.server.generation import Usage
 
-_NOTE = "roseinfer.note"
+NOTE = "roseinfer.note"
+"""What a scope calls its note. Who hands a request on may have begun one."""
 _CLIENT_LEFT = 499
 """As nginx writes where a client left before it had an answer."""
 
@@ -33,13 +34,13 @@ class Note:
 
     id: str
     status: int = _CLIENT_LEFT
-    generation: Generation | None = None
+    usage: Usage | None = None
     left: bool = False
     error: str | None = None
 
 
 def noted(scope: Scope) -> Note:
-    note: Note = scope[_NOTE]
+    note: Note = scope[NOTE]
     return note
 
 
@@ -70,7 +71,7 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        note = scope[_NOTE] = Note(f"req-{uuid4().hex}")
+        note: Note = scope.setdefault(NOTE, Note(f"req-{uuid4().hex}"))
         begun = time.perf_counter()
 
         async def send_noted(message: Message) -> None:
@@ -108,8 +109,8 @@ def _line(scope: Scope, note: Note, seconds: float) -> str:
         "status": note.status,
         "seconds": round(seconds, 4),
     }
-    if note.generation is not None:
-        used = note.generation.usage
+    if note.usage is not None:
+        used = note.usage
         said |= {
             "prompt_tokens": used.prompt_tokens,
             "cached_tokens": used.cached_tokens,

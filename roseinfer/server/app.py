@@ -51,7 +51,7 @@ def application(service: Service, write: Callable[[str], None] = write_line) -> 
             Middleware(AccessLog, write if config.access_log else None),
             Middleware(Gatekeeper, config.api_key, config.max_body_bytes),
         ],
-        exception_handlers={Refused: _refuse, HTTPException: _refuse, RoseinferError: _refuse},
+        exception_handlers={Refused: refuse, HTTPException: refuse, RoseinferError: refuse},
         lifespan=partial(_closing, service),
     )
 
@@ -95,7 +95,7 @@ def _routes(service: Service) -> list[Route]:
     ]
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
+async def refuse(request: Request, error: Exception) -> Response:
     refused = refusal_of(error)
     if refused.status >= 500:
         note_error(request.scope, error)

@@ -51,7 +51,7 @@ class Endpoint(Generic[BodyType]):
         service.require_model(body.model)
         with service.admission.admit(body.num_texts):
             generation = service.generation(body, await body.prompts(service.prompts))
-            noted(scope).generation = generation
+            noted(scope).usage = generation.usage
             answer = await self._answer(body, generation)
             if body.stream:
 

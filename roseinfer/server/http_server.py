@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-    from roseinfer.server.service import Service
+    from roseinfer.config import ServerConfig
+    from roseinfer.server.admission import Admission
 
 _LAST_WORDS_S = 5
 """So long a client may take to read what is left for it when its text was cut."""
@@ -44,11 +45,24 @@ def bound(host: str, port: int) -> socket.socket:
         return found
 
 
+class Served(Protocol):
+    """What is behind an application that listens."""
+
+    @property
+    def config(self) -> ServerConfig: ...
+
+    @property
+    def admission(self) -> Admission: ...
+
+    def cut(self) -> None:
+        """End the texts that are left with an error."""
+
+
 class HttpServer(uvicorn.Server):
     """Told to end once, it drains; told twice, it ends at once."""
 
     def __init__(
-        self, app: ASGIApp, service: Service, listening: Callable[[], None] = lambda: None
+        self, app: ASGIApp, service: Served, listening: Callable[[], None] = lambda: None
     ) -> None:
         """``listening`` is called when clients can connect."""
         self._service = service
@@ -95,4 +109,4 @@ class HttpServer(uvicorn.Server):
         if open_:
             say(f"roseinfer serve: ending, once {open_} texts are done or {seconds:g} s are over")
         await asyncio.sleep(seconds)
-        await asyncio.to_thread(self._service.served.close)
+        await asyncio.to_thread(self._service.cut)

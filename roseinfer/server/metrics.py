@@ -62,7 +62,8 @@ class Seconds:
 class Metrics:
     """Counts what one event loop serves, and asks the engine for the rest when it is looked at."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str, number: int = 0) -> None:
+        """``number`` tells replicas of one model apart."""
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.ends: Counter[str] = Counter(dict.fromkeys(_ENDS, 0))
@@ -70,7 +71,7 @@ class Metrics:
         self._between = Seconds(_BETWEEN)
         self._whole = Seconds(_WHOLE)
         self._engine = engine
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._labels = {"model_name": model_name, "engine": str(number)}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -118,6 +119,20 @@ class Metrics:
         for use, count in (("held", held), ("cached", cached), ("free", total - held - cached)):
             blocks.add_metric([*self._labels.values(), use], count)
         yield blocks
+
+        yield self._cache_config(total)
+
+    def _cache_config(self, blocks: int) -> Metric:
+        """Return what gateways look for, by labels: they place prompts by their blocks."""
+        labels = self._labels | {
+            "block_size": str(self._engine.sessions.kv.block_size),
+            "num_gpu_blocks": str(blocks),
+        }
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV cache, by its labels.", labels=tuple(labels)
+        )
+        family.add_metric([*labels.values()], 1)
+        return family
 
     def _counters(self) -> Iterator[Metric]:
         engine = self._engine

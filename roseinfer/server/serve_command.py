@@ -15,15 +15,13 @@ from roseinfer.cli.model_options import (
     load_llm,
     refuse_mistakes,
 )
-from roseinfer.config import API_KEY, ServerConfig
+from roseinfer.config import API_KEY, EngineConfig, ServerConfig
 from roseinfer.errors import ConfigError, RoseinferError
 from roseinfer.how_far import say
 
 if TYPE_CHECKING:
     import argparse
     import socket
-
-    from roseinfer.server.service import Service
 
 HELP = "serve a language model to OpenAI's clients over HTTP"
 DESCRIPTION = """\
@@ -33,6 +31,7 @@ after that, 2 when nothing could be served: wrong usage, or a model that cannot 
 
 _NAME = "roseinfer serve"
 _EXTRA = ("prometheus_client", "pydantic", "starlette", "uvicorn")
+_SCALE = ("ray.serve",)
 _NOTHING_DONE, _INTERRUPTED = 2, 128 + 2
 _DEFAULTS = ServerConfig(api_key="none")
 
@@ -43,6 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--host", metavar="HOST", help=host)
     port = f"the port; 0 for one that is free (default: {_DEFAULTS.port})"
     add("--port", type=int, metavar="PORT", help=port)
+    replicas = "processes that serve the model, under Ray, each on a GPU of its own if any"
+    add("--replicas", type=int, metavar="N", help=replicas)
     names = "the names that clients ask for (default: that of the model)"
     add("--served-model-name", nargs="+", metavar="NAME", help=names)
 
@@ -86,38 +87,67 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> None:
     # All of this refuses what makes no sense before torch is loaded.
-    _require_extra()
+    _require("the server needs", _EXTRA, "serve")
     config = ServerConfig(**given_of(args, ServerConfig))
+    if config.replicas is not None:
+        _require("replicas need", _SCALE, "scale")
     template = None if config.chat_template is None else _read(config.chat_template)
     refuse_mistakes(args)
     follow_if_launched(args, _NAME)
     from roseinfer.server.http_server import bound
 
     with bound(config.host, config.port) as listener:
-        llm = load_llm(args, _NAME)
-        if llm.tokenizer is None:
-            raise ConfigError(f"{args.model} has no tokenizer, so there are no texts to serve")
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        from roseinfer.server.app import application
-        from roseinfer.server.http_server import HttpServer
-        from roseinfer.server.service import Service
-
-        service = Service(llm, config.served_model_name or (args.model,), config, template)
-        server = HttpServer(
-            application(service), service, lambda: _say_how_to_try(service, listener)
-        )
-        server.run([listener])
+        serve = _serve_here if config.replicas is None else _serve_replicas
+        serve(args, config, template, listener)
 
 
-def _require_extra() -> None:
-    """Raise unless what the server needs besides the engine is installed."""
-    for name in _EXTRA:
+def _serve_here(
+    args: argparse.Namespace, config: ServerConfig, template: str | None, listener: socket.socket
+) -> None:
+    llm = load_llm(args, _NAME)
+    from roseinfer.server.app import application
+    from roseinfer.server.http_server import HttpServer
+    from roseinfer.server.service import Service
+
+    names = config.served_model_name or (args.model,)
+    service = Service(llm, names, config, template)
+
+    def ready() -> None:
+        _say_how_to_try(config, names[0], service.prompts.can_chat, listener)
+
+    HttpServer(application(service), service, ready).run([listener])
+
+
+def _serve_replicas(
+    args: argparse.Namespace, config: ServerConfig, template: str | None, listener: socket.socket
+) -> None:
+    from roseinfer.replicas.cluster import running
+    from roseinfer.replicas.deployed import Deployed
+    from roseinfer.replicas.front import Front
+    from roseinfer.server.http_server import HttpServer
+
+    engine_config = given_of(args, EngineConfig)
+    deployed = Deployed(args.model, args.device, args.dtype, engine_config, config, template)
+    say(f"{_NAME}: starting Ray and {config.replicas} replicas")
+    with running(deployed) as replicas:
+        front, can_chat = Front(replicas, config), replicas.can_chat()
+
+        def ready() -> None:
+            _say_how_to_try(config, deployed.names[0], can_chat, listener)
+
+        HttpServer(front.app, front, ready).run([listener])
+
+
+def _require(what: str, modules: tuple[str, ...], extra: str) -> None:
+    """Raise unless what an extra installs is there."""
+    for name in modules:
         try:
             importlib.import_module(name)
         except ImportError:
             raise ConfigError(
-                f"the server needs {name}, which is not installed: pip install '.[serve]' in the "
-                "folder of roseinfer's sources adds all that it needs"
+                f"{what} {name}, which is not installed: pip install '.[{extra}]' in the folder of "
+                "roseinfer's sources adds all that is needed"
             ) from None
 
 
@@ -128,17 +158,18 @@ def _read(file: str) -> str:
         raise ConfigError(f"--chat-template {file} cannot be read: {error}") from None
 
 
-def _say_how_to_try(service: Service, listener: socket.socket) -> None:
+def _say_how_to_try(
+    config: ServerConfig, name: str, can_chat: bool, listener: socket.socket
+) -> None:
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    key = "..." if service.config.api_key is not None else "none"
-    if service.config.api_key is None and not listener.getsockname()[0].startswith("127."):
+    key = "..." if config.api_key is not None else "none"
+    if config.api_key is None and not listener.getsockname()[0].startswith("127."):
         say(f"{_NAME}: whoever reaches this machine may use it: {API_KEY} would ask for a key")
-    name = service.names[0]
     ask = f'client.completions.create(model="{name}", prompt="Once upon a time").choices[0].text'
-    if service.prompts.can_chat:
+    if can_chat:
         messages = '[{"role": "user", "content": "Hello!"}]'
         ask = f'client.chat.completions.create(model="{name}", messages={messages})'
         ask += ".choices[0].message.content"

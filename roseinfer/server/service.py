@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from roseinfer.async_llm import AsyncLLM
+from roseinfer.errors import ConfigError
 from roseinfer.server.admission import Admission
 from roseinfer.server.generation import Generation
 from roseinfer.server.metrics import Metrics
@@ -26,15 +27,23 @@ class Service:
     """Serves one ``LLM``, under one name or several."""
 
     def __init__(
-        self, llm: LLM, names: Sequence[str], config: ServerConfig, chat_template: str | None = None
+        self,
+        llm: LLM,
+        names: Sequence[str],
+        config: ServerConfig,
+        chat_template: str | None = None,
+        number: int = 0,
     ) -> None:
+        """``number`` is that of this replica, where there are several."""
+        if llm.tokenizer is None:
+            raise ConfigError(f"{names[0]} has no tokenizer, so there are no texts to serve")
         self.config = config
         self.names = tuple(names)
         self.engine = llm.engine
         self.served = AsyncLLM(llm)
         self.prompts = Prompts(llm, config.max_prompt_tokens, chat_template)
         self.admission = Admission(llm.config.max_batch_size, config.max_queue)
-        self.metrics = Metrics(llm.engine, self.names[0])
+        self.metrics = Metrics(llm.engine, self.names[0], number)
         self.token_texts = TokenTexts(llm.tokenizer)
         self.vocabulary = llm.engine.sessions.model.shape.vocab_size
         self.most_tokens = llm.engine.most_new_tokens(1) + 1
@@ -49,6 +58,10 @@ class Service:
     @property
     def alive(self) -> bool:
         return not self.served.closed
+
+    def cut(self) -> None:
+        """End the texts that are left with an error."""
+        self.served.close()
 
     def close(self) -> None:
         """End the engine's thread and that of prompts."""

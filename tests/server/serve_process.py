@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
 PATIENCE = 60
 """Seconds within which it listens, and ends."""
-_CODE = """\
+CODE = """\
 import sys
 from roseinfer.cli.parser import Parser
 from roseinfer.server import serve_command
@@ -48,12 +48,14 @@ class Serving:
 
 
 @contextmanager
-def serving(*options: str, **environment: str) -> Iterator[Serving]:
+def serving(
+    *options: str, patience: float = PATIENCE, variables: Mapping[str, str] | None = None
+) -> Iterator[Serving]:
     """Start a server, wait until it listens, and kill it in the end if it still runs."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _CODE, "--port", "0", "--device", "cpu", *options],
+        [sys.executable, "-c", CODE, "--port", "0", "--device", "cpu", *options],
         cwd=ROOT,
-        env=os.environ | environment,
+        env=os.environ | dict(variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -67,7 +69,7 @@ def serving(*options: str, **environment: str) -> Iterator[Serving]:
     for thread in threads:
         thread.start()
     try:
-        assert listening.wait(PATIENCE), found.said
+        assert listening.wait(patience), found.said
         yield found
     finally:
         process.kill()

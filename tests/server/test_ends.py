@@ -72,7 +72,7 @@ def test_what_it_says_works_and_sigterm_lets_texts_end() -> None:
 def test_texts_that_take_too_long_are_cut_with_an_error() -> None:
     """The key comes from the environment here, and is never said."""
     options = ("--host", "0.0.0.0", "--drain-seconds", "0.2", "--max-length", "1000")
-    with serving(*options, **{API_KEY: "rose-key"}) as server:
+    with serving(*options, variables={API_KEY: "rose-key"}) as server:
         assert 'api_key="..."' in "".join(server.said)
         assert "whoever reaches" not in "".join(server.said)
         with client_of(server, "rose-key") as client:

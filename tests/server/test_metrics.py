@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tests.server.served import Server
 
 NAMES = {
+    "vllm:cache_config_info",
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
@@ -91,6 +92,7 @@ def test_blocks_and_requests_are_seen_while_they_are_there() -> None:
     with running(kv_cache_tokens=1600, max_batch_size=1) as server:
         total = server.metric("roseinfer:kv_blocks", use="free")
         assert total == 100
+        assert server.metric("vllm:cache_config_info", block_size="16", num_gpu_blocks="100") == 1
         seen = {}
         with server.client() as client:
             asked = {"model": MODEL, "prompt": "x" * 100, "max_tokens": 800, "stream": True}

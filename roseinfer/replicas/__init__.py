@@ -1,0 +1,1 @@
+"""Several replicas of the server on Ray Serve: ``roseinfer serve --replicas N``."""
