@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from roseinfer.engine.drafter import Drafter
     from roseinfer.engine.prefix_cache import Held, PrefixCache
     from roseinfer.errors import RoseinferError
+    from roseinfer.guided.progress import GuideProgress
     from roseinfer.kv.groups import LayerGroup
     from roseinfer.kv.manager import KVBlockManager
     from roseinfer.kv.sequence import InferenceSession
@@ -49,6 +50,8 @@ class Request:
     session: InferenceSession
     text: RequestText | None
     """None for a model without a tokenizer."""
+    guide: GuideProgress | None = None
+    """What rules out tokens, if the text must be of a form."""
 
     # Changed by the engine:
     logprobs: list[float] = field(default_factory=list)
