@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from roseinfer.config import MOST_UNREAD, RESUMED_AT, EngineConfig, SamplingParams
 from roseinfer.engine.engine import Engine
-from roseinfer.engine.prompt_ids import NO_PROMPTS
+from roseinfer.engine.request import NO_PROMPTS
 from roseinfer.errors import (
     BadArgument,
     ConfigError,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from roseinfer.attention.backend import AttentionBackend
     from roseinfer.config import SamplingParams
     from roseinfer.decode.readback import Arrival
-    from roseinfer.guided.progress import GuideProgress
+    from roseinfer.guided.guide_progress import GuideProgress
     from roseinfer.kv.sequence import InferenceSession
     from roseinfer.models.causal import CausalModel
 
@@ -209,7 +209,7 @@ class ResidentDecode:
         due = self._due(residents, spare)
         self._reserve(due, [self._kv.block_size] * len(due))
         if self.kind.guided and self._guides is not None:
-            self._guides.upload(residents)
+            self._guides.upload({each.slot: each.guide for each in residents if each.guide})
         self.slots.upload()
         extent = self.slots.extent
         count = next(size for size in self._sizes if size >= extent)

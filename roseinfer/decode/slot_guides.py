@@ -10,9 +10,9 @@ from roseinfer.kv.lasting import lasting
 from roseinfer.sampling.allowed_tokens import EVERY, AllowedRows, words_for
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
-    from roseinfer.decode.resident import Resident
+    from roseinfer.guided.guide_progress import GuideProgress
     from roseinfer.kv.storage import IndexStaging
 
 
@@ -26,11 +26,13 @@ class SlotGuides:
             shape = num_slots, words_for(vocabulary)
             self.allowed = torch.full(shape, EVERY, dtype=torch.int32, device=staging.device)
 
-    def upload(self, residents: Sequence[Resident]) -> None:
-        """Bring what guides allow by now to the device, ahead of the step that will choose."""
-        guided = [each for each in residents if each.guide is not None]
-        (slots,) = self._staging.stage([[each.slot for each in guided]]).columns
-        self.allowed.index_copy_(0, slots, self._rows.write([each.guide for each in guided]))
+    def upload(self, guides: Mapping[int, GuideProgress]) -> None:
+        """Bring what guides allow by now to the device, ahead of the step that will choose.
+
+        They go by the numbers of slots.
+        """
+        (slots,) = self._staging.stage([list(guides)]).columns
+        self.allowed.index_copy_(0, slots, self._rows.write(list(guides.values())))
 
     def end(self, slot: int) -> None:
         """Allow all tokens there again. This does not disturb steps in flight."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from roseinfer.config import SamplingParams
 from roseinfer.decode.resident import ResidentDecode
 from roseinfer.engine.prefix_cache import PrefixCache
-from roseinfer.engine.prompt_ids import token_ids_of
-from roseinfer.engine.request import BlockSupply, FinishReason, Request
+from roseinfer.engine.request import BlockSupply, FinishReason, Request, token_ids_of
 from roseinfer.engine.runner import SequenceRunner, StepRunner
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.speculation import Speculation
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from roseinfer.engine.flight import Flight
     from roseinfer.engine.prompt_flight import PromptFlight
     from roseinfer.engine.scheduler import Step
-    from roseinfer.guided.progress import GuideProgress
+    from roseinfer.guided.guide_progress import GuideProgress
     from roseinfer.models.loading import Loaded
     from roseinfer.sampling.log_probabilities import Told
 
@@ -416,4 +416,6 @@ def _tell(update: Update, told: Told) -> None:
     request.logprobs.append(told.logprob)
     if most := request.params.top_logprobs:
         update.top_logprobs = told.top[:most]
+        if request.guide is not None:  # it allows fewer tokens at many a place
+            update.top_logprobs = [each for each in update.top_logprobs if each[1] != -inf]
         request.top_logprobs.append(update.top_logprobs)

@@ -170,6 +170,8 @@ class StepRunner:
         self._sessions = sessions
         self._resident = resident
         self._sampling: tuple[list[Request], SamplingBatch] | None = None
+        self._guided = False
+        """Some of those requests have guides."""
         self._guides: AllowedRows | None = None
         """Made when the first request with a guide comes."""
         device = sessions.kv.device
@@ -287,8 +289,7 @@ class StepRunner:
         batch = self._sampling_batch(owners, logits.device)
         tally = self._tally(owners, logits) if batch.penalties else None
         staged = self._sessions.staging.stage([positions]).columns[0]
-        guided = any(request.guide for request in requests)
-        if guided:
+        if self._guided:
             logits = only_allowed(logits.float(), self._allowed(owners, logits.shape[-1]))
         chosen = batch.choose(logits, staged, tally)
         told = None
@@ -298,7 +299,7 @@ class StepRunner:
         chosen = torch.where(rows_without_a_distribution(logits), -1, chosen)
         stay = self._enter(requests, rows, chosen, logits.shape[-1])
         arrival = self._tokens.start(chosen)
-        return Flight(requests, rows, arrival, told, stay or guided, drafted, self.settle)
+        return Flight(requests, rows, arrival, told, stay or self._guided, drafted, self.settle)
 
     def _enter(
         self,
@@ -351,6 +352,7 @@ class StepRunner:
                 device,
             )
             self._sampling = (requests, batch)
+            self._guided = any(request.guide for request in requests)
         return self._sampling[1]
 
     def _allowed(self, requests: list[Request], vocabulary: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from roseinfer.errors import BadArgument, ConfigError, with_kind
 from roseinfer.guided.grammars import grammar_of
-from roseinfer.guided.progress import GuideProgress
+from roseinfer.guided.guide_progress import GuideProgress
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -20,6 +20,8 @@ _MOST_KEPT = 64
 _MOST_STATES = 50_000
 """States of a grammar's lexer: some 2 kB each. The other limits are llguidance's own. They bound
 a step of one text to some 20 ms, and the preparation of a guide to some 200."""
+_SAMPLE = 'aé好😀 {"b": [10,\n2]}'
+"""Where only one text can come next, it is cut into tokens by the tokenizer itself."""
 _END = "<|where the grammar may end|>"
 
 
@@ -103,7 +105,10 @@ def _tokenizer_of(tokenizer: Any, vocabulary: int) -> tuple[Any, int]:
         assert end is not None
         if backend.id_to_token(end) is not None:
             raise _unfit(tokenizer, f"two of its tokens have the id {end}")
-        return LLTokenizer(own.to_str(), n_vocab=max(vocabulary, end + 1), eos_token=end), end
+        made = LLTokenizer(own.to_str(), n_vocab=max(vocabulary, end + 1), eos_token=end)
+        if (read := made.decode_str(made.tokenize_str(_SAMPLE))) != _SAMPLE:
+            raise _unfit(tokenizer, f"it reads {_SAMPLE!r} as {read!r}")
+        return made, end
     except (BadArgument, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in Rust is not an Exception

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from roseinfer.guided.guide import Guide
 
-JSON_SPACE = r"[ \n\r\t]{0,20}"
-"""Between the parts of JSON. Without a bound, some models write nothing else any more."""
+JSON_SPACE = r"( |\r?\n[ \t]{0,32})?"
+"""What may stand between the parts of JSON: a space, or a new line and how far it is indented.
+Where there is no bound, some models write nothing else any more."""
 
 
 def grammar_of(guide: Guide, matcher: Any) -> str:

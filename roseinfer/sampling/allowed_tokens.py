@@ -13,7 +13,7 @@ from roseinfer.kv import transfers
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roseinfer.guided.progress import GuideProgress
+    from roseinfer.guided.guide_progress import GuideProgress
 
 _BITS = 32
 EVERY = -1

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-_NEVER = float("-inf")
 _STRIP = 64
 """Log-probabilities of a prompt are computed for so many tokens at a time."""
 
@@ -58,7 +57,6 @@ def tell(logits: torch.Tensor, chosen: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def told_of(row: list[float]) -> Told:
-    """Read a row that ``tell`` made. Of tokens that cannot come nothing is told."""
+    """Read a row that ``tell`` made."""
     most = len(row) // 2
-    top = zip(map(int, row[1 : most + 1]), row[most + 1 :], strict=True)
-    return Told(row[0], [(token, logprob) for token, logprob in top if logprob != _NEVER])
+    return Told(row[0], list(zip(map(int, row[1 : most + 1]), row[most + 1 :], strict=True)))
