@@ -126,7 +126,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "any"}, "tool_choice", INVALID),
     ({"tool_choice": NAMED}, "tool_choice", INVALID),
     ({"tool_choice": NAMED, "tools": [tool(name="g")]}, "tool_choice", INVALID),
-    ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "tool_choice.", MISSING),
+    ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "tool_choice.type", INVALID),
     ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "tool_choice", INVALID),
     ({"response_format": {"type": "grammar"}}, "response_format", INVALID),
     ({"response_format": "json_object"}, "response_format", INVALID),
