@@ -337,9 +337,11 @@ class Engine:
         turn = (length - request.id) % self._block_size == 0
         if self._supply.listens and (turn or length == request.prompt_length + 1):
             self._supply.note_stored(request)
-        if token in self._end_tokens and not request.params.ignore_eos:
+        guide = request.guide
+        ends = token in self._end_tokens and not request.params.ignore_eos
+        if ends and (guide is None or guide.may_end):
             return self._last(request, token, "", FinishReason.STOP)
-        complete = request.guide is not None and request.guide.take(token)
+        complete = guide is not None and guide.take(token)
         try:
             text, stopped = request.text.add(token) if request.text else ("", False)
         except (KeyboardInterrupt, SystemExit):

@@ -22,12 +22,14 @@ class GuideProgress:
         self._matcher = matcher
         self._end_of_grammar = end_of_grammar
         self._end_tokens = tuple(end_tokens)
+        self.may_end = False
+        """True if the text may end where the last row of bits was for."""
 
     def fill(self, row: npt.NDArray[np.uint32]) -> None:
         """Set the bits of the tokens that may come next, in words of 32, and clear all others.
 
-        Tokens that end a text may come where the grammar may end, and nowhere else. Where the
-        matcher gives up, no token may.
+        Tokens that end a text may come where the grammar may end. Elsewhere they may not, but for
+        one that is text too where no other can come. If the matcher gives up, no token may come.
         """
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         if self._matcher.is_error():
@@ -36,10 +38,13 @@ class GuideProgress:
         words = min(len(row), len(allowed))
         row[:words] = allowed[:words]
         row[words:] = 0
-        may_end = _bit(allowed, self._end_of_grammar)
+        self.may_end = _bit(allowed, self._end_of_grammar)
         _set(row, self._end_of_grammar, on=False)
         for token in self._end_tokens:
-            _set(row, token, on=may_end)
+            _set(row, token, on=self.may_end)
+        if not (self.may_end or row.any()):
+            for token in self._end_tokens:
+                _set(row, token, on=_bit(allowed, token))
 
     def take(self, token: int) -> bool:
         """Go on by a token of the text, and return True if nothing may come behind it."""
@@ -56,7 +61,8 @@ class GuideProgress:
 
 
 def _bit(words: npt.NDArray[np.uint32], token: int) -> bool:
-    return bool(int(words[token // _BITS]) >> token % _BITS & 1)
+    word = token // _BITS
+    return word < len(words) and bool(int(words[word]) >> token % _BITS & 1)
 
 
 def _set(row: npt.NDArray[np.uint32], token: int, *, on: bool) -> None:

@@ -130,6 +130,8 @@ def test_tokens_that_end_texts_and_are_text_too(device: str, setting: str) -> No
         assert set(text) <= set(b"135798")
         last.add(end)
     assert len(last) > 2
+    forced = ask(llm, Guide(regex="[0-9]02468[0-9]"), temperature=3.0)
+    assert re.fullmatch("[0-9]02468[0-9]", str(forced.text))  # there is no other text
     ignoring = ask(llm, DIGITS, temperature=3.0, seed=1, ignore_eos=True)
     assert set(ignoring.token_ids) & set(b"0246")
     assert END not in ignoring.token_ids
