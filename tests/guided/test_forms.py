@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from roseinfer import EnginePath, RequestOutput, SamplingParams
+from roseinfer import EnginePath, Guide, RequestOutput, SamplingParams, byte_tokenizer
+from tests.engine.repeating import drafted, repeating_llm
 from tests.guided.forms import FORMS, SETTINGS, Form, drawn_params, drawn_prompt, engine, together
 
 
@@ -62,6 +63,27 @@ def test_each_gets_what_it_gets_alone(device: str, setting: str) -> None:
     counts = llm.engine.path_counts
     assert bool(counts[EnginePath.GUIDED]) == bool(SETTINGS[setting].get("resident_decode"))
     assert counts[EnginePath.RESUMED] > 0 or "hardly any room" not in setting
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_texts_with_guides_are_not_drafted(device: str, resident: bool) -> None:
+    """However often they repeat themselves; others beside them are."""
+    guided = SamplingParams(guide=Guide(regex="((ab){3}c){12}"), max_new_tokens=70)
+    free = SamplingParams(max_new_tokens=70, ignore_eos=True)
+    texts = []
+    for speculation in ("ngram", None):
+        config: dict[str, Any] = {"resident_decode": resident, "speculation": speculation}
+        llm = repeating_llm(device, tokenizer=byte_tokenizer(), **config)
+        alone = [together(llm, [[1, 2]], [each])[0].token_ids for each in (guided, free)]
+        drafts = drafted(llm)[0]
+        assert bool(drafts) == (speculation is not None)
+        both = [each.token_ids for each in together(llm, [[1, 2], [1, 2]], [guided, free])]
+        assert both == alone
+        together(llm, [[1, 2]], [guided])
+        assert drafted(llm)[0] <= 2 * drafts
+        texts.append(both)
+    assert texts[0] == texts[1]
+    assert bytes(texts[0][0]) == b"abababc" * 10
 
 
 def test_steps_without_guides_run_ahead_again(device: str) -> None:

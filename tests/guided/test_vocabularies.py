@@ -73,6 +73,7 @@ def texts(device: str, tokenizer: Any, more: int, guide: Guide, **config: Any) -
     params = [SamplingParams(1.0, seed=seed, max_new_tokens=120, guide=guide) for seed in range(20)]
     outputs = llm.generate([[1, 5]] * 20, params, progress=False)
     assert [output.error for output in outputs] == [None] * 20
+    assert max(token for output in outputs for token in output.token_ids) < len(tokenizer)
     return [str(output.text) for output in outputs if output.finish_reason == "stop"]
 
 
