@@ -19,7 +19,9 @@ _MOST_KEPT = 64
 """So many grammars are kept, those that were asked for last."""
 _MOST_STATES = 50_000
 """States of a grammar's lexer: some 2 kB each. The other limits are llguidance's own. They bound
-a step of one text to some 20 ms, and the preparation of a guide to some 200."""
+a step of one text to some 20 ms (100 where all that can come is one text of tens of thousands of
+characters), and the preparation of a guide to some 200."""
+_LONGEST_REASON = 500
 _SAMPLE = 'aé好😀 {"b": [10,\n2]}'
 """Where only one text can come next, it is cut into tokens by the tokenizer itself."""
 _END = "<|where the grammar may end|>"
@@ -76,6 +78,8 @@ def _compile(guide: Guide, tokenizer: Any) -> Any:
         raise BadArgument(f"this guide cannot be followed: {error}") from None
     if matcher.is_error():
         why = " ".join(matcher.get_error().split())
+        if len(why) > _LONGEST_REASON:  # it may repeat all of a pattern
+            why = f"{why[:_LONGEST_REASON]}..."
         raise BadArgument(f"this guide cannot be followed: {why}")
     return matcher
 

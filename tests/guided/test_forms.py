@@ -65,6 +65,18 @@ def test_each_gets_what_it_gets_alone(device: str, setting: str) -> None:
     assert counts[EnginePath.RESUMED] > 0 or "hardly any room" not in setting
 
 
+def test_kernels_choose_among_what_is_allowed(device: str) -> None:
+    """Where all are greedy, the kernels that end a step read what guides left of the logits."""
+    config = {"attention_backend": "triton", "fused_model": True, "max_batch_size": 2}
+    llm = engine(device, resident_decode=True, run_ahead=2, **config)
+    params = [SamplingParams(guide=FORMS["words"].guide), SamplingParams(max_new_tokens=3)]
+    found = together(llm, [[1, 2, 3], [4]], params)
+    want = together(engine(device, resident_decode=False), [[1, 2, 3], [4]], params)
+    assert [each.token_ids for each in found] == [each.token_ids for each in want]
+    counts = llm.engine.path_counts
+    assert counts[EnginePath.LIKELIEST] >= counts[EnginePath.GUIDED] > 0
+
+
 @pytest.mark.parametrize("resident", [False, True])
 def test_texts_with_guides_are_not_drafted(device: str, resident: bool) -> None:
     """However often they repeat themselves; others beside them are."""

@@ -67,6 +67,22 @@ UNFIT: list[tuple[Guide, str]] = [
 ]
 
 
+def test_a_reason_is_short_and_depth_does_no_harm(device: str) -> None:
+    llm = engine(device)
+    deep: dict[str, Any] = {"type": "integer"}
+    for _ in range(400):
+        deep = {"type": "array", "items": deep}
+    hard = [
+        Guide(regex="(" * 30_000 + ")" * 30_000),
+        Guide(json_schema={"pattern": "(" * 30_000 + ")" * 30_000}),
+        Guide(json_schema=deep),
+        Guide(grammar="start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
+    ]
+    for output in together(llm, [[1]] * 4, [SamplingParams(guide=guide) for guide in hard]):
+        assert "this guide cannot be followed: " in str(output.error)
+        assert len(str(output.error)) < 600
+
+
 @pytest.mark.parametrize(("guide", "said"), UNFIT, ids=str)
 def test_what_cannot_be_made_a_grammar_fails_alone(device: str, guide: Guide, said: str) -> None:
     llm = engine(device)
