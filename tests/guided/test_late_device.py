@@ -23,7 +23,8 @@ def late_engine(queue: DeviceQueue, *, resident: bool) -> LLM:
     queue.on_device(sessions.kv.keys, sessions.kv.values)
     queue.on_device(*network.parameters(), *network.buffers())
     if slots is not None:
-        queue.on_device(slots.slots._rows, slots.slots.tokens, slots._chosen)
+        rows = slots.slots.rows
+        queue.on_device(rows._rows, rows.tokens, slots._chosen)
         guided = SamplingParams(guide=FORMS["words"].guide, presence_penalty=1.0)
         assert slots.takes(guided, sessions.model.shape.vocab_size)
         guides: Any = slots._guides
