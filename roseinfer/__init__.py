@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from roseinfer.config import SamplingParams as SamplingParams
     from roseinfer.engine_paths import EnginePath as EnginePath
     from roseinfer.errors import *  # noqa: F403
+    from roseinfer.guided.guide import Guide as Guide
     from roseinfer.interrupts import interrupts_kill as interrupts_kill
     from roseinfer.kv.manager import KVBlockManager as KVBlockManager
     from roseinfer.kv.paths import Condition as Condition
@@ -54,6 +55,7 @@ _HOMES = {
         "errors": "BadArgument BadBlock BadRefcount ConfigError EngineStopped NoDistribution "
         "NoText OutOfBlocks RanksFailed RequestTooLarge RoseinferError StalePlan StepFailed "
         "TritonUnavailable UnsupportedModel did_you_mean",
+        "guided.guide": "Guide",
         "interrupts": "interrupts_kill",
         "kv.manager": "KVBlockManager",
         "kv.paths": "Condition Path",

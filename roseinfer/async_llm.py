@@ -35,9 +35,10 @@ class Together:
         """Have one more prompt continued. They are numbered from 0."""
         asked = SamplingParams() if params is None else params
         text = self._llm.engine.text_for(asked)  # here, where it holds up no other stream
+        guide = self._llm.engine.guide_for(asked)
         listener = Listener(self._loop, self._arrived)
         self._numbers[listener] = len(self._numbers)
-        self._thread.submit(listener, prompt, asked, text)
+        self._thread.submit(listener, prompt, asked, text, guide)
 
     async def next(self, most: int | None = None) -> list[tuple[int, Update]]:
         """Wait for updates, and return all that have come, each with the number of its prompt.

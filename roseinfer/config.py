@@ -11,6 +11,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.errors import ConfigError, did_you_mean
+from roseinfer.guided.guide import Guide
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -133,8 +134,11 @@ class SamplingParams:
     """Texts that end the request, up to 32 of 256 characters. The output does not include them."""
     ignore_eos: bool = False
     """Go on after a token that ends a text."""
+    guide: Guide | None = None
+    """The form that the text must have. A text that cannot go on ends, whatever else is asked."""
     logprobs: bool = False
-    """Return the log-probability of each chosen token by the model's own logits."""
+    """Return the log-probability of each chosen token by the model's own logits. With a guide these
+    are among the tokens that it allows, as vLLM's are."""
     top_logprobs: int = 0
     """Return those of so many likeliest tokens at each place too; this turns ``logprobs`` on."""
     prompt_logprobs: bool = False
@@ -192,6 +196,7 @@ _SAMPLING: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
         "texts in a list, none of them empty",
     ),
     "ignore_eos": ((bool,), lambda _: True, "True or False"),
+    "guide": ((Guide, NoneType), lambda _: True, "a Guide or None"),
     "logprobs": ((bool,), lambda _: True, "True or False"),
     "top_logprobs": (
         (int,),

@@ -40,6 +40,8 @@ class EnginePath(StrEnum):
     """A resident step, greedy for all, whose last kernels choose the tokens and count on."""
     PENALISED = "engine_penalised"
     """A resident step that tallies tokens on the device, and takes penalties by that."""
+    GUIDED = "engine_guided"
+    """A resident step that chooses among the tokens that guides allow."""
     TOLD = "engine_told"
     """A resident step that tells log-probabilities beside its tokens."""
     GRAPH = "engine_graph"

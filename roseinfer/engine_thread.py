@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from roseinfer.engine.engine import Update
     from roseinfer.engine.request import Request
     from roseinfer.errors import RoseinferError
+    from roseinfer.guided.guide_progress import GuideProgress
     from roseinfer.llm import LLM
     from roseinfer.text.request_text import RequestText
 
@@ -106,9 +107,10 @@ class EngineThread:
         prompt: str | Sequence[int],
         params: SamplingParams,
         text: RequestText | None,
+        guide: GuideProgress | None,
     ) -> None:
         """Tell a listener what comes of a prompt."""
-        self._do(lambda: self._submit(listener, prompt, params, text))
+        self._do(lambda: self._submit(listener, prompt, params, text, guide))
 
     def note_taken(self, listener: Listener) -> None:
         """Count that a stream was read, and let its request go on if it was paused."""
@@ -213,12 +215,13 @@ class EngineThread:
         prompt: str | Sequence[int],
         params: SamplingParams,
         text: RequestText | None,
+        guide: GuideProgress | None,
     ) -> None:
         if self._closed:
             tell(listener.loop, [(listener, self._why())])
             return
         try:
-            listener.request = self._engine.submit(prompt, params, text)
+            listener.request = self._engine.submit(prompt, params, text, guide)
         except BaseException as error:  # whatever it is, only this stream fails
             tell(listener.loop, [(listener, error)])
         else:

@@ -14,7 +14,8 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.config import MOST_UNREAD, RESUMED_AT, EngineConfig, SamplingParams
-from roseinfer.engine.engine import NO_PROMPTS, Engine
+from roseinfer.engine.engine import Engine
+from roseinfer.engine.request import NO_PROMPTS
 from roseinfer.errors import (
     BadArgument,
     ConfigError,

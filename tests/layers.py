@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ENGINE_LAYERS = (
     {"errors", "engine_paths"},
-    {"config", "text", "how_far", "interrupts", "layer_traits", "rotation"},
+    {"config", "guided", "text", "how_far", "interrupts", "layer_traits", "rotation"},
     {"kernels"},
     {"kv"},
     {"attention"},

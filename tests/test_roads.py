@@ -25,8 +25,8 @@ DECIDE = ["llm.py", "engine/engine.py", "engine/scheduler.py", "engine/request.p
 PROMPT = [
     "llm.py",
     "engine/engine.py",
-    "engine/runner.py",
     "engine/request.py",
+    "engine/runner.py",
     "engine/scheduler.py",
     "kv/manager.py",
     "engine/prefix_cache.py",

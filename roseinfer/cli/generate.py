@@ -19,6 +19,7 @@ from roseinfer.cli.model_options import (
 )
 from roseinfer.config import SamplingParams
 from roseinfer.errors import ConfigError, RoseinferError, UnsupportedModel
+from roseinfer.guided.guide import Guide
 from roseinfer.how_far import say
 
 if TYPE_CHECKING:
@@ -75,6 +76,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     stop = "end before this text; may be given several times"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--ignore-eos", action="store_true", help="go on after a token that ends a text")
+    form = (
+        """the form of the texts, as '{"regex": "[0-9]+"}', or json_schema, or another of a Guide"""
+    )
+    add("--guide", metavar="JSON", help=form)
 
     add_engine_options(parser)
 
@@ -193,9 +198,20 @@ def _params(args: argparse.Namespace) -> SamplingParams:
         if getattr(args, name) and not args.json:
             raise ConfigError(f"--{name.replace('_', '-')} are printed with --json alone: add it")
     given = given_of(args, SamplingParams) | {"stop": tuple(args.stop)}
+    if args.guide is not None:
+        given["guide"] = _guide(args.guide)
     if given.keys() & set(_CHOOSING):
         given.setdefault("temperature", 1.0)
     return SamplingParams(**given)
+
+
+def _guide(text: str) -> Guide:
+    """Read a guide whose only field is named in a JSON object."""
+    try:
+        return Guide(**json.loads(text))
+    except (TypeError, ValueError) as error:  # of JSON, of names, or of a guide itself
+        wanted = 'it must be a JSON object, as in --guide \'{"regex": "[0-9]+"}\''
+        raise ConfigError(f"--guide {text!r:.80}: {wanted}: {error}") from None
 
 
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_ids: bool) -> int:

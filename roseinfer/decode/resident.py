@@ -13,6 +13,7 @@ from roseinfer.attention.backend import ResidentBatch
 from roseinfer.config import MOST_TOP_LOGPROBS
 from roseinfer.decode.graphs import StepGraphs
 from roseinfer.decode.readback import Readback
+from roseinfer.decode.slot_guides import SlotGuides
 from roseinfer.decode.slot_penalties import SlotPenalties
 from roseinfer.decode.slot_rows import SlotRows
 from roseinfer.decode.slots import DecodeSlots
@@ -23,6 +24,7 @@ from roseinfer.kernels.runtime import why_unusable
 from roseinfer.kv.lasting import lasting
 from roseinfer.ranks.orders import Decode
 from roseinfer.ranks.ranks import leader_of
+from roseinfer.sampling.allowed_tokens import only_allowed
 from roseinfer.sampling.log_probabilities import rows_without_a_distribution, tell
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from roseinfer.attention.backend import AttentionBackend
     from roseinfer.config import SamplingParams
     from roseinfer.decode.readback import Arrival
+    from roseinfer.guided.guide_progress import GuideProgress
     from roseinfer.kv.sequence import InferenceSession
     from roseinfer.models.causal import CausalModel
 
@@ -53,6 +56,8 @@ class Entrant(NamedTuple):
     """How many tokens it may come to store."""
     prompted: int
     """How many of its tokens are its prompt's."""
+    guide: GuideProgress | None = None
+    """What rules out tokens: by the time of a step, it knows all tokens before the next one."""
 
 
 @dataclass(slots=True)
@@ -64,6 +69,7 @@ class Resident:
     params: SamplingParams
     most: int
     """How many tokens it may come to store."""
+    guide: GuideProgress | None
 
 
 class ResidentDecode:
@@ -110,6 +116,8 @@ class ResidentDecode:
         self._num_slots = num_slots
         self._penalties: SlotPenalties | None = None
         """Made when the first request with a penalty comes."""
+        self._guides: SlotGuides | None = None
+        """Made when the first one with a guide comes."""
         self._lacks_memory = False
         self._asked = Counter[str]()
         """How many residents ask for more than the least that a step does, by what it is."""
@@ -121,29 +129,32 @@ class ResidentDecode:
     def takes(self, params: SamplingParams, vocabulary: int) -> bool:
         """Return True for a request that can decode here, with logits as wide as ``vocabulary``.
 
-        One with penalties cannot where the device has no memory to tally tokens in.
+        One with penalties or a guide cannot where the device has no memory for that.
         """
-        if params.penalised and self._penalties is None and not self._lacks_memory:
-            try:
-                self._penalties = SlotPenalties(
-                    self._num_slots, vocabulary, self._attention.staging
-                )
-            except (RuntimeError, MemoryError):
-                self._lacks_memory = True
-                _LOG.warning(
-                    "requests with penalties decode by themselves, one step at a time: %s has no "
-                    "memory to tally the tokens of %d requests",
-                    self._kv.device,
-                    self._num_slots,
-                )
-        return not params.penalised or self._penalties is not None
+        try:
+            if params.penalised and self._penalties is None and not self._lacks_memory:
+                staging = self._attention.staging
+                self._penalties = SlotPenalties(self._num_slots, vocabulary, staging)
+            if params.guide is not None and self._guides is None and not self._lacks_memory:
+                staging = self._attention.staging
+                self._guides = SlotGuides(self._num_slots, vocabulary, staging)
+        except (RuntimeError, MemoryError):
+            self._lacks_memory = True
+            _LOG.warning(
+                "requests with penalties or guides decode by themselves, one step at a time: %s "
+                "has no memory to tally the tokens of %d requests",
+                self._kv.device,
+                self._num_slots,
+            )
+        tallies = not params.penalised or self._penalties is not None
+        return tallies and (params.guide is None or self._guides is not None)
 
     def enter(self, entering: Sequence[Entrant], tokens: Tensor) -> list[Resident]:
         """Give slots to sessions; ``tokens`` are their newest."""
         residents = []
-        for session, params, seed, most, prompted in entering:
+        for session, params, seed, most, prompted, guide in entering:
             slot = self.slots.take(session, params, seed)
-            residents.append(Resident(session, slot, params, most))
+            residents.append(Resident(session, slot, params, most, guide))
             self._note(params, 1)
             if params.penalised and self._penalties is not None:
                 self._penalties.begin(slot, params, session.token_ids, prompted)
@@ -160,12 +171,16 @@ class ResidentDecode:
         self._note(resident.params, -1)
         if resident.params.penalised and self._penalties is not None:
             self._penalties.end(resident.slot)
+        if resident.guide is not None and self._guides is not None:
+            self._guides.end(resident.slot)
 
     def clear(self) -> None:
         """Take all slots back, also those of a call of ``enter`` that broke off."""
         self.slots.clear()
         if self._penalties is not None:
             self._penalties.clear()
+        if self._guides is not None:
+            self._guides.clear()
         self._asked.clear()
         self.kind = StepKind(greedy=True)
 
@@ -174,12 +189,14 @@ class ResidentDecode:
         asked = self._asked
         asked["drawn"] += more * (params.temperature != 0)
         asked["penalised"] += more * params.penalised
+        asked["guided"] += more * (params.guide is not None)
         asked["told"] += more * params.logprobs
         asked["tops"] += more * (params.top_logprobs > 0)
         tops = MOST_TOP_LOGPROBS if asked["tops"] else 0
         self.kind = StepKind(
             greedy=not asked["drawn"],
             penalised=asked["penalised"] > 0,
+            guided=asked["guided"] > 0,
             tops=tops if asked["told"] else None,
         )
 
@@ -191,6 +208,8 @@ class ResidentDecode:
         """
         due = self._due(residents, spare)
         self._reserve(due, [self._kv.block_size] * len(due))
+        if self.kind.guided and self._guides is not None:
+            self._guides.upload({each.slot: each.guide for each in residents if each.guide})
         self.slots.upload()
         extent = self.slots.extent
         count = next(size for size in self._sizes if size >= extent)
@@ -224,6 +243,9 @@ class ResidentDecode:
         lengths = rows.lengths(count)
         self._attention.prepare(ResidentBatch(rows.tables(count), lengths))
         logits = self._model.logits(rows.tokens[:count], lengths, None, self._attention)
+        if kind.guided and self._guides is not None:
+            self._path_counts[EnginePath.GUIDED] += 1
+            logits = only_allowed(logits.float(), self._guides.allowed[:count])
         chosen = self._choose(count, kind, logits, lengths)
         if self._ranks is not None:
             rows.share_tokens(count)

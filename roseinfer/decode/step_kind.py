@@ -13,5 +13,7 @@ class StepKind(NamedTuple):
     """Every token is the likeliest."""
     penalised: bool = False
     """Tokens are tallied, and penalties taken."""
+    guided: bool = False
+    """Tokens are chosen among those that are allowed."""
     tops: int | None = None
     """Log-probabilities are told, and those of so many likeliest tokens; None where none are."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from operator import index
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from roseinfer.config import SamplingParams
 from roseinfer.decode.resident import ResidentDecode
 from roseinfer.engine.prefix_cache import PrefixCache
-from roseinfer.engine.request import BlockSupply, FinishReason, Request
+from roseinfer.engine.request import BlockSupply, FinishReason, Request, token_ids_of
 from roseinfer.engine.runner import SequenceRunner, StepRunner
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.speculation import Speculation
@@ -24,6 +23,7 @@ from roseinfer.errors import (
     RequestTooLarge,
     StepFailed,
 )
+from roseinfer.guided.compiler import GuideCompiler
 from roseinfer.ranks.ranks import leader_of
 from roseinfer.text.request_text import RequestText, detokenizers
 from roseinfer.text.stop_strings import StopStrings
@@ -36,12 +36,9 @@ if TYPE_CHECKING:
     from roseinfer.engine.flight import Flight
     from roseinfer.engine.prompt_flight import PromptFlight
     from roseinfer.engine.scheduler import Step
+    from roseinfer.guided.guide_progress import GuideProgress
     from roseinfer.models.loading import Loaded
     from roseinfer.sampling.log_probabilities import Told
-
-
-NO_PROMPTS = (bytes, bytearray, memoryview, Mapping, Set)
-"""These are iterable, and yet no token ids: what they yield are bytes, names, or in no order."""
 
 
 class Occupancy(NamedTuple):
@@ -119,6 +116,7 @@ class Engine:
         self._tokenizer = loaded.tokenizer
         self._new_detokenizer = detokenizers(loaded.tokenizer) if loaded.tokenizer else None
         self._end_tokens = loaded.end_tokens
+        self._guides = GuideCompiler(loaded.tokenizer, model.shape.vocab_size, loaded.end_tokens)
         self._block_size = kv.block_size
         self._next_id = 0
         self.prefix_queries = 0
@@ -176,18 +174,31 @@ class Engine:
         stops = StopStrings(params.stop) if params.stop else None
         return RequestText(self._new_detokenizer, stops)
 
+    def guide_for(self, params: SamplingParams) -> GuideProgress | None:
+        """Return what rules out tokens of a request, or None for one without a guide.
+
+        A guide that is new takes time to prepare: up to a fifth of a second, and the first of all
+        longer. This raises for one that cannot be followed. Any thread may call this.
+        """
+        if params.guide is None:
+            return None
+        return self._guides.progress(params.guide, ignore_eos=params.ignore_eos)
+
     def submit(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams,
         text: RequestText | None = None,
+        guide: GuideProgress | None = None,
     ) -> Request:
         """Queue a prompt. This raises for one that could never be served.
 
-        ``text`` is what ``text_for`` returned for it, if somebody has called that already.
+        ``text`` and ``guide`` are what ``text_for`` and ``guide_for`` returned for it, if somebody
+        has called these already.
         """
         text = text or self.text_for(params)
-        token_ids = self._token_ids(prompt)
+        guide = guide or self.guide_for(params)
+        token_ids = token_ids_of(prompt, self._tokenizer)
         self.sessions.check_tokens(token_ids)
         request = Request(
             id=self._next_id,
@@ -197,6 +208,7 @@ class Engine:
             most_tokens=self._most_tokens(len(token_ids), params),
             session=self.sessions.empty(token_ids),
             text=text,
+            guide=guide,
             drafter=self._speculation.drafter_for(params) if self._speculation else None,
         )
         self._next_id += 1
@@ -221,24 +233,6 @@ class Engine:
     def resume(self, request: Request) -> None:
         """Let a request go on, if it is paused."""
         self._scheduler.resume(request)
-
-    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        if isinstance(prompt, str) and self._tokenizer is None:
-            raise BadArgument(
-                "a text prompt needs a tokenizer, and this model came without one: give token ids"
-            )
-        if isinstance(prompt, NO_PROMPTS):
-            raise BadArgument(f"a prompt is a text or token ids in a list, not {prompt!r}")
-        try:
-            token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            return list(map(index, token_ids))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic in Rust is not an Exception
-            raise BadArgument(
-                "a prompt is a text that the tokenizer can read, or token ids: "
-                f"{type(error).__name__}: {error}"
-            ) from error
 
     def _most_tokens(self, prompt_length: int, params: SamplingParams) -> int:
         """Return how many tokens a request may generate, and raise if there is no room for one."""
@@ -334,10 +328,7 @@ class Engine:
 
     def _take(self, request: Request, token: int) -> Update:
         if token < 0:
-            request.error = NoDistribution(
-                f"the model's logits for token {len(request.session.token_ids)} hold NaN, or "
-                "nothing finite: there is no next token to choose"
-            )
+            request.error = _no_distribution(request)
             return self._last(request, None, "", FinishReason.ERROR)
         tokens = request.session.token_ids
         tokens.append(token)
@@ -346,8 +337,11 @@ class Engine:
         turn = (length - request.id) % self._block_size == 0
         if self._supply.listens and (turn or length == request.prompt_length + 1):
             self._supply.note_stored(request)
-        if token in self._end_tokens and not request.params.ignore_eos:
+        guide = request.guide
+        ends = token in self._end_tokens and not request.params.ignore_eos
+        if ends and (guide is None or guide.may_end):
             return self._last(request, token, "", FinishReason.STOP)
+        complete = guide is not None and guide.take(token)
         try:
             text, stopped = request.text.add(token) if request.text else ("", False)
         except (KeyboardInterrupt, SystemExit):
@@ -355,7 +349,7 @@ class Engine:
         except BaseException as error:  # a panic in Rust is not an Exception
             request.error = NoText(error)
             return self._last(request, token, "", FinishReason.ERROR)
-        if stopped:
+        if stopped or complete:
             return self._last(request, token, text, FinishReason.STOP)
         if length == request.full_length:
             return self._last(request, token, text, FinishReason.LENGTH)
@@ -404,6 +398,17 @@ class Engine:
                 counts[EnginePath.RESUMED] += 1
 
 
+def _no_distribution(request: Request) -> NoDistribution:
+    """Return the error of a request for which no token was chosen."""
+    why = "hold NaN, or nothing finite"
+    if request.guide is not None:
+        why += f", or {request.guide.failure}"
+    length = len(request.session.token_ids)
+    return NoDistribution(
+        f"the model's logits for token {length} {why}: there is no next token to choose"
+    )
+
+
 def _tell(update: Update, told: Told) -> None:
     """Note the log-probabilities of an update's token, with the request and with the update."""
     request = update.request
@@ -413,4 +418,6 @@ def _tell(update: Update, told: Told) -> None:
     request.logprobs.append(told.logprob)
     if most := request.params.top_logprobs:
         update.top_logprobs = told.top[:most]
+        if request.guide is not None:  # it allows fewer tokens at many a place
+            update.top_logprobs = [each for each in update.top_logprobs if each[1] != -inf]
         request.top_logprobs.append(update.top_logprobs)

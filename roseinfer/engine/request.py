@@ -1,27 +1,35 @@
-"""A request, and the supply that it gets blocks from."""
+"""A request, the tokens of its prompt, and the supply that it gets blocks from."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from operator import index
+from typing import TYPE_CHECKING, Any
 
 from roseinfer.engine_paths import EnginePath
+from roseinfer.errors import BadArgument
 from roseinfer.kv.groups import given_back
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from roseinfer.config import SamplingParams
     from roseinfer.decode.resident import Resident
     from roseinfer.engine.drafter import Drafter
     from roseinfer.engine.prefix_cache import Held, PrefixCache
     from roseinfer.errors import RoseinferError
+    from roseinfer.guided.guide_progress import GuideProgress
     from roseinfer.kv.groups import LayerGroup
     from roseinfer.kv.manager import KVBlockManager
     from roseinfer.kv.sequence import InferenceSession
     from roseinfer.text.request_text import RequestText
+
+
+NO_PROMPTS = (bytes, bytearray, memoryview, Mapping, Set)
+"""These are iterable, and yet no token ids: what they yield are bytes, names, or in no order."""
 
 
 class FinishReason(StrEnum):
@@ -49,6 +57,8 @@ class Request:
     session: InferenceSession
     text: RequestText | None
     """None for a model without a tokenizer."""
+    guide: GuideProgress | None = None
+    """What rules out tokens, if the text must be of a form."""
 
     # Changed by the engine:
     logprobs: list[float] = field(default_factory=list)
@@ -121,6 +131,26 @@ class Request:
     @property
     def num_generated(self) -> int:
         return len(self.session.token_ids) - self.prompt_length
+
+
+def token_ids_of(prompt: str | Sequence[int], tokenizer: Any) -> list[int]:
+    """Return the token ids of a prompt, and raise for what is none."""
+    if isinstance(prompt, str) and tokenizer is None:
+        raise BadArgument(
+            "a text prompt needs a tokenizer, and this model came without one: give token ids"
+        )
+    if isinstance(prompt, NO_PROMPTS):
+        raise BadArgument(f"a prompt is a text or token ids in a list, not {prompt!r}")
+    try:
+        token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return list(map(index, token_ids))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in Rust is not an Exception
+        raise BadArgument(
+            "a prompt is a text that the tokenizer can read, or token ids: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 class BlockSupply:

@@ -23,6 +23,7 @@ from roseinfer.kv.sequence import InferenceSession
 from roseinfer.kv.storage import IndexStaging
 from roseinfer.ranks.orders import Copies, Forward
 from roseinfer.ranks.ranks import leader_of
+from roseinfer.sampling.allowed_tokens import AllowedRows, only_allowed
 from roseinfer.sampling.log_probabilities import rows_without_a_distribution, tell
 from roseinfer.sampling.penalties import tally_of
 from roseinfer.sampling.sampling_batch import SamplingBatch
@@ -169,8 +170,14 @@ class StepRunner:
         self._sessions = sessions
         self._resident = resident
         self._sampling: tuple[list[Request], SamplingBatch] | None = None
+        self._guided = False
+        """Some of those requests have guides."""
+        self._guides: AllowedRows | None = None
+        """Made when the first request with a guide comes."""
         device = sessions.kv.device
-        rows = config.max_batch_size * (1 + MOST_DRAFTS if config.speculation else 1)
+        self._most_rows = rows = config.max_batch_size * (
+            1 + MOST_DRAFTS if config.speculation else 1
+        )
         self._tokens = Readback(rows, torch.int64, device)
         numbers = rows * (1 + 2 * MOST_TOP_LOGPROBS)
         self._told = Readback(numbers, torch.float64, device)
@@ -221,8 +228,10 @@ class StepRunner:
         residents = [request.resident for request in requests if request.resident]
         rows = [each.slot for each in residents]
         arrival = self._resident.launch(residents, spare)
-        told = self._resident.told() if self._resident.kind.tops is not None else None
-        flight = Flight(requests, rows, arrival, told, False, NO_DRAFTS, None)
+        kind = self._resident.kind
+        told = self._resident.told() if kind.tops is not None else None
+        # What a guide allows next depends on the token.
+        flight = Flight(requests, rows, arrival, told, kind.guided, NO_DRAFTS, None)
         for request in requests:
             coming = len(request.session.token_ids) + request.in_flight
             if coming == request.full_length:
@@ -280,6 +289,8 @@ class StepRunner:
         batch = self._sampling_batch(owners, logits.device)
         tally = self._tally(owners, logits) if batch.penalties else None
         staged = self._sessions.staging.stage([positions]).columns[0]
+        if self._guided:
+            logits = only_allowed(logits.float(), self._allowed(owners, logits.shape[-1]))
         chosen = batch.choose(logits, staged, tally)
         told = None
         if any(request.params.logprobs for request in requests):
@@ -288,7 +299,7 @@ class StepRunner:
         chosen = torch.where(rows_without_a_distribution(logits), -1, chosen)
         stay = self._enter(requests, rows, chosen, logits.shape[-1])
         arrival = self._tokens.start(chosen)
-        return Flight(requests, rows, arrival, told, stay, drafted, self.settle)
+        return Flight(requests, rows, arrival, told, stay or self._guided, drafted, self.settle)
 
     def _enter(
         self,
@@ -322,6 +333,7 @@ class StepRunner:
                         request.seed,
                         request.full_length - 1,  # the last token is never stored
                         request.prompt_length,
+                        request.guide,
                     )
                     for _, request in entering
                 ],
@@ -340,7 +352,14 @@ class StepRunner:
                 device,
             )
             self._sampling = (requests, batch)
+            self._guided = any(request.guide for request in requests)
         return self._sampling[1]
+
+    def _allowed(self, requests: list[Request], vocabulary: int) -> torch.Tensor:
+        """Return the bits of the tokens that each request may get next."""
+        if self._guides is None:
+            self._guides = AllowedRows(self._most_rows, vocabulary, self._sessions.kv.device)
+        return self._guides.write([request.guide for request in requests])
 
     def _tally(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
         """Tally the tokens of the requests that have penalties, anew in every step."""

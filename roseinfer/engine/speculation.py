@@ -47,9 +47,10 @@ class Speculation:
     def drafter_for(self, params: SamplingParams) -> Drafter | None:
         """Return a drafter for a request, or None for one that is never drafted.
 
-        Penalties depend on the tokens before, and so on each draft: such a request has none.
+        Penalties and guides depend on the tokens before, and so on each draft: such a request has
+        none.
         """
-        if params.penalised:
+        if params.penalised or params.guide is not None:
             return None
         # The step behind a prompt would have to wait for its token, so slots come first.
         return Drafter(every=_EVERY_IN_SLOTS if self._slots else 1, drafting=not self._slots)

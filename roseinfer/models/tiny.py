@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 _SEED = 20
 _CHAT = """\
-{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% if tools %}{{ "tools: " + tools | tojson + "\n" }}{% endif %}
+{% for message in messages %}
+{% set calls = message.tool_calls | tojson if message.tool_calls else "" %}
+{{ message.role }}: {{ message.content }}{{ calls }}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 END = 256
 """The token after those of the 256 bytes: the end of a text."""

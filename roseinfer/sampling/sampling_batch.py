@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.sampling.allowed_tokens import only_allowed
 from roseinfer.sampling.noise import gumbel_noise, signed64
 from roseinfer.sampling.nucleus import sorted_logits
 from roseinfer.sampling.penalties import Penalties
@@ -61,17 +60,14 @@ class SamplingBatch:
         logits: torch.Tensor,
         positions: torch.Tensor,
         tally: torch.Tensor | None = None,
-        allowed: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the next token for every row of ``[requests, vocab]`` logits.
 
         ``positions`` are those of the new tokens. Only penalties need the ``tally``, ``[requests,
         vocab]`` of int32: how often a request has generated each token, and 2**30 more if its
-        prompt has it. Only tokens whose bits are set in ``allowed`` are chosen, as
-        ``only_allowed`` reads it; a row that allows none has no next token.
+        prompt has it.
         """
-        logits = logits.float() if allowed is None else only_allowed(logits.float(), allowed)
-        logits = self._penalise(logits, tally)
+        logits = self._penalise(logits.float(), tally)
         likeliest = logits.argmax(-1)
         if self.greedy:
             return likeliest

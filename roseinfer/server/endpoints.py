@@ -50,7 +50,8 @@ class Endpoint(Generic[BodyType]):
         service = self._service
         service.require_model(body.model)
         with service.admission.admit(body.num_texts):
-            generation = service.generation(body, await body.prompts(service.prompts))
+            guide = await service.guide_of(body)
+            generation = service.generation(body, await body.prompts(service.prompts), guide)
             noted(scope).usage = generation.usage
             answer = await self._answer(body, generation)
             if body.stream:

@@ -41,10 +41,15 @@ class Prompts:
 
     async def of(self, prompts: Sequence[str | list[int]], field: str) -> list[Prompt]:
         """Return prompts that stood in a field of a body."""
-        return await self._run(self._read, prompts, field)
+        return await self.run(self._read, prompts, field)
 
-    async def of_messages(self, messages: Sequence[Mapping[str, str]], field: str) -> list[Prompt]:
-        """Return the prompt that the chat template makes of messages."""
+    async def of_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        field: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[Prompt]:
+        """Return the prompt that the chat template makes of messages, and of tools."""
         if not self.can_chat:
             raise Refused(
                 400,
@@ -53,16 +58,19 @@ class Prompts:
                 param=field,
                 code="no_chat_template",
             )
-        return await self._run(self._render, messages, field)
+        if tools and isinstance(self._chat_template, str) and "tools" not in self._chat_template:
+            why = "the chat template says nothing of tools, so the model would not know of them"
+            raise Refused(400, why, param="tools", code="no_tools_in_template")
+        return await self.run(self._render, messages, field, tools)
 
     def close(self) -> None:
         self._thread.shutdown()
 
     async def text_of(self, token_ids: list[int]) -> str:
-        text: str = await self._run(self._tokenizer.decode, token_ids)
+        text: str = await self.run(self._tokenizer.decode, token_ids)
         return text
 
-    async def _run(self, call: Callable[..., Result], *arguments: Any) -> Result:
+    async def run(self, call: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     def _read(self, prompts: Sequence[str | list[int]], field: str) -> list[Prompt]:
@@ -71,10 +79,16 @@ class Prompts:
             for each in prompts
         ]
 
-    def _render(self, messages: Sequence[Mapping[str, str]], field: str) -> list[Prompt]:
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        field: str,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> list[Prompt]:
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(each) for each in messages],
+                tools=[*tools] or None,
                 chat_template=self._chat_template,
                 tokenize=False,
                 add_generation_prompt=True,

@@ -6,7 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from roseinfer.async_llm import AsyncLLM
-from roseinfer.errors import ConfigError
+from roseinfer.config import SamplingParams
+from roseinfer.errors import BadArgument, ConfigError
 from roseinfer.server.admission import Admission
 from roseinfer.server.generation import Generation
 from roseinfer.server.metrics import Metrics
@@ -17,7 +18,8 @@ from roseinfer.server.shapes.token_texts import TokenTexts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roseinfer.config import SamplingParams, ServerConfig
+    from roseinfer.config import ServerConfig
+    from roseinfer.guided.guide import Guide
     from roseinfer.llm import LLM
     from roseinfer.server.prompts import Prompt
     from roseinfer.server.shapes.bodies import Asked
@@ -86,9 +88,24 @@ class Service:
             why = f"there is no such model here: this server has {known}"
             raise Refused(404, why, param="model", code="model_not_found")
 
-    def generation(self, body: Asked, prompts: Sequence[Prompt]) -> Generation:
+    async def guide_of(self, body: Asked) -> Guide | None:
+        """Return the form that texts must have, which can be followed, or raise a refusal.
+
+        Its grammar is made in the thread of prompts, where it holds up no stream.
+        """
+        try:
+            guide = body.guide()
+            if guide is not None:
+                await self.prompts.run(self.engine.guide_for, SamplingParams(guide=guide))
+        except (BadArgument, ConfigError) as error:
+            raise Refused(400, str(error), param=body.guided_by, code="invalid_value") from None
+        return guide
+
+    def generation(
+        self, body: Asked, prompts: Sequence[Prompt], guide: Guide | None = None
+    ) -> Generation:
         def params_of(prompt: Prompt, choice: int) -> SamplingParams:
-            return body.params(min(prompt.room, body.most_tokens or prompt.room), choice)
+            return body.params(min(prompt.room, body.most_tokens or prompt.room), choice, guide)
 
         return Generation(
             self.served,

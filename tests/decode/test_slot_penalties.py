@@ -156,5 +156,5 @@ def test_without_memory_for_a_tally_requests_decode_by_themselves(
     assert found == want
     assert not counts[EnginePath.PENALISED]
     assert [each.message.partition(":")[0] for each in caplog.records] == [
-        "requests with penalties decode by themselves, one step at a time"
+        "requests with penalties or guides decode by themselves, one step at a time"
     ]

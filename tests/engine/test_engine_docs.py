@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 PAGE = (ROOT / "docs" / "engine.md").read_text()
 PRINTED = {
     "Prompts in, texts out": r"('|\").*('|\") (length|stop)\n" * 2,
+    "Texts of a form": r'\{(\s*)"old"\s*:\s*(true|false)\s*\}\n',
     "Token by token": r"(?s).*(length|stop)\n",
     "In a server": r"(['\"].*['\"]\n){2}'error: an empty prompt: .*'\n",
     "What can go wrong": r"error .*2000.*\n.*leaves no room.*\n",

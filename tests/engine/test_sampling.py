@@ -301,7 +301,8 @@ def test_only_allowed_tokens_are_chosen(device: str) -> None:
     mask = bitmask(own, vocabulary).to(device)
     seen: list[set[int]] = [set() for _ in own]
     for position in range(60):
-        chosen = several.choose(logits, at(device, *[position] * rows), tally, mask).tolist()
+        left = only_allowed(logits, mask)
+        chosen = several.choose(left, at(device, *[position] * rows), tally).tolist()
         for row, token in enumerate(chosen):
             seen[row].add(token)
     for row, allowed in enumerate(own):

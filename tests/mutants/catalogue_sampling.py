@@ -91,8 +91,8 @@ MUTANTS = (
         "stopped-and-going-on",
         "A request goes on after its stop string.",
         _ENGINE,
-        "        if stopped:\n",
-        "        if stopped and length == request.full_length:\n",
+        "        if stopped or complete:\n",
+        "        if complete or (stopped and length == request.full_length):\n",
     ),
     _mutant(
         "held-back-for-ever",

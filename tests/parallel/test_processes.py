@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roseinfer import LLM, AsyncLLM, EngineStopped, RanksFailed, SamplingParams
+from roseinfer import (
+    LLM,
+    AsyncLLM,
+    EnginePath,
+    EngineStopped,
+    Guide,
+    RanksFailed,
+    SamplingParams,
+)
 from roseinfer.ranks import meeting
 from tests.engine.continuations import TEXTS, by_transformers, greedy
 from tests.python_process import ROOT
@@ -47,6 +55,20 @@ def other_process(llm: LLM) -> int:
     assert llm.ranks is not None
     (process,) = llm.ranks.links.started
     return process.pid
+
+
+def test_texts_with_guides(llm: LLM) -> None:
+    """The leader alone knows them, and what it chooses goes to the others."""
+    params = [
+        SamplingParams(1.0, seed=at, max_new_tokens=12, guide=guide)
+        for at, guide in enumerate([Guide(regex="[0-9]{5}"), Guide(choice=("yes", "no")), None])
+    ]
+    outputs = llm.generate(TEXTS[:3], params, progress=False)
+    alone = LLM("tiny", resident_decode=False, **SIZES).generate(TEXTS[:3], params, progress=False)
+    assert [each.token_ids for each in outputs] == [each.token_ids for each in alone]
+    assert str(outputs[0].text).isdigit()
+    assert outputs[1].text in ("yes", "no")
+    assert llm.engine.path_counts[EnginePath.GUIDED] > 0
 
 
 def test_texts_in_streams_end_with_the_rank_that_was_killed(llm: LLM) -> None:

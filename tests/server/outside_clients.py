@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 CHAT = "basic-response system-prompt multi-turn streaming-response streaming-usage error-handling"
 RESPONSES = f"{CHAT} assistant-phase response-output-phase-schema"
-"""What llm-comply asks for and is served: tools and images are refused."""
+"""What llm-comply asks for and is served: images are refused, and tools of responses. Its function
+of chats takes a text, which a random model does not end."""
 _ENDS = [256, *range(0, 256, 12)]
 """Tokens that end a text here. The tiny model alone would hardly ever end one."""
 

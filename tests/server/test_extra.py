@@ -20,7 +20,8 @@ MODULES = {"prometheus_client", "pydantic", "starlette", "uvicorn", "uvloop", "h
 
 def test_the_extra_names_what_the_server_imports() -> None:
     named = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in EXTRA}
-    assert named == MODULES
+    assert named == MODULES | {"roseinfer"}  # with the extra for guides
+    assert "roseinfer[guided]" in EXTRA
     assert set(serve_command._EXTRA) <= MODULES
 
 

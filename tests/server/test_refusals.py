@@ -74,11 +74,36 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"suffix": "end"}, "suffix", INVALID),
     ({"messages": CHAT}, "messages", UNKNOWN),
 ]
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f"} | function}
+
+
+def schema(name: str, given: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": given}}
+
+
+TOOL, NAMED = tool(), tool()
+CALLED = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "[]"}}
 CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", INVALID),
     ({"messages": "x"}, "messages", INVALID),
     ({"messages": [{"role": "user"}]}, "messages.0.content", MISSING),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", INVALID),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", MISSING),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", INVALID),
+    ({"messages": [{"role": "assistant"}]}, "messages.0.content", MISSING),
+    ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages.0.tool_calls", INVALID),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [CALLED | {"type": "x"}]}]},
+        "messages.0.tool_calls.0.type",
+        INVALID,
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [CALLED]}]},
+        "messages.0.tool_calls.0.function.arguments",
+        INVALID,
+    ),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", INVALID),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
@@ -86,9 +111,31 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
         INVALID,
     ),
     ({"messages": CHAT * 500}, "messages", "context_length_exceeded"),
-    ({"tools": [{"type": "function"}]}, "tools", INVALID),
+    ({"tools": [{"type": "function"}]}, "tools.0.function", MISSING),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type", INVALID),
+    ({"tools": [TOOL | {"type": "x"}]}, "tools.0.type", INVALID),
+    ({"tools": [TOOL, TOOL]}, "tools", INVALID),
+    ({"tools": [tool(name="f g")]}, "tools.0.function.name", INVALID),
+    ({"tools": [tool(x=1)]}, "tools.0.function.x", UNKNOWN),
+    ({"tools": [tool(parameters={"type": "array"})]}, "tools.0.function.parameters", INVALID),
+    ({"tools": [tool(parameters={"minProperties": "x"})]}, "tools", INVALID),
+    ({"tools": [tool(parameters={"not": {}})]}, "tools", INVALID),
+    ({"tools": [tool(parameters={"x": "y" * 70_000})]}, "tools", INVALID),
+    ({"tools": [TOOL] * 129}, "tools", INVALID),
     ({"tool_choice": "required"}, "tool_choice", INVALID),
-    ({"response_format": {"type": "json_object"}}, "response_format.type", INVALID),
+    ({"tool_choice": "any"}, "tool_choice", INVALID),
+    ({"tool_choice": NAMED}, "tool_choice", INVALID),
+    ({"tool_choice": NAMED, "tools": [tool(name="g")]}, "tool_choice", INVALID),
+    ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "tool_choice.type", INVALID),
+    ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "tool_choice", INVALID),
+    ({"response_format": {"type": "grammar"}}, "response_format", INVALID),
+    ({"response_format": "json_object"}, "response_format", INVALID),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", MISSING),
+    ({"response_format": schema("f g", {})}, "response_format.json_schema.name", INVALID),
+    ({"response_format": schema("f", True)}, "response_format.json_schema.schema", INVALID),
+    ({"response_format": schema("f", {"type": "strin"})}, "response_format", INVALID),
+    ({"response_format": schema("f", {"uniqueItems": True})}, "response_format", INVALID),
+    ({"response_format": schema("f", {"x": "y" * 70_000})}, "response_format", INVALID),
     ({"modalities": ["audio"]}, "modalities.0", INVALID),
     ({"functions": []}, "functions", UNKNOWN),
     ({"store": True}, "store", INVALID),
@@ -103,7 +150,13 @@ RESPONSES: list[tuple[dict[str, Any], str, str]] = [
     ({"store": True}, "store", INVALID),
     ({"background": True}, "background", INVALID),
     ({"tools": [{"type": "web_search"}]}, "tools", INVALID),
-    ({"text": {"format": {"type": "json_schema"}}}, "text.format.type", INVALID),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format.name", MISSING),
+    ({"text": {"format": {"type": "grammar"}}}, "text.format", INVALID),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "f", "schema": {"type": "x"}}}},
+        "text.format",
+        INVALID,
+    ),
     ({"reasoning": {"effort": "low"}}, "reasoning", INVALID),
     ({"truncation": "auto"}, "truncation", INVALID),
     ({"include": ["file_search_call.results"]}, "include", INVALID),
@@ -289,12 +342,14 @@ def test_the_same_in_the_middle_of_a_stream(
 ) -> None:
     left = iter(range(3))
 
-    def broken(*_: Any) -> bool:
+    part = Completion.part
+
+    def broken(*told: Any) -> Any:
         if next(left, None) is None:
             raise KeyError("secret")
-        return True
+        return part(*told)
 
-    monkeypatch.setattr(Completion, "says_something", broken)
+    monkeypatch.setattr(Completion, "part", broken)
     answer = server.post("completions", prompt="x", max_tokens=900, stream=True, ignore_eos=True)
     assert answer.status == 200
     assert answer.events[-1]["error"]["type"] == "server_error"

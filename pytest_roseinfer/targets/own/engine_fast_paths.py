@@ -67,8 +67,9 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     ),
     EnginePath.LIKELIEST: _with_models(_RESIDENT_KERNELS, shapes.CAPPED, "windowed mistral"),
 }
-"""Only ``COMPILED`` is missing. To compile takes seconds for every model of every mix, so no
-switch here asks for it, and ``tests/engine/test_compiling.py`` compares it with its twin."""
+"""Only ``COMPILED`` and ``GUIDED`` are missing. To compile takes seconds for every model of every
+mix, so no switch here asks for it, and ``tests/engine/test_compiling.py`` compares it with its
+twin. No request here has a guide: ``tests/guided`` holds those to what they get alone."""
 _FIRST = (
     EnginePath.RESIDENT,
     EnginePath.RUN_AHEAD,

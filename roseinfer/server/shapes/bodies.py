@@ -5,7 +5,7 @@ refused: nothing is ignored that would have changed an answer.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -28,12 +28,14 @@ from roseinfer.server.refusals import refusal_of_body
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from roseinfer.guided.guide import Guide
     from roseinfer.server.prompts import Prompt, Prompts
 
 _SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 MOST_CHOICES = 128
 _INT64 = 1 << 63
-_LOGPROBS = {"logprobs", "top_logprobs", "prompt_logprobs"}
+_NO_FIELDS = {"logprobs", "top_logprobs", "prompt_logprobs", "guide"}
+"""What bodies have in other forms."""
 LIMITED = frozenset(
     {"background", "best_of", "include", "logit_bias", "logprobs"}
     | {"modalities", "previous_response_id", "reasoning", "response_format"}
@@ -90,7 +92,7 @@ class Part(Strict):
 class Said(Strict):
     """A message, by whoever said it."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: str
 
     def as_told(self, content: str | Sequence[Part]) -> dict[str, str]:
         """Return it as chat templates know it: developers are a newer word for the system."""
@@ -110,6 +112,9 @@ class StreamOptions(Strict):
 class Asked(Strict):
     """What every endpoint may be asked for. Who the ``user`` is changes nothing."""
 
+    guided_by: ClassVar[str] = ""
+    """The field that says which form texts must have."""
+
     model: str
     stream: bool | None = False
     temperature: float | None = Field(None, ge=0, le=2)
@@ -127,9 +132,11 @@ class Asked(Strict):
         """Take 1.0 for the whole number that it is in JSON."""
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
-    def params(self, max_new_tokens: int, choice: int) -> SamplingParams:
+    def params(
+        self, max_new_tokens: int, choice: int, guide: Guide | None = None
+    ) -> SamplingParams:
         """Return how the tokens of one of the choices are chosen."""
-        given = self.model_dump(include=set(_SAMPLING - _LOGPROBS), exclude_none=True)
+        given = self.model_dump(include=set(_SAMPLING - _NO_FIELDS), exclude_none=True)
         given = {"temperature": 1.0} | given
         if given.get("top_k") == -1:  # as vLLM turns it off
             given["top_k"] = 0
@@ -140,7 +147,8 @@ class Asked(Strict):
         if self.seed is not None:
             given["seed"] = self.seed + choice
         return SamplingParams(
-            **given | self.wanted_logprobs(choice) | {"max_new_tokens": max_new_tokens}
+            **given | self.wanted_logprobs(choice) | {"max_new_tokens": max_new_tokens},
+            guide=guide,
         )
 
     @property
@@ -161,6 +169,10 @@ class Asked(Strict):
     def wanted_logprobs(self, choice: int) -> dict[str, Any]:  # noqa: ARG002
         """Return what ``SamplingParams`` are told of them."""
         return {}
+
+    def guide(self) -> Guide | None:
+        """Return the form that texts must have."""
+        return None
 
     async def prompts(self, prompts: Prompts) -> list[Prompt]:
         raise NotImplementedError

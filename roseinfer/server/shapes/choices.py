@@ -44,12 +44,9 @@ class ChoicesAnswer(ABC):
         """Return a choice of an answer that comes at once."""
 
     @abstractmethod
-    def part(self, piece: Piece) -> dict[str, Any]:
-        """Return a choice of a chunk."""
-
-    @abstractmethod
-    def says_something(self, piece: Piece) -> bool:
-        """Return False for a piece that needs no chunk, since its text is not certain yet."""
+    def part(self, piece: Piece) -> dict[str, Any] | None:
+        """Return a choice of a chunk; None for a piece that needs none, since its text is not
+        certain yet."""
 
     async def whole(self) -> dict[str, Any]:
         pieces = await self.generation.whole()
@@ -66,9 +63,9 @@ class ChoicesAnswer(ABC):
                 so_far = self._usage() if continuous else None
                 usage = {"usage": so_far} if continuous or counted else {}
                 chunks = [
-                    event(self._head | {"choices": [self.part(piece)]} | usage)
+                    event(self._head | {"choices": [part]} | usage)
                     for piece in burst
-                    if self.says_something(piece) or piece.finish_reason
+                    if (part := self.part(piece)) is not None
                 ]
                 if chunks:
                     yield b"".join(chunks)

@@ -114,10 +114,11 @@ class Completion(ChoicesAnswer):
         self._ends = [0 if self._wants_logprobs else len(text) for text in echoed]
         """How far the tokens of each choice have come, in characters."""
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
-        return self.part(piece)
+    def part(self, piece: Piece) -> dict[str, Any] | None:
+        says_something = piece.text or self._wants_logprobs or self._echoed[piece.choice]
+        return self.choice(piece) if says_something or piece.finish_reason else None
 
-    def part(self, piece: Piece) -> dict[str, Any]:
+    def choice(self, piece: Piece) -> dict[str, Any]:
         before, self._echoed[piece.choice] = self._echoed[piece.choice], ""
         logprobs = None
         if self._wants_logprobs:
@@ -129,6 +130,3 @@ class Completion(ChoicesAnswer):
             "logprobs": logprobs,
             "finish_reason": piece.finish_reason,
         }
-
-    def says_something(self, piece: Piece) -> bool:
-        return bool(piece.text or self._wants_logprobs or self._echoed[piece.choice])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from uuid import uuid4
 
 from pydantic import Field
@@ -21,11 +21,13 @@ from roseinfer.server.shapes.bodies import (
     Said,
     Strict,
 )
+from roseinfer.server.shapes.formats import ResponseFormat  # noqa: TC001 - pydantic reads it
 from roseinfer.server.streaming import event
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
+    from roseinfer.guided.guide import Guide
     from roseinfer.server.generation import Generation, Piece
     from roseinfer.server.prompts import Prompt, Prompts
 
@@ -39,6 +41,7 @@ class InputPart(Part):
 class InputItem(Said):
     """A message: one that is given, or an answer that is sent back as it came."""
 
+    role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         Annotated[str, TEXT] | Annotated[list[InputPart], Field(min_length=1), LIST], TEXT_OR_LIST
     ]
@@ -48,12 +51,8 @@ class InputItem(Said):
     phase: str | None = None
 
 
-class PlainText(Strict):
-    type: Literal["text"]
-
-
 class TextOptions(Strict):
-    format: PlainText | None = None
+    format: ResponseFormat | None = None
 
 
 class ResponsesStreamOptions(Strict):
@@ -61,6 +60,8 @@ class ResponsesStreamOptions(Strict):
 
 
 class ResponseBody(Asked):
+    guided_by: ClassVar[str] = "text.format"
+
     input: Annotated[
         Annotated[str, TEXT] | Annotated[list[InputItem], Field(min_length=1), LIST], TEXT_OR_LIST
     ]
@@ -87,6 +88,15 @@ class ResponseBody(Asked):
     def most_tokens(self) -> int | None:
         return self.max_output_tokens
 
+    def guide(self) -> Guide | None:
+        return self.text.format.guide() if self.text and self.text.format else None
+
+    @property
+    def format(self) -> dict[str, Any]:
+        """The form of the text, as answers repeat it."""
+        asked = self.text.format if self.text else None
+        return asked.model_dump(by_alias=True) if asked else {"type": "text"}
+
     async def prompts(self, prompts: Prompts) -> list[Prompt]:
         items = self.input
         if isinstance(items, str):
@@ -110,7 +120,6 @@ _ALWAYS: dict[str, Any] = {
     "reasoning": {"effort": None, "summary": None},
     "service_tier": "default",
     "store": False,
-    "text": {"format": {"type": "text"}},
     "tool_choice": "none",
     "tools": [],
     "top_logprobs": 0,
@@ -216,6 +225,7 @@ class ResponseAnswer:
             "output": [] if text is None else [self._item(text.text, status)],
             "prompt_cache_key": body.prompt_cache_key,
             "safety_identifier": body.safety_identifier,
+            "text": {"format": body.format},
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "usage": None if text is None else usage,

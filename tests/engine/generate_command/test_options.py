@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from roseinfer import LLM, SamplingParams, tiny_gpt2
+from roseinfer import LLM, Guide, SamplingParams, tiny_gpt2
 from roseinfer.config import EngineConfig
 from tests.engine.generate_command.command_runs import FEW, Outcome, Run, continued
 
@@ -29,6 +29,7 @@ SAMPLING = {
     "max_new_tokens": (["--max-new-tokens", "3"], {"max_new_tokens": 3}),
     "stop": (["--stop", "a", "--stop", "b"], {"stop": ("a", "b")}),
     "ignore_eos": (["--ignore-eos"], {"ignore_eos": True}),
+    "guide": (["--guide", '{"choice": ["a", "b"]}'], {"guide": Guide(choice=("a", "b"))}),
     "logprobs": (["--logprobs"], {"logprobs": True}),
     "top_logprobs": (["--top-logprobs", "3"], {"top_logprobs": 3}),
     "prompt_logprobs": (["--prompt-logprobs"], {"prompt_logprobs": True}),
@@ -91,6 +92,21 @@ def test_engine_options(
 
 def test_every_sampling_parameter_has_an_option() -> None:
     assert SAMPLING.keys() >= {field.name for field in fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(
+    "given", ["x", "[]", "1", '{"regexp": "a"}', "{}", '{"choice": "a"}', '{"json_object": 1}']
+)
+def test_what_is_no_guide_is_refused(run: Run, given: str) -> None:
+    outcome = run("--prompt", "x", "--guide", given)
+    assert (outcome.status, outcome.out) == (2, "")
+    assert f"roseinfer generate: --guide {given!r}: it must be a JSON object" in outcome.err
+
+
+def test_a_text_has_the_form_that_was_asked_for(run: Run) -> None:
+    outcome = run("--prompt", "x", "--guide", '{"regex": "[0-9]{5}"}')
+    assert outcome.status == 0
+    assert outcome.out.strip().isdigit()
 
 
 def test_device_and_dtype(run: Run, used: list[tuple[LLM, SamplingParams]]) -> None:

@@ -1,0 +1,98 @@
+"""Functions, calls of them and what they returned, as bodies of chats have them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from roseinfer.server.shapes.bodies import Strict
+
+MOST_TOOLS = 128
+Name = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+def _require_object(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise PydanticCustomError("no_object", "Input should be the schema of an object")
+    return schema
+
+
+Parameters = Annotated[
+    dict[str, Any],
+    AfterValidator(_require_object),
+    WithJsonSchema({"type": "object", "properties": {"type": {"const": "object"}}}),
+]
+
+
+class Function(Strict):
+    name: Name
+    description: str | None = None
+    parameters: Parameters | None = None
+    strict: bool | None = None
+    """Arguments are held to the parameters either way."""
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object"} | self.parameters
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class NameOfFunction(Strict):
+    name: Name
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NameOfFunction
+
+
+def _kind(value: Any) -> str:
+    return "(object)" if isinstance(value, (dict, NamedTool)) else "(text)"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("(text)")]
+    | Annotated[NamedTool, Tag("(object)")],
+    Discriminator(_kind),
+]
+
+
+def _require_json_object(text: str) -> str:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise PydanticCustomError("no_json_object", "Input should be a JSON object, as a text")
+    return text
+
+
+class CalledFunction(Strict):
+    name: Name
+    arguments: Annotated[str, AfterValidator(_require_json_object)]
+
+
+class ToolCall(Strict):
+    """A call that the model made before, and that is sent back as it came."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+    def told(self) -> dict[str, Any]:
+        """Return it as chat templates know it, by which arguments are no text."""
+        arguments = json.loads(self.function.arguments)
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+ToolCalls = Annotated[list[ToolCall], Field(min_length=1, max_length=MOST_TOOLS)]
