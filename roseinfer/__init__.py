@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from roseinfer.attention.triton import load_attention_kernels as load_attention_kernels
     from roseinfer.config import AppendPolicy as AppendPolicy
     from roseinfer.config import EngineConfig as EngineConfig
-    from roseinfer.config import SamplingParams as SamplingParams
     from roseinfer.engine_paths import EnginePath as EnginePath
     from roseinfer.errors import *  # noqa: F403
     from roseinfer.guided.guide import Guide as Guide
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from roseinfer.models.tiny import byte_tokenizer as byte_tokenizer
     from roseinfer.models.tiny import tiny_gpt2 as tiny_gpt2
     from roseinfer.sampling.sampling_batch import SamplingBatch as SamplingBatch
+    from roseinfer.sampling_params import SamplingParams as SamplingParams
 
 _HOMES = {
     name: f"roseinfer.{home}"
@@ -50,7 +50,7 @@ _HOMES = {
         "attention.paths": "AttentionPath",
         "attention.reference": "paged_attention_reference",
         "attention.triton": "load_attention_kernels",
-        "config": "AppendPolicy EngineConfig SamplingParams",
+        "config": "AppendPolicy EngineConfig",
         "engine_paths": "EnginePath",
         "errors": "BadArgument BadBlock BadRefcount ConfigError EngineStopped NoDistribution "
         "NoText OutOfBlocks RanksFailed RequestTooLarge RoseinferError StalePlan StepFailed "
@@ -65,6 +65,7 @@ _HOMES = {
         "llm": "LLM RequestOutput",
         "models.tiny": "TinyGPT2 byte_tokenizer tiny_gpt2",
         "sampling.sampling_batch": "SamplingBatch",
+        "sampling_params": "SamplingParams",
     }.items()
     for name in names.split()
 }

@@ -6,10 +6,10 @@ import asyncio
 import weakref
 from typing import TYPE_CHECKING
 
-from roseinfer.config import SamplingParams
 from roseinfer.engine_thread import EngineThread, Listener, News
 from roseinfer.errors import ConfigError
 from roseinfer.llm import LLM
+from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence

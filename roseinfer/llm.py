@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.config import MOST_UNREAD, RESUMED_AT, EngineConfig, SamplingParams
+from roseinfer.config import MOST_UNREAD, RESUMED_AT, EngineConfig
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.request import NO_PROMPTS
 from roseinfer.errors import (
@@ -25,6 +25,7 @@ from roseinfer.errors import (
 )
 from roseinfer.how_far import counting
 from roseinfer.models.loading import load
+from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence

@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 
 ENGINE_LAYERS = (
     {"errors", "engine_paths"},
-    {"config", "guided", "text", "how_far", "interrupts", "layer_traits", "rotation"},
+    {
+        "config",
+        "guided",
+        "sampling_params",
+        "text",
+        "how_far",
+        "interrupts",
+        "layer_traits",
+        "rotation",
+    },
     {"kernels"},
     {"kv"},
     {"attention"},

@@ -8,16 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.bench.architectures import require_architecture
-from roseinfer.config import (
-    ADMISSION_POLICIES,
-    EngineConfig,
-    SamplingParams,
-    require_device,
-    require_dtype,
-)
+from roseinfer.config import ADMISSION_POLICIES, EngineConfig, require_device, require_dtype
 from roseinfer.errors import ConfigError, did_you_mean
 from roseinfer.how_far import say
 from roseinfer.models.source import locate
+from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -26,11 +26,12 @@ from roseinfer.bench.serving.figures import LatencyRow, ThroughputRow, median_ro
 from roseinfer.bench.serving.memory_floor import MemoryFloor, memory_floor
 from roseinfer.bench.serving.ways import offline
 from roseinfer.bench.timing import WrongPath, why_triton_cannot_be_timed
-from roseinfer.config import AppendPolicy, SamplingParams
+from roseinfer.config import AppendPolicy
 from roseinfer.errors import ConfigError, RoseinferError
 from roseinfer.how_far import counted
 from roseinfer.kv.paths import Path
 from roseinfer.models.loading import resolve_device
+from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import argparse

@@ -14,12 +14,12 @@ from roseinfer.bench.model_source import ModelSource
 from roseinfer.bench.reporting import Report, Table
 from roseinfer.bench.serving.driving import random_prompts, require_positions
 from roseinfer.bench.timing import synchronizer
-from roseinfer.config import SamplingParams
 from roseinfer.engine_paths import EnginePath
 from roseinfer.how_far import counted
 from roseinfer.llm import LLM
 from roseinfer.models.loading import resolve_device
 from roseinfer.models.tiny import byte_tokenizer
+from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import argparse

@@ -23,9 +23,9 @@ from roseinfer.bench.serving.driving import random_prompts, require_positions
 from roseinfer.bench.serving.memory_floor import memory_floor
 from roseinfer.bench.step_kernels import measure_kernels
 from roseinfer.bench.timing import device_mark
-from roseinfer.config import SamplingParams
 from roseinfer.errors import ConfigError
 from roseinfer.how_far import counted
+from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import argparse

@@ -17,10 +17,10 @@ from roseinfer.cli.model_options import (
     load_llm,
     refuse_mistakes,
 )
-from roseinfer.config import SamplingParams
 from roseinfer.errors import ConfigError, RoseinferError, UnsupportedModel
 from roseinfer.guided.guide import Guide
 from roseinfer.how_far import say
+from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import argparse

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from roseinfer.attention.backend import ResidentBatch
-from roseinfer.config import MOST_TOP_LOGPROBS
 from roseinfer.decode.graphs import StepGraphs
 from roseinfer.decode.readback import Readback
 from roseinfer.decode.slot_guides import SlotGuides
@@ -26,6 +25,7 @@ from roseinfer.ranks.orders import Decode
 from roseinfer.ranks.ranks import leader_of
 from roseinfer.sampling.allowed_tokens import only_allowed
 from roseinfer.sampling.log_probabilities import rows_without_a_distribution, tell
+from roseinfer.sampling_params import MOST_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.attention.backend import AttentionBackend
-    from roseinfer.config import SamplingParams
     from roseinfer.decode.readback import Arrival
     from roseinfer.guided.guide_progress import GuideProgress
     from roseinfer.kv.sequence import InferenceSession
     from roseinfer.models.causal import CausalModel
+    from roseinfer.sampling_params import SamplingParams
 
 
 _LOG = logging.getLogger("roseinfer")

@@ -13,8 +13,8 @@ from roseinfer.sampling.penalties import Penalties, tally_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roseinfer.config import SamplingParams
     from roseinfer.kv.storage import IndexStaging
+    from roseinfer.sampling_params import SamplingParams
 
 
 class SlotPenalties:

@@ -16,9 +16,9 @@ from roseinfer.kv.pool import SCRATCH
 from roseinfer.sampling.noise import signed64
 
 if TYPE_CHECKING:
-    from roseinfer.config import SamplingParams
     from roseinfer.decode.slot_rows import SlotRows
     from roseinfer.kv.sequence import InferenceSession
+    from roseinfer.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

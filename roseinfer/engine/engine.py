@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from roseinfer.config import SamplingParams
 from roseinfer.decode.resident import ResidentDecode
 from roseinfer.engine.prefix_cache import PrefixCache
 from roseinfer.engine.request import BlockSupply, FinishReason, Request, token_ids_of
+from roseinfer.engine.request_room import RequestRoom
 from roseinfer.engine.runner import SequenceRunner, StepRunner
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.speculation import Speculation
@@ -20,11 +20,11 @@ from roseinfer.errors import (
     BadArgument,
     NoDistribution,
     NoText,
-    RequestTooLarge,
     StepFailed,
 )
 from roseinfer.guided.compiler import GuideCompiler
 from roseinfer.ranks.ranks import leader_of
+from roseinfer.sampling_params import SamplingParams
 from roseinfer.text.request_text import RequestText, detokenizers
 from roseinfer.text.stop_strings import StopStrings
 
@@ -100,6 +100,9 @@ class Engine:
             lag=self._run_ahead,
             path_counts=self.path_counts,
         )
+        self.room = RequestRoom(
+            self._supply, model.shape.max_length, kv.block_size, config.max_length is not None
+        )
         self._scheduler = Scheduler(config, self._supply)
         self._speculation: Speculation | None = None
         if config.speculation is not None:
@@ -146,20 +149,6 @@ class Engine:
         cached = self.prefixes.num_unused if self.prefixes else 0
         return Occupancy(supply.capacity, supply.capacity - supply.available, cached)
 
-    def most_new_tokens(self, prompt_length: int) -> int:
-        """Return how many tokens a prompt can be continued by: 0 if it cannot be served.
-
-        Positions of the model bound it, and blocks of the cache. Any thread may call this.
-        """
-        least, most = 0, max(0, self.sessions.model.shape.max_length - prompt_length)
-        while least < most:  # what fits is found by halves, since windows bend the count of blocks
-            middle = (least + most + 1) // 2
-            if self._blocks_for(prompt_length, middle) <= self._supply.capacity:
-                least = middle
-            else:
-                most = middle - 1
-        return least
-
     def text_for(self, params: SamplingParams) -> RequestText | None:
         """Return an empty text for a request, or None for a model without a tokenizer.
 
@@ -205,7 +194,7 @@ class Engine:
             params=params,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             prompt_length=len(token_ids),
-            most_tokens=self._most_tokens(len(token_ids), params),
+            most_tokens=self.room.most_for(len(token_ids), params),
             session=self.sessions.empty(token_ids),
             text=text,
             guide=guide,
@@ -233,29 +222,6 @@ class Engine:
     def resume(self, request: Request) -> None:
         """Let a request go on, if it is paused."""
         self._scheduler.resume(request)
-
-    def _most_tokens(self, prompt_length: int, params: SamplingParams) -> int:
-        """Return how many tokens a request may generate, and raise if there is no room for one."""
-        positions = self.sessions.model.shape.max_length
-        if prompt_length >= positions:
-            raise RequestTooLarge(
-                f"a prompt of {prompt_length} tokens leaves no room for a new one: the model "
-                f"has {positions} positions{', by max_length' if self.config.max_length else ''}"
-            )
-        most = min(params.max_new_tokens, positions - prompt_length)
-        size = self._block_size
-        blocks = self._blocks_for(prompt_length, most)
-        if blocks > self._supply.capacity:
-            raise RequestTooLarge(
-                f"a prompt of {prompt_length} tokens and {most} new ones take {blocks} blocks of "
-                f"{size} tokens, and the KV cache has {self._supply.capacity}: ask for fewer "
-                "tokens, or build it with a larger kv_cache_tokens"
-            )
-        return most
-
-    def _blocks_for(self, prompt_length: int, new_tokens: int) -> int:
-        # The last token is never stored.
-        return self._supply.needed_alone(prompt_length, prompt_length + new_tokens - 1)
 
     def step(self) -> list[Update]:
         """Launch a step, and return an update for each request that got a token or ended.

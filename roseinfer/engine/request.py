@@ -16,7 +16,6 @@ from roseinfer.kv.groups import given_back
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from roseinfer.config import SamplingParams
     from roseinfer.decode.resident import Resident
     from roseinfer.engine.drafter import Drafter
     from roseinfer.engine.prefix_cache import Held, PrefixCache
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from roseinfer.kv.groups import LayerGroup
     from roseinfer.kv.manager import KVBlockManager
     from roseinfer.kv.sequence import InferenceSession
+    from roseinfer.sampling_params import SamplingParams
     from roseinfer.text.request_text import RequestText
 
 

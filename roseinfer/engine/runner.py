@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.attention.backend import StepBatch, best_backend, find_backend
-from roseinfer.config import MOST_TOP_LOGPROBS
 from roseinfer.decode.readback import Readback
 from roseinfer.decode.resident import Entrant
 from roseinfer.engine.drafter import MOST_DRAFTS
@@ -27,6 +26,7 @@ from roseinfer.sampling.allowed_tokens import AllowedRows, only_allowed
 from roseinfer.sampling.log_probabilities import rows_without_a_distribution, tell
 from roseinfer.sampling.penalties import tally_of
 from roseinfer.sampling.sampling_batch import SamplingBatch
+from roseinfer.sampling_params import MOST_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

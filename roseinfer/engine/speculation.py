@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Sequence
 
-    from roseinfer.config import SamplingParams
     from roseinfer.engine.request import BlockSupply, Request
     from roseinfer.engine.runner import StepRunner
     from roseinfer.engine.scheduler import Step
     from roseinfer.kv.manager import KVBlockManager
+    from roseinfer.sampling_params import SamplingParams
 
 _EVERY_IN_SLOTS = 8
 """Looking takes some microseconds, and steps of slots are short."""

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roseinfer.config import SamplingParams
+    from roseinfer.sampling_params import SamplingParams
 
 PROMPTED = 1 << 30
 """A token's tally is how often it was generated, and so much more if the prompt has it."""

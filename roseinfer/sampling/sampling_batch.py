@@ -19,7 +19,7 @@ from roseinfer.sampling.penalties import Penalties
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roseinfer.config import SamplingParams
+    from roseinfer.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

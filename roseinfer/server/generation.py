@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from roseinfer.async_llm import AsyncLLM, Together
-    from roseinfer.config import SamplingParams
     from roseinfer.engine.engine import Update
     from roseinfer.engine.request import Request
+    from roseinfer.sampling_params import SamplingParams
     from roseinfer.server.metrics import Metrics
     from roseinfer.server.prompts import Prompt
 

@@ -112,9 +112,9 @@ class Prompts:
         count = len(token_ids)
         if self._most_tokens is not None and count > self._most_tokens:
             raise self._too_long(f"this server takes {self._most_tokens}", count, field)
-        room = self._engine.most_new_tokens(count)
+        room = self._engine.room.most_new(count)
         if room < 1:
-            most = self._engine.most_new_tokens(1)
+            most = self._engine.room.most_new(1)
             raise self._too_long(f"there is room for {most} and a new one", count, field)
         try:
             self._engine.sessions.check_tokens(token_ids)

@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from roseinfer.async_llm import AsyncLLM
-from roseinfer.config import SamplingParams
 from roseinfer.errors import BadArgument, ConfigError
+from roseinfer.sampling_params import SamplingParams
 from roseinfer.server.admission import Admission
 from roseinfer.server.generation import Generation
 from roseinfer.server.metrics import Metrics
@@ -48,7 +48,7 @@ class Service:
         self.metrics = Metrics(llm.engine, self.names[0], number)
         self.token_texts = TokenTexts(llm.tokenizer)
         self.vocabulary = llm.engine.sessions.model.shape.vocab_size
-        self.most_tokens = llm.engine.most_new_tokens(1) + 1
+        self.most_tokens = llm.engine.room.most_new(1) + 1
         """Of a prompt and its text together."""
         self._since = int(time.time())
 

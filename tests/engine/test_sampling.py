@@ -10,7 +10,6 @@ import torch
 import transformers
 
 from roseinfer import ConfigError, SamplingBatch
-from roseinfer.config import SamplingParams
 from roseinfer.sampling import noise as noise_module
 from roseinfer.sampling.allowed_tokens import only_allowed
 from roseinfer.sampling.log_probabilities import (
@@ -22,6 +21,7 @@ from roseinfer.sampling.log_probabilities import (
 )
 from roseinfer.sampling.noise import gumbel_noise
 from roseinfer.sampling.penalties import PROMPTED, tally_of
+from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -55,11 +55,11 @@ def test_a_prompt_has_the_room_that_is_said_and_no_more(
     device: str, tokens: int, length: int | None
 ) -> None:
     llm = small_llm(device, block_size=16, kv_cache_tokens=tokens, max_length=length)
-    room = llm.engine.most_new_tokens(20)
+    room = llm.engine.room.most_new(20)
     assert room == min(tokens + 1, length or 1024) - 20
     (output,) = llm.generate("x" * 20, greedy(room, ignore_eos=True))
     assert len(output.token_ids) == room
-    assert llm.engine.most_new_tokens(2000) == 0
+    assert llm.engine.room.most_new(2000) == 0
     if tokens < 1024:
         with pytest.raises(RequestTooLarge):
             list(llm.stream("x" * 20, greedy(room + 1)))

@@ -13,8 +13,8 @@ from roseinfer.bench.reporting import Report, Table, unavailable_table
 from roseinfer.bench.serving.driving import Work, perform, random_prompts, require_positions
 from roseinfer.bench.serving.memory_floor import memory_floor
 from roseinfer.bench.serving.ways import offline
-from roseinfer.config import SamplingParams
 from roseinfer.how_far import say
+from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import argparse

@@ -21,10 +21,10 @@ from roseinfer.errors import ConfigError, RoseinferError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from roseinfer.config import SamplingParams
     from roseinfer.engine.engine import Engine
     from roseinfer.engine.request import Request
     from roseinfer.llm import Prompt
+    from roseinfer.sampling_params import SamplingParams
 
 _SEED = 5
 

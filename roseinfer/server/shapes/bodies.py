@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from roseinfer.config import LONGEST_STOP, MOST_STOPS, SamplingParams
+from roseinfer.sampling_params import LONGEST_STOP, MOST_STOPS, SamplingParams
 from roseinfer.server.refusals import refusal_of_body
 
 if TYPE_CHECKING:
