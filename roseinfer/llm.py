@@ -20,6 +20,7 @@ from roseinfer.errors import (
     BadArgument,
     ConfigError,
     EngineStopped,
+    RanksFailed,
     RoseinferError,
     did_you_mean,
 )
@@ -86,9 +87,11 @@ class LLM:
 
             self.ranks = lead(model, self.config, device, dtype)
             weakref.finalize(self, self.ranks.links.close)
-        loaded = load(
-            model, self.config, device=device, dtype=dtype, tokenizer=tokenizer, ranks=self.ranks
-        )
+        places: dict[str, Any] = {"device": device, "dtype": dtype, "ranks": self.ranks}
+        try:
+            loaded = load(model, self.config, tokenizer=tokenizer, **places)
+        except RanksFailed as error:
+            raise error if self.ranks is None else self.ranks.break_off(error) from error
         self.tokenizer = loaded.tokenizer
         self.engine = Engine(loaded, self.config)
         self._mail: dict[int, deque[Update]] = {}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from roseinfer.errors import UnsupportedModel
+from roseinfer.errors import RanksFailed, UnsupportedModel
 from roseinfer.models.shape import shape_of
 from roseinfer.models.trial import alike, trial_tokens
 
@@ -113,6 +113,8 @@ def shard(model: Any, ranks: Ranks) -> None:
     model.to(ranks.device)
     try:
         after = _logits(model, tokens.to(ranks.device))
+    except RanksFailed:
+        raise
     except RuntimeError as error:
         raise UnsupportedModel(
             f"tensor_parallel_size={ranks.size}: {name} cannot be run in shares: {error}"

@@ -11,7 +11,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from roseinfer.attention.reference import attend as attend_by_reference
-from roseinfer.errors import UnsupportedModel
+from roseinfer.errors import RanksFailed, UnsupportedModel
 from roseinfer.layer_traits import LayerTraits
 from roseinfer.models.doors import use_attention
 from roseinfer.models.own_attention import own_calls
@@ -227,7 +227,7 @@ class Trial:
             # This comes last, so as to see what the others changed in the network, and is
             # backwards, since the row of a token in a step does not depend on its position.
             ours = self._run(self._tokens.flip(0), [*reversed(range(len(self._tokens)))])
-        except UnsupportedModel:
+        except (UnsupportedModel, RanksFailed):
             raise
         except Exception as error:  # of any kind, since models may ask for what nobody gives them
             raise UnsupportedModel(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -142,11 +141,13 @@ def follow_in(folder: Path, rank: int, size: int) -> None:
     """Join the leader who waits in ``folder``, and do as it says until it wants no more."""
     link, store, (model, config, device, dtype) = join(folder, rank, size)
     try:
-        ranks = FollowingRank(rank, link, size, store, rank_device(device, rank, size))
+        where = rank_device(device, rank, size)
+        link.send(None)
+        ranks = FollowingRank(rank, link, size, store, where)
         Follower(load(model, config, dtype=dtype, ranks=ranks), config, ranks).run()
     except BaseException as error:  # whatever it is, the leader must know
         with suppress(OSError):  # it has ended itself
-            link.send_bytes(pickle.dumps(RanksFailed(with_kind(error))))
+            link.send(RanksFailed(with_kind(error)))
         raise
 
 

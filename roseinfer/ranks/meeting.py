@@ -42,7 +42,13 @@ def start_others(size: int, device: torch.device, setup: Sequence[Any]) -> Leadi
     """Start the other ranks as processes, and lead them. Each gets the ``setup``."""
     with _folder() as folder, _listening(folder) as listener:
         started = [start_rank(folder, rank, size) for rank in range(1, size)]
-        return _lead(folder, size, device, setup, listener, started)
+        try:
+            return _lead(folder, size, device, setup, listener, started)
+        except BaseException:
+            for process in started:
+                process.kill()
+                process.wait()
+            raise
 
 
 def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
@@ -106,9 +112,21 @@ def _lead(
         links[link.recv()] = link
     for link in links.values():
         link.send(setup)
+    for rank, link in links.items():
+        _require_ready(rank, link)
     store = FileStore(str(folder / _STORE), size)
     in_order = [links[rank] for rank in range(1, size)]
     return LeadingRank(Links(in_order, started), size, store, device)
+
+
+def _require_ready(rank: int, link: Connection) -> None:
+    """Raise unless a rank can begin: else all others would wait for it."""
+    try:
+        answer = link.recv()
+    except (EOFError, OSError):
+        answer = "it has ended"
+    if answer is not None:
+        raise RanksFailed(f"rank {rank} cannot begin: {answer}")
 
 
 def _next_link(

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
+from roseinfer.errors import RanksFailed
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
 
     from torch import Tensor
 
-    from roseinfer.errors import RanksFailed
     from roseinfer.ranks.links import Links
     from roseinfer.ranks.orders import Order
 
@@ -39,26 +41,32 @@ class Ranks:
 
     def add_up(self, x: Tensor) -> Tensor:
         """Add up what each rank has, in place, and return it."""
-        self._group.allreduce([x]).wait()
+        self._together(self._group.allreduce, [x])
         return x
 
     def gather(self, x: Tensor) -> Tensor:
         """Put the columns of ``[rows, columns]`` of each rank side by side."""
         out = x.new_empty((self.size * len(x), x.shape[1]))
-        self._group._allgather_base(out, x.contiguous()).wait()
+        self._together(self._group._allgather_base, out, x.contiguous())
         return out.view(self.size, *x.shape).transpose(0, 1).reshape(len(x), -1)
 
     def share(self, x: Tensor) -> None:
         """Have what the leader has in a tensor."""
-        self._group.broadcast(x, 0).wait()
+        self._together(self._group.broadcast, x, 0)
 
     def least(self, number: int) -> int:
         """Return the least number that any rank has."""
         found = torch.tensor([number], device=self.device)
         options = distributed.AllreduceOptions()
         options.reduceOp = distributed.ReduceOp(distributed.ReduceOp.MIN)
-        self._group.allreduce([found], options).wait()
+        self._together(self._group.allreduce, [found], options)
         return int(found)
+
+    def _together(self, what: Callable[..., Any], *tensors: Any) -> None:
+        try:
+            what(*tensors).wait()
+        except RuntimeError as error:
+            raise RanksFailed("another rank does not take part any more", error) from error
 
     def abort(self) -> None:
         """End what waits for a rank that is gone."""

@@ -138,6 +138,32 @@ def test_a_rank_that_breaks_down_says_why(monkeypatch: pytest.MonkeyPatch) -> No
             llm.generate(TEXTS, greedy(), progress=False)
 
 
+_ENDS = """
+import os, sys
+from pathlib import Path
+from roseinfer.parallel import follower
+
+setattr(follower, sys.argv[4], lambda *given, **named: os._exit(3))
+follower.follow(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("at", "why"),
+    [("rank_device", "rank 1 cannot begin: it has ended"), ("load", "rank 1 has ended")],
+)
+def test_a_rank_that_ends_before_the_model_is_loaded(
+    at: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
+        where = [str(folder), str(rank), str(size), at]
+        return subprocess.Popen([sys.executable, "-c", _ENDS, *where])
+
+    monkeypatch.setattr(meeting, "start_rank", start_rank)
+    with pytest.raises(RanksFailed, match=why):
+        LLM("tiny", tensor_parallel_size=2, **SIZES)
+
+
 _LEADER = """
 import os, sys, time
 from roseinfer import LLM
