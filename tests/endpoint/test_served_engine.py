@@ -8,25 +8,21 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given
-from hypothesis import seed as hypothesis_seed
-from hypothesis import settings as hypothesis_settings
 from hypothesis.errors import FlakyFailure
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.endpoint.served_engine import BrokenPromise, ServedEngine
 from pytest_roseinfer.endpoint.server import ServerError
 from pytest_roseinfer.endpoint.text_stream import Streamed
-from pytest_roseinfer.engines.run import MixDivergence, run_mix
-from pytest_roseinfer.engines.strategies import request_mixes
+from pytest_roseinfer.engines.run import MixDivergence
 from pytest_roseinfer.settings import Endpoint
 from tests.endpoint.planted_servers import BUGS, LEAKED
+from tests.engine.searched_mixes import search
 from tests.server.served import running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_roseinfer.adapters.mix import RequestMix
 
 CLEAN = 12
 MOST = 60
@@ -48,28 +44,9 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
             settings.set_current(before)
 
 
-def search(examples: int, seed: int = 1) -> None:
-    """Serve mixes until one fails, as a search does, which would make it smaller then."""
-
-    @hypothesis_seed(seed)
-    @hypothesis_settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(request_mixes(ServedEngine))
-    def serve(drawn: RequestMix) -> None:
-        run_mix(ServedEngine, drawn)
-
-    serve()
-
-
 @pytest.mark.usefixtures("endpoint")
 def test_our_server_keeps_its_promise() -> None:
-    search(CLEAN)
+    search(ServedEngine, CLEAN)
 
 
 _OTHER_TEXT = "got '.*'; alone it gets '.*'|token \\d+: '.*'; alone|ended after .* alone it gets"
@@ -90,7 +67,7 @@ def test_a_server_with_a_bug_is_found(
     BUGS[bug](monkeypatch)
     try:
         with pytest.raises((MixDivergence, ServerError, FlakyFailure)) as found:
-            search(MOST)
+            search(ServedEngine, MOST)
     finally:
         monkeypatch.undo()
         while LEAKED:

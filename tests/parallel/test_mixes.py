@@ -7,22 +7,17 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, Phase, given
-from hypothesis import seed as hypothesis_seed
-from hypothesis import settings as hypothesis_settings
 
-from pytest_roseinfer.engines.run import run_mix
-from pytest_roseinfer.engines.strategies import request_mixes
 from pytest_roseinfer.targets import roseinfer_engine
 from pytest_roseinfer.targets.own import engine_models
 from pytest_roseinfer.targets.own import model_shapes as shapes
 from roseinfer.parallel.follower import Follower
+from tests.engine.searched_mixes import search
 from tests.parallel.followers import in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_roseinfer.adapters.mix import RequestMix
 
 MIXES = 40
 _SHARED = ("gpt2", "llama", "llama 10:2", *shapes.WITH_WINDOWS_ALONE, shapes.CAPPED)
@@ -59,24 +54,5 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roseinfer_engine, "_served", lambda *of: deepcopy(whole(*of)))
 
 
-def search(examples: int) -> None:
-    """Serve mixes until one fails."""
-
-    @hypothesis_seed(1)
-    @hypothesis_settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(request_mixes(SharedEngine))
-    def serve(drawn: RequestMix) -> None:
-        run_mix(SharedEngine, drawn)
-
-    serve()
-
-
 def test_every_request_gets_what_it_gets_alone() -> None:
-    search(MIXES)
+    search(SharedEngine, MIXES)
