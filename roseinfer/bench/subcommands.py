@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from roseinfer.bench import arguments, charts
 from roseinfer.bench.attention.attention_shape import Shape
 from roseinfer.bench.equal_requests import add_equal_requests
-from roseinfer.config import AppendPolicy, EngineConfig, require_device
+from roseinfer.config import AppendPolicy, EngineConfig, ServerConfig, require_device
 
 if TYPE_CHECKING:
     import argparse
@@ -150,6 +150,31 @@ def _speculation(args: argparse.Namespace) -> Report:
     return speculation_bench.run(args)
 
 
+def _add_endpoint(commands: Subparsers) -> None:
+    what = "what any server with an API like OpenAI's streams to many clients"
+    parser = commands.add_parser("endpoint", help=what)
+    option, whole = parser.add_argument, arguments.whole
+    option("--url", default="http://127.0.0.1:8000", help="%(default)s")
+    option("--model", required=True, metavar="NAME", help="as the server names it")
+    option("--in-flight", type=whole(1), default=128, metavar="N", help="texts (%(default)s)")
+    option("--prompt-tokens", type=whole(1), default=32, metavar="N", help="%(default)s")
+    option("--max-new-tokens", type=whole(2), default=512, metavar="N", help="%(default)s")
+    option("--seconds", type=whole(1), default=60, metavar="S", help="measured (%(default)s)")
+    option("--warmup-seconds", type=whole(1), default=3, metavar="S", help="%(default)s")
+    processes = "that ask, so that they do not hold up each other (%(default)s)"
+    option("--processes", type=whole(1), default=4, metavar="N", help=processes)
+    arguments.add_outputs(parser, plot=False)
+    parser.set_defaults(run=_endpoint)
+
+
+def _endpoint(args: argparse.Namespace) -> Report:
+    ServerConfig()  # refuses an empty key
+    arguments.say_importing()
+    from roseinfer.bench.endpoint import endpoint_bench
+
+    return endpoint_bench.run(args)
+
+
 def _add_plot(commands: Subparsers) -> None:
     parser = commands.add_parser("plot", help="draw the chart of a report that --json wrote")
     parser.add_argument("report", type=Path)
@@ -163,5 +188,6 @@ def _plot(args: argparse.Namespace) -> None:
 
 _COMMANDS = (
     *(_add_append, _add_attention, _add_ladder),
-    *(_add_peers, _add_trace, _add_speculation, _add_plot),
+    *(_add_peers, _add_trace, _add_speculation),
+    *(_add_endpoint, _add_plot),
 )

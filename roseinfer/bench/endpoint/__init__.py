@@ -1,0 +1,1 @@
+"""A server that streams texts, timed by many clients at once."""

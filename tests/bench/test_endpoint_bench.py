@@ -1,0 +1,50 @@
+"""The benchmark of servers counts the tokens of texts, and passes on what a server says."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from roseinfer.bench.__main__ import main
+from roseinfer.bench.endpoint.streamed_answer import Answer
+from tests.server.served import MODEL, running
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_tokens_are_those_of_the_time_that_was_measured() -> None:
+    answer = Answer(asked=0.0, parts=(1.0, 2.0, 3.0, 4.0), tokens=8)
+    assert answer.tokens_within(1.5, 3.5) == 4
+    assert answer.gaps == [1.0, 1.0, 1.0]
+
+
+def test_a_server_is_measured(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    with running() as server:
+        words = ["--url", server.url, "--model", MODEL, "--in-flight", "3", "--processes", "2"]
+        sizes = ["--max-new-tokens", "20", "--seconds", "1", "--warmup-seconds", "1"]
+        assert main(["endpoint", *words, *sizes, "--json", str(report)]) == 0
+        counted = server.metric("vllm:generation_tokens_total")
+    tables = json.loads(report.read_text())["tables"]
+    (streamed,) = tables["streamed"]
+    assert 0 < streamed["texts"] * 20 < counted  # texts of the time before the measured one, too
+    assert 0 < streamed["tok_per_s"] <= (streamed["texts"] + 0.1) * 20
+    assert streamed["parts_per_s"] * streamed["tokens_per_part"] == pytest.approx(
+        streamed["tok_per_s"]
+    )
+    by_what = {row["what"]: row for row in tables["latencies"]}
+    assert 0 < by_what["TTFT"]["p50_ms"] < by_what["latency"]["p50_ms"]
+
+
+def test_a_refusal_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with running() as server:
+        words = ["endpoint", "--url", server.url, "--model", "other", "--seconds", "1"]
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--in-flight", "1", "--warmup-seconds", "1"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "status 404" in said
+    assert "this server has tiny" in said
