@@ -48,6 +48,8 @@ class EnginePath(StrEnum):
     """A resident step replayed from a CUDA graph."""
     RUN_AHEAD = "engine_run_ahead"
     """A step launched before the tokens of the one before it were read."""
+    VERIFIED = "engine_verified"
+    """A step of rows, one for each drafted token and for the token in front of them."""
     DRAFTED = "engine_drafted"
     """Tokens that were stored before anybody knew whether they come next."""
     ACCEPTED = "engine_accepted"

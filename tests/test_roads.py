@@ -52,6 +52,7 @@ RESIDENT = [
     "engine/runner.py",
     "decode/resident.py",
     "decode/slots.py",
+    "decode/row_steps.py",
     "decode/slot_rows.py",
     "attention/reference.py",
     "models/causal.py",
@@ -109,4 +110,4 @@ def test_from_a_prompt_to_its_stored_keys(resident: bool) -> None:
 )
 def test_from_a_step_to_the_stored_token(resident: bool, end: Place, files: list[str]) -> None:
     assert road(generating(resident), STEP, 3, end) == files
-    assert len(files) == 10 + resident
+    assert len(files) == 10 + 2 * resident

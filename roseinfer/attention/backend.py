@@ -45,13 +45,16 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class ResidentBatch:
-    """One new token for each of some sequences whose state is on the device."""
+    """One new token in each of some rows whose state is on the device."""
 
     tables: Sequence[Tensor]
-    """Row ``i`` of ``tables[g]`` lists sequence ``i``'s blocks in layer group ``g``, with one for
-    the new token."""
+    """Row ``i`` of ``tables[g]`` lists the blocks of its sequence in layer group ``g``, with one
+    for the new token."""
     lengths: Tensor
-    """How many tokens each sequence has stored before."""
+    """How many tokens its sequence has before the new one."""
+    drafts: bool = False
+    """Several rows may be of one sequence. Each sees the new tokens of those before it, so all are
+    stored before any attends."""
 
 
 class Attention(Protocol):

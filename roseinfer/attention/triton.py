@@ -38,6 +38,8 @@ class AttentionKernels:
     """Attends for those that have more."""
     append_and_attend: Callable[..., Tensor]
     """Stores the new tokens of resident sequences and attends from them."""
+    append: Callable[..., None]
+    """Stores the new tokens of rows, in blocks and at positions that the device knows."""
     rotate: Callable[..., None]
     """Rotates queries and keys in place."""
 
@@ -46,12 +48,17 @@ def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
     """Return the kernels, or None where they cannot run. This imports Triton."""
     if why_unusable(device):
         return None
+    from roseinfer.kernels.append import launch_identity_pos
     from roseinfer.kernels.attend_chunks import paged_attention_chunks
     from roseinfer.kernels.attend_decode import append_and_attend, paged_attention_decode
     from roseinfer.kernels.rotary import rotate
 
     return AttentionKernels(
-        paged_attention_decode, paged_attention_chunks, append_and_attend, rotate
+        decode=paged_attention_decode,
+        chunks=paged_attention_chunks,
+        append_and_attend=append_and_attend,
+        append=launch_identity_pos,
+        rotate=rotate,
     )
 
 
@@ -79,9 +86,12 @@ class TritonAttention(AttentionBackend):
         self._tables: dict[int, Tensor] = {}
         self._lengths: Tensor | None = None
         self._tiles: tuple[int, tuple[Tensor, ...]] | None = None
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         match self._batch:
+            case ResidentBatch(drafts=True) as rows:
+                return self._attend_drafts(rows, layer, query, key, value)
             case ResidentBatch(tables, lengths):
                 self.path_counts[AttentionPath.APPEND_AND_ATTEND] += 1
                 caches, table = self.kv.caches(layer), tables[self.kv.group_of(layer)]
@@ -112,6 +122,24 @@ class TritonAttention(AttentionBackend):
         if batch.singles < len(batch.counts):
             outputs.append(self._chunks(batch, layer, query[batch.singles :]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_drafts(
+        self, rows: ResidentBatch, layer: int, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Store the new tokens of all rows, and attend from each as from a single one."""
+        self.path_counts[AttentionPath.DECODE_TRITON] += 1
+        group = self.kv.group_of(layer)
+        if group not in self._places:
+            size = self.kv.block_size
+            block = rows.tables[group].gather(1, (rows.lengths // size)[:, None])[:, 0]
+            self._places[group] = block, rows.lengths % size
+        if self._lengths is None:
+            self._lengths = rows.lengths + 1
+        caches = self.kv.caches(layer)
+        self._kernels.append(*caches, key, value, *self._places[group])
+        return self._kernels.decode(
+            query, *caches, rows.tables[group], self._lengths, self.traits[layer]
+        )
 
     def _singly(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
         """Compute the attention of the sequences in front, which have one new token each."""

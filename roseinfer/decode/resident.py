@@ -7,11 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from roseinfer.attention.backend import ResidentBatch
-from roseinfer.decode.graphs import StepGraphs
-from roseinfer.decode.readback import Readback
+from roseinfer.decode.row_steps import RowSteps
 from roseinfer.decode.slot_guides import SlotGuides
 from roseinfer.decode.slot_penalties import SlotPenalties
 from roseinfer.decode.slot_rows import SlotRows
@@ -19,16 +15,12 @@ from roseinfer.decode.slots import DecodeSlots
 from roseinfer.decode.step_kind import StepKind
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError
-from roseinfer.kernels.runtime import why_unusable
-from roseinfer.kv.lasting import lasting
 from roseinfer.ranks.orders import Decode
 from roseinfer.ranks.ranks import leader_of
-from roseinfer.sampling.allowed_tokens import only_allowed
-from roseinfer.sampling.log_probabilities import rows_without_a_distribution, tell
 from roseinfer.sampling_params import MOST_TOP_LOGPROBS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -95,49 +87,30 @@ class ResidentDecode:
             ) from error
         self.slots = DecodeSlots(self.rows)
         self._ranks = leader_of(model.ranks)
-        self._model = model
-        self._attention = attention
-        self._advance: Callable[..., None] | None = None
-        """The kernels that end a greedy step, where there are any."""
-        if attention.name != "reference" and not why_unusable(kv.device):
-            from roseinfer.kernels.likeliest import advance_to_likeliest
-
-            self._advance = advance_to_likeliest
-        with lasting():
-            self._chosen = torch.zeros_like(self.rows.tokens)
-            """The token that the last step chose for each slot; -1 where there was none."""
-        self._graphs = StepGraphs(self.step, self.rows, self._path_counts) if graphs else None
-        self._readback = Readback(num_slots, torch.int64, kv.device)
-        numbers = num_slots * (1 + 2 * MOST_TOP_LOGPROBS)
-        self._told_readback = Readback(numbers, torch.float64, kv.device)
-        self._told: dict[int, Tensor] = {}
-        """What the last step told, by how many likeliest tokens it told of."""
-        self._sizes = ladder(num_slots)
+        self._staging = attention.staging
+        sizes = ladder(num_slots)
+        self.steps = RowSteps(model, attention, self.rows, sizes)
+        """They have what penalties and guides need when the first request with one has come."""
         self._num_slots = num_slots
-        self._penalties: SlotPenalties | None = None
-        """Made when the first request with a penalty comes."""
-        self._guides: SlotGuides | None = None
-        """Made when the first one with a guide comes."""
         self._lacks_memory = False
         self._asked = Counter[str]()
         """How many residents ask for more than the least that a step does, by what it is."""
         self.kind = StepKind(greedy=True)
         """What the next step will do, by what the residents ask for."""
-        if self._graphs and not self._graphs.capture(self._sizes, required=graphs_required):
-            self._graphs = None
+        self.captured = graphs and self.steps.capture(sizes, required=graphs_required)
+        """True if steps are graphs."""
 
     def takes(self, params: SamplingParams, vocabulary: int) -> bool:
         """Return True for a request that can decode here, with logits as wide as ``vocabulary``.
 
         One with penalties or a guide cannot where the device has no memory for that.
         """
+        steps = self.steps
         try:
-            if params.penalised and self._penalties is None and not self._lacks_memory:
-                staging = self._attention.staging
-                self._penalties = SlotPenalties(self._num_slots, vocabulary, staging)
-            if params.guide is not None and self._guides is None and not self._lacks_memory:
-                staging = self._attention.staging
-                self._guides = SlotGuides(self._num_slots, vocabulary, staging)
+            if params.penalised and steps.penalties is None and not self._lacks_memory:
+                steps.penalties = SlotPenalties(self._num_slots, vocabulary, self._staging)
+            if params.guide is not None and steps.guides is None and not self._lacks_memory:
+                steps.guides = SlotGuides(self._num_slots, vocabulary, self._staging)
         except (RuntimeError, MemoryError):
             self._lacks_memory = True
             _LOG.warning(
@@ -146,8 +119,8 @@ class ResidentDecode:
                 self._kv.device,
                 self._num_slots,
             )
-        tallies = not params.penalised or self._penalties is not None
-        return tallies and (params.guide is None or self._guides is not None)
+        tallies = not params.penalised or steps.penalties is not None
+        return tallies and (params.guide is None or steps.guides is not None)
 
     def enter(self, entering: Sequence[Entrant], tokens: Tensor) -> list[Resident]:
         """Give slots to sessions; ``tokens`` are their newest."""
@@ -156,8 +129,8 @@ class ResidentDecode:
             slot = self.slots.take(session, params, seed)
             residents.append(Resident(session, slot, params, most, guide))
             self._note(params, 1)
-            if params.penalised and self._penalties is not None:
-                self._penalties.begin(slot, params, session.token_ids, prompted)
+            if params.penalised and self.steps.penalties is not None:
+                self.steps.penalties.begin(slot, params, session.token_ids, prompted)
         # The room behind a prompt in its last block is the session's own already.
         size = self._kv.block_size
         begun = [each for each in residents if each.session.stored % size]
@@ -169,18 +142,18 @@ class ResidentDecode:
         """Give up a slot. This does not disturb steps in flight."""
         self.slots.give_back(resident.slot)
         self._note(resident.params, -1)
-        if resident.params.penalised and self._penalties is not None:
-            self._penalties.end(resident.slot)
-        if resident.guide is not None and self._guides is not None:
-            self._guides.end(resident.slot)
+        if resident.params.penalised and self.steps.penalties is not None:
+            self.steps.penalties.end(resident.slot)
+        if resident.guide is not None and self.steps.guides is not None:
+            self.steps.guides.end(resident.slot)
 
     def clear(self) -> None:
         """Take all slots back, also those of a call of ``enter`` that broke off."""
         self.slots.clear()
-        if self._penalties is not None:
-            self._penalties.clear()
-        if self._guides is not None:
-            self._guides.clear()
+        if self.steps.penalties is not None:
+            self.steps.penalties.clear()
+        if self.steps.guides is not None:
+            self.steps.guides.clear()
         self._asked.clear()
         self.kind = StepKind(greedy=True)
 
@@ -208,79 +181,23 @@ class ResidentDecode:
         """
         due = self._due(residents, spare)
         self._reserve(due, [self._kv.block_size] * len(due))
-        if self.kind.guided and self._guides is not None:
-            self._guides.upload({each.slot: each.guide for each in residents if each.guide})
+        if self.kind.guided and self.steps.guides is not None:
+            self.steps.guides.upload({each.slot: each.guide for each in residents if each.guide})
         self.slots.upload()
         extent = self.slots.extent
-        count = next(size for size in self._sizes if size >= extent)
+        count = self.steps.size_for(extent)
         if self._ranks is not None:
             self._ranks.tell(Decode(count, self.kind))
-        run = self._graphs.run if self._graphs else self.step
-        run(count, self.kind)
+        self.steps.run(count, self.kind)
         for each in residents:
             each.session.stored += 1
         self._path_counts[EnginePath.RESIDENT] += 1
-        return self._readback.start(self._chosen[:extent])
+        return self.steps.read_back(extent)
 
     def told(self) -> Arrival:
-        """Copy what the step launched last tells of its tokens, which its kind must ask for.
-
-        It arrives as the numbers of one slot after the other, as ``tell`` has them.
-        """
+        """Copy what the step launched last tells of its tokens, which its kind must ask for."""
         assert self.kind.tops is not None
-        told = self._told[self.kind.tops][: self.slots.extent]
-        return self._told_readback.start(told.flatten())
-
-    @torch.inference_mode()
-    def step(self, count: int, kind: StepKind) -> None:
-        """Store the token of each of the first ``count`` slots and choose the next one.
-
-        This needs nothing from the host, so that it can be captured once and replayed.
-        """
-        rows = self.rows
-        for path in self._model.paths:
-            self._path_counts[path] += 1
-        lengths = rows.lengths(count)
-        self._attention.prepare(ResidentBatch(rows.tables(count), lengths))
-        logits = self._model.logits(rows.tokens[:count], lengths, None, self._attention)
-        if kind.guided and self._guides is not None:
-            self._path_counts[EnginePath.GUIDED] += 1
-            logits = only_allowed(logits.float(), self._guides.allowed[:count])
-        chosen = self._choose(count, kind, logits, lengths)
-        if self._ranks is not None:
-            rows.share_tokens(count)
-        if kind.tops is not None:
-            self._tell(logits, chosen, kind.tops)
-
-    def _choose(self, count: int, kind: StepKind, logits: Tensor, lengths: Tensor) -> Tensor:
-        """Choose the next token of each slot, and count the one that was stored."""
-        rows = self.rows
-        if kind.greedy and not kind.penalised and self._advance is not None:
-            self._path_counts[EnginePath.LIKELIEST] += 1
-            chosen, tokens = self._chosen[:count], rows.tokens[:count]
-            self._advance(logits, chosen, tokens, lengths, rows.active(count))
-            return chosen
-        penalties = tally = None
-        if kind.penalised and self._penalties is not None:
-            self._path_counts[EnginePath.PENALISED] += 1
-            penalties = self._penalties.columns(count)
-            tally = self._penalties.tally(rows.tokens[:count], rows.active(count))
-        batch = rows.sampling(count, greedy=kind.greedy, penalties=penalties)
-        chosen = batch.choose(logits, lengths + 1, tally)
-        chosen = torch.where(rows_without_a_distribution(logits), -1, chosen)
-        self._chosen[:count] = chosen
-        rows.tokens[:count] = chosen.clamp(min=0)
-        lengths += rows.active(count)
-        return chosen
-
-    def _tell(self, logits: Tensor, chosen: Tensor, tops: int) -> None:
-        self._path_counts[EnginePath.TOLD] += 1
-        told = tell(logits, chosen, tops)
-        if tops not in self._told:
-            with lasting():
-                shape = self._num_slots, told.shape[1]
-                self._told[tops] = torch.zeros(shape, dtype=told.dtype, device=told.device)
-        self._told[tops][: len(chosen)] = told
+        return self.steps.told(self.slots.extent, self.kind.tops)
 
     def _due(self, residents: Sequence[Resident], spare: int) -> list[Resident]:
         """Find the sequences that need a block now, and a few of those that soon will.

@@ -7,6 +7,7 @@ the leader's rows are told to the others.
 
 from __future__ import annotations
 
+import struct
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +17,7 @@ from roseinfer.kv.lasting import lasting
 from roseinfer.kv.paths import Work
 from roseinfer.ranks.orders import PutBlocks, PutRows, PutTokens
 from roseinfer.ranks.ranks import leader_of
+from roseinfer.sampling.noise import signed64
 from roseinfer.sampling.sampling_batch import SamplingBatch
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from roseinfer.models.causal import CausalModel
     from roseinfer.ranks.ranks import Ranks
     from roseinfer.sampling.penalties import Penalties
+    from roseinfer.sampling_params import SamplingParams
 
 
 class SlotFields(NamedTuple):
@@ -43,6 +46,24 @@ class SlotFields(NamedTuple):
     top_k: int = 0
     top_p: int = 0
     min_p: int = 0
+
+    @classmethod
+    def of(cls, params: SamplingParams, seed: int) -> SlotFields:
+        """Return the fields of a sequence's row, but for its length."""
+        return cls(
+            active=1,
+            seed=signed64(seed),
+            temperature=_bits(params.temperature),
+            top_k=params.top_k,
+            top_p=_bits(params.top_p),
+            min_p=_bits(params.min_p),
+        )
+
+
+def _bits(value: float) -> int:
+    """Return the bits of a 32-bit float."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", value))
+    return int(bits)
 
 
 _COLUMN = SlotFields(*range(len(SlotFields._fields)))
@@ -108,6 +129,10 @@ class SlotRows:
             self._ranks.share(tokens)
         at = self._staging.stage([list(slots)]).columns[0]
         self.tokens.index_copy_(0, at, tokens)
+
+    def begin_with(self, tokens: list[int]) -> None:
+        """Set the newest tokens of the first rows, which the host knows."""
+        self.tokens[: len(tokens)] = self._staging.stage([tokens]).columns[0]
 
     def share_tokens(self, count: int) -> None:
         """Have all ranks take the tokens that the leader has chosen for the first rows."""

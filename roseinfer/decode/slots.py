@@ -6,14 +6,12 @@ knows the last token: the host may be some steps behind.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from roseinfer.decode.slot_rows import BLOCKS_BEGIN, SlotFields
 from roseinfer.kv.pool import SCRATCH
-from roseinfer.sampling.noise import signed64
 
 if TYPE_CHECKING:
     from roseinfer.decode.slot_rows import SlotRows
@@ -52,14 +50,7 @@ class DecodeSlots:
 
     def take(self, session: InferenceSession, params: SamplingParams, seed: int) -> int:
         """Give the session the lowest free row, and return it."""
-        fields = SlotFields(
-            active=1,
-            seed=signed64(seed),
-            temperature=_bits(params.temperature),
-            top_k=params.top_k,
-            top_p=_bits(params.top_p),
-            min_p=_bits(params.min_p),
-        )  # may raise: no row is taken yet
+        fields = SlotFields.of(params, seed)  # may raise: no row is taken yet
         slot = heappop(self._free)
         self._occupants[slot] = _Occupant(session, fields)
         self._changed[slot] = None
@@ -123,9 +114,3 @@ class DecodeSlots:
             occupant.known = len(occupant.session.block_lists[0])
         rows.put_numbers(places, numbers, len(self._grown))
         self._grown.clear()
-
-
-def _bits(value: float) -> int:
-    """Return the bits of a 32-bit float."""
-    (bits,) = struct.unpack("<i", struct.pack("<f", value))
-    return int(bits)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roseinfer.attention.backend import StepBatch, best_backend, find_backend
+from roseinfer.decode.drafted_rows import Drafted, DraftedRows
 from roseinfer.decode.readback import Readback
 from roseinfer.decode.resident import Entrant
 from roseinfer.engine.drafter import MOST_DRAFTS
@@ -165,10 +166,12 @@ class StepRunner:
     def __init__(
         self, sessions: SequenceRunner, resident: ResidentDecode | None, config: EngineConfig
     ) -> None:
+        """Where requests have slots, their drafts have rows, unless several ranks share a model."""
         self.settle: Settle | None = None
         """What is to be done with requests whose drafts were verified."""
         self._sessions = sessions
         self._resident = resident
+        self._drafted_rows: DraftedRows | None = None
         self._sampling: tuple[list[Request], SamplingBatch] | None = None
         self._guided = False
         """Some of those requests have guides."""
@@ -178,6 +181,9 @@ class StepRunner:
         self._most_rows = rows = config.max_batch_size * (
             1 + MOST_DRAFTS if config.speculation else 1
         )
+        if resident is not None and config.speculation and sessions.model.ranks is None:
+            model, attention = sessions.model, sessions.attention
+            self._drafted_rows = DraftedRows(model, attention, rows, graphs=resident.captured)
         self._tokens = Readback(rows, torch.int64, device)
         numbers = rows * (1 + 2 * MOST_TOP_LOGPROBS)
         self._told = Readback(numbers, torch.float64, device)
@@ -190,11 +196,17 @@ class StepRunner:
         flights: list[Flight | PromptFlight] = []
         residents = [request for request in step.decoding if request.resident]
         others = [request for request in step.decoding if not request.resident]
-        if step.drafts:
-            others.sort(key=lambda request: request.id in step.drafts)
         if residents:
             spare = min(step.spare, self._sessions.kv.num_free_blocks(0) - step.blocks)
             flights.append(self._launch_residents(residents, spare))
+        # Who enters a slot has none in the step of the residents, and so comes behind them.
+        if others and self._drafted_rows is not None:
+            drafted = [request for request in others if request.drafter is not None]
+            others = [request for request in others if request.drafter is None]
+            if drafted:
+                flights.append(self._launch_drafted(drafted, self._drafted_rows, step.drafts))
+        elif step.drafts:
+            others.sort(key=lambda request: request.id in step.drafts)
         requests = [*others, *(request for request, _ in step.chunks)]
         if requests:
             counts = [1] * len(others) + [count for _, count in step.chunks]
@@ -222,6 +234,8 @@ class StepRunner:
         self.forget()
         if self._resident is not None:
             self._resident.clear()
+        if self._drafted_rows is not None:
+            self._drafted_rows.clear()
 
     def _launch_residents(self, requests: list[Request], spare: int) -> Flight:
         assert self._resident is not None
@@ -237,6 +251,25 @@ class StepRunner:
             if coming == request.full_length:
                 self.give_up_slot(request)
         return flight
+
+    def _launch_drafted(
+        self,
+        requests: list[Request],
+        drafted_rows: DraftedRows,
+        drafted: Mapping[int, list[int]],
+    ) -> Flight:
+        """Verify drafts. Requests without any have one row, and those that rest enter slots."""
+        rows, entries = [], []
+        end = 0
+        for request in requests:
+            tokens = [request.session.token_ids[-1], *drafted.get(request.id, ())]
+            entries.append(Drafted(request.session, request.params, request.seed, tokens))
+            rows.append(end)
+            end += len(tokens)
+        arrival, told = drafted_rows.launch(entries)
+        vocabulary = self._sessions.model.shape.vocab_size
+        stay = self._enter(requests, rows, drafted_rows.tokens, vocabulary)
+        return Flight(requests, rows, arrival, told, stay, drafted, self.settle)
 
     def _launch_others(
         self,

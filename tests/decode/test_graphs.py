@@ -9,7 +9,7 @@ import torch
 
 from roseinfer import EnginePath, SamplingParams
 from roseinfer.decode.graphs import StepGraphs
-from roseinfer.decode.resident import ResidentDecode
+from roseinfer.decode.row_steps import RowSteps
 from roseinfer.decode.step_kind import StepKind
 from tests.decode.residents import GREEDY, PROMPTS, Decoding, alone
 from tests.kv.harness import assert_same_bits, bits
@@ -69,9 +69,9 @@ def test_garbage_does_not_end_a_capture(device: str, monkeypatch: pytest.MonkeyP
     dropped = [torch.cuda.CUDAGraph()]
     with torch.cuda.graph(dropped[0]):
         torch.zeros(1, device=device)
-    step = ResidentDecode.step
+    step = RowSteps.step
 
-    def littering(self: ResidentDecode, count: int, kind: StepKind) -> None:
+    def littering(self: RowSteps, count: int, kind: StepKind) -> None:
         if torch.cuda.is_current_stream_capturing() and dropped:
             garbage: list[object] = [dropped.pop()]
             garbage.append(garbage)
@@ -79,7 +79,7 @@ def test_garbage_does_not_end_a_capture(device: str, monkeypatch: pytest.MonkeyP
             assert len([[] for _ in range(5000)]) == 5000  # so many that they would be looked over
         step(self, count, kind)
 
-    monkeypatch.setattr(ResidentDecode, "step", littering)
+    monkeypatch.setattr(RowSteps, "step", littering)
     decoding = Decoding(device, slots=2, graphs=True)
     assert not dropped
     assert gc.isenabled()
@@ -101,7 +101,7 @@ def test_capturing_while_sequences_live_touches_no_block_of_theirs(
     before = [bits(cache[:, 1:]).clone() for cache in (kv.keys, kv.values)]
     rows, tokens = slots.rows.tables(6)[0].clone(), slots.rows.tokens.clone()
     counts = decoding.sessions.path_counts.copy()
-    graphs = StepGraphs(decoding.decode.step, slots.rows, decoding.sessions.path_counts)
+    graphs = StepGraphs(decoding.decode.steps.step, slots.rows, decoding.sessions.path_counts)
     for count in (1, 3, 6):
         graphs._capture(count, StepKind(greedy))
     torch.cuda.synchronize()
@@ -110,7 +110,7 @@ def test_capturing_while_sequences_live_touches_no_block_of_theirs(
     assert torch.equal(slots.rows.tables(6)[0], rows)
     assert torch.equal(slots.rows.tokens, tokens)
     assert decoding.sessions.path_counts == counts
-    decoding.decode._graphs = graphs
+    decoding.decode.steps._graphs = graphs
     for _ in range(4):
         decoding.step()
     assert decoding.texts() == [alone(device, prompt, 6) for prompt in PROMPTS[:3]]

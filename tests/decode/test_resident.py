@@ -136,7 +136,7 @@ def test_a_step_on_emptied_slots_touches_no_block_of_theirs(
     kv, slots = decoding.sessions.kv, decoding.decode.slots
     before = [bits(cache[:, 1:]).clone() for cache in (kv.keys, kv.values)]
     with slots.rows.emptied():
-        decoding.decode.step(4, StepKind(greedy))
+        decoding.decode.steps.step(4, StepKind(greedy))
     for cache, was in zip((kv.keys, kv.values), before, strict=True):
         assert_same_bits(cache[:, 1:], was, "blocks of live sequences")
     decoding.step()

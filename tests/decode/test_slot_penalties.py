@@ -95,10 +95,10 @@ def test_nothing_is_made_before_a_penalty_comes(device: str) -> None:
     decoding = Decoding(device)
     decoding.begin(PROMPTS[0])
     decoding.step()
-    assert decoding.decode._penalties is None
+    assert decoding.decode.steps.penalties is None
     penalised = decoding.begin(PROMPTS[1], PENALISED[1])
     decoding.step()
-    made = decoding.decode._penalties
+    made = decoding.decode.steps.penalties
     assert made is not None
     tallies = made.tallies.clone()
     decoding.end(penalised)

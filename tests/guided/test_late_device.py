@@ -24,11 +24,11 @@ def late_engine(queue: DeviceQueue, *, resident: bool) -> LLM:
     queue.on_device(*network.parameters(), *network.buffers())
     if slots is not None:
         rows = slots.slots.rows
-        queue.on_device(rows._rows, rows.tokens, slots._chosen)
+        queue.on_device(rows._rows, rows.tokens, slots.steps.tokens)
         guided = SamplingParams(guide=FORMS["words"].guide, presence_penalty=1.0)
         assert slots.takes(guided, sessions.model.shape.vocab_size)
-        guides: Any = slots._guides
-        penalties: Any = slots._penalties
+        guides: Any = slots.steps.guides
+        penalties: Any = slots.steps.penalties
         queue.on_device(guides.allowed, penalties.rows, penalties.tallies, penalties._none)
     return llm
 

@@ -7,6 +7,7 @@ from tests.mutants.mutant import ENGINE, Mutant
 _ROWS = "roseinfer.decode.slot_rows"
 _SLOTS = "roseinfer.decode.slots"
 _RESIDENT = "roseinfer.decode.resident"
+_STEPS = "roseinfer.decode.row_steps"
 _PENALTIES = "roseinfer.decode.slot_penalties"
 _READBACK = "roseinfer.decode.readback"
 _RUNNER = "roseinfer.engine.runner"
@@ -62,14 +63,14 @@ MUTANTS = (
     _mutant(
         "parameters-in-each-others-columns",
         "Rows on the device have top_p and min_p in each other's place.",
-        _SLOTS,
+        _ROWS,
         "            top_p=_bits(params.top_p),\n            min_p=_bits(params.min_p),\n",
         "            top_p=_bits(params.min_p),\n            min_p=_bits(params.top_p),\n",
     ),
     _mutant(
         "seed-cut-to-a-bit",
         "Rows on the device keep the lowest bit of a seed.",
-        _SLOTS,
+        _ROWS,
         "        seed=signed64(seed),\n",
         "        seed=signed64(seed & 1),\n",
     ),
@@ -119,14 +120,15 @@ MUTANTS = (
         "greedy-as-the-first-is",
         "A step is greedy for all where the first of the residents is.",
         _RESIDENT,
-        "        run(count, self.kind)\n",
-        "        run(count, self.kind._replace(greedy=residents[0].params.temperature == 0))\n",
+        "        self.steps.run(count, self.kind)\n",
+        "        self.steps.run("
+        "count, self.kind._replace(greedy=residents[0].params.temperature == 0))\n",
         ("S18",),
     ),
     _mutant(
         "drawn-from-the-position-before",
         "A resident step draws with the noise of the position of the token it stores.",
-        _RESIDENT,
+        _STEPS,
         ".choose(logits, lengths + 1, tally)",
         ".choose(logits, lengths, tally)",
     ),

@@ -122,7 +122,7 @@ def capture_beside_the_living() -> None:
         if captured:
             before = [cache[:, 1:].clone() for cache in (kv.keys, kv.values)]
             with decode.slots.rows.emptied():
-                decode.step(4, StepKind(greedy=True))
+                decode.steps.step(4, StepKind(greedy=True))
             for cache, was in zip((kv.keys, kv.values), before, strict=True):
                 assert torch.equal(cache[:, 1:], was), "a block of a live sequence was written to"
         return tokens + [decode.launch(living, 0).wait() for _ in range(3)]

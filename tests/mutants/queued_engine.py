@@ -56,9 +56,9 @@ class QueuedEngine(RoseinferEngine):
         queue.on_device(*network.parameters(), *network.buffers())
         if resident is not None:
             rows = resident.slots.rows
-            queue.on_device(rows._rows, rows.tokens, resident._chosen)
+            queue.on_device(rows._rows, rows.tokens, resident.steps.tokens)
             resident.takes(SamplingParams(presence_penalty=1.0), sessions.model.shape.vocab_size)
-            penalties: Any = resident._penalties
+            penalties: Any = resident.steps.penalties
             queue.on_device(penalties.rows, penalties.tallies, penalties._none)
 
     def step(self) -> None:

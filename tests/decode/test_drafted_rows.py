@@ -1,0 +1,104 @@
+"""The token behind a draft is the one that the text gets there without drafts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from roseinfer import AttentionPath, EnginePath, SamplingParams
+from roseinfer.decode.drafted_rows import Drafted, DraftedRows
+from roseinfer.sampling.log_probabilities import told_of
+from tests.decode.residents import GREEDY, PROMPTS, Decoding, alone, engine_on
+
+if TYPE_CHECKING:
+    from roseinfer.engine.runner import SequenceRunner
+    from roseinfer.kv.sequence import InferenceSession
+
+_ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+DRAWN = SamplingParams(temperature=0.9, top_k=12, seed=3)
+
+
+def drafted_rows(sessions: SequenceRunner, *, graphs: bool = False) -> DraftedRows:
+    return DraftedRows(sessions.model, sessions.attention, 20, graphs=graphs)
+
+
+def begun(sessions: SequenceRunner, prompts: list[list[int]]) -> list[InferenceSession]:
+    return sessions.prefill(prompts)[0]
+
+
+def behind(device: str, prompt: list[int], count: int, family: str = "gpt2") -> list[int]:
+    return alone(device, prompt, count, family)[len(prompt) :]
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=_ON_A_GPU)])
+def test_drafts_that_are_right_bring_the_text_itself(
+    device: str, family: str, kernels: bool, graphs: bool
+) -> None:
+    """Over the ends of blocks, in texts of several lengths at once, and step after step."""
+    sessions = engine_on(device, family, kernels=kernels)
+    rows = drafted_rows(sessions, graphs=graphs)
+    texts = [behind(device, prompt, 16, family) for prompt in PROMPTS]
+    own = begun(sessions, PROMPTS)
+    done = [0] * len(own)
+    for sizes in ((5, 1, 7, 2), (1, 1, 1, 1), (6, 8, 2, 4)):
+        entries = [
+            Drafted(session, GREEDY, 0, text[at : at + size])
+            for session, text, at, size in zip(own, texts, done, sizes, strict=True)
+        ]
+        arrival, told = rows.launch(entries)
+        assert told is None
+        done = [at + size for at, size in zip(done, sizes, strict=True)]
+        want = [
+            token
+            for text, at, size in zip(texts, done, sizes, strict=True)
+            for token in text[at - size + 1 : at + 1]
+        ]
+        assert arrival.wait() == want
+    for session, at, prompt in zip(own, done, PROMPTS, strict=True):
+        assert session.stored == len(prompt) + at
+    counts = sessions.path_counts
+    attended = AttentionPath.DECODE_TRITON if kernels else AttentionPath.SLOTS_REFERENCE
+    assert counts[attended] >= 3 * 2
+    assert counts[EnginePath.VERIFIED] == 3
+    assert counts[EnginePath.GRAPH] == 3 * graphs
+
+
+def test_what_a_wrong_draft_stored_is_rolled_back(device: str) -> None:
+    sessions = engine_on(device)
+    rows = drafted_rows(sessions)
+    text = behind(device, PROMPTS[0], 8)
+    (session,) = begun(sessions, PROMPTS[:1])
+    wrong = [(token + 1) % 90 for token in text[2:6]]
+    arrival, _ = rows.launch([Drafted(session, GREEDY, 0, [*text[:2], *wrong])])
+    assert arrival.wait()[:2] == text[1:3]
+    session.roll_back(sessions.kv, len(PROMPTS[0]) + 2)
+    arrival, _ = rows.launch([Drafted(session, GREEDY, 0, text[2:5])])
+    assert arrival.wait() == text[3:6]
+
+
+def test_tokens_are_drawn_as_in_a_slot(device: str) -> None:
+    """By the seed and the position; others in the step are greedy, and some want to be told."""
+    decoding = Decoding(device)
+    decoding.begin(PROMPTS[2], DRAWN, seed=9)
+    for _ in range(6):
+        decoding.step()
+    text = decoding.texts()[0][len(PROMPTS[2]) :]
+    sessions = engine_on(device)
+    rows = drafted_rows(sessions)
+    one, other = begun(sessions, [PROMPTS[2], PROMPTS[0]])
+    greedy = behind(device, PROMPTS[0], 4)
+    told_greedy = SamplingParams(temperature=0, logprobs=True, top_logprobs=1)
+    arrival, told = rows.launch(
+        [Drafted(one, DRAWN, 9, text[:6]), Drafted(other, told_greedy, 0, greedy[:3])]
+    )
+    assert arrival.wait() == [*text[1:7], *greedy[1:4]]
+    assert told is not None
+    numbers = told.wait()
+    each = len(numbers) // 9
+    for row, token in enumerate(greedy[1:4], start=6):
+        own = told_of(numbers[row * each : (row + 1) * each])
+        assert own.top[0] == (token, own.logprob), "it is the likeliest"
