@@ -36,7 +36,7 @@ def test_the_commands_are_understood(
     """The measuring and the drawing are left out."""
     reached: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    for name in ("_ladder", "_peers", "_trace", "_attention", "_speculation"):
+    for name in ("_ladder", "_peers", "_trace", "_attention", "_speculation", "_endpoint"):
         monkeypatch.setattr(subcommands, name, reached.append)
     for name in ("_schedule", "_stream"):
         monkeypatch.setattr(commands, name, reached.append)
@@ -57,8 +57,18 @@ def test_the_commands_are_understood(
         (bench, ["trace"]),
         (bench, ["attention"]),
         (bench, ["speculation"]),
+        (bench, ["endpoint"]),
     ],
-    ids=["scheduler", "streaming", "ladder", "peers", "trace", "attention", "speculation"],
+    ids=[
+        "scheduler",
+        "streaming",
+        "ladder",
+        "peers",
+        "trace",
+        "attention",
+        "speculation",
+        "server",
+    ],
 )
 def test_every_option_stands_there(
     main: Callable[[list[str]], int], words: list[str], capsys: pytest.CaptureFixture[str]
