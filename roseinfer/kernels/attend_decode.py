@@ -278,7 +278,7 @@ def append_and_attend(
     programs = sequences * kv_heads * splits
     limit = 0
     if is_interpreted():  # counting to a limit; tables of slots are wider than any sequence needs
-        limit = max(1, int(lengths.max()))
+        limit = max(1, int(lengths.max())) if appends else most_tokens
     arguments = score_arguments(traits, query)
     launch(
         _decode_kernel, (sequences, kv_heads, splits),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import ENGINE, Mutant
 
+_ROWS = "roseinfer.decode.drafted_rows"
 _FLIGHT = "roseinfer.engine.flight"
 _RUNNER = "roseinfer.engine.runner"
 _SPECULATION = "roseinfer.engine.speculation"
@@ -44,5 +45,41 @@ MUTANTS = (
         _SPECULATION,
         "                request.session.roll_back(self._kv, request.session.stored)\n",
         "",
+    ),
+    _mutant(
+        "drafts-at-one-position",
+        "All rows of a request's drafts have the position of the first.",
+        _ROWS,
+        "*fields._replace(length=length)]",
+        "*fields._replace(length=session.stored)]",
+    ),
+    _mutant(
+        "rows-of-the-step-before",
+        "Rows that a step does not need keep the drafts of the step before, and store them again.",
+        _ROWS,
+        "        for row in range(self._taken, before):\n",
+        "        for row in range(before, before):\n",
+    ),
+    _mutant(
+        "drafts-in-one-groups-blocks",
+        "Drafts go to the blocks of the first group of layers in every group.",
+        _ROWS,
+        "            for blocks in session.block_lists:\n",
+        "            for blocks in session.block_lists[:1] * len(session.block_lists):\n",
+    ),
+    _mutant(
+        "drafts-greedy-beside-greedy",
+        "Drafts of a request that draws are verified as greedy ones if another's are greedy.",
+        _ROWS,
+        "greedy=not any(params.temperature for params in asked)",
+        "greedy=not all(params.temperature for params in asked)",
+    ),
+    _mutant(
+        "rested-with-anothers-token",
+        "A request that gets its slot again goes on from a token of the request before it.",
+        _RUNNER,
+        "        stay = self._enter(requests, rows, drafted_rows.tokens, vocabulary)\n",
+        "        first = [*range(len(rows))]\n"
+        "        stay = self._enter(requests, first, drafted_rows.tokens, vocabulary)\n",
     ),
 )
