@@ -113,7 +113,7 @@ MUTANTS = (
         "entered-with-anothers-token",
         "Of a prefill, the first tokens go to those who become resident, whosever they are.",
         _RUNNER,
-        "                chosen if len(own_rows) == len(chosen) else chosen[own_rows],\n",
+        "                self._sessions.picked(chosen, own_rows),\n",
         "                chosen[: len(own_rows)],\n",
     ),
     _mutant(
