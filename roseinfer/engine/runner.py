@@ -143,8 +143,6 @@ class SequenceRunner:
 
     def picked(self, values: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """Return some rows, in order. An index that is a list would wait for the device."""
-        if len(rows) == len(values):
-            return values
         return values.index_select(0, self.staging.stage([rows]).columns[0])
 
     def release(self, session: InferenceSession) -> None:
@@ -307,7 +305,8 @@ class StepRunner:
                 flights.append(tell_prompts(requests, told, ends, logits, staging, self._prompts))
         if not due:
             return flights
-        logits = self._sessions.picked(logits, rows)
+        if len(rows) < len(logits):
+            logits = self._sessions.picked(logits, rows)
         if len(due) < len(requests):
             requests = [requests[at] for at in due]
         return [*flights, self._choose(requests, logits, drafted)]
@@ -375,7 +374,7 @@ class StepRunner:
                     )
                     for _, request in entering
                 ],
-                self._sessions.picked(chosen, own_rows),
+                chosen if len(own_rows) == len(chosen) else self._sessions.picked(chosen, own_rows),
             )
             for (_, request), own in zip(entering, residents, strict=True):
                 request.resident = own
