@@ -91,10 +91,10 @@ def late_engine(queue: DeviceQueue) -> LLM:
     sessions, slots = llm.engine.sessions, llm.engine._runner._resident
     assert slots is not None
     network: Any = sessions.model._model
-    penalties: Any = slots._penalties
+    penalties: Any = slots.steps.penalties
     queue.on_device(sessions.kv.keys, sessions.kv.values)
     queue.on_device(*network.parameters(), *network.buffers())
-    queue.on_device(slots.slots.rows._rows, slots.slots.rows.tokens, slots._chosen)
+    queue.on_device(slots.slots.rows._rows, slots.slots.rows.tokens, slots.steps.tokens)
     queue.on_device(penalties.rows, penalties.tallies, penalties._none)
     return llm
 
