@@ -141,6 +141,10 @@ class SequenceRunner:
         self.path_counts[EnginePath.FORKED] += 1
         return child
 
+    def picked(self, values: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """Return some rows, in order. An index that is a list would wait for the device."""
+        return values.index_select(0, self.staging.stage([rows]).columns[0])
+
     def release(self, session: InferenceSession) -> None:
         session.rewind(self.kv)
         session.token_ids = []
@@ -302,7 +306,7 @@ class StepRunner:
         if not due:
             return flights
         if len(rows) < len(logits):
-            logits = logits[rows]
+            logits = self._sessions.picked(logits, rows)
         if len(due) < len(requests):
             requests = [requests[at] for at in due]
         return [*flights, self._choose(requests, logits, drafted)]
@@ -370,7 +374,7 @@ class StepRunner:
                     )
                     for _, request in entering
                 ],
-                chosen if len(own_rows) == len(chosen) else chosen[own_rows],
+                chosen if len(own_rows) == len(chosen) else self._sessions.picked(chosen, own_rows),
             )
             for (_, request), own in zip(entering, residents, strict=True):
                 request.resident = own
@@ -397,12 +401,17 @@ class StepRunner:
     def _tally(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
         """Tally the tokens of the requests that have penalties, anew in every step."""
         tally = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
+        rows: list[int] = []
+        tokens: list[int] = []
+        counts: list[int] = []
         for row, request in enumerate(requests):
             if request.params.penalised:
                 own = tally_of(request.session.token_ids, request.prompt_length)
-                counts = torch.tensor(list(own.values()), dtype=torch.int32, device=logits.device)
-                tally[row, list(own)] = counts
-        return tally
+                rows += [row] * len(own)
+                tokens += own
+                counts += own.values()
+        at_rows, at_tokens, numbers = self._sessions.staging.stage([rows, tokens, counts]).columns
+        return tally.index_put_((at_rows, at_tokens), numbers.int())
 
 
 def _prompts_to_tell(requests: list[Request], counts: list[int]) -> dict[int, int]:

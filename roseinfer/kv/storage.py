@@ -171,8 +171,8 @@ class IndexStaging:
         size = length * len(columns)
         self.work_counts[Work.STAGED_INDICES] += size
         if size > _MOST_IN_RING:
-            host = torch.tensor(columns, dtype=torch.int64, pin_memory=self._transfers.late)
-            return StagedIndices(host.to(self.device, non_blocking=True).unbind(0), self, None)
+            arrays = [array("q", column) for column in columns]  # NumPy is slow to read lists
+            return StagedIndices(self._transfers.bring(arrays, torch.int64).unbind(0), self, None)
         slot = self._next_slot(size)
         views = self._views.get((slot, length, len(columns)))
         if views is None:

@@ -10,6 +10,7 @@ import torch
 from roseinfer.kv.lasting import lasting
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable, Sequence
 
 
@@ -37,6 +38,21 @@ class Transfers:
         """Make the device's side of a buffer, which is the same where nothing is late."""
         with lasting():
             return torch.empty_like(host, device=self.device) if self.late else host
+
+    def bring(
+        self, columns: Sequence[Sequence[float] | array[int]], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Put columns of equal length on the device, in memory of their own, without waiting.
+
+        ``torch.tensor(..., device=...)`` waits until the device has done all that it was asked for.
+        """
+        host = self.host_buffer((len(columns), len(columns[0])), dtype)
+        for memory, column in zip(host.numpy(), columns, strict=True):
+            memory[:] = column
+        brought = self.device_buffer(host)
+        if self.late:  # torch keeps pinned memory from others until such a copy is done
+            brought.copy_(host, non_blocking=True)
+        return brought
 
     def event(self) -> torch.cuda.Event:
         """Make an event that counts as done until it is recorded."""

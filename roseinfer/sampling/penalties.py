@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from roseinfer.kv import transfers
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -44,8 +46,8 @@ class Penalties:
             (each.repetition_penalty, each.presence_penalty, each.frequency_penalty)
             for each in params
         ]
-        columns = torch.tensor(rows, dtype=torch.float64, device=device)
-        return cls(columns[:, 0:1], columns[:, 1:2], columns[:, 2:3])
+        bring = transfers.Transfers(torch.device(device)).bring
+        return cls(*bring([*zip(*rows, strict=True)], torch.float64)[:, :, None])
 
     def apply(self, logits: torch.Tensor, tally: torch.Tensor) -> torch.Tensor:
         """Return penalised logits, in float64: no penalty that is allowed makes one infinite."""

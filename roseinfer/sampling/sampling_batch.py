@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from roseinfer.kv import transfers
 from roseinfer.sampling.noise import gumbel_noise, signed64
 from roseinfer.sampling.nucleus import sorted_logits
 from roseinfer.sampling.penalties import Penalties
@@ -40,19 +41,23 @@ class SamplingBatch:
     def of(
         cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device | str
     ) -> SamplingBatch:
-        """Build the columns. ``seeds[i]`` is request ``i``'s own, or drawn for it."""
+        """Build the columns. ``seeds[i]`` is request ``i``'s own, or drawn for it.
 
-        def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)[:, None]
-
+        The host does not wait for the device: the step in front may still run there.
+        """
+        bring = transfers.Transfers(torch.device(device)).bring
+        floats = [(each.temperature, each.top_p, each.min_p) for each in params]
+        whole = [(each.top_k, signed64(seed)) for each, seed in zip(params, seeds, strict=True)]
+        temperature, top_p, min_p = bring([*zip(*floats, strict=True)], torch.float32)[:, :, None]
+        top_k, own_seeds = bring([*zip(*whole, strict=True)], torch.int64)[:, :, None]
         return cls(
-            column([each.temperature for each in params], torch.float32),
-            column([each.top_k for each in params], torch.int64),
-            column([each.top_p for each in params], torch.float32),
-            column([each.min_p for each in params], torch.float32),
-            column([signed64(seed) for seed in seeds], torch.int64),
-            all(each.temperature == 0 for each in params),
-            Penalties.of(params, device),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seeds=own_seeds,
+            greedy=all(each.temperature == 0 for each in params),
+            penalties=Penalties.of(params, device),
         )
 
     def choose(

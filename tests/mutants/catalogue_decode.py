@@ -113,8 +113,8 @@ MUTANTS = (
         "entered-with-anothers-token",
         "Of a prefill, the first tokens go to those who become resident, whosever they are.",
         _RUNNER,
-        "                chosen if len(own_rows) == len(chosen) else chosen[own_rows],\n",
-        "                chosen[: len(own_rows)],\n",
+        "else self._sessions.picked(chosen, own_rows),\n",
+        "else chosen[: len(own_rows)],\n",
     ),
     _mutant(
         "greedy-as-the-first-is",
