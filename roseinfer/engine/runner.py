@@ -15,6 +15,7 @@ from roseinfer.decode.resident import Entrant
 from roseinfer.engine.drafter import MOST_DRAFTS
 from roseinfer.engine.flight import NO_DRAFTS, Flight, forget_tokens_in_flight
 from roseinfer.engine.prompt_flight import tell_prompts
+from roseinfer.engine.token_choice import TokenChoice
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument, RequestTooLarge
 from roseinfer.kv.groups import given_back
@@ -23,11 +24,6 @@ from roseinfer.kv.sequence import InferenceSession
 from roseinfer.kv.storage import IndexStaging
 from roseinfer.ranks.orders import Copies, Forward
 from roseinfer.ranks.ranks import leader_of
-from roseinfer.sampling.allowed_tokens import AllowedRows, only_allowed
-from roseinfer.sampling.log_probabilities import rows_without_a_distribution, tell
-from roseinfer.sampling.penalties import tally_of
-from roseinfer.sampling.sampling_batch import SamplingBatch
-from roseinfer.sampling_params import MOST_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -176,21 +172,13 @@ class StepRunner:
         self._sessions = sessions
         self._resident = resident
         self._drafted_rows: DraftedRows | None = None
-        self._sampling: tuple[list[Request], SamplingBatch] | None = None
-        self._guided = False
-        """Some of those requests have guides."""
-        self._guides: AllowedRows | None = None
-        """Made when the first request with a guide comes."""
         device = sessions.kv.device
-        self._most_rows = rows = config.max_batch_size * (
-            1 + MOST_DRAFTS if config.speculation else 1
-        )
+        rows = config.max_batch_size * (1 + MOST_DRAFTS if config.speculation else 1)
         if resident is not None and config.speculation and sessions.model.ranks is None:
             model, attention = sessions.model, sessions.attention
             self._drafted_rows = DraftedRows(model, attention, rows, graphs=resident.captured)
         self._tokens = Readback(rows, torch.int64, device)
-        numbers = rows * (1 + 2 * MOST_TOP_LOGPROBS)
-        self._told = Readback(numbers, torch.float64, device)
+        self._choice = TokenChoice(sessions.staging, rows)
         # A step stores no more tokens than the cache holds.
         capacity = sessions.kv.max_blocks_per_layer * sessions.kv.block_size
         self._prompts = Readback(capacity, torch.float32, device)
@@ -231,7 +219,7 @@ class StepRunner:
 
     def forget(self) -> None:
         """Forget the parameters of the last step's requests, since one of them has ended."""
-        self._sampling = None
+        self._choice.forget()
 
     def start_over(self) -> None:
         """Take every slot back after a step broke off."""
@@ -323,20 +311,11 @@ class StepRunner:
             owners = [each for each, size in zip(requests, sizes, strict=True) for _ in range(size)]
             begins = zip(positions, sizes, strict=True)
             positions = [begin + at for begin, size in begins for at in range(size)]
-        batch = self._sampling_batch(owners, logits.device)
-        tally = self._tally(owners, logits) if batch.penalties else None
-        staged = self._sessions.staging.stage([positions]).columns[0]
-        if self._guided:
-            logits = only_allowed(logits.float(), self._allowed(owners, logits.shape[-1]))
-        chosen = batch.choose(logits, staged, tally)
-        told = None
-        if any(request.params.logprobs for request in requests):
-            most = max(request.params.top_logprobs for request in requests)
-            told = self._told.start(tell(logits, chosen, most).flatten())
-        chosen = torch.where(rows_without_a_distribution(logits), -1, chosen)
+        chosen, told = self._choice.choose(owners, positions, logits)
         stay = self._enter(requests, rows, chosen, logits.shape[-1])
         arrival = self._tokens.start(chosen)
-        return Flight(requests, rows, arrival, told, stay or self._guided, drafted, self.settle)
+        urgent = stay or self._choice.guided
+        return Flight(requests, rows, arrival, told, urgent, drafted, self.settle)
 
     def _enter(
         self,
@@ -379,39 +358,6 @@ class StepRunner:
             for (_, request), own in zip(entering, residents, strict=True):
                 request.resident = own
         return stay
-
-    def _sampling_batch(self, requests: list[Request], device: torch.device) -> SamplingBatch:
-        """Return the parameters as columns, which are kept while the requests are the same."""
-        if self._sampling is None or self._sampling[0] != requests:
-            batch = SamplingBatch.of(
-                [request.params for request in requests],
-                [request.seed for request in requests],
-                device,
-            )
-            self._sampling = (requests, batch)
-            self._guided = any(request.guide for request in requests)
-        return self._sampling[1]
-
-    def _allowed(self, requests: list[Request], vocabulary: int) -> torch.Tensor:
-        """Return the bits of the tokens that each request may get next."""
-        if self._guides is None:
-            self._guides = AllowedRows(self._most_rows, vocabulary, self._sessions.kv.device)
-        return self._guides.write([request.guide for request in requests])
-
-    def _tally(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
-        """Tally the tokens of the requests that have penalties, anew in every step."""
-        tally = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
-        rows: list[int] = []
-        tokens: list[int] = []
-        counts: list[int] = []
-        for row, request in enumerate(requests):
-            if request.params.penalised:
-                own = tally_of(request.session.token_ids, request.prompt_length)
-                rows += [row] * len(own)
-                tokens += own
-                counts += own.values()
-        at_rows, at_tokens, numbers = self._sessions.staging.stage([rows, tokens, counts]).columns
-        return tally.index_put_((at_rows, at_tokens), numbers.int())
 
 
 def _prompts_to_tell(requests: list[Request], counts: list[int]) -> dict[int, int]:

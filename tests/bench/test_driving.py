@@ -174,7 +174,7 @@ def test_a_token_that_is_not_handed_over_is_missed(
 
 def test_a_request_that_fails_is_no_result(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "roseinfer.engine.runner.rows_without_a_distribution",
+        "roseinfer.engine.token_choice.rows_without_a_distribution",
         lambda logits: torch.ones(len(logits), dtype=torch.bool),
     )
     with pytest.raises(RequestFailed, match=r"request 0 failed: .* NaN"):

@@ -9,6 +9,7 @@ _SUPPLY = "roseinfer.engine.request"
 _SCHEDULER = "roseinfer.engine.scheduler"
 _ENGINE = "roseinfer.engine.engine"
 _RUNNER = "roseinfer.engine.runner"
+_CHOICE = "roseinfer.engine.token_choice"
 _SEQUENCE = "roseinfer.kv.sequence"
 _BATCH = "roseinfer.attention.triton"
 _CHUNK = "roseinfer.kernels.attend_chunks"
@@ -207,7 +208,7 @@ MUTANTS = (
     _mutant(
         "parameters-of-an-earlier-batch",
         "The sampling parameters of a batch are kept when other requests make up the next.",
-        _RUNNER,
+        _CHOICE,
         "        if self._sampling is None or self._sampling[0] != requests:\n",
         "        if self._sampling is None or len(self._sampling[0]) != len(requests):\n",
         ("S18",),
@@ -215,7 +216,7 @@ MUTANTS = (
     _mutant(
         "seed-of-the-row",
         "A request's draws depend on its place in the batch.",
-        _RUNNER,
+        _CHOICE,
         "                [request.seed for request in requests],\n",
         "                [request.seed + row for row, request in enumerate(requests)],\n",
         ("S18",),
@@ -223,7 +224,7 @@ MUTANTS = (
     _mutant(
         "penalty-for-new-tokens-only",
         "The repetition penalty forgets the prompt.",
-        _RUNNER,
+        _CHOICE,
         "tally_of(request.session.token_ids, request.prompt_length)",
         "tally_of(request.token_ids, 0)",
     ),
