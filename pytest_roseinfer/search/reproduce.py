@@ -63,9 +63,20 @@ from {module} import {check}
 EXAMPLE = {example}
 
 Adapter = load_target({adapter!r}{file})
-{check}(Adapter, {kind.__name__}.from_json(EXAMPLE))
+{server}{check}(Adapter, {kind.__name__}.from_json(EXAMPLE))
 print("it ran through: nothing differed")
 '''
+
+
+_SERVER = """\
+from dataclasses import replace
+
+from pytest_roseinfer import settings
+
+KEY = os.environ.get("ROSEINFER_API_KEY", "")
+SERVER = settings.Endpoint({url!r}, {model!r}, KEY, {rate!r})
+settings.set_current(replace(settings.current(), endpoint=SERVER))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +151,7 @@ def _write(trace: dict[str, Any], found: Found, folder: Path, drawing: str) -> S
     script = _SCRIPT.format(
         **{name: trace[name] for name in ("adapter", "check", "environment", "folders")},
         file=f", str(ROOT / {trace['file']!r})" if trace["file"] else "",
+        server=_server(trace["adapter"]),
         kind=_kind(trace),
         module=CHECKS[trace["check"]].__module__,
         message="\n".join(f"# {line}".rstrip() for line in found["message"].splitlines()),
@@ -160,6 +172,14 @@ def _write(trace: dict[str, Any], found: Found, folder: Path, drawing: str) -> S
         drawing=f"{folder.name}/{stem}.svg" if drawing else "",
         words="\n".join(words),
     )
+
+
+def _server(adapter: str) -> str:
+    """Return how a script names the server that was tested, if one was. It has no key of it."""
+    endpoint = settings.current().endpoint
+    if endpoint is None or adapter != ENDPOINT_TARGET:
+        return ""
+    return _SERVER.format(url=endpoint.url, model=endpoint.model, rate=endpoint.rate)
 
 
 def how_to_replay(file: Path, adapter: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -11,10 +13,12 @@ import pytest
 from hypothesis.errors import FlakyFailure
 
 from pytest_roseinfer import settings
+from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
 from pytest_roseinfer.endpoint.served_engine import BrokenPromise, ServedEngine
 from pytest_roseinfer.endpoint.server import ServerError
 from pytest_roseinfer.endpoint.text_stream import Streamed
 from pytest_roseinfer.engines.run import MixDivergence
+from pytest_roseinfer.search.reproduce import save
 from pytest_roseinfer.settings import Endpoint
 from tests.endpoint.planted_servers import BUGS, LEAKED
 from tests.engine.searched_mixes import search
@@ -22,6 +26,7 @@ from tests.server.served import running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 CLEAN = 12
@@ -94,3 +99,22 @@ def test_what_ended_behind_the_last_step_is_checked_too(cold: bool) -> None:
     engine._open = {} if cold else {_stream(ended): right}
     with pytest.raises(BrokenPromise, match=r"request 0.* ended by 'length'; alone by 'stop'"):
         engine.leftovers()
+
+
+def test_a_saved_script_asks_the_same_server(endpoint: Endpoint, tmp_path: Path) -> None:
+    settings.set_current(replace(settings.current(), endpoint=replace(endpoint, key="secret")))
+    wanted = Sampling(max_new_tokens=2)
+    mix = RequestMix((Asked((3, 4), wanted), Asked((3,), wanted)))
+    found: Any = {"message": "it was so", "what": "another text"}
+    saved = save(ServedEngine, mix, "run_mix", found, f"{tmp_path}/failures", "")
+    script = tmp_path / saved.script
+    assert "secret" not in script.read_text()
+    assert replayed(script).stdout == "it ran through: nothing differed\n"
+    script.write_text(script.read_text().replace(endpoint.url, "http://127.0.0.1:9"))
+    assert "ServerError: GET /v1/models: ConnectionRefusedError" in replayed(script).stderr
+
+
+def replayed(script: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=60, check=False
+    )
