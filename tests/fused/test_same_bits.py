@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from roseinfer import LLM, ConfigError
+from roseinfer import LLM, ConfigError, SamplingParams
+from roseinfer.bench.speculation_bench import repeating
 from roseinfer.kernels import attend_decode
 from roseinfer.models import batch_trial, loading
+from tests.engine.repeating import drafted
 from tests.fused import same_bits
 from tests.lanes.planted import Planted, module_with
 
@@ -20,6 +22,14 @@ on_a_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="the interpreter multiplies by numpy, in other orders"
 )
 MIXES = 25
+EXACT: dict[str, Any] = {"batch_invariant": True, "max_length": 512, "kv_cache_tokens": 4096}
+REPEATING = [[7, 3, 90], [12] * 70, [5, 6, 7, 8, 5, 6, 7, 8]]
+TOLD = [
+    SamplingParams(
+        max_new_tokens=100, ignore_eos=True, logprobs=True, temperature=temperature, seed=seed
+    )
+    for seed, temperature in enumerate((0.0, 0.0, 0.2))
+]
 
 
 @on_a_gpu
@@ -28,6 +38,23 @@ def test_every_row_of_logits_as_alone(device: str, kin: str) -> None:
     if device != "cuda":
         pytest.skip("this is about a GPU")
     assert list(same_bits.differing(same_bits.model_of(kin), MIXES, seed=1)) == []
+
+
+@on_a_gpu
+@pytest.mark.parametrize("kin", ["llama", "gpt2"])
+def test_drafted_texts_and_their_log_probabilities(device: str, kin: str) -> None:
+    """Of requests that draw, too, and of several at once."""
+    if device != "cuda":
+        pytest.skip("this is about a GPU")
+    told = []
+    for speculation in (None, "ngram"):
+        llm = LLM(
+            repeating(same_bits.model_of(kin)), device=device, **EXACT, speculation=speculation
+        )
+        outputs = llm.generate(REPEATING, TOLD, progress=False)
+        told.append([(each.token_ids, each.logprobs) for each in outputs])
+    assert drafted(llm)[1] > 100
+    assert told[0] == told[1]
 
 
 PLANTED = {
