@@ -117,7 +117,7 @@ class Prompts:
             most = self._engine.room.most_new(1)
             raise self._too_long(f"there is room for {most} and a new one", count, field)
         try:
-            self._engine.sessions.check_tokens(token_ids)
+            self._engine.sessions.model.shape.check_tokens(token_ids)
         except BadArgument as error:
             raise Refused(400, f"{field}: {error}", param=field, code="invalid_value") from None
         return Prompt(token_ids, room)
