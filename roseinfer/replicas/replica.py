@@ -102,6 +102,7 @@ class Replica:
 
 def _service(deployed: Deployed, number: int) -> Service:
     # Here, since the process that starts replicas has no use for torch.
+    from roseinfer.engine_process.this_process import InProcess
     from roseinfer.llm import LLM
     from roseinfer.server.service import Service
 
@@ -110,4 +111,4 @@ def _service(deployed: Deployed, number: int) -> Service:
     )
     # The line of a request is written by the process that listens.
     config = replace(deployed.config, access_log=False)
-    return Service(llm, deployed.names, config, deployed.chat_template, number)
+    return Service(InProcess(llm), deployed.names, config, deployed.chat_template, number)
