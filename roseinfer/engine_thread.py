@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -166,18 +167,18 @@ class EngineThread:
         self._do_all(wait=not self._engine.has_work)
         if self._llm.ranks is not None:
             self._llm.ranks.require()
-        brought: dict[Inbox, list[News]] = {}
+        brought: defaultdict[Inbox, list[News]] = defaultdict(list)
         for update in self._step():
             if listener := self._listeners.get(update.request):
                 if update.finish_reason is not None:
                     self._leave(listener)
-                brought.setdefault(listener.inbox, []).append((listener, update))
+                brought[listener.inbox].append((listener, update))
         for inbox, news in brought.items():
             alive = tell(inbox, news)
             for listener, _ in news:
                 if not alive:
                     self._leave(listener)
-                elif listener.unread >= MOST_UNREAD:
+                elif listener.told - listener.taken >= MOST_UNREAD:  # a call takes longer
                     self._pause(listener)
         for listener in [each for each in self._full if each.inbox.gone]:
             self._leave(listener)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from roseinfer.cli.model_options import load_llm
 from roseinfer.engine_process.any_process import Facts
+from roseinfer.engine_process.loaded import keep_loaded
 from roseinfer.engine_process.wire import Add, CheckGuide, Leave, Order, Taken, framed, receive
 from roseinfer.errors import RoseinferError
 from roseinfer.sampling_params import SamplingParams
@@ -125,6 +126,7 @@ def main(number: int) -> int:
         link.sendall(framed(error))
         return 2
     link.sendall(framed(Facts.of(llm)))
+    keep_loaded()
     desks.put(_Desk(llm, link))
     hearing.join()
     return 1  # it broke down, and said where

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from roseinfer.engine.engine import Update
 from roseinfer.engine_process.any_process import Figures
 from roseinfer.engine_process.part import Part
 from roseinfer.engine_process.portable import portable
@@ -36,6 +37,8 @@ class NumberedListener(Listener):
     """A text that somebody in the other process waits for."""
 
     number: int = 0
+    part: Part | None = None
+    """What came for it and was not sent yet, which the outbox's thread alone sees."""
     begun: bool = False
     """True when something was told of its prompt."""
 
@@ -56,7 +59,8 @@ class Outbox:
         self._stopped = stopped
         self._news: SimpleQueue[Sequence[News]] = SimpleQueue()
         self._answers: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
-        self._parts: dict[int, Part] = {}
+        self._due: list[NumberedListener] = []
+        """Those that have a part."""
         self._said: tuple[Figures, bool] | None = None
         """The figures that were sent last, and whether the engine had stopped."""
         self._sent_at = 0.0
@@ -99,30 +103,32 @@ class Outbox:
             self._merge(self._news.get())
 
     def _merge(self, news: Sequence[News]) -> None:
-        parts = self._parts
+        """Add updates to the parts of their texts. This is all that is done for each token here."""
         for listener, what in news:
-            assert isinstance(listener, NumberedListener)
-            number = listener.number
-            part = parts.get(number)
-            if part is None:
-                part = parts[number] = Part()
-            if isinstance(what, BaseException):
-                part.count += 1
-                part.error = what
-            else:
+            assert type(listener) is NumberedListener
+            if (part := listener.part) is None:
+                part = listener.part = Part()
+                self._due.append(listener)
+            if type(what) is Update:
                 part.add(what)
                 if not listener.begun and part.tokens:
                     listener.begun = True
                     part.begin(what.request)
+            else:
+                assert isinstance(what, BaseException)
+                part.count += 1
+                part.error = what
 
     def _send(self) -> None:
-        parts, self._parts = self._parts, {}
+        due, self._due = self._due, []
         told: list[tuple[Any, ...]] = []
-        for number, part in parts.items():
+        for listener in due:
+            part, listener.part = listener.part, None
+            assert part is not None
             if part.last:
-                self.open.pop(number, None)
+                self.open.pop(listener.number, None)
                 part.error = None if part.error is None else portable(part.error)
-            told.append((number, *part.packed()))
+            told.append((listener.number, *part.packed()))
         figures, stopped = Figures.of(self._engine), self._stopped()
         changed = (figures, stopped) != self._said
         self._at_rest = not (changed or self.open or figures.running or figures.waiting)

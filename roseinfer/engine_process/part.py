@@ -43,8 +43,8 @@ class Part:
             self.tokens.append(update.token_id)
             if update.logprob is not None:
                 self.logprobs.append(update.logprob)
-            if update.top_logprobs is not None:
-                self.likeliest.append(update.top_logprobs)
+                if update.top_logprobs is not None:
+                    self.likeliest.append(update.top_logprobs)
         if update.finish_reason is not None:
             self.finish_reason = str(update.finish_reason)
             self.error = update.request.error

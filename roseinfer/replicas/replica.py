@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from roseinfer.engine_process.loaded import keep_loaded
 from roseinfer.errors import RoseinferError
 from roseinfer.how_far import say
 from roseinfer.replicas.asked import is_last
@@ -39,6 +40,7 @@ class Replica:
         from roseinfer.server.app import application
 
         self._app = application(self._service)
+        keep_loaded()
 
     async def answer(self, asked: Asked) -> AsyncGenerator[list[Message] | Note, None]:
         """Yield what the application sends, as much at a time as there is.

@@ -15,6 +15,7 @@ from roseinfer.cli.model_options import (
     refuse_mistakes,
 )
 from roseinfer.config import API_KEY, EngineConfig, ServerConfig
+from roseinfer.engine_process.loaded import keep_loaded
 from roseinfer.engine_process.starting import served_engine
 from roseinfer.errors import ConfigError, RoseinferError
 from roseinfer.how_far import say
@@ -116,7 +117,9 @@ def _serve_here(
         def ready() -> None:
             _say_how_to_try(config, names[0], service.prompts.can_chat, listener)
 
-        HttpServer(application(service), service, ready).run([listener])
+        app = application(service)
+        keep_loaded()
+        HttpServer(app, service, ready).run([listener])
 
 
 def _serve_replicas(
