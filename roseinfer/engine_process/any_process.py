@@ -76,6 +76,10 @@ class ServedEngine(Protocol):
     """An engine that serves the tasks of one loop."""
 
     @property
+    def apart(self) -> bool:
+        """True if it shares no interpreter with what it serves."""
+
+    @property
     def facts(self) -> Facts: ...
 
     @property

@@ -92,6 +92,8 @@ def _how(status: int) -> str:
 class OtherProcess:
     """Serves the tasks of one loop, all in that loop's thread but ``close``."""
 
+    apart = True
+
     def __init__(
         self,
         process: subprocess.Popen[bytes],

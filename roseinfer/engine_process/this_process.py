@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class InProcess:
     """Serves an ``LLM`` of this process."""
 
+    apart = False
+
     def __init__(self, llm: LLM) -> None:
         self.facts = Facts.of(llm)
         self._engine = llm.engine

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from roseinfer.server.prompts import Prompt
 
 
-_CHUNKS_A_SECOND = 2000
+_CHUNKS_A_SECOND = 8000
 """Where more would be sent of all texts together, tokens wait for each other."""
+_CHUNKS_BESIDE_ENGINE = 2000
+"""The same where the engine shares the interpreter: so much of its time may sending take."""
 _MOST_TO_A_CHUNK = 16
 """They wait for about so many. A text with many more unread would be paused."""
 _LEAST_S, _MOST_S = 0.002, 0.1
@@ -141,11 +143,12 @@ class Generation:
                     self._end(choice, why, time.perf_counter())
 
     def _pause(self) -> float:
-        """Return how long to let tokens come together, so that the engine's thread gets its turn.
+        """Return how long to let tokens come together, since each chunk takes time to send.
 
         Where few are served, each token is sent when it comes.
         """
-        seconds = self._num_open() / _CHUNKS_A_SECOND
+        most = _CHUNKS_A_SECOND if self._served.apart else _CHUNKS_BESIDE_ENGINE
+        seconds = self._num_open() / most
         if seconds < _LEAST_S:
             return 0
         return min(seconds, self._token_s * _MOST_TO_A_CHUNK, _MOST_S)
