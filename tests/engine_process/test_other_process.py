@@ -37,6 +37,12 @@ async def at_rest(driven: Driven) -> None:
         await asyncio.sleep(0.01)
 
 
+async def of_guide(driven: Driven, guide: Guide) -> list[Part]:
+    texts = driven.engine.texts()
+    texts.add(PROMPT, SamplingParams(guide=guide))
+    return await until_its_end(texts)
+
+
 def test_texts_are_those_of_an_llm(driven: Driven) -> None:
     prompts = [PROMPT[:length] for length in range(1, len(PROMPT))]
     asked = [
@@ -97,18 +103,18 @@ def test_what_is_refused_over_there_is_refused_in_the_same_words(
     assert (good.error, len(good.tokens)) == (None, 16)
 
 
+def test_a_guide_that_nobody_looked_at_before_ends_its_text_alone(driven: Driven) -> None:
+    (part,) = driven.run(of_guide(driven, Guide(regex="(")))
+    assert isinstance(part.error, BadArgument)
+    assert str(part.error).startswith("this guide cannot be followed")
+
+
 def test_guides_are_looked_at_over_there(driven: Driven) -> None:
     with pytest.raises((BadArgument, ConfigError), match="this guide cannot be followed"):
         driven.run(driven.engine.check_guide(Guide(regex="(")))
     guide = Guide(regex="[ab]{7}")
     driven.run(driven.engine.check_guide(guide))
-
-    async def guided() -> list[Part]:
-        texts = driven.engine.texts()
-        texts.add(PROMPT, SamplingParams(guide=guide))
-        return await until_its_end(texts)
-
-    (part,) = driven.run(guided())
+    (part,) = driven.run(of_guide(driven, guide))
     assert len(part.text) == 7
     assert {*part.text} <= {*"ab"}
 
@@ -138,20 +144,22 @@ def test_a_text_that_nobody_reads_waits_and_another_does_not(driven: Driven) -> 
     assert (part.tokens, part.finish_reason) == (output.token_ids, "length")
 
 
-def test_a_text_that_is_left_ends_and_figures_come_to_rest(driven: Driven) -> None:
-    async def leaving() -> list[int]:
-        texts = driven.engine.texts()
-        for _ in range(8):
-            texts.add(PROMPT, LONG)
+def test_a_text_that_is_left_ends_within_a_step_and_figures_come_to_rest(driven: Driven) -> None:
+    """It holds blocks while it runs, and leaves behind those of the few tokens that it got."""
+
+    async def leaving() -> tuple[int, int]:
+        texts, before = driven.engine.texts(), driven.engine.figures.cached
+        for number in range(8):
+            texts.add([200, number], LONG)
         await texts.next()
         running = driven.engine.figures.running
         texts.leave()
         await asyncio.wait_for(at_rest(driven), 1)
-        return [running, driven.engine.figures.cached]
+        return running, driven.engine.figures.cached - before
 
     running, cached = driven.run(leaving())
     assert running
-    assert cached
+    assert cached <= 8
     assert not driven.engine._open
 
 
