@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from roseinfer.engine_thread import EngineThread, Listener, News
 from roseinfer.errors import ConfigError
@@ -18,16 +20,49 @@ if TYPE_CHECKING:
     from roseinfer.engine.request import Request
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _LoopInbox:
+    """The inbox of all tasks of one loop, which is woken up once for all that a step brings.
+
+    To wake it up takes longer than all that a step does for a request.
+    """
+
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def gone(self) -> bool:
+        return self.loop.is_closed()
+
+    def put(self, news: Sequence[News]) -> bool:
+        try:
+            self.loop.call_soon_threadsafe(_deliver, news)
+        except RuntimeError:  # asking first would not help, since it may close at any moment
+            return False
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class _TaskListener(Listener):
+    arrived: asyncio.Queue[News] = field(default_factory=asyncio.Queue)
+    """What came, each with whom it is for: several listeners may share a queue."""
+
+
+def _deliver(news: Sequence[News]) -> None:
+    for listener, what in news:
+        assert isinstance(listener, _TaskListener)
+        listener.arrived.put_nowait((listener, what))
+
+
 class Together:
     """Requests of one task, for which all that steps bring comes in one queue.
 
     The task must ``leave`` in the end, which cancels those that have not ended.
     """
 
-    def __init__(self, llm: LLM, thread: EngineThread) -> None:
+    def __init__(self, llm: LLM, thread: EngineThread, inbox: _LoopInbox) -> None:
         self._llm = llm
         self._thread = thread
-        self._loop = asyncio.get_running_loop()
+        self._inbox = inbox
         self._arrived: asyncio.Queue[News] = asyncio.Queue()
         self._numbers: dict[Listener, int] = {}
 
@@ -36,7 +71,7 @@ class Together:
         asked = SamplingParams() if params is None else params
         text = self._llm.engine.text_for(asked)  # here, where it holds up no other stream
         guide = self._llm.engine.guide_for(asked)
-        listener = Listener(self._loop, self._arrived)
+        listener = _TaskListener(self._inbox, arrived=self._arrived)
         self._numbers[listener] = len(self._numbers)
         self._thread.submit(listener, prompt, asked, text, guide)
 
@@ -73,6 +108,8 @@ class AsyncLLM:
         if not isinstance(llm, LLM):
             raise ConfigError(f"AsyncLLM serves an LLM that was built before, not {llm!r}")
         self._llm = llm
+        self._inboxes: WeakValueDictionary[asyncio.AbstractEventLoop, _LoopInbox]
+        self._inboxes = WeakValueDictionary()
         self._thread = EngineThread(llm)  # which knows nothing of this object, and so lets it go
         weakref.finalize(self, self._thread.stop).atexit = False
 
@@ -100,7 +137,9 @@ class AsyncLLM:
     def together(self) -> Together:
         """Return what prompts can be added to, to be listened to by one task."""
         self._llm.require_own_process()
-        return Together(self._llm, self._thread)
+        loop = asyncio.get_running_loop()
+        inbox = self._inboxes.setdefault(loop, _LoopInbox(loop))
+        return Together(self._llm, self._thread, inbox)
 
     async def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
         last = None

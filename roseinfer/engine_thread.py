@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from roseinfer.config import MOST_UNREAD, RESUMED_AT
 from roseinfer.errors import BadArgument, EngineStopped, RanksFailed
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable, Sequence
 
     from roseinfer.engine.engine import Update
@@ -30,13 +30,22 @@ _GLANCE = 1.0
 """Seconds after which an idle engine looks whether those who do not read can still come back."""
 
 
+class Inbox(Protocol):
+    """Where what steps bring is handed over: to the tasks of a loop, or to another process."""
+
+    @property
+    def gone(self) -> bool:
+        """True if nobody reads it any more."""
+
+    def put(self, news: Sequence[News]) -> bool:
+        """Hand things over, all at once, and return False if nobody reads them any more."""
+
+
 @dataclass(slots=True, eq=False)
 class Listener:
-    """A stream, which waits for its updates in an event loop."""
+    """A stream, which waits for its updates beside others in an inbox."""
 
-    loop: asyncio.AbstractEventLoop
-    arrived: asyncio.Queue[tuple[Listener, Update | BaseException]]
-    """What came, each with whom it is for: several listeners may share a queue."""
+    inbox: Inbox
     request: Request | None = None
     told: int = 0
     """How many things were handed over, which the engine's thread alone counts."""
@@ -53,23 +62,13 @@ class Listener:
 News = tuple[Listener, "Update | BaseException"]
 
 
-def tell(loop: asyncio.AbstractEventLoop, news: Sequence[News]) -> bool:
-    """Hand things over, all at once, and return False if the loop is closed.
-
-    To wake a loop up takes longer than all that a step does for a request.
-    """
-    try:
-        loop.call_soon_threadsafe(_deliver, news)
-    except RuntimeError:  # asking first would not help, since it may close at any moment
+def tell(inbox: Inbox, news: Sequence[News]) -> bool:
+    """Hand things over, and count them."""
+    if not inbox.put(news):
         return False
     for listener, _ in news:
         listener.told += 1
     return True
-
-
-def _deliver(news: Sequence[News]) -> None:
-    for listener, what in news:
-        listener.arrived.put_nowait((listener, what))
 
 
 class EngineThread:
@@ -112,9 +111,9 @@ class EngineThread:
         """Tell a listener what comes of a prompt."""
         self._do(lambda: self._submit(listener, prompt, params, text, guide))
 
-    def note_taken(self, listener: Listener) -> None:
+    def note_taken(self, listener: Listener, count: int = 1) -> None:
         """Count that a stream was read, and let its request go on if it was paused."""
-        listener.taken += 1
+        listener.taken += count
         if listener.full and listener.unread <= RESUMED_AT:
             self._do(lambda: self._resume(listener))
 
@@ -168,20 +167,20 @@ class EngineThread:
         self._do_all(wait=not self._engine.has_work)
         if self._llm.ranks is not None:
             self._llm.ranks.require()
-        brought: dict[asyncio.AbstractEventLoop, list[News]] = {}
+        brought: defaultdict[Inbox, list[News]] = defaultdict(list)
         for update in self._step():
             if listener := self._listeners.get(update.request):
                 if update.finish_reason is not None:
                     self._leave(listener)
-                brought.setdefault(listener.loop, []).append((listener, update))
-        for loop, news in brought.items():
-            alive = tell(loop, news)
+                brought[listener.inbox].append((listener, update))
+        for inbox, news in brought.items():
+            alive = tell(inbox, news)
             for listener, _ in news:
                 if not alive:
                     self._leave(listener)
-                elif listener.unread >= MOST_UNREAD:
+                elif listener.told - listener.taken >= MOST_UNREAD:  # a call takes longer
                     self._pause(listener)
-        for listener in [each for each in self._full if each.loop.is_closed()]:
+        for listener in [each for each in self._full if each.inbox.gone]:
             self._leave(listener)
 
     def _step(self) -> list[Update]:
@@ -218,12 +217,12 @@ class EngineThread:
         guide: GuideProgress | None,
     ) -> None:
         if self._closed:
-            tell(listener.loop, [(listener, self._why())])
+            tell(listener.inbox, [(listener, self._why())])
             return
         try:
             listener.request = self._engine.submit(prompt, params, text, guide)
         except BaseException as error:  # whatever it is, only this stream fails
-            tell(listener.loop, [(listener, error)])
+            tell(listener.inbox, [(listener, error)])
         else:
             self._listeners[listener.request] = listener
 
@@ -253,7 +252,7 @@ class EngineThread:
         self._closed = True
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
-            tell(listener.loop, [(listener, self._why())])
+            tell(listener.inbox, [(listener, self._why())])
         try:
             for request in listeners:
                 self._engine.cancel(request)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from traceback import clear_frames
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
 class RoseinferError(Exception):
-    """Root of every error raised on purpose by this package."""
+    """Root of every error raised on purpose by this package.
+
+    One can be pickled, to be raised in another process. What caused it stays behind: where that is
+    of account, the words have it.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _as_it_was, (type(self), self.args, self.__dict__)
 
 
 class OutOfBlocks(RoseinferError, RuntimeError):
@@ -84,6 +91,15 @@ def wrong_kind(error: Exception, wanted: str, *given: object) -> RoseinferError:
         return error
     named = " and ".join(f"{each!r:.200}" for each in given)
     return BadArgument(f"{wanted}, not {named} ({with_kind(error)})")
+
+
+def _as_it_was(
+    kind: type[RoseinferError], said: tuple[Any, ...], known: dict[str, Any]
+) -> RoseinferError:
+    """Return an error that was raised elsewhere. Its kind makes new ones, of other arguments."""
+    error = kind.__new__(kind, *said)
+    error.__dict__.update(known)
+    return error
 
 
 class _Caused(RoseinferError, RuntimeError):

@@ -37,7 +37,7 @@ ENGINE_LAYERS = (
     {"llm"},
     {"engine_thread"},
     {"async_llm"},
-    {"cli", "server", "replicas", "bench", "__main__"}
+    {"cli", "server", "engine_process", "replicas", "bench", "__main__"}
     | {"benchmark_scheduler", "benchmark_streaming"},
 )
 PLUGIN_LAYERS = (

@@ -101,7 +101,10 @@ class Engine:
             path_counts=self.path_counts,
         )
         self.room = RequestRoom(
-            self._supply, model.shape.max_length, kv.block_size, config.max_length is not None
+            self._supply.needs,
+            self._supply.capacity,
+            model.shape.max_length,
+            by_max_length=config.max_length is not None,
         )
         self._scheduler = Scheduler(config, self._supply)
         self._speculation: Speculation | None = None
@@ -188,7 +191,7 @@ class Engine:
         text = text or self.text_for(params)
         guide = guide or self.guide_for(params)
         token_ids = token_ids_of(prompt, self._tokenizer)
-        self.sessions.check_tokens(token_ids)
+        self.sessions.model.shape.check_tokens(token_ids)
         request = Request(
             id=self._next_id,
             params=params,

@@ -9,6 +9,7 @@ from enum import StrEnum
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+from roseinfer.engine.request_room import BlockNeeds
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument
 from roseinfer.kv.groups import given_back
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from roseinfer.engine.prefix_cache import Held, PrefixCache
     from roseinfer.errors import RoseinferError
     from roseinfer.guided.guide_progress import GuideProgress
-    from roseinfer.kv.groups import LayerGroup
     from roseinfer.kv.manager import KVBlockManager
     from roseinfer.kv.sequence import InferenceSession
     from roseinfer.sampling_params import SamplingParams
@@ -174,8 +174,8 @@ class BlockSupply:
         self._kv = kv
         self._prefixes = prefixes
         self._path_counts: Counter[str] = Counter() if path_counts is None else path_counts
-        self._at_once = at_once
-        self._lag = lag
+        windows = tuple(group.window for group in kv.groups) if kv.one_pool else (None,)
+        self.needs = BlockNeeds(kv.block_size, windows, at_once, lag)
         self._windows = [
             (at, group) for at, group in enumerate(kv.groups) if group.window is not None
         ]
@@ -204,12 +204,14 @@ class BlockSupply:
         if not self._kv.one_pool:
             return blocks + copies
         needed = (blocks + copies) * len(self._kv.groups)
-        if self._at_once is None or count <= self._at_once:
+        at_once = self.needs.at_once
+        if at_once is None or count <= at_once:
             return needed
         for at, group in self._windows:  # what leaves a window makes room for the steps behind
             own = session.block_lists[at]
             held = len(own) - given_back(own)
-            needed -= max(0, held + blocks - self._most_in(group, self._at_once))
+            assert group.window is not None
+            needed -= max(0, held + blocks - self.needs.most_in(group.window, at_once))
         return needed
 
     def needed_behind(self, session: InferenceSession, count: int) -> int:
@@ -217,28 +219,6 @@ class BlockSupply:
         size = self._kv.block_size
         blocks = -(-(session.stored + 1 + count) // size) - -(-(session.stored + 1) // size)
         return blocks * len(self._kv.groups) if self._kv.one_pool else blocks
-
-    def needed_alone(self, prompt: int, length: int) -> int:
-        """Return the most blocks that a request holds by itself until it has ``length`` tokens."""
-        size = self._kv.block_size
-        whole = -(-length // size)
-        if not self._kv.one_pool:
-            return whole
-        at_once = min(prompt, self._at_once or prompt)
-        most = [
-            whole if group.window is None else min(whole, self._most_in(group, at_once))
-            for group in self._kv.groups
-        ]
-        return sum(most)
-
-    def _most_in(self, group: LayerGroup, at_once: int) -> int:
-        """Return the most blocks that a sequence holds in layers of a window.
-
-        It gives back once a block, and what is in flight is not known yet.
-        """
-        assert group.window is not None
-        seen = group.window - 1 + max(at_once, self._lag)
-        return -(-seen // self._kv.block_size) + 2
 
     def ensure(self, blocks: int) -> None:
         """Make sure that so many blocks are free, so that a step cannot run out."""

@@ -17,7 +17,7 @@ from roseinfer.engine.flight import NO_DRAFTS, Flight, forget_tokens_in_flight
 from roseinfer.engine.prompt_flight import tell_prompts
 from roseinfer.engine.token_choice import TokenChoice
 from roseinfer.engine_paths import EnginePath
-from roseinfer.errors import BadArgument, RequestTooLarge
+from roseinfer.errors import BadArgument
 from roseinfer.kv.groups import given_back
 from roseinfer.kv.manager import StepAppend
 from roseinfer.kv.sequence import InferenceSession
@@ -62,7 +62,7 @@ class SequenceRunner:
     ) -> tuple[list[InferenceSession], torch.Tensor]:
         """Store prompts; return a session for each, and the logits of their next tokens."""
         for prompt in prompts:
-            self.check_tokens(prompt)
+            self.model.shape.check_tokens(prompt)
         sessions = [self.empty(list(prompt)) for prompt in prompts]
         return sessions, self.extend(sessions)
 
@@ -147,17 +147,6 @@ class SequenceRunner:
 
     def empty(self, token_ids: list[int]) -> InferenceSession:
         return InferenceSession([[] for _ in self.kv.groups], token_ids)
-
-    def check_tokens(self, prompt: Sequence[int]) -> None:
-        shape = self.model.shape
-        if not prompt:
-            raise BadArgument("an empty prompt: at least one token is needed")
-        if len(prompt) > shape.max_length:
-            raise RequestTooLarge(
-                f"a prompt of {len(prompt)} tokens for a model of {shape.max_length} positions"
-            )
-        if min(prompt) < 0 or max(prompt) >= shape.vocab_size:
-            raise BadArgument(f"token ids must lie in 0..{shape.vocab_size - 1}")
 
 
 class StepRunner:

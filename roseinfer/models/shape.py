@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from roseinfer.errors import UnsupportedModel
+from roseinfer.errors import BadArgument, RequestTooLarge, UnsupportedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,17 @@ class ModelShape:
     vocab_size: int
     max_length: int
     """Positions the engine may use."""
+
+    def check_tokens(self, prompt: Sequence[int]) -> None:
+        """Raise for a prompt that the model cannot read."""
+        if not prompt:
+            raise BadArgument("an empty prompt: at least one token is needed")
+        if len(prompt) > self.max_length:
+            raise RequestTooLarge(
+                f"a prompt of {len(prompt)} tokens for a model of {self.max_length} positions"
+            )
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            raise BadArgument(f"token ids must lie in 0..{self.vocab_size - 1}")
 
 
 _UNSAID = 2048

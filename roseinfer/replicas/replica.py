@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from roseinfer.engine_process.loaded import keep_loaded
 from roseinfer.errors import RoseinferError
 from roseinfer.how_far import say
 from roseinfer.replicas.asked import is_last
@@ -39,6 +40,7 @@ class Replica:
         from roseinfer.server.app import application
 
         self._app = application(self._service)
+        keep_loaded()
 
     async def answer(self, asked: Asked) -> AsyncGenerator[list[Message] | Note, None]:
         """Yield what the application sends, as much at a time as there is.
@@ -102,6 +104,7 @@ class Replica:
 
 def _service(deployed: Deployed, number: int) -> Service:
     # Here, since the process that starts replicas has no use for torch.
+    from roseinfer.engine_process.this_process import InProcess
     from roseinfer.llm import LLM
     from roseinfer.server.service import Service
 
@@ -110,4 +113,4 @@ def _service(deployed: Deployed, number: int) -> Service:
     )
     # The line of a request is written by the process that listens.
     config = replace(deployed.config, access_log=False)
-    return Service(llm, deployed.names, config, deployed.chat_template, number)
+    return Service(InProcess(llm), deployed.names, config, deployed.chat_template, number)

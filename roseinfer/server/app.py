@@ -52,12 +52,13 @@ def application(service: Service, write: Callable[[str], None] = write_line) -> 
             Middleware(Gatekeeper, config.api_key, config.max_body_bytes),
         ],
         exception_handlers={Refused: refuse, HTTPException: refuse, RoseinferError: refuse},
-        lifespan=partial(_closing, service),
+        lifespan=partial(_serving, service),
     )
 
 
 @asynccontextmanager
-async def _closing(service: Service, _: Starlette) -> AsyncIterator[None]:
+async def _serving(service: Service, _: Starlette) -> AsyncIterator[None]:
+    await service.served.open()
     yield
     await asyncio.to_thread(service.close)
 

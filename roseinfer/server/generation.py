@@ -11,25 +11,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
-    from roseinfer.async_llm import AsyncLLM, Together
-    from roseinfer.engine.engine import Update
-    from roseinfer.engine.request import Request
+    from roseinfer.engine_process.any_process import ServedEngine, Texts
+    from roseinfer.engine_process.part import Likeliest, Part
     from roseinfer.sampling_params import SamplingParams
     from roseinfer.server.metrics import Metrics
     from roseinfer.server.prompts import Prompt
 
 
-_CHUNKS_A_SECOND = 2000
+_CHUNKS_A_SECOND = 8000
 """Where more would be sent of all texts together, tokens wait for each other."""
+_CHUNKS_BESIDE_ENGINE = 2000
+"""The same where the engine shares the interpreter: so much of its time may sending take."""
 _MOST_TO_A_CHUNK = 16
 """They wait for about so many. A text with many more unread would be paused."""
 _LEAST_S, _MOST_S = 0.002, 0.1
 
 
-Likeliest = list[tuple[int, float]]
-"""Tokens with their log-probabilities."""
 Echoed = list[tuple[int, float | None]]
-"""The same of a prompt, whose first token has none."""
+"""The tokens of a prompt with their log-probabilities, of which the first has none."""
 
 
 @dataclass(slots=True)
@@ -85,7 +84,7 @@ class Generation:
 
     def __init__(
         self,
-        served: AsyncLLM,
+        served: ServedEngine,
         metrics: Metrics,
         prompts: Sequence[Prompt],
         choices: int,
@@ -113,12 +112,12 @@ class Generation:
 
     async def whole(self) -> list[Piece]:
         """Return all of each choice."""
-        texts = [Piece(number) for number in range(len(self.prompts) * self._wanted)]
+        wholes = [Piece(number) for number in range(len(self.prompts) * self._wanted)]
         async with aclosing(self.bursts()) as bursts:
             async for burst in bursts:
                 for piece in burst:
-                    texts[piece.choice].add(piece)
-        return texts
+                    wholes[piece.choice].add(piece)
+        return wholes
 
     async def bursts(self) -> AsyncGenerator[list[Piece], None]:
         """Yield what has come since the last time, a piece for each choice that got something.
@@ -126,81 +125,80 @@ class Generation:
         A text that nobody reads any more is cancelled: who leaves the loop closes it.
         """
         self._began = time.perf_counter()
-        together = self._served.together()
+        texts = self._served.texts()
         why = "abort"
         try:
             for prompt in range(len(self.prompts)):
-                self._begin(together, prompt, 0)
+                self._begin(texts, prompt, 0)
             while not all(choice.ended for choice in self._choices):
-                yield self._take(together, await together.next())
+                yield self._take(texts, await texts.next())
                 await asyncio.sleep(self._pause())
         except Exception:
             why = "error"
             raise
         finally:
-            together.leave()
+            texts.leave()
             for choice in self._choices:
                 if not choice.ended:
                     self._end(choice, why, time.perf_counter())
 
     def _pause(self) -> float:
-        """Return how long to let tokens come together, so that the engine's thread gets its turn.
+        """Return how long to let tokens come together, since each chunk takes time to send.
 
         Where few are served, each token is sent when it comes.
         """
-        seconds = self._num_open() / _CHUNKS_A_SECOND
+        most = _CHUNKS_A_SECOND if self._served.apart else _CHUNKS_BESIDE_ENGINE
+        seconds = self._num_open() / most
         if seconds < _LEAST_S:
             return 0
         return min(seconds, self._token_s * _MOST_TO_A_CHUNK, _MOST_S)
 
-    def _begin(self, together: Together, prompt: int, number: int) -> None:
+    def _begin(self, texts: Texts, prompt: int, number: int) -> None:
         asked = self.prompts[prompt]
-        together.add(asked.token_ids, self._params_of(asked, number))
+        texts.add(asked.token_ids, self._params_of(asked, number))
         self._choices.append(_Choice(prompt * self._wanted + number, prompt))
 
-    def _take(self, together: Together, updates: list[tuple[int, Update]]) -> list[Piece]:
-        """Return the pieces of updates, and begin what can begin now."""
+    def _take(self, texts: Texts, parts: list[tuple[int, Part]]) -> list[Piece]:
+        """Return the pieces that parts are, and begin what can begin now."""
         now = time.perf_counter()
-        pieces: dict[int, Piece] = {}
-        for at, update in updates:
-            choice, request = self._choices[at], update.request
-            piece = pieces.setdefault(at, Piece(choice.number))
-            piece.text += update.text
-            if update.token_id is not None:
-                piece.tokens.append(update.token_id)
-                if update.logprob is not None:
-                    piece.logprobs.append(update.logprob)
-                if update.top_logprobs is not None:
-                    piece.likeliest.append(update.top_logprobs)
-                choice.tokens += 1
-            if update.finish_reason is not None:
-                if request.error is not None:
-                    raise request.error
-                piece.finish_reason = str(update.finish_reason)
-            if choice.tokens == 1 and not choice.newest:
-                self._note_first(together, choice, request, now)
+        pieces = []
+        for at, part in parts:
+            if part.error is not None:
+                raise part.error
+            choice = self._choices[at]
+            piece = Piece(
+                choice.number,
+                part.text,
+                part.tokens,
+                part.logprobs,
+                part.likeliest,
+                finish_reason=part.finish_reason,
+            )
+            if part.found is not None:
+                self._note_first(texts, choice, part, part.found, now)
                 piece.echoed = self._echoed.get(choice.prompt, [])
-        for at, piece in pieces.items():
-            self._note(self._choices[at], piece, now)
-        return list(pieces.values())
+            self._note(choice, piece, now)
+            pieces.append(piece)
+        return pieces
 
     def _note_first(
-        self, together: Together, choice: _Choice, request: Request, now: float
+        self, texts: Texts, choice: _Choice, part: Part, found: int, now: float
     ) -> None:
         """Count a prompt that was read, and begin the other choices for it."""
-        self._metrics.began(request.prompt_length, now - self._began)
+        tokens = self.prompts[choice.prompt].token_ids
+        self._metrics.began(len(tokens), now - self._began)
         choice.newest = now
         if choice.number % self._wanted == 0:
-            self.usage.cached_tokens += min(request.found, request.prompt_length)
-            if request.params.prompt_logprobs:
-                tokens = self.prompts[choice.prompt].token_ids
-                self._echoed[choice.prompt] = [*zip(tokens, request.prompt_logprobs, strict=True)]
+            self.usage.cached_tokens += found
+            if part.prompt_logprobs:
+                self._echoed[choice.prompt] = [*zip(tokens, part.prompt_logprobs, strict=True)]
             for number in range(1, self._wanted):
-                self._begin(together, choice.prompt, number)
+                self._begin(texts, choice.prompt, number)
 
     def _note(self, choice: _Choice, piece: Piece, now: float) -> None:
+        first = not choice.tokens
+        choice.tokens += len(piece.tokens)
         self.usage.completion_tokens += len(piece.tokens)
-        first = choice.tokens == len(piece.tokens)
         self._metrics.generated(len(piece.tokens), now - choice.newest, first=first)
         self._token_s = (now - choice.newest) / max(1, len(piece.tokens))
         choice.newest = now

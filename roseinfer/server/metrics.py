@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from roseinfer.engine.engine import Engine
+    from roseinfer.engine_process.any_process import ServedEngine
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -60,9 +60,9 @@ class Seconds:
 
 
 class Metrics:
-    """Counts what one event loop serves, and asks the engine for the rest when it is looked at."""
+    """Counts what one event loop serves, and has the rest from the engine when it is looked at."""
 
-    def __init__(self, engine: Engine, model_name: str, number: int = 0) -> None:
+    def __init__(self, served: ServedEngine, model_name: str, number: int = 0) -> None:
         """``number`` tells replicas of one model apart."""
         self.prompt_tokens = 0
         self.generation_tokens = 0
@@ -70,7 +70,7 @@ class Metrics:
         self._until_first = Seconds(_FIRST)
         self._between = Seconds(_BETWEEN)
         self._whole = Seconds(_WHOLE)
-        self._engine = engine
+        self._served = served
         self._labels = {"model_name": model_name, "engine": str(number)}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -105,11 +105,11 @@ class Metrics:
         yield from self._histograms()
 
     def _gauges(self) -> Iterator[Metric]:
-        engine = self._engine
-        total, held, cached = engine.occupancy
+        figures = self._served.figures
+        total, held, cached = figures.blocks, figures.held, figures.cached
         for name, what, value in (
-            ("vllm:num_requests_running", "Texts that are generated.", engine.num_running),
-            ("vllm:num_requests_waiting", "Texts that wait to begin.", engine.num_waiting),
+            ("vllm:num_requests_running", "Texts that are generated.", figures.running),
+            ("vllm:num_requests_waiting", "Texts that wait to begin.", figures.waiting),
             ("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all of it.", held / total),
         ):
             yield self._labelled(GaugeMetricFamily(name, what, labels=tuple(self._labels)), value)
@@ -125,7 +125,7 @@ class Metrics:
     def _cache_config(self, blocks: int) -> Metric:
         """Return what gateways look for, by labels: they place prompts by their blocks."""
         labels = self._labels | {
-            "block_size": str(self._engine.sessions.kv.block_size),
+            "block_size": str(self._served.facts.room.needs.block_size),
             "num_gpu_blocks": str(blocks),
         }
         family = GaugeMetricFamily(
@@ -135,13 +135,13 @@ class Metrics:
         return family
 
     def _counters(self) -> Iterator[Metric]:
-        engine = self._engine
+        figures = self._served.figures
         for name, what, value in (
             ("vllm:prompt_tokens", "Tokens of prompts that were read.", self.prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated.", self.generation_tokens),
-            ("vllm:prefix_cache_queries", "Prompt tokens looked for.", engine.prefix_queries),
-            ("vllm:prefix_cache_hits", "Prompt tokens found.", engine.prefix_hits),
-            ("vllm:num_preemptions", "Texts that had to begin again.", engine.num_preemptions),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked for.", figures.prefix_queries),
+            ("vllm:prefix_cache_hits", "Prompt tokens found.", figures.prefix_hits),
+            ("vllm:num_preemptions", "Texts that had to begin again.", figures.preemptions),
         ):
             yield self._labelled(CounterMetricFamily(name, what, labels=tuple(self._labels)), value)
         ends = CounterMetricFamily(

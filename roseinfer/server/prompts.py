@@ -13,7 +13,7 @@ from roseinfer.server.refusals import Refused
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from roseinfer.llm import LLM
+    from roseinfer.engine_process.any_process import Facts
 
 Result = TypeVar("Result")
 
@@ -28,11 +28,12 @@ class Prompt:
 class Prompts:
     """Reads prompts, in a thread of its own: a long one holds up neither streams nor the engine."""
 
-    def __init__(self, llm: LLM, most_tokens: int | None, chat_template: str | None) -> None:
-        self._tokenizer: Any = llm.tokenizer
-        self._engine = llm.engine
+    def __init__(self, facts: Facts, most_tokens: int | None, chat_template: str | None) -> None:
+        self._tokenizer: Any = facts.tokenizer
+        self._room = facts.room
+        self._shape = facts.shape
         self._most_tokens = most_tokens
-        self._chat_template = chat_template or getattr(llm.tokenizer, "chat_template", None)
+        self._chat_template = chat_template or getattr(facts.tokenizer, "chat_template", None)
         self._thread = ThreadPoolExecutor(1, "roseinfer-prompts")
 
     @property
@@ -112,12 +113,12 @@ class Prompts:
         count = len(token_ids)
         if self._most_tokens is not None and count > self._most_tokens:
             raise self._too_long(f"this server takes {self._most_tokens}", count, field)
-        room = self._engine.room.most_new(count)
+        room = self._room.most_new(count)
         if room < 1:
-            most = self._engine.room.most_new(1)
+            most = self._room.most_new(1)
             raise self._too_long(f"there is room for {most} and a new one", count, field)
         try:
-            self._engine.sessions.check_tokens(token_ids)
+            self._shape.check_tokens(token_ids)
         except BadArgument as error:
             raise Refused(400, f"{field}: {error}", param=field, code="invalid_value") from None
         return Prompt(token_ids, room)

@@ -12,10 +12,11 @@ from roseinfer.cli.model_options import (
     add_model_options,
     follow_if_launched,
     given_of,
-    load_llm,
     refuse_mistakes,
 )
 from roseinfer.config import API_KEY, EngineConfig, ServerConfig
+from roseinfer.engine_process.loaded import keep_loaded
+from roseinfer.engine_process.starting import served_engine
 from roseinfer.errors import ConfigError, RoseinferError
 from roseinfer.how_far import say
 
@@ -105,18 +106,20 @@ def _serve(args: argparse.Namespace) -> None:
 def _serve_here(
     args: argparse.Namespace, config: ServerConfig, template: str | None, listener: socket.socket
 ) -> None:
-    llm = load_llm(args, _NAME)
-    from roseinfer.server.app import application
-    from roseinfer.server.http_server import HttpServer
-    from roseinfer.server.service import Service
+    with served_engine(args, _NAME) as served:
+        from roseinfer.server.app import application
+        from roseinfer.server.http_server import HttpServer
+        from roseinfer.server.service import Service
 
-    names = config.served_model_name or (args.model,)
-    service = Service(llm, names, config, template)
+        names = config.served_model_name or (args.model,)
+        service = Service(served, names, config, template)
 
-    def ready() -> None:
-        _say_how_to_try(config, names[0], service.prompts.can_chat, listener)
+        def ready() -> None:
+            _say_how_to_try(config, names[0], service.prompts.can_chat, listener)
 
-    HttpServer(application(service), service, ready).run([listener])
+        app = application(service)
+        keep_loaded()
+        HttpServer(app, service, ready).run([listener])
 
 
 def _serve_replicas(

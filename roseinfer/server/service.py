@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from roseinfer.async_llm import AsyncLLM
 from roseinfer.errors import BadArgument, ConfigError
-from roseinfer.sampling_params import SamplingParams
 from roseinfer.server.admission import Admission
 from roseinfer.server.generation import Generation
 from roseinfer.server.metrics import Metrics
@@ -19,36 +17,37 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roseinfer.config import ServerConfig
+    from roseinfer.engine_process.any_process import ServedEngine
     from roseinfer.guided.guide import Guide
-    from roseinfer.llm import LLM
+    from roseinfer.sampling_params import SamplingParams
     from roseinfer.server.prompts import Prompt
     from roseinfer.server.shapes.bodies import Asked
 
 
 class Service:
-    """Serves one ``LLM``, under one name or several."""
+    """Serves one engine, under one name or several."""
 
     def __init__(
         self,
-        llm: LLM,
+        served: ServedEngine,
         names: Sequence[str],
         config: ServerConfig,
         chat_template: str | None = None,
         number: int = 0,
     ) -> None:
         """``number`` is that of this replica, where there are several."""
-        if llm.tokenizer is None:
+        facts = served.facts
+        if facts.tokenizer is None:
             raise ConfigError(f"{names[0]} has no tokenizer, so there are no texts to serve")
         self.config = config
         self.names = tuple(names)
-        self.engine = llm.engine
-        self.served = AsyncLLM(llm)
-        self.prompts = Prompts(llm, config.max_prompt_tokens, chat_template)
-        self.admission = Admission(llm.config.max_batch_size, config.max_queue)
-        self.metrics = Metrics(llm.engine, self.names[0], number)
-        self.token_texts = TokenTexts(llm.tokenizer)
-        self.vocabulary = llm.engine.sessions.model.shape.vocab_size
-        self.most_tokens = llm.engine.room.most_new(1) + 1
+        self.served = served
+        self.prompts = Prompts(facts, config.max_prompt_tokens, chat_template)
+        self.admission = Admission(facts.max_batch_size, config.max_queue)
+        self.metrics = Metrics(served, self.names[0], number)
+        self.token_texts = TokenTexts(facts.tokenizer)
+        self.vocabulary = facts.shape.vocab_size
+        self.most_tokens = facts.room.most_new(1) + 1
         """Of a prompt and its text together."""
         self._since = int(time.time())
 
@@ -66,7 +65,7 @@ class Service:
         self.served.close()
 
     def close(self) -> None:
-        """End the engine's thread and that of prompts."""
+        """End the engine, and the thread of prompts."""
         self.served.close()
         self.prompts.close()
 
@@ -89,14 +88,11 @@ class Service:
             raise Refused(404, why, param="model", code="model_not_found")
 
     async def guide_of(self, body: Asked) -> Guide | None:
-        """Return the form that texts must have, which can be followed, or raise a refusal.
-
-        Its grammar is made in the thread of prompts, where it holds up no stream.
-        """
+        """Return the form that texts must have, which can be followed, or raise a refusal."""
         try:
             guide = body.guide()
             if guide is not None:
-                await self.prompts.run(self.engine.guide_for, SamplingParams(guide=guide))
+                await self.served.check_guide(guide)
         except (BadArgument, ConfigError) as error:
             raise Refused(400, str(error), param=body.guided_by, code="invalid_value") from None
         return guide

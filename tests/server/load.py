@@ -135,7 +135,11 @@ async def metrics(users: Users) -> dict[str, float]:
     writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     text = (await reader.read()).decode()
     writer.close()
-    lines = [line.rpartition(" ") for line in text.partition("\r\n\r\n")[2].splitlines()]
+    return metrics_of(text.partition("\r\n\r\n")[2])
+
+
+def metrics_of(page: str) -> dict[str, float]:
+    lines = [line.rpartition(" ") for line in page.splitlines()]
     return {name: float(value) for name, _, value in lines if not name.startswith("#")}
 
 

@@ -15,6 +15,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from roseinfer import LLM
 from roseinfer.config import ServerConfig
+from roseinfer.engine_process.this_process import InProcess
 from roseinfer.server.app import application
 from roseinfer.server.http_server import HttpServer, bound
 from roseinfer.server.service import Service
@@ -57,6 +58,7 @@ class Server:
     """One that runs."""
 
     llm: LLM
+    served: InProcess
     service: Service
     http: HttpServer
     port: int
@@ -122,7 +124,7 @@ class Server:
     def await_idleness(self) -> None:
         """Wait until nothing is served; whatever was held for it is free then."""
         end = time.monotonic() + PATIENCE
-        thread = self.service.served._thread
+        thread = self.served._served._thread
         while self.service.admission.open or thread._listeners or self.llm.engine.has_work:
             assert time.monotonic() < end, "something is served for ever"
             time.sleep(0.002)
@@ -149,7 +151,8 @@ def running(
     }
     llm = LLM("tiny", **options | engine)
     own = ServerConfig(host="127.0.0.1", port=0, **{"api_key": None} | (config or {}))
-    service = Service(llm, own.served_model_name or (MODEL,), own, chat_template)
+    served = InProcess(llm)
+    service = Service(served, own.served_model_name or (MODEL,), own, chat_template)
     listening = threading.Event()
     lines: list[str] = []
     with bound(own.host, own.port) as listener:
@@ -161,7 +164,7 @@ def running(
         thread.start()
         try:
             assert listening.wait(PATIENCE)
-            server = Server(llm, service, http_server, port, lines)
+            server = Server(llm, served, service, http_server, port, lines)
             yield server
             server.await_idleness()
         finally:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
-from roseinfer import AsyncLLM
 from roseinfer.cli.parser import Parser
 from roseinfer.config import API_KEY
 from roseinfer.server import serve_command
@@ -117,7 +116,7 @@ def test_an_idle_server_ends_at_once_and_closes_its_engine() -> None:
         began = time.monotonic()
     assert time.monotonic() - began < 3
     assert server.service.served.closed
-    assert isinstance(server.service.served, AsyncLLM)
+    assert server.served._served.closed
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:

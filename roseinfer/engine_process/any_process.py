@@ -1,0 +1,101 @@
+"""What a server needs of an engine, wherever that runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roseinfer.engine.engine import Engine
+    from roseinfer.engine.request_room import RequestRoom
+    from roseinfer.engine_process.part import Part
+    from roseinfer.guided.guide import Guide
+    from roseinfer.llm import LLM
+    from roseinfer.models.shape import ModelShape
+    from roseinfer.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What never changes of an engine. All of it can be pickled."""
+
+    tokenizer: Any
+    """None for a model without one."""
+    shape: ModelShape
+    room: RequestRoom
+    max_batch_size: int
+
+    @classmethod
+    def of(cls, llm: LLM) -> Facts:
+        engine = llm.engine
+        shape = engine.sessions.model.shape
+        return cls(llm.tokenizer, shape, engine.room, llm.config.max_batch_size)
+
+
+class Figures(NamedTuple):
+    """What an engine does at a moment, and what it has done so far."""
+
+    blocks: int
+    held: int
+    cached: int
+    running: int
+    waiting: int
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> Figures:
+        return cls(
+            *engine.occupancy,
+            engine.num_running,
+            engine.num_waiting,
+            engine.prefix_queries,
+            engine.prefix_hits,
+            engine.num_preemptions,
+        )
+
+
+class Texts(Protocol):
+    """Texts of one task, which must ``leave`` in the end: those that have not ended are cancelled.
+
+    They are numbered from 0, in the order in which they are added.
+    """
+
+    def add(self, token_ids: Sequence[int], params: SamplingParams) -> None: ...
+
+    async def next(self) -> list[tuple[int, Part]]:
+        """Wait for something to come, and return all of it: a part for each text that has one."""
+
+    def leave(self) -> None: ...
+
+
+class ServedEngine(Protocol):
+    """An engine that serves the tasks of one loop."""
+
+    @property
+    def apart(self) -> bool:
+        """True if it shares no interpreter with what it serves."""
+
+    @property
+    def facts(self) -> Facts: ...
+
+    @property
+    def figures(self) -> Figures: ...
+
+    @property
+    def closed(self) -> bool:
+        """True if nothing is served any more: it was closed, or the engine has stopped."""
+
+    async def open(self) -> None:
+        """Begin to listen, in the loop that serves."""
+
+    def texts(self) -> Texts: ...
+
+    async def check_guide(self, guide: Guide) -> None:
+        """Raise for a guide that cannot be followed. One that can is prepared then."""
+
+    def close(self) -> None:
+        """End it, and the texts that are left with an error. Any other thread may call this."""

@@ -1,0 +1,71 @@
+"""Engines in processes of their own, which tests share since each takes seconds to start."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pytest
+
+from roseinfer.cli.parser import Parser
+from roseinfer.engine_process.other_process import running
+from roseinfer.server import serve_command
+from tests.server.serve_process import Serving, serving
+from tests.server.served import PATIENCE
+from tests.server.served import running as running_here
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator
+
+    from roseinfer.engine_process.other_process import OtherProcess
+    from tests.server.served import Server
+
+Result = TypeVar("Result")
+ENGINE = ("--kv-cache-tokens", "8192", "--block-size", "16")
+
+
+@dataclass(slots=True)
+class Driven:
+    """An engine in another process, and the loop that it serves."""
+
+    engine: OtherProcess
+    loop: asyncio.AbstractEventLoop
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        limited = asyncio.wait_for(work, PATIENCE)
+        return asyncio.run_coroutine_threadsafe(limited, self.loop).result()
+
+
+@pytest.fixture(scope="session")
+def driven() -> Iterator[Driven]:
+    parser = Parser()
+    serve_command.add_options(parser)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        with running(parser.parse_args(["--device", "cpu", *ENGINE]), "test") as engine:
+            found = Driven(engine, loop)
+            found.run(engine.open())
+            yield found
+            engine.close()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.fixture(scope="session")
+def apart() -> Iterator[Serving]:
+    """The command, whose engine has its own process."""
+    with serving(*ENGINE) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def here() -> Iterator[Server]:
+    """The same engine in the process of the tests."""
+    with running_here() as found:
+        yield found

@@ -1,0 +1,17 @@
+"""What is there when serving begins is left alone by garbage collection."""
+
+from __future__ import annotations
+
+from tests.python_process import run_python
+
+
+def test_a_full_collection_looks_at_nothing_that_was_loaded() -> None:
+    code = """
+        import gc
+        from roseinfer.engine_process.loaded import keep_loaded
+
+        kept = [[number] for number in range(100_000)]
+        keep_loaded()
+        print(len(gc.get_objects()) < 1000)
+    """
+    assert run_python(code).strip() == "True"
