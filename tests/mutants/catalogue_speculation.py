@@ -67,19 +67,4 @@ MUTANTS = (
         "            for blocks in session.block_lists:\n",
         "            for blocks in session.block_lists[:1] * len(session.block_lists):\n",
     ),
-    _mutant(
-        "drafts-greedy-beside-greedy",
-        "Drafts of a request that draws are verified as greedy ones if another's are greedy.",
-        _ROWS,
-        "greedy=not any(params.temperature for params in asked)",
-        "greedy=not all(params.temperature for params in asked)",
-    ),
-    _mutant(
-        "rested-with-anothers-token",
-        "A request that gets its slot again goes on from a token of the request before it.",
-        _RUNNER,
-        "        stay = self._enter(requests, rows, drafted_rows.tokens, vocabulary)\n",
-        "        first = [*range(len(rows))]\n"
-        "        stay = self._enter(requests, first, drafted_rows.tokens, vocabulary)\n",
-    ),
 )

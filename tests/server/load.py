@@ -124,9 +124,12 @@ class Users:
 
 
 def resident(process_id: int) -> int:
-    """Return the bytes of main memory that a process has."""
-    pages = int(Path(f"/proc/{process_id}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    """Return the bytes of main memory that a process and those it started have."""
+    folder = Path("/proc") / str(process_id)
+    pages = int((folder / "statm").read_text().split()[1])
+    started = (each.read_text().split() for each in (folder / "task").glob("*/children"))
+    own = pages * os.sysconf("SC_PAGE_SIZE")
+    return own + sum(resident(int(child)) for children in started for child in children)
 
 
 async def metrics(users: Users) -> dict[str, float]:
