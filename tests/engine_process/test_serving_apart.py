@@ -139,7 +139,7 @@ def test_signals_to_all_processes_do_not_end_the_engine(apart: Serving) -> None:
 
 
 def test_an_engine_that_is_killed_ends_streams_with_an_error_at_once() -> None:
-    with serving(*["--max-batch-size", "8"]) as server, client_of(server) as client:
+    with serving("--max-batch-size", "12") as server, client_of(server) as client:
         streams = [
             client.completions.create(**LONG, n=4, max_tokens=900, stream=True) for _ in range(3)
         ]
