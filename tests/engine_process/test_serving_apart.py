@@ -40,6 +40,8 @@ TOOL = {
         },
     },
 }
+SOON = 5.0
+"""Seconds. It takes a twentieth of that, but for machines with more to do."""
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "text": ("completions", {"prompt": "Once upon a time", "max_tokens": 60}),
     "several": ("completions", {"prompt": ["a", "bc"], "n": 3, "temperature": 1, "seed": 4}),
@@ -125,7 +127,7 @@ def test_a_client_that_leaves_is_forgotten_and_metrics_come_to_rest(apart: Servi
         stream.close()
     left = time.monotonic()
     while figure(apart, running) or figure(apart, used):
-        assert time.monotonic() - left < 2
+        assert time.monotonic() - left < SOON
     assert figure(apart, 'roseinfer:kv_blocks{engine="0",model_name="tiny",use="cached"}') > 0
 
 
@@ -150,7 +152,7 @@ def test_an_engine_that_is_killed_ends_streams_with_an_error_at_once() -> None:
         for stream in streams:
             with pytest.raises(openai.APIError, match="the engine has ended by SIGKILL"):
                 list(stream)
-        assert time.monotonic() - killed < 1
+        assert time.monotonic() - killed < SOON
         assert ask(server.port, "/health") == (503, b'{"alive":false}')
         assert ask(server.port, "/ready")[0] == 503
         status, refused = ask(server.port, "/v1/completions", {"prompt": "x"})
@@ -168,7 +170,7 @@ def test_the_engine_ends_with_the_command_even_within_a_step() -> None:
         server.process.kill()
         killed = time.monotonic()
         while runs(child):
-            assert time.monotonic() - killed < 1.5
+            assert time.monotonic() - killed < SOON
             time.sleep(0.01)
 
 
