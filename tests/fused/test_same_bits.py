@@ -43,7 +43,7 @@ def test_every_row_of_logits_as_alone(device: str, kin: str) -> None:
 @on_a_gpu
 @pytest.mark.parametrize("kin", ["llama", "gpt2"])
 def test_drafted_texts_and_their_log_probabilities(device: str, kin: str) -> None:
-    """Of requests that draw, too, and of several at once."""
+    """This holds for requests that draw, too, and for several at once."""
     if device != "cuda":
         pytest.skip("this is about a GPU")
     told = []
