@@ -90,9 +90,9 @@ def _routes(service: Service) -> list[Route]:
         "/v1/chat/completions": Endpoint(service, ChatBody, chat),
         "/v1/responses": Endpoint(service, ResponseBody, response),
     }
-    return [
-        *(Route(path, partial(look, service), methods=["GET"]) for path, look in looks.items()),
+    return [  # the first that fits is taken
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in asks.items()),
+        *(Route(path, partial(look, service), methods=["GET"]) for path, look in looks.items()),
     ]
 
 

@@ -110,6 +110,11 @@ class Generation:
         """How long the newest tokens took, each."""
         self._began = 0.0
 
+    @property
+    def over(self) -> bool:
+        """True when nothing more comes."""
+        return all(choice.ended for choice in self._choices)
+
     async def whole(self) -> list[Piece]:
         """Return all of each choice."""
         wholes = [Piece(number) for number in range(len(self.prompts) * self._wanted)]
@@ -130,9 +135,10 @@ class Generation:
         try:
             for prompt in range(len(self.prompts)):
                 self._begin(texts, prompt, 0)
-            while not all(choice.ended for choice in self._choices):
+            while not self.over:
                 yield self._take(texts, await texts.next())
-                await asyncio.sleep(self._pause())
+                if not self.over:
+                    await asyncio.sleep(self._pause())
         except Exception:
             why = "error"
             raise

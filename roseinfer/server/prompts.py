@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from roseinfer.engine_process.any_process import Facts
 
+_SHORT = 1000
+"""Characters, or tokens, of prompts that are read at once: a thread would take longer to wake."""
 Result = TypeVar("Result")
 
 
@@ -26,7 +28,7 @@ class Prompt:
 
 
 class Prompts:
-    """Reads prompts, in a thread of its own: a long one holds up neither streams nor the engine."""
+    """Reads prompts. Long ones have a thread, so that they hold up neither streams nor engine."""
 
     def __init__(self, facts: Facts, most_tokens: int | None, chat_template: str | None) -> None:
         self._tokenizer: Any = facts.tokenizer
@@ -42,6 +44,8 @@ class Prompts:
 
     async def of(self, prompts: Sequence[str | list[int]], field: str) -> list[Prompt]:
         """Return prompts that stood in a field of a body."""
+        if sum(map(len, prompts)) <= _SHORT:
+            return self._read(prompts, field)
         return await self.run(self._read, prompts, field)
 
     async def of_messages(

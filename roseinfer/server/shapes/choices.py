@@ -67,11 +67,12 @@ class ChoicesAnswer(ABC):
                     for piece in burst
                     if (part := self.part(piece)) is not None
                 ]
+                if self.generation.over:
+                    if counted:
+                        chunks.append(event(self._head | {"choices": [], "usage": self._usage()}))
+                    chunks.append(DONE)
                 if chunks:
                     yield b"".join(chunks)
-        if counted:
-            yield event(self._head | {"choices": [], "usage": self._usage()})
-        yield DONE
 
     def failed(self, error: Exception) -> bytes:
         return event(refusal_of(error).body) + DONE
