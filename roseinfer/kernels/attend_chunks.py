@@ -138,8 +138,8 @@ def _chunk_kernel(
                 ends = part_begin(part + 1)
             tokens = at + tl.arange(0, TILE_T)
             every = tokens >= 0
-            k = _stored(k_head, table, tokens, every, dims, kc_b, kc_t, kc_d, BLOCK, D)
-            v = _stored(v_head, table, tokens, every, dims, vc_b, vc_t, vc_d, BLOCK, D)
+            k = _tile(k_head, table, at, end, every, dims, kc_b, kc_t, kc_d, BLOCK, D, TILE_T)
+            v = _tile(v_head, table, at, end, every, dims, vc_b, vc_t, vc_d, BLOCK, D, TILE_T)
             distance = (position + token)[:, None] - tokens[None, :]
             top, total, sums = see_tile(
                 q, k, v, distance, distance.to(tl.float32), top, total, sums, scale, cap, slopes,
@@ -157,8 +157,8 @@ def _chunk_kernel(
             ends = part_begin(part + 1)
         tokens = at + tl.arange(0, TILE_T)
         stored = (tokens >= first) & (tokens < end)
-        k = _stored(k_head, table, tokens, stored, dims, kc_b, kc_t, kc_d, BLOCK, D)
-        v = _stored(v_head, table, tokens, stored, dims, vc_b, vc_t, vc_d, BLOCK, D)
+        k = _tile(k_head, table, at, end, stored, dims, kc_b, kc_t, kc_d, BLOCK, D, TILE_T)
+        v = _tile(v_head, table, at, end, stored, dims, vc_b, vc_t, vc_d, BLOCK, D, TILE_T)
         distance = (position + token)[:, None] - tokens[None, :]
         seen = distance > 0
         if WINDOW:
@@ -183,6 +183,23 @@ def _stored(
     slots = (tokens % BLOCK).to(tl.int64)
     return tl.load(
         cache + blocks[:, None] * c_b + slots[:, None] * c_t + dims[None, :] * c_d,
+        inside[:, None] & (dims < D)[None, :], other=0.0,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tile(
+    cache, table, begin, end, inside, dims, c_b, c_t, c_d,
+    BLOCK: tl.constexpr, D: tl.constexpr, TILE_T: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of tokens in front of ``end``. Where tiles divide blocks, it is in one block."""
+    at = tl.arange(0, TILE_T)
+    if BLOCK % TILE_T:
+        return _stored(cache, table, begin + at, inside, dims, c_b, c_t, c_d, BLOCK, D)
+    block = tl.load(table + begin // BLOCK, begin < end, other=0).to(tl.int64)
+    first = cache + block * c_b + (begin % BLOCK) * c_t
+    return tl.load(
+        first + at[:, None] * c_t + dims[None, :] * c_d,
         inside[:, None] & (dims < D)[None, :], other=0.0,
     )  # fmt: skip
 
