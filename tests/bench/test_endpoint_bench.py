@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import pytest
 
+from roseinfer import ConfigError
 from roseinfer.bench.__main__ import main
-from roseinfer.bench.endpoint.streamed_answer import Answer
+from roseinfer.bench.endpoint.streamed_answer import Answer, Client
 from tests.server.served import MODEL, running
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 
@@ -37,6 +42,44 @@ def test_a_server_is_measured(tmp_path: Path) -> None:
     )
     by_what = {row["what"]: row for row in tables["latencies"]}
     assert 0 < by_what["TTFT"]["p50_ms"] < by_what["latency"]["p50_ms"]
+
+
+@contextmanager
+def saying(events: Sequence[str]) -> Iterator[str]:
+    """Serve a server that answers everything with these events."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write("".join(f"data: {each}\n\n" for each in events).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_tokens_without_a_text_are_parts() -> None:
+    """Some servers send an event for each token, and half of a character is no text."""
+    parts = [json.dumps({"choices": [{"text": ""}]})] * 3
+    usage = json.dumps({"choices": [], "usage": {"completion_tokens": 3}})
+    with saying([*parts, usage, "[DONE]"]) as url:
+        answer = Client(url, "any", None, 3).ask([1, 2])
+    assert (len(answer.parts), answer.tokens) == (3, 3)
+
+
+def test_a_server_that_counts_no_tokens_is_refused() -> None:
+    part = json.dumps({"choices": [{"text": "a"}]})
+    with saying([part, "[DONE]"]) as url, pytest.raises(ConfigError, match="count its tokens"):
+        Client(url, "any", None, 3).ask([1, 2])
 
 
 def test_a_refusal_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import torch
 from roseinfer import LLM, ConfigError, SamplingParams
 from roseinfer.bench.speculation_bench import repeating
 from roseinfer.kernels import attend_decode
+from roseinfer.kernels.runtime import is_interpreted
 from roseinfer.models import batch_trial, loading
 from tests.engine.repeating import drafted
 from tests.fused import same_bits
@@ -123,6 +124,7 @@ def test_a_model_without_kernels_refuses_it(device: str) -> None:
         LLM("tiny", device=device, fused_model=False, batch_invariant=True)
 
 
+@pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled, and so none runs on a CPU")
 def test_a_cpu_refuses_it() -> None:
     with pytest.raises(ConfigError, match="batch_invariant=True: the kernels keep one order"):
         LLM("tiny", device="cpu", fused_model=True, batch_invariant=True)

@@ -25,7 +25,7 @@ class Answer:
 
     asked: float
     parts: tuple[float, ...]
-    """When each part of its text came."""
+    """When each part came, of its text or of tokens that had no text yet."""
     tokens: int
 
     @property
@@ -89,9 +89,9 @@ def _read(asked: float, answer: HTTPResponse) -> Answer:
         event = json.loads(data)
         if "error" in event:
             raise ConfigError(f"the server broke off a text: {event['error']}")
-        if any(choice["text"] for choice in event["choices"]):
+        if event["choices"]:  # a token may add no text, as one does that begins a character
             parts.append(time.monotonic())
         tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
     if not parts or not tokens:
-        raise ConfigError("the server streams no text, or does not count its tokens")
+        raise ConfigError("the server streams nothing, or does not count its tokens")
     return Answer(asked, tuple(parts), tokens)
