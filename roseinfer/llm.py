@@ -209,7 +209,7 @@ class LLM:
         self.require_own_process()
         with uninterrupted():
             updates = self.engine.step()
-            for update in updates:
+            for update in updates if self._mail else ():
                 if (mail := self._mail.get(update.request.id)) is not None:
                     mail.append(update)
                     if len(mail) >= MOST_UNREAD:

@@ -277,14 +277,14 @@ class Engine:
 
     def _land(self, most: int) -> None:
         """Read tokens until at most ``most`` steps are in flight, none of them urgent."""
-        steps = self._in_flight
+        steps, updates, take = self._in_flight, self._updates, self._take
         while len(steps) > max(0, most) or any(each.urgent for step in steps for each in step):
             for flight in steps.popleft():
                 # One by one, so that updates are kept if a later one raises.
                 for request, token, told in flight.land():
-                    self._updates.append(self._take(request, token))
+                    updates.append(take(request, token))
                     if told is not None:
-                        _tell(self._updates[-1], told)
+                        _tell(updates[-1], told)
 
     def _launch(self, step: Step) -> None:
         self._supply.ensure(step.blocks)
@@ -301,12 +301,12 @@ class Engine:
             return self._last(request, None, "", FinishReason.ERROR)
         tokens = request.session.token_ids
         tokens.append(token)
-        length = len(tokens)
-        # Requests take turns, each once a block.
-        turn = (length - request.id) % self._block_size == 0
-        if self._supply.listens and (turn or length == request.prompt_length + 1):
-            self._supply.note_stored(request)
-        guide = request.guide
+        length, guide = len(tokens), request.guide
+        if self._supply.listens:
+            # Requests take turns, each once a block.
+            turn = (length - request.id) % self._block_size == 0
+            if turn or length == request.prompt_length + 1:
+                self._supply.note_stored(request)
         ends = token in self._end_tokens and not request.params.ignore_eos
         if ends and (guide is None or guide.may_end):
             return self._last(request, token, "", FinishReason.STOP)

@@ -55,6 +55,12 @@ class Flight:
     def land(self) -> Iterator[tuple[Request, int, Told | None]]:
         """Wait for the tokens. Those of requests that have ended meanwhile are dropped."""
         tokens = self.tokens.wait()
+        if self.told is None and not self.drafts:  # as nearly always, and most often called
+            for request, row in zip(self.requests, self.rows, strict=True):
+                if request.finish_reason is None:
+                    request.in_flight -= 1
+                    yield request, tokens[row], None
+            return
         told = self.told.wait() if self.told else []
         each = len(told) // len(tokens)
         for request, first in zip(self.requests, self.rows, strict=True):
