@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from roseinfer.cli.model_options import load_llm
 from roseinfer.engine_process.any_process import Facts
 from roseinfer.engine_process.loaded import keep_loaded
+from roseinfer.engine_process.portable import tokenizer_stays
 from roseinfer.engine_process.wire import Add, CheckGuide, Leave, Order, Taken, framed, receive
 from roseinfer.errors import RoseinferError
 from roseinfer.sampling_params import SamplingParams
@@ -108,6 +109,13 @@ def _hear(link: socket.socket, desks: SimpleQueue[_Desk]) -> None:
         os._exit(0)
 
 
+def _as_sent(facts: Facts) -> bytes:
+    try:
+        return framed(facts)
+    except Exception as error:  # whatever it is that a tokenizer holds
+        raise tokenizer_stays(error) from error
+
+
 def main(number: int) -> int:
     """Serve the process at the other end of a socket, of which the number is known."""
     # A terminal's Ctrl-C, and the SIGTERM of a service manager, go to all processes: the server
@@ -122,10 +130,11 @@ def main(number: int) -> int:
     hearing.start()
     try:
         llm = load_llm(args, command)
+        facts = _as_sent(Facts.of(llm))
     except RoseinferError as error:
         link.sendall(framed(error))
         return 2
-    link.sendall(framed(Facts.of(llm)))
+    link.sendall(facts)
     keep_loaded()
     desks.put(_Desk(llm, link))
     hearing.join()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from roseinfer.engine_process.any_process import Facts, Figures
 from roseinfer.engine_process.part import Part
+from roseinfer.engine_process.portable import tokenizer_stays
 from roseinfer.engine_process.wire import (
     Add,
     CheckGuide,
@@ -71,6 +72,8 @@ def _loaded(process: subprocess.Popen[bytes], link: socket.socket) -> Facts:
     except (EOFError, OSError):
         how = _how(process.wait())
         raise EngineStopped(f"the process of the engine ended {how} as it loaded") from None
+    except Exception as error:  # whatever a tokenizer's class does where it is made again
+        raise tokenizer_stays(error) from error
     if isinstance(said, RoseinferError):
         raise said
     assert isinstance(said, Facts)

@@ -1,4 +1,4 @@
-"""Errors that another process is to raise."""
+"""Errors that another process is to raise, and one where something does not go there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pickle
 import sys
 import traceback
 
-from roseinfer.errors import RoseinferError
+from roseinfer.errors import ConfigError, RoseinferError
 
 
 def portable(error: BaseException) -> Exception:
@@ -26,3 +26,12 @@ def portable(error: BaseException) -> Exception:
     except Exception:  # whatever it is made of does not go
         pass
     return RuntimeError(f"{kind}: {error}")
+
+
+def tokenizer_stays(error: Exception) -> ConfigError:
+    """Return the error of a server whose engine cannot hand it the model's tokenizer."""
+    return ConfigError(
+        "the model's tokenizer cannot go from the engine's process to the server's "
+        f"({type(error).__name__}: {error}): save it as one that transformers loads by itself, or "
+        "serve the model from Python with AsyncLLM, which needs one process"
+    )
