@@ -1,13 +1,23 @@
-"""How tokens become chunks: each by itself for a few, several together for many."""
+"""How prompts are read, and tokens become chunks: each for a few, several together for many."""
 
 from __future__ import annotations
 
+from threading import current_thread
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from roseinfer.server.generation import Generation
+from roseinfer.server.prompts import Prompt, Prompts
+from tests.server.served import PATIENCE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.server.served import Server
+
+MESSAGES = [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize(
@@ -33,3 +43,32 @@ def test_more_texts_wait_longer_for_a_chunk_but_not_for_many_tokens(
     generation = Generation(engine, nothing, [], 1, nothing, lambda: texts)
     generation._token_s = token
     assert generation._pause() == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_the_end_of_a_stream_waits_for_nothing(
+    path: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last events come together with the last of its text."""
+    monkeypatch.setattr(Generation, "_pause", lambda _: 10 * PATIENCE)  # no client waits so long
+    asked = {"prompt": "x"} if path == "completions" else {"messages": MESSAGES}
+    usage = {"stream_options": {"include_usage": True}}
+    answer = server.post(path, **asked, max_tokens=1, stream=True, **usage)
+    assert answer.events[-1]["usage"]["completion_tokens"] == 1
+    assert answer.data.endswith(b"data: [DONE]\n\n")
+
+
+def test_short_prompts_are_read_at_once_and_long_ones_in_a_thread(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    real = Prompts._read
+
+    def read(prompts: Prompts, texts: Sequence[str | list[int]], field: str) -> list[Prompt]:
+        threads.append(current_thread().name.partition("_")[0])
+        return real(prompts, texts, field)
+
+    monkeypatch.setattr(Prompts, "_read", read)
+    for prompt in ("x" * 600, [[5] * 400, [6] * 600], ["x" * 600] * 2, [5] * 1001):
+        server.post("completions", prompt=prompt, max_tokens=1)
+    assert [name == "roseinfer-prompts" for name in threads] == [False, False, True, True]
