@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +37,8 @@ class Prompts:
         self._most_tokens = most_tokens
         self._chat_template = chat_template or getattr(facts.tokenizer, "chat_template", None)
         self._thread = ThreadPoolExecutor(1, "roseinfer-prompts")
+        self._read_there: set[Future[Any]] = set()
+        """What the thread has to do. A tokenizer does one thing at a time."""
 
     @property
     def can_chat(self) -> bool:
@@ -44,7 +46,7 @@ class Prompts:
 
     async def of(self, prompts: Sequence[str | list[int]], field: str) -> list[Prompt]:
         """Return prompts that stood in a field of a body."""
-        if sum(map(len, prompts)) <= _SHORT:
+        if sum(map(len, prompts)) <= _SHORT and not self._read_there:
             return self._read(prompts, field)
         return await self.run(self._read, prompts, field)
 
@@ -76,7 +78,10 @@ class Prompts:
         return text
 
     async def run(self, call: Callable[..., Result], *arguments: Any) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+        done = self._thread.submit(call, *arguments)
+        self._read_there.add(done)
+        done.add_done_callback(self._read_there.discard)
+        return await asyncio.wrap_future(done)
 
     def _read(self, prompts: Sequence[str | list[int]], field: str) -> list[Prompt]:
         return [

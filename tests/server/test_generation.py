@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from threading import current_thread
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event, current_thread
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -72,3 +74,30 @@ def test_short_prompts_are_read_at_once_and_long_ones_in_a_thread(
     for prompt in ("x" * 600, [[5] * 400, [6] * 600], ["x" * 600] * 2, [5] * 1001):
         server.post("completions", prompt=prompt, max_tokens=1)
     assert [name == "roseinfer-prompts" for name in threads] == [False, False, True, True]
+
+
+def test_a_tokenizer_reads_one_prompt_at_a_time(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short prompt waits for a long one that is read in the thread."""
+    reading, may_go_on, together = Event(), Event(), []
+    real = Prompts._read
+
+    def read(prompts: Prompts, texts: Sequence[str | list[int]], field: str) -> list[Prompt]:
+        together.append(reading.is_set() and not may_go_on.is_set())
+        if len(texts[0]) > 1000:
+            reading.set()
+            assert may_go_on.wait(PATIENCE)
+        return real(prompts, texts, field)
+
+    monkeypatch.setattr(Prompts, "_read", read)
+    with ThreadPoolExecutor(2) as clients:
+        long = clients.submit(server.post, "completions", prompt=[5] * 1001, max_tokens=1)
+        assert reading.wait(PATIENCE)
+        short = clients.submit(server.post, "completions", prompt="x", max_tokens=1)
+        end = time.monotonic() + PATIENCE
+        while server.service.admission.open < 2 and time.monotonic() < end:
+            time.sleep(0.002)
+        may_go_on.set()
+        assert (short.result().status, long.result().status) == (200, 200)
+    assert together == [False, False]
