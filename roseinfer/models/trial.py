@@ -126,9 +126,11 @@ def _refuse_other_arithmetic(
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if own is None:
         return
+    # In float32, since half precision tells large scores apart so badly that both may be right.
+    query, key, value = query.float(), key.float(), value.float()
     tokens = query.shape[2]
     hidden = torch.full((tokens, tokens), torch.finfo(query.dtype).min, device=query.device)
-    mask = hidden.triu(1).to(query.dtype)[None, None]
+    mask = hidden.triu(1)[None, None]
     theirs = own(module, query, key, value, mask, scaling=traits.scale, **told)[0][0]
     ours = attend_by_reference(query[0].transpose(0, 1), key[0], value[0], traits)
     if not alike(ours, theirs.view(ours.shape)):

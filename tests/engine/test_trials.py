@@ -296,6 +296,16 @@ def test_arithmetic_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         CausalModel(build(transformers.LlamaConfig(**SHAPE)))
 
 
+def test_large_scores_in_half_precision() -> None:
+    """Rounded scores of a hundred are far apart, and neither side is wrong."""
+    config = transformers.LlamaConfig(**{**SHAPE, "hidden_size": 128, "num_hidden_layers": 12})
+    model = build(config).to(torch.bfloat16)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.q_proj.weight, std=4)
+        torch.nn.init.normal_(layer.self_attn.k_proj.weight, std=4)
+    assert [layer.asked_for for layer in CausalModel(model).traits] == [{"scale"}] * 12
+
+
 def test_a_window_under_another_name() -> None:
     """The mask shows what is hidden; no setting has to say so."""
     model = build(transformers.MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=12))
