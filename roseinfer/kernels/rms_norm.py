@@ -136,7 +136,7 @@ def add_rms_norm(
     launch(
         _add_kernel, (rows,), residual, added, gain, normed,
         *added.stride()[:2], residual.stride(0), normed.stride(0), epsilon, times,
-        width, triton.next_power_of_2(width), len(added), num_warps=_warps(width), early=True,
+        width, triton.next_power_of_2(width), len(added), num_warps=warps_of_row(width), early=True,
     )  # fmt: skip
     return normed
 
@@ -147,7 +147,7 @@ def add_behind_rms_norm(residual: Tensor, added: Tensor, gain: Tensor, epsilon: 
     launch(
         _behind_kernel, (rows,), residual, added, gain,
         *added.stride()[:2], residual.stride(0), epsilon,
-        width, triton.next_power_of_2(width), len(added), num_warps=_warps(width), early=True,
+        width, triton.next_power_of_2(width), len(added), num_warps=warps_of_row(width), early=True,
     )  # fmt: skip
 
 
@@ -161,10 +161,11 @@ def embed_rms_norm(
     launch(
         _embed_kernel, (len(tokens),), tokens, words, gain, residual, normed,
         words.stride(0), residual.stride(0), normed.stride(0), epsilon, times,
-        width, triton.next_power_of_2(width), num_warps=_warps(width), early=True,
+        width, triton.next_power_of_2(width), num_warps=warps_of_row(width), early=True,
     )  # fmt: skip
     return residual, normed
 
 
-def _warps(width: int) -> int:
+def warps_of_row(width: int) -> int:
+    """Return the warps of a program, which decide in what order a row's squares are added up."""
     return 16 if width > 1024 else 4

@@ -1,0 +1,183 @@
+// The other warps wait for activations, and multiply.
+
+struct Consumer : Words {
+    int t, warp, lane;
+    int slot;       // of a wave's next tiles: a warp takes the one that is its number further
+    u32 turn;
+    int piece;      // where a lane's piece of a tile's first group lies
+    int row, pair;  // of a fragment of a product: its row or column, and which pair of inputs
+    int own;        // the position of the new token
+
+    DEV void start(const Params* params, Shared* shared) {
+        Words::start(params, shared);
+        t = THREAD; warp = t / 32; lane = t % 32;
+        row = lane / 4; pair = lane % 4;
+        slot = 0; turn = 0;
+        piece = lane % 8 * (SIDE * 2) + (lane / 8 ^ lane % 8) * 16;
+        own = (int)*p->length;
+        // Rows that no query of a group has stay empty.
+#pragma unroll 1
+        for (int i = t; i < 16 * Q_PITCH; i += CONSUMERS) s->q[i] = 0;
+    }
+    DEV void meet() { bar_sync(1, CONSUMERS); }
+
+    // ------------------------------------------------------------ products
+    // Where `multiply` has an input: a lane takes 8 of 32 by one load, and so pairs lie side by side.
+    DEV u16* input(int k) {
+        int group = k / TOGETHER, e = k % TOGETHER;
+        return s->x + group * TOGETHER + (e % 8) / 2 * 8 + e / 8 * 2 + e % 2;
+    }
+    // A warp's chains of 8 outputs each: inputs are added up 16 by 16, first to last, as in the
+    // Triton kernels, whose bits come out so. Inputs are the rows of the first factor, all alike
+    // or empty; the weights of an output are a column of the second.
+    template <class Take>
+    DEV void multiply(int chains, Cut cut, Take take) {
+#pragma unroll 1
+        for (int wave = 0; wave < chains; wave += WARPS) {
+            int some = chains - wave < WARPS ? chains - wave : WARPS;
+            int chain = wave + warp;
+            float d[4] = {0, 0, 0, 0};
+            const uint4* x = (const uint4*)(s->x + chain % cut.parts * cut.of_part()) + pair;
+#pragma unroll 1
+            for (int depth = 0; depth < cut.depth; depth++) {
+                if (warp < some) add_tile(d, x, cut.groups);
+                x += cut.groups * (SIDE / 8);
+                forward(some, &slot, &turn);
+            }
+            if (warp < some && row == 0) take(chain * ROWS + pair * 2, d[0], d[1]);
+        }
+    }
+    DEV void add_tile(float* d, const uint4* x, int groups) {
+        int own = slot;
+        u32 own_turn = turn;
+        forward(warp, &own, &own_turn);
+        wait_for(s, &s->full[own], own_turn, p->error, 3);
+        const unsigned char* from = s->ring + own * SLOT;
+#pragma unroll 8
+        for (int k = 0; k < groups; k++) {
+            u32 w[4];
+            load_matrices(w, from + k * OF_GROUP + piece);
+            multiply_some(d, w, x[k * 8]);
+            load_matrices(w, from + k * OF_GROUP + (piece ^ 64));  // 4 pieces on
+            multiply_some(d, w, x[k * 8 + 4]);
+        }
+        sync_warp();
+        if (lane == 0) mbar_arrive(&s->empty[own]);
+    }
+    DEV void multiply_some(float* d, const u32* w, uint4 a) {
+        mma(d, a.x, 0, a.y, 0, w[0], w[1]);
+        mma(d, a.z, 0, a.w, 0, w[2], w[3]);
+    }
+    DEV void keep_two(int at, float a, float b) {
+        s->results[at] = a;
+        s->results[at + 1] = b;
+    }
+    // The sum of a row's parts, in order.
+    DEV float sum_of(int r, int parts) const {
+        float total = 0;
+#pragma unroll 1
+        for (int part = 0; part < parts; part++)
+            total += s->results[(r / ROWS * parts + part) * ROWS + r % ROWS];
+        return total;
+    }
+
+    // ------------------------------------------------------------ norms
+    // Squares are added up in the order that Triton's norm kernels have: so many in each of their
+    // threads, then the threads of a warp by halves, then the warps by halves.
+    static constexpr int NORM_THREADS = NORM_WARPS * 32;
+    static constexpr int EACH = larger(power_of_two(WIDTH) / NORM_THREADS, 1);
+    static constexpr int RUN = EACH < 8 ? EACH : 8;  // that lie side by side
+    static constexpr int TURNS = (NORM_THREADS + CONSUMERS - 1) / CONSUMERS;
+    static constexpr int HELD = TURNS * EACH;
+
+    // The number that a thread has at some place of a turn.
+    DEV int held(int turn, int i) const {
+        return i / RUN * RUN * NORM_THREADS + (turn * CONSUMERS + t) * RUN + i % RUN;
+    }
+    DEV void norm_into_inputs(const float* v, const u16* gain) {
+#pragma unroll
+        for (int turn = 0; turn < TURNS; turn++) {
+            const float* x = v + turn * EACH;
+            float squares = x[0] * x[0];
+            if (EACH > 1) squares = times_plus(x[0], x[0], x[1] * x[1]);
+#pragma unroll
+            for (int i = 2; i < EACH; i++) squares = times_plus(x[i], x[i], squares);
+#pragma unroll
+            for (int m = 16; m; m >>= 1) squares += shfl(squares, m);
+            if (lane == 0 && turn * WARPS + warp < NORM_WARPS)
+                s->squares[turn * WARPS + warp] = squares;
+        }
+        meet();
+        float total = s->squares[lane % NORM_WARPS];
+#pragma unroll
+        for (int m = NORM_WARPS / 2; m; m >>= 1) total += shfl(total, m);
+        float factor = root_under_one(over(total, (float)WIDTH) + p->epsilon);
+#pragma unroll
+        for (int turn = 0; turn < TURNS; turn++)
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                int n = held(turn, i);
+                if (n < WIDTH && turn * CONSUMERS + t < NORM_THREADS)
+                    *input(n) = to_bf16(rounded(v[turn * EACH + i] * factor) * wide(gain[turn * EACH + i]));
+            }
+        meet();
+    }
+    // What norms the next row depends on nothing, and is read before anything is waited for.
+    DEV void read_gain(const u16* from, u16* gain) const {
+#pragma unroll
+        for (int turn = 0; turn < TURNS; turn++)
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                int n = held(turn, i);
+                bool some = n < WIDTH && turn * CONSUMERS + t < NORM_THREADS;
+                gain[turn * EACH + i] = some ? kept1(from + n) : 0;
+            }
+    }
+    DEV void hear_residual(const u32* from, u32 stamp, float* v) const {
+        constexpr int V = RUN < 4 ? RUN : 4, N = HELD / V;
+        u32 some = 0;
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            int turn = j * V / EACH, n = held(turn, j * V % EACH);
+            if (n < WIDTH && turn * CONSUMERS + t < NORM_THREADS) some |= 1u << j;
+        }
+#pragma unroll
+        for (int i = 0; i < HELD; i++) v[i] = 0;
+        hear<u32, V, N>(some, stamp, [&](int j) { return from + held(j * V / EACH, j * V % EACH); },
+                   [&](int j, const u32* w) {
+#pragma unroll
+                       for (int e = 0; e < V; e++) v[j * V + e] = number(w[e]);
+                   });
+    }
+    DEV void read_word(float* v) const {
+        const u16* from = p->words + *p->token * WIDTH;
+#pragma unroll
+        for (int turn = 0; turn < TURNS; turn++)
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                int n = held(turn, i);
+                bool some = n < WIDTH && turn * CONSUMERS + t < NORM_THREADS;
+                float x = some ? rounded(wide(kept1(from + n)) * p->embedding_times) : 0;
+                v[turn * EACH + i] = x;
+                if (some && BLOCK == 0) tell(p->residual + n, to_bf16(x), stamp_of(0));
+            }
+    }
+    // Words as inputs: a thread asks for up to 16 times 4 of them at a time.
+    DEV void hear_inputs(const u32* from, int count, u32 stamp) {
+        constexpr int ALL = (larger(ATT, MLP) / 4 + CONSUMERS - 1) / CONSUMERS, TIMES = (ALL + 15) / 16;
+        constexpr int PLACES = (ALL + TIMES - 1) / TIMES;
+#pragma unroll 1
+        for (int begin = t * 4; begin < count; begin += PLACES * CONSUMERS * 4) {
+            u32 some = 0;
+#pragma unroll
+            for (int j = 0; j < PLACES; j++)
+                if (begin + j * CONSUMERS * 4 < count) some |= 1u << j;
+            u32* to = (u32*)input(begin);
+            hear<u32, 4, PLACES>(some, stamp, [&](int j) { return from + begin + j * CONSUMERS * 4; },
+                            [&](int j, const u32* w) {
+                                to[j * CONSUMERS * 2] = both(w[0], w[1]);
+                                to[j * CONSUMERS * 2 + 4] = both(w[2], w[3]);
+                            });
+        }
+        meet();
+    }

@@ -1,0 +1,153 @@
+// What the machine does: barriers in shared memory, copies of tiles, tensor cores, words of global memory.
+// tests/persistent/machine.h has the same names for machines without a GPU.
+
+#define DEV __device__ __forceinline__
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+DEV u32 at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEV void mbar_init(u64* b, int n) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at(b)), "r"(n) : "memory");
+}
+DEV bool mbar_try(u64* b, u32 parity) {
+    u32 ok;
+    asm volatile(
+        "{\n\t.reg .pred p;\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, p;\n\t}"
+        : "=r"(ok) : "r"(at(b)), "r"(parity) : "memory");
+    return ok != 0;
+}
+DEV void mbar_arrive(u64* b) {
+    asm volatile("{\n\t.reg .b64 s;\n\tmbarrier.arrive.shared::cta.b64 s, [%0];\n\t}"
+                 ::"r"(at(b)) : "memory");
+}
+DEV void mbar_expect(u64* b, u32 bytes) {
+    asm volatile("{\n\t.reg .b64 s;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1;\n\t}"
+                 ::"r"(at(b)), "r"(bytes) : "memory");
+}
+DEV u64 policy_first() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+// A matrix, as the copy engine knows it (tensor_maps.py).
+struct alignas(64) TensorMap { u64 opaque[16]; };
+// The engine reads maps by a way of its own, and may have kept what lay there before the host wrote.
+DEV void acquire_map(const TensorMap* map) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+// A tile whose first output and first group of inputs these are.
+DEV void copy_tile(void* to, const TensorMap* map, int row, int group, u64* b, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4}], [%5], %6;"
+        ::"r"(at(to)), "l"(map), "r"(0), "r"(row), "r"(group), "r"(at(b)), "l"(policy) : "memory");
+}
+DEV void fence_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+DEV void bar_sync(int id, int n) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n) : "memory"); }
+// True in one thread of a warp: for it alone, code that needs no loop over lanes.
+DEV bool elected() {
+    u32 ok;
+    asm volatile(
+        "{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(ok));
+    return ok != 0;
+}
+DEV void sync_warp() { __syncwarp(); }
+DEV float shfl(float v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+
+DEV u32 add_and_see(u32* p) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
+    return before;
+}
+// Words are loaded and stored each as a whole, in any order, past the first-level cache.
+template <int V, class Word>
+DEV void load_words(const Word* p, Word* w);
+template <>
+DEV void load_words<1, u32>(const u32* p, u32* w) {
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(w[0]) : "l"(p) : "memory");
+}
+template <>
+DEV void load_words<2, u32>(const u32* p, u32* w) {
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(w[0]), "=r"(w[1]) : "l"(p) : "memory");
+}
+template <>
+DEV void load_words<4, u32>(const u32* p, u32* w) {
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(p) : "memory");
+}
+template <>
+DEV void load_words<1, u64>(const u64* p, u64* w) {
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(w[0]) : "l"(p) : "memory");
+}
+DEV void store_word(u64* p, u64 w) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(w) : "memory");
+}
+DEV void store_word(u32* p, u32 w) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(w) : "memory");
+}
+
+// What no program of this launch writes.
+DEV u16 kept1(const u16* p) {
+    u16 v;
+    asm("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    return v;
+}
+// Places of the cache that are read hold the tokens of earlier launches, but lie beside the place
+// that this launch writes.
+DEV u32 cached2(const u16* p) {
+    u32 v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
+// One product of 16 rows by 8 columns over 16 inputs, added to d.
+DEV void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Four matrices of 8 rows of 16 bytes; lane i says where row i % 8 of matrix i / 8 begins.
+DEV void load_matrices(u32* r, const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at(row)) : "memory");
+}
+
+// Arithmetic as the Triton kernels' instructions do it.
+DEV float exp2_flushed(float v) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+DEV float exp2_full(float v) {
+    float r;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+DEV float over(float a, float b) {
+    float r;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+DEV float root_under_one(float v) {
+    float r;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+DEV float times_plus(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+DEV float as_float(u32 v) { return __uint_as_float(v); }
+DEV u32 as_bits(float v) { return __float_as_uint(v); }
+DEV void yield() {}
+// What follows from a number is computed anew from here on, and takes no registers before.
+DEV void afresh(int& v) { asm volatile("" : "+r"(v)); }
+#define BLOCK ((int)blockIdx.x)
+#define THREAD ((int)threadIdx.x)

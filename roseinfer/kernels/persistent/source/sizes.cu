@@ -1,0 +1,167 @@
+// The sizes of a model and of the machine, which the compiler is told, and what follows from them.
+//
+// Told: WIDTH, HEADS, KV_HEADS, DIM, MLP, VOCAB, TURN, BLOCK_SIZE, OUT_PARTS, DOWN_PARTS,
+// NORM_WARPS, NORMED, PROGRAMS, MOST_CHUNK, STAGES, IN_FLIGHT, MOST_SUMS, MOST_INPUTS,
+// SHARED_BYTES.
+
+#ifndef MOST_POLLS
+#define MOST_POLLS (1 << 22)  // of a word until a program gives up: seconds
+#endif
+
+constexpr int WARPS = 8, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
+constexpr int GROUP = HEADS / KV_HEADS;
+constexpr int QKV = (HEADS + 2 * KV_HEADS) * DIM, ATT = HEADS * DIM;
+constexpr int ROWS = 8;          // outputs of a tile of weights
+constexpr int TOGETHER = 32;     // inputs that are multiplied by two instructions
+constexpr int TILE_T = 64;       // tokens that attention looks at together
+constexpr int SIDE = 64;         // inputs that lie side by side in a tile
+constexpr int MATRICES = 4;      // of a layer
+
+// The inputs of a tile, where an output's inputs are added up in parts of so many.
+DEV constexpr int chunk_of(int inputs) {
+    int chunk = inputs < MOST_CHUNK ? inputs : MOST_CHUNK;
+    while (inputs % chunk || chunk % SIDE) chunk--;
+    return chunk;
+}
+DEV constexpr int larger(int a, int b) { return a > b ? a : b; }
+DEV constexpr int smaller(int a, int b) { return a < b ? a : b; }
+DEV constexpr int power_of_two(int least) {
+    int power = 1;
+    while (power < least) power *= 2;
+    return power;
+}
+// A tile is groups of SIDE inputs, and a group the 128 bytes of each of its rows. Of the 16-byte
+// pieces of a row, piece i lies where i XOR the row says, which keeps rows off each other's banks.
+// The copy engine lays a tile so if it begins at a multiple of a group's bytes.
+constexpr int OF_GROUP = ROWS * SIDE * 2;
+constexpr int SLOT = OF_GROUP / SIDE * larger(chunk_of(WIDTH), larger(chunk_of(ATT / OUT_PARTS),
+                                                                      chunk_of(MLP / DOWN_PARTS)));
+constexpr int Q_PITCH = DIM + 8, W_PITCH = TILE_T + 8;
+
+static_assert(GROUP * KV_HEADS == HEADS && GROUP <= 16, "a group of query heads is a tile's rows");
+static_assert(BLOCK_SIZE % 16 == 0, "16 tokens lie side by side");
+static_assert(DIM % 16 == 0 && DIM <= 16 * WARPS, "a warp takes 16 of a head's numbers");
+static_assert((1ll << 32) / VOCAB > PROGRAMS, "rows are counted in 32 bits");
+static_assert(WIDTH >= PROGRAMS && QKV >= PROGRAMS && MLP >= PROGRAMS, "a program has rows of all products");
+// A warp that waits for a tile knows of a tile up to WARPS before it that it has arrived, and so that
+// all have up to IN_FLIGHT before that. The one that had the slot must be among these: a barrier
+// tells a phase from the next one, and not from the one behind that.
+static_assert(IN_FLIGHT > 0 && STAGES >= WARPS + IN_FLIGHT, "more tiles are needed");
+
+struct Layer {
+    const u16 *norm, *bias, *norm_of_mlp;
+    const u16 *cosines, *sines;  // [positions, TURN]; none where the layer does not rotate
+    const u16 *query_gain, *key_gain;
+    u16 *keys, *values;          // [blocks, KV_HEADS, BLOCK_SIZE, DIM], of some pitch of blocks
+};
+
+struct Params {
+    const Layer* layers;
+    const TensorMap* maps;  // by layer: of qkv, out, gates_and_ups and down; then of the head
+    const u16 *words, *norm_end;
+    const long long *token, *length, *table;
+    u32 *residual;   // [2, WIDTH]: into a layer, in its middle; words, as the next three (words.cu)
+    u32 *qkv_new;    // [QKV]
+    u32 *attended;   // [ATT]
+    u32 *hidden;     // [MLP]
+    u16 *logits;     // [VOCAB]
+    u64 *sums;       // [HEADS, parts + 1, DIM]: what was seen of the own token, then of each part
+    u64 *seen;       // [HEADS, parts + 1, 2]: the highest score, and the sum of weights
+    u32 *sync;       // [0]: launches, [32]: programs that are done
+    int *error;      // [0]: who gave up waiting in this launch, [1]: launches in which somebody did
+    long long block_pitch;
+    int num_layers, most_parts;
+    float epsilon, head_epsilon, embedding_times, added_times, scale;
+};
+
+struct alignas(128) Shared {
+    unsigned char ring[STAGES * SLOT];    // first, since it begins at a multiple of OF_GROUP bytes
+    alignas(16) u16 x[MOST_INPUTS];       // a product's inputs, in the order in which lanes take them
+    float results[MOST_SUMS]; // of a phase's products, by chain
+    alignas(16) u16 q[16 * Q_PITCH];
+    alignas(16) u16 weights[16 * W_PITCH];
+    alignas(16) u16 own[2 * DIM];         // the new key and value of a head
+    float highest[WARPS * 16];
+    float squares[32];
+    float factors[17];        // of the norms of a group's queries, and of its key
+    u64 full[STAGES], empty[STAGES];
+    int dead;
+};
+
+static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives as much");
+
+DEV u16 to_bf16(float v) {
+    u32 b = as_bits(v);
+    if ((b & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // what rounding would make infinite
+    return (u16)((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);
+}
+DEV float wide(u16 v) { return as_float((u32)v << 16); }
+DEV float rounded(float v) { return wide(to_bf16(v)); }
+DEV float larger_of(float a, float b) { return a > b ? a : b; }
+
+// A layer has two halves: attention, and the MLP. A half has a first product, attention or nothing, and
+// a second product, which is added to the residual stream. The head is one more first product.
+enum Phase { FIRST, ATTENTION, SECOND };
+DEV int phase_of(int half, Phase phase) { return half * 3 + phase; }
+
+// What a program has of n rows in a phase; programs take turns at having one more.
+DEV void share(int n, int phase, int* first, int* count) {
+    u32 rank = (BLOCK + 29 * phase) % PROGRAMS;
+    int a = rank * n / PROGRAMS;
+    *first = a;
+    *count = (rank + 1) * n / PROGRAMS - a;
+}
+
+// Where a context is cut into parts, as kernels/context_parts.py has it.
+DEV int part_begin(int part) {
+    int doubled = part / 16 - 1;
+    doubled = doubled > 0 ? doubled : 0;
+    return (part - doubled * 16) * (128 << doubled);
+}
+DEV int part_of(int position) {
+    int doubled = 0;
+    while (position >= 4096 << doubled) doubled++;
+    return position / (128 << doubled) + doubled * 16;
+}
+
+// Waits until a phase of a barrier in shared memory is over, or gives up and says so to all.
+DEV void wait_for(Shared* s, u64* b, u32 parity, int* error, int code) {
+    if (mbar_try(b, parity)) return;
+#pragma unroll 1
+    for (int i = 0; i < MOST_POLLS; i++) {
+        if (mbar_try(b, parity)) return;
+        if ((i & 63) == 63 && *(volatile int*)&s->dead) return;
+        yield();
+    }
+    *(volatile int*)&s->dead = 1;
+    *(volatile int*)error = code;
+}
+
+// Go so many tiles forward in the ring; barriers' phases take turns.
+DEV void forward(int tiles, int* slot, u32* turn) {
+    *slot += tiles;
+    if (*slot >= STAGES) {
+        *slot -= STAGES;
+        *turn ^= 1;
+    }
+}
+
+// How a product is cut: inputs are added up in parts, and a part's come in tiles.
+struct Cut {
+    int parts, depth, groups;  // tiles of a part, and groups of a tile
+    DEV int of_part() const { return depth * groups * SIDE; }
+};
+DEV constexpr Cut cut_of(int inputs, int parts) {
+    return {parts, inputs / parts / chunk_of(inputs / parts), chunk_of(inputs / parts) / SIDE};
+}
+constexpr Cut OF_WIDTH = cut_of(WIDTH, 1), OF_ATT = cut_of(ATT, OUT_PARTS), OF_MLP = cut_of(MLP, DOWN_PARTS);
+static_assert(ATT % OUT_PARTS == 0 && MLP % DOWN_PARTS == 0, "parts have as many inputs");
+DEV Cut second_cut(int mlp) {
+    return {mlp ? OF_MLP.parts : OF_ATT.parts, mlp ? OF_MLP.depth : OF_ATT.depth,
+            mlp ? OF_MLP.groups : OF_ATT.groups};
+}
+
+// The tiles of weights of a phase: chains of products, a wave of as many chains as there are warps
+// after the other. A chain is 8 outputs in one part of their inputs, and a warp's own. In a wave
+// all chains' first tiles come first, so that every warp has something to do early on.
+DEV int blocks_of(int rows) { return (rows + ROWS - 1) / ROWS; }

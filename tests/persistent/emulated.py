@@ -1,0 +1,69 @@
+"""The kernel of a whole step on a CPU: the same source, compiled for an emulated machine."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer.kernels.persistent.sizes import source
+from roseinfer.kernels.persistent.tensor_maps import tensor_maps
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from roseinfer.kernels.persistent.sizes import StepSizes
+
+_HERE = Path(__file__).parent
+COMPILER = shutil.which("g++")
+
+
+class EmulatedProgram:
+    """Launches on one core, and returns when all is over."""
+
+    def __init__(self, sizes: StepSizes, folder: Path, *, most_polls: int = 1 << 20) -> None:
+        assert COMPILER
+        machine, copies, grid = (
+            (_HERE / f"{name}.h").read_text() for name in ("machine", "copies", "grid")
+        )
+        code, library = folder / "step.cpp", folder / "step.so"
+        code.write_text("\n".join([machine, copies, source(machine=False), grid]))
+        defines = [f"-D{name}={value}" for name, value in sizes.defines().items()]
+        defines.append(f"-DMOST_POLLS={most_polls}")
+        flags = ["-O2", "-w", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared"]
+        command = [COMPILER, *flags, *defines, str(code), "-o", str(library)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        self._library = ctypes.CDLL(str(library))
+        self._library.launch.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        self.late = -1
+        """A program that runs when all others are over."""
+
+    def maps(self, matrices: Sequence[tuple[Tensor, int]]) -> Tensor:
+        def encode(*given: object) -> None:
+            assert self._library.encode(*given) == 0
+
+        return tensor_maps(encode, matrices)
+
+    def tile(self, matrix: Tensor, chunk: int, row: int, group: int) -> Tensor:
+        """Return a tile as it lies in shared memory."""
+        maps = self.maps([(matrix, chunk)])
+        found = torch.full((8 * chunk,), float("nan"), dtype=torch.bfloat16)
+        given = ctypes.c_void_p(found.data_ptr()), ctypes.c_void_p(maps.data_ptr())
+        self._library.copy_one(*given, row, group)
+        return found
+
+    def fill_with(self, bits: int) -> None:
+        """Have these bits in place of numbers beyond a matrix, which are zeros else."""
+        self._library.fill_with(bits)
+
+    def launch(self, params: ctypes.Structure) -> None:
+        self._library.launch(ctypes.addressof(params), self.late)
+
+    def shared_bytes(self) -> int:
+        return int(self._library.shared_bytes())

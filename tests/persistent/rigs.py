@@ -1,0 +1,97 @@
+"""Small models of random weights, and caches of random tokens, for the kernel of a whole step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roseinfer.kernels.persistent.sizes import StepSizes
+from roseinfer.kernels.persistent.whole_step import StepLayer, StepWeights
+from roseinfer.rotation import Rotation
+
+_NUM_LAYERS = 2
+NUM_BLOCKS = 300
+
+
+def small_sizes(block_size: int, *, turn: int = 32, normed: bool = False) -> StepSizes:
+    """Return sizes at which nothing divides anything by chance."""
+    return StepSizes(
+        width=256, heads=6, kv_heads=2, dim=32, mlp=1024, vocab=97, turn=turn,
+        block_size=block_size, out_parts=1, down_parts=2, norm_warps=4, programs=3, stages=11,
+        in_flight=3, most_chunk=256, normed=normed,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    sizes: StepSizes
+    weights: StepWeights
+    caches: list[tuple[Tensor, Tensor]]
+    blocks: list[int]
+    length: int
+
+    def table(self) -> Tensor:
+        """Return the blocks as a row of slots has them: with room behind them."""
+        return torch.tensor([[*self.blocks, *[0] * 5]])
+
+    def copy_of_caches(self) -> list[tuple[Tensor, Tensor]]:
+        return [(keys.clone(), values.clone()) for keys, values in self.caches]
+
+
+def small_rig(
+    sizes: StepSizes, length: int, *, biased: bool = False, times: float = 1.0, loud: int = 0
+) -> Rig:
+    """Make a model, and blocks that hold ``length`` tokens in no order; all else is NaN.
+
+    The last ``loud`` tokens have larger keys, so that it shows if they are not seen among many.
+    """
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, spread: float) -> Tensor:
+        return (torch.randn(shape, generator=draw) * spread).to(torch.bfloat16)
+
+    def gain(size: int) -> Tensor:
+        return (torch.randn(size, generator=draw) * 0.1 + 1).to(torch.bfloat16)
+
+    width, attended = sizes.width, sizes.heads * sizes.dim
+    qkv = attended + 2 * sizes.kv_heads * sizes.dim
+    angles = torch.arange(length + 1)[:, None] / 1e4 ** (
+        torch.arange(0, sizes.turn, 2) / sizes.turn
+    )
+    both = torch.cat([angles, angles], 1)
+    cosines, sines = (each.to(torch.bfloat16) for each in (both.cos(), both.sin()))
+    query, key = (gain(sizes.dim) if sizes.normed else None for _ in range(2))
+    rotation = Rotation(cosines, sines, query, key, epsilon=1e-6)
+    layers = [
+        StepLayer(
+            norm=gain(width),
+            qkv=random(qkv, width, spread=width**-0.5),
+            qkv_bias=random(qkv, spread=0.5) if biased else None,
+            out=random(width, attended, spread=attended**-0.5),
+            norm_of_mlp=gain(width),
+            gates_and_ups=random(2 * sizes.mlp, width, spread=width**-0.5),
+            down=random(width, sizes.mlp, spread=sizes.mlp**-0.5),
+            rotation=rotation if layer == 0 or times == 1.0 else None,
+        )
+        for layer in range(_NUM_LAYERS)
+    ]
+    words = random(sizes.vocab, width, spread=1.0)
+    weights = StepWeights(
+        layers, words, words, gain(width), 1e-5, 2 * times, times,
+        sizes.dim**-0.5 * 1.4426950408889634,
+    )  # fmt: skip
+    blocks = torch.randperm(NUM_BLOCKS - 1, generator=draw)[: length // sizes.block_size + 1] + 1
+    shape = NUM_BLOCKS, sizes.kv_heads, sizes.block_size, sizes.dim
+    caches = []
+    for _ in range(_NUM_LAYERS):
+        pair = tuple(torch.full(shape, float("nan"), dtype=torch.bfloat16) for _ in range(2))
+        for cache in pair:
+            for place in range(length):
+                block = blocks[place // sizes.block_size]
+                spread = 3.0 if place >= length - loud else 1.0
+                new = random(sizes.kv_heads, sizes.dim, spread=spread)
+                cache[block, :, place % sizes.block_size] = new
+        caches.append((pair[0], pair[1]))
+    return Rig(sizes, weights, caches, blocks.tolist(), length)

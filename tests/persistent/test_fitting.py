@@ -1,0 +1,114 @@
+"""For which models there is a kernel of a whole step, how it is compiled, and what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from roseinfer.kernels.persistent import gpu_program, nvrtc
+from roseinfer.kernels.persistent.fitting import sizes_of, why_not, why_not_on, with_ring
+from roseinfer.kernels.persistent.sizes import StepSizes, source
+from roseinfer.layer_traits import LayerTraits
+from roseinfer.rotation import Rotation
+from tests.persistent.rigs import small_rig, small_sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+LLAMA_1B = StepSizes(
+    width=2048, heads=32, kv_heads=8, dim=128, mlp=8192, vocab=128256, turn=128, block_size=64,
+    out_parts=4, down_parts=4, norm_warps=16, programs=132,
+)  # fmt: skip
+H200 = 227 << 10
+"""Bytes of shared memory of a program."""
+PLAIN = [LayerTraits(0.125)] * 2
+
+
+def test_a_ring_of_an_h200() -> None:
+    assert with_ring(LLAMA_1B, H200) == replace(LLAMA_1B, stages=25, in_flight=4, most_chunk=512)
+    wide = with_ring(replace(LLAMA_1B, width=4096, mlp=14336), H200)
+    assert wide is not None
+    assert wide.room() + wide.stages * wide.slot() <= H200
+    assert wide.in_flight * wide.tile() == 32 << 10
+    assert wide.stages >= 8 + wide.in_flight
+    assert with_ring(LLAMA_1B, 64 << 10) is None
+
+
+def test_sizes_are_those_of_weights() -> None:
+    rig = small_rig(small_sizes(16), 20)
+    found = sizes_of(rig.weights, 32, rig.caches[0][0], 3)
+    assert found == replace(rig.sizes, stages=0, in_flight=4, most_chunk=1024)
+    assert why_not(found, rig.weights, rig.caches[0][0], PLAIN) == ""
+
+
+def test_what_the_kernel_does_not_compute() -> None:
+    rig = small_rig(small_sizes(16), 20)
+    keys = rig.caches[0][0]
+
+    def refused(traits: Any = PLAIN, cache: Any = keys, layer: Any = None, **sizes: Any) -> str:
+        weights = rig.weights
+        if layer is not None:
+            weights = replace(weights, layers=[replace(weights.layers[0], **layer)] * 2)
+        return why_not(replace(rig.sizes, **sizes), weights, cache, traits)
+
+    first = rig.weights.layers[0]
+    rotation = first.rotation
+    assert rotation is not None
+    gains = Rotation(rotation.cosines, rotation.sines, first.norm, first.norm, together=True)
+    assert "window" in refused([LayerTraits(0.125, window=9)] * 2)
+    assert "scale" in refused([LayerTraits(0.125), LayerTraits(0.5)])
+    assert "heads of 40" in refused(dim=40)
+    assert "heads of 256" in refused(dim=256)
+    assert "blocks of 40 tokens" in refused(block_size=40)
+    assert "fewer rows" in refused(programs=257)
+    assert "tiles" in refused(mlp=1000)
+    assert "tiles" in refused(mlp=2 * 160)
+    assert "query heads" in refused(heads=64)
+    assert "norms" in refused(layer={"rotation": gains})
+    assert "floats" in refused(layer={"down": first.down.float()})
+    assert "weights" in refused(layer={"down": first.down.T.contiguous().T})
+    assert "cache of" in refused(cache=keys.float())
+    assert "blocks" in refused(cache=keys.transpose(1, 2))
+    assert why_not_on(torch.device("cpu"))
+
+
+def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def compile_cubin(text: str, options: Any) -> bytes:
+        asked.append(text)
+        return f"{text} {options[0]}".encode()
+
+    def made(text: str, defines: Mapping[str, int]) -> bytes:
+        return gpu_program.compiled(text, defines, torch.device("cuda"))
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(gpu_program, "_folder", lambda: tmp_path / "cache")
+    for _ in range(2):
+        assert made("step", {"WIDTH": 8}) == b"step -DWIDTH=8"
+        assert made("step", {"WIDTH": 9}) == b"step -DWIDTH=9"
+    assert asked == ["step", "step"]
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(gpu_program, "_folder", lambda: tmp_path / "file")
+    assert made("other", {"WIDTH": 9}) == b"other -DWIDTH=9"
+
+
+def test_it_compiles() -> None:
+    """Wherever NVRTC is, a GPU or not."""
+    try:
+        nvrtc.version()
+    except nvrtc.CannotCompile:
+        pytest.skip("NVRTC is not here")
+    cut = with_ring(LLAMA_1B, H200)
+    assert cut is not None
+    options = [f"-D{name}={value}" for name, value in cut.defines().items()]
+    options += ["--gpu-architecture=sm_90", "--std=c++17", "--fmad=false"]
+    assert nvrtc.compile_cubin(source(), options)
+    with pytest.raises(nvrtc.CannotCompile, match="expected"):
+        nvrtc.compile_cubin("__device__ int x = ;", [])
