@@ -30,6 +30,8 @@ class EnginePath(StrEnum):
     """A sequence continued in a second way, sharing what it had stored."""
     FUSED = "engine_fused"
     """A forward pass on fused kernels."""
+    WHOLE_STEP = "engine_whole_step"
+    """A resident step of one sequence whose forward pass is one kernel."""
     COMPILED = "engine_compiled"
     """A forward pass on layers that torch.compile has fused."""
     PADDED_HEAD = "engine_padded_head"

@@ -55,6 +55,8 @@ class ResidentBatch:
     drafts: bool = False
     """Several rows may be of one sequence. Each sees the new tokens of those before it, so all are
     stored before any attends."""
+    long: bool = False
+    """The only row is too long for a step in one kernel."""
 
 
 class Attention(Protocol):
@@ -104,6 +106,14 @@ class AttentionBackend(ABC):
     @abstractmethod
     def prepare(self, batch: StepBatch | ResidentBatch) -> None:
         """Note what the next forward pass works on. Called once a step, before any layer."""
+
+    def lone_row(self) -> ResidentBatch | None:
+        """Return the step's batch if it is one resident row whose caches may be written directly.
+
+        Who computes a whole step in one kernel stores the new key and value in ``kv.caches``
+        itself, in the block and at the place that the batch says, and attends to what is there.
+        """
+        return None
 
     @abstractmethod
     def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

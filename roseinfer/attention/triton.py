@@ -88,6 +88,13 @@ class TritonAttention(AttentionBackend):
         self._tiles: tuple[int, tuple[Tensor, ...]] | None = None
         self._places: dict[int, tuple[Tensor, Tensor]] = {}
 
+    def lone_row(self) -> ResidentBatch | None:
+        match self._batch:
+            case ResidentBatch(drafts=False, long=False) as rows if len(rows.lengths) == 1:
+                return rows
+            case _:
+                return None
+
     def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         match self._batch:
             case ResidentBatch(drafts=True) as rows:

@@ -88,6 +88,7 @@ class ResidentDecode:
         self.slots = DecodeSlots(self.rows)
         self._ranks = leader_of(model.ranks)
         self._staging = attention.staging
+        self._whole_up_to = model.whole_steps
         sizes = ladder(num_slots)
         self.steps = RowSteps(model, attention, self.rows, sizes)
         """They have what penalties and guides need when the first request with one has come."""
@@ -186,9 +187,12 @@ class ResidentDecode:
         self.slots.upload()
         extent = self.slots.extent
         count = self.steps.size_for(extent)
+        kind = self.kind
+        if count == 1 and self._whole_up_to and residents[0].session.stored >= self._whole_up_to:
+            kind = kind._replace(long=True)
         if self._ranks is not None:
-            self._ranks.tell(Decode(count, self.kind))
-        self.steps.run(count, self.kind)
+            self._ranks.tell(Decode(count, kind))
+        self.steps.run(count, kind)
         for each in residents:
             each.session.stored += 1
         self._path_counts[EnginePath.RESIDENT] += 1

@@ -112,7 +112,8 @@ class RowSteps:
         for path in self._model.paths:
             self._path_counts[path] += 1
         lengths = rows.lengths(count)
-        self._attention.prepare(ResidentBatch(rows.tables(count), lengths, self._drafts))
+        batch = ResidentBatch(rows.tables(count), lengths, self._drafts, kind.long)
+        self._attention.prepare(batch)
         logits = self._model.logits(rows.tokens[:count], lengths, None, self._attention)
         if kind.guided and self.guides is not None:
             self._path_counts[EnginePath.GUIDED] += 1

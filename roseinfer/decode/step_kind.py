@@ -17,3 +17,5 @@ class StepKind(NamedTuple):
     """Tokens are chosen among those that are allowed."""
     tops: int | None = None
     """Log-probabilities are told, and those of so many likeliest tokens; None where none are."""
+    long: bool = False
+    """The only sequence is too long for a step in one kernel."""

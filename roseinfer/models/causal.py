@@ -83,6 +83,8 @@ class CausalModel:
     paths: tuple[EnginePath, ...] = ()
     batch_invariant: bool = False
     """What a token gets has the same bits whatever else is in the batch."""
+    whole_steps: int = 0
+    """Steps of one sequence of up to so many tokens are one kernel, where there is one for them."""
 
     def __init__(
         self, model: Any, *, max_length: int | None = None, ranks: Ranks | None = None

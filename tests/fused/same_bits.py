@@ -68,8 +68,12 @@ def requests() -> list[Asked]:
 
 @contextmanager
 def rows_computed(llm: LLM) -> Iterator[set[Row]]:
-    """Collect every row of logits, but for those at position 0, where padding stands too."""
+    """Collect every row of logits, but for those at position 0, where padding stands too.
+
+    What a model tries in caches of its own is none of the requests'.
+    """
     model: Any = llm.engine.sessions.model
+    kv = llm.engine.sessions.attention.kv
     compute, seen = model.logits, set[Row]()
     found: list[torch.Tensor] = []
     width = model.shape.vocab_size
@@ -78,6 +82,8 @@ def rows_computed(llm: LLM) -> Iterator[set[Row]]:
 
     def logits(tokens: Any, positions: Any, last_rows: Any, attention: Any) -> torch.Tensor:
         made: torch.Tensor = compute(tokens, positions, last_rows, attention)
+        if attention.kv is not kv:
+            return made
         rows = slice(None) if last_rows is None else last_rows
         # Sums of whole numbers are exact in any order.
         bits = (made.view(torch.int16).long() * factors).sum(-1)

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import linear as torch_linear
 
 from roseinfer.engine_paths import EnginePath
+from roseinfer.kernels.persistent.whole_step import StepLayer, StepWeights
 from roseinfer.kernels.products.gated import linear_gated, multiply_gated
 from roseinfer.kernels.products.many_rows import multiply_in_parts
 from roseinfer.kernels.products.streamed import (
@@ -22,8 +23,10 @@ from roseinfer.kernels.products.streamed import (
     stream_linear_in_parts,
 )
 from roseinfer.kernels.rms_norm import add_rms_norm, embed_rms_norm
+from roseinfer.kernels.scores import score_arguments
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register
+from roseinfer.models.families.steps_in_one_kernel import LONGEST, StepsInOneKernel
 from roseinfer.models.joined import join_biases, join_weights
 from roseinfer.rotation import Rotation
 
@@ -69,6 +72,7 @@ class FusedLlama(CausalModel):
     """Runs a forward pass in 8 kernels a layer, attention among them."""
 
     paths = (EnginePath.FUSED,)
+    whole_steps = LONGEST
 
     @staticmethod
     def fits(model: Any) -> bool:
@@ -92,6 +96,7 @@ class FusedLlama(CausalModel):
         self._embedding_times = float(getattr(config, "embedding_multiplier", 1.0))
         self._added_times = float(getattr(config, "residual_multiplier", 1.0))
         self._logits_by = float(getattr(config, "logits_scaling", 1.0))
+        self._in_one_kernel = StepsInOneKernel(self, self._step_weights)
         positions = torch.arange(self.shape.max_length, device=self.device)[None]
         like = model.model.embed_tokens.weight[:1]
         tables = [table[0].contiguous() for table in model.model.rotary_emb(like, positions)]
@@ -108,6 +113,8 @@ class FusedLlama(CausalModel):
         last_rows: Tensor | None,
         attention: AttentionBackend,
     ) -> Tensor:
+        if (whole := self._in_one_kernel.logits(token_ids, attention)) is not None:
+            return self._divided(whole)
         body, layers = self._model.model, self._layers
         residual, x = embed_rms_norm(
             token_ids, body.embed_tokens.weight, *_of(layers[0].norm), self._embedding_times
@@ -150,7 +157,30 @@ class FusedLlama(CausalModel):
         logits = _product(x, self._model.lm_head.weight)
         if self.ranks:
             logits = self._model.lm_head.whole(logits)
+        return self._divided(logits)
+
+    def _divided(self, logits: Tensor) -> Tensor:
         return logits if self._logits_by == 1 else logits / self._logits_by
+
+    def _step_weights(self) -> StepWeights:
+        """Return the weights where they lie."""
+        body = self._model.model
+        return StepWeights(
+            layers=[
+                StepLayer(
+                    layer.norm.weight, layer.qkv, layer.qkv_bias, layer.out,
+                    layer.norm_of_mlp.weight, layer.gates_and_ups, layer.down, layer.rotation,
+                )
+                for layer in self._layers
+            ],
+            words=body.embed_tokens.weight,
+            head=self._model.lm_head.weight,
+            norm=body.norm.weight,
+            epsilon=body.norm.variance_epsilon,
+            embedding_times=self._embedding_times,
+            added_times=self._added_times,
+            scale=score_arguments(self.traits[0], body.norm.weight).scale,
+        )  # fmt: skip
 
 
 def _of(norm: Any) -> tuple[Tensor, float]:
