@@ -120,9 +120,9 @@ MUTANTS = (
         "greedy-as-the-first-is",
         "A step is greedy for all where the first of the residents is.",
         _RESIDENT,
-        "        self.steps.run(count, self.kind)\n",
+        "        self.steps.run(count, kind)\n",
         "        self.steps.run("
-        "count, self.kind._replace(greedy=residents[0].params.temperature == 0))\n",
+        "count, kind._replace(greedy=residents[0].params.temperature == 0))\n",
         ("S18",),
     ),
     _mutant(
