@@ -27,17 +27,26 @@ COMPILER = shutil.which("g++")
 class EmulatedProgram:
     """Launches on one core, and returns when all is over."""
 
-    def __init__(self, sizes: StepSizes, folder: Path, *, most_polls: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        sizes: StepSizes,
+        folder: Path,
+        *,
+        most_polls: int = 1 << 20,
+        text: str | None = None,
+        flags: Sequence[str] = (),
+    ) -> None:
+        """``text`` is what runs in place of the kernel's source, ``flags`` more of the compiler."""
         assert COMPILER
         machine, copies, grid = (
             (_HERE / f"{name}.h").read_text() for name in ("machine", "copies", "grid")
         )
         code, library = folder / "step.cpp", folder / "step.so"
-        code.write_text("\n".join([machine, copies, source(machine=False), grid]))
+        code.write_text("\n".join([machine, copies, text or source(machine=False), grid]))
         defines = [f"-D{name}={value}" for name, value in sizes.defines().items()]
         defines.append(f"-DMOST_POLLS={most_polls}")
-        flags = ["-O2", "-w", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared"]
-        command = [COMPILER, *flags, *defines, str(code), "-o", str(library)]
+        always = ["-O2", "-w", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared"]
+        command = [COMPILER, *always, *flags, *defines, str(code), "-o", str(library)]
         subprocess.run(command, check=True, capture_output=True, text=True)
         self._library = ctypes.CDLL(str(library))
         self._library.launch.argtypes = [ctypes.c_void_p, ctypes.c_int]
