@@ -105,7 +105,8 @@ def launched_not_replayed() -> Iterator[None]:
 
 @contextmanager
 def declared_bytes() -> Iterator[dict[str, int]]:
-    """Add up, by kernel, the bytes that launches of Triton kernels declare meanwhile."""
+    """Add up, by kernel, the bytes that launches of our kernels declare meanwhile."""
+    from triton import knobs
     from triton.runtime.jit import KernelInterface
 
     found: dict[str, int] = defaultdict(int)
@@ -123,8 +124,18 @@ def declared_bytes() -> Iterator[dict[str, int]]:
 
         return noted
 
-    with patch.object(KernelInterface, "__getitem__", noting):
-        yield found
+    def hear(launch: Any) -> None:
+        told = launch.get()
+        if "moves" in told:
+            found[told["name"]] += sum(_settled(amount) for _, amount in told["moves"]())
+
+    hook = knobs.runtime.launch_enter_hook
+    hook.add(hear)
+    try:
+        with patch.object(KernelInterface, "__getitem__", noting):
+            yield found
+    finally:
+        hook.remove(hear)
 
 
 def _settled(amount: int | Callable[[], int]) -> int:

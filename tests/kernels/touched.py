@@ -9,8 +9,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from pytest_roseinfer.gates.work.moved.byte_recorder import DECLARATION
-from pytest_roseinfer.gates.work.triton_launches import interpreted_launches
+from pytest_roseinfer.gates.work.triton_launches import DECLARATION, interpreted_launches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

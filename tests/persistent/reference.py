@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.kernels.persistent.sizes import StepSizes
-    from roseinfer.kernels.persistent.whole_step import StepLayer, StepWeights
+    from roseinfer.kernels.persistent.step_weights import StepLayer, StepWeights
 
 _LOG2_E = 1.4426950408889634
 

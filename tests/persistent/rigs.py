@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from roseinfer.kernels.persistent.sizes import StepSizes
-from roseinfer.kernels.persistent.whole_step import StepLayer, StepWeights
+from roseinfer.kernels.persistent.step_weights import StepLayer, StepWeights
 from roseinfer.rotation import Rotation
 
 _NUM_LAYERS = 2

@@ -12,8 +12,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
+
+
+DECLARATION = "moves"
+"""Where a launch says what it moves: an attribute of a Triton kernel's Python function, or an entry
+of what a launcher of other kernels tells Triton's hooks."""
 
 
 class Launch(NamedTuple):
@@ -24,6 +29,8 @@ class Launch(NamedTuple):
     """The kernel's Python function; None where only a compiled kernel is known."""
     arguments: Mapping[str, Any]
     """By parameter; nothing without a function."""
+    moves: Callable[[], Iterable[tuple[Any, int | Callable[[], int]]]] | None = None
+    """What a kernel that is not Triton's tells Triton's hooks that it moves, by tensor."""
 
 
 @contextmanager
@@ -71,10 +78,11 @@ def compiled_launches(launched: Callable[[Launch], None]) -> Iterator[None]:
     hooks: Any = knobs.runtime.launch_enter_hook
 
     def hook(metadata: Any) -> None:
-        name = metadata.get()["name"]
+        told = metadata.get()
+        name = told["name"]
         kernel, args = described.pop() if described else (None, ())
         if kernel is None:
-            launched(Launch(name, None, {}))
+            launched(Launch(name, None, {}, told.get(DECLARATION)))
         else:
             by_name = dict(zip(kernel.arg_names, args, strict=False))
             launched(Launch(name, kernel.fn, by_name))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roseinfer.kernels.persistent.whole_step import StepWeights
+    from roseinfer.kernels.persistent.step_weights import StepWeights
     from roseinfer.layer_traits import LayerTraits
 
 _CAPABILITY = 9

@@ -11,7 +11,7 @@ from roseinfer.kernels.persistent.fitting import sizes_of, why_not, why_not_on, 
 from roseinfer.kernels.persistent.gpu_program import GpuProgram, compiled
 from roseinfer.kernels.persistent.nvrtc import CannotCompile
 from roseinfer.kernels.persistent.sizes import source
-from roseinfer.kernels.persistent.whole_step import WholeStep
+from roseinfer.kernels.persistent.whole_step import KERNEL, WholeStep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.kernels.persistent.sizes import StepSizes
-    from roseinfer.kernels.persistent.whole_step import Program, StepWeights
+    from roseinfer.kernels.persistent.step_weights import StepWeights
+    from roseinfer.kernels.persistent.whole_step import Program
     from roseinfer.layer_traits import LayerTraits
 
 _LOG = logging.getLogger("roseinfer")
@@ -57,4 +58,4 @@ def prepared(
 def load(sizes: StepSizes, device: torch.device) -> Program:
     """Compile and load the kernel for these sizes."""
     cubin = compiled(source(), sizes.defines(), device)
-    return GpuProgram(cubin, "decode_step", sizes.programs, _THREADS, sizes.shared_bytes, device)
+    return GpuProgram(cubin, KERNEL, sizes.programs, _THREADS, sizes.shared_bytes, device)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from roseinfer.kernels.context_parts import num_parts
+from roseinfer.kernels.moves import announced
+from roseinfer.kernels.persistent.moved import Launched, moved
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,8 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.kernels.persistent.sizes import StepSizes
-    from roseinfer.rotation import Rotation
+    from roseinfer.kernels.persistent.step_weights import StepLayer, StepWeights
 
+KERNEL = "decode_step"
+"""Its name in the source."""
 _LAYER_POINTERS = 9
 _COUNTERS = 64
 """Numbers that count launches, and programs that are done."""
@@ -27,51 +31,6 @@ _POINTERS = (
     "layers", "maps", "words", "norm_end", "token", "length", "table", "residual", "qkv_new",
     "attended", "hidden", "logits", "sums", "seen", "sync", "error",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class StepLayer:
-    """The weights of a layer, ``[outputs, inputs]`` each."""
-
-    norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Tensor
-    norm_of_mlp: Tensor
-    gates_and_ups: Tensor
-    down: Tensor
-    rotation: Rotation | None
-
-
-@dataclass(frozen=True, slots=True)
-class StepWeights:
-    """The weights of a model."""
-
-    layers: Sequence[StepLayer]
-    words: Tensor
-    head: Tensor
-    norm: Tensor
-    """Behind the last layer."""
-    epsilon: float
-    embedding_times: float
-    added_times: float
-    scale: float
-    """It makes powers of two of the products of queries and keys."""
-
-    def rotations(self) -> list[Rotation]:
-        """Return those of the layers that rotate."""
-        return [layer.rotation for layer in self.layers if layer.rotation is not None]
-
-    def head_epsilon(self) -> float:
-        """Return the epsilon of the norms of heads."""
-        return max((rotation.epsilon for rotation in self.rotations()), default=0.0)
-
-    def tensors(self) -> list[Tensor]:
-        """Return all that the kernel reads, as it is stored."""
-        parts: list[StepLayer | Rotation] = [*self.layers, *self.rotations()]
-        found = [getattr(part, field.name) for part in parts for field in fields(part)]
-        held = [each for each in found if isinstance(each, torch.Tensor)]
-        return [self.words, self.head, self.norm, *held]
 
 
 class StepParams(ctypes.Structure):
@@ -114,7 +73,7 @@ class WholeStep:
         self._caches = caches
         device = weights.words.device
         most_parts = num_parts(max_length)
-        rows = sizes.heads * (most_parts + 1)
+        parts = sizes.heads, most_parts + 1
         with torch.inference_mode(False):
             self._pointers = torch.tensor(
                 [_pointers(each, *own) for each, own in zip(weights.layers, caches, strict=True)],
@@ -126,8 +85,8 @@ class WholeStep:
             self._handed = [
                 torch.zeros(count, dtype=torch.int32, device=device) for count in counts
             ]
-            self._sums = torch.zeros(rows * sizes.dim, dtype=torch.int64, device=device)
-            self._seen = torch.zeros(rows * 2, dtype=torch.int64, device=device)
+            self._sums = torch.zeros((*parts, sizes.dim), dtype=torch.int64, device=device)
+            self._seen = torch.zeros((*parts, 2), dtype=torch.int64, device=device)
             self._sync = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
             self.given_up = torch.zeros(2, dtype=torch.int32, device=device)
             """Behind the first number, how many launches gave up waiting for other programs."""
@@ -155,7 +114,11 @@ class WholeStep:
             weights.added_times,
             weights.scale,
         )
-        self._program.launch(params)
+        launched = Launched(tokens, lengths, table, logits)
+        parts = self._sums, self._seen
+        given = self._sizes, weights, self._caches, self._handed, parts, launched
+        with announced(KERNEL, partial(moved, *given)):
+            self._program.launch(params)
         return logits
 
     def _fixed(self, tokens: Tensor, lengths: Tensor, table: Tensor) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import linear as torch_linear
 
 from roseinfer.engine_paths import EnginePath
-from roseinfer.kernels.persistent.whole_step import StepLayer, StepWeights
+from roseinfer.kernels.persistent.step_weights import StepLayer, StepWeights
 from roseinfer.kernels.products.gated import linear_gated, multiply_gated
 from roseinfer.kernels.products.many_rows import multiply_in_parts
 from roseinfer.kernels.products.streamed import (

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.attention.backend import AttentionBackend
-    from roseinfer.kernels.persistent.whole_step import StepWeights, WholeStep
+    from roseinfer.kernels.persistent.step_weights import StepWeights
+    from roseinfer.kernels.persistent.whole_step import WholeStep
     from roseinfer.kv.manager import KVBlockManager
     from roseinfer.models.causal import CausalModel
 

@@ -11,7 +11,11 @@ import torch
 from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.work.listening import Listening
 from pytest_roseinfer.gates.work.moved.operation_bytes import address, operation_moves, tensors_in
-from pytest_roseinfer.gates.work.triton_launches import compiled_launches, interpreted_launches
+from pytest_roseinfer.gates.work.triton_launches import (
+    DECLARATION,
+    compiled_launches,
+    interpreted_launches,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,9 +26,6 @@ if TYPE_CHECKING:
     from pytest_roseinfer.gates.work.triton_launches import Launch
 
     Amount = int | Callable[[], int]
-
-DECLARATION = "moves"
-"""The attribute by which a kernel's Python function says what a launch moves."""
 
 
 class Move(NamedTuple):
@@ -77,6 +78,10 @@ class ByteRecorder(Listening):
             self.not_counted[f"{func.namespace}::{name}"] += 1
 
     def _note_launch(self, launch: Launch) -> None:
+        if launch.moves is not None:
+            for tensor, amount in launch.moves():
+                self._note_tensor(launch.kernel, tensor, amount)
+            return
         declaration = getattr(launch.function, DECLARATION, None)
         if declaration is None:
             self.not_counted[launch.kernel] += 1
