@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from roseinfer.decode.row_steps import RowSteps
 from roseinfer.decode.slot_rows import SlotFields, SlotRows
-from roseinfer.decode.step_kind import StepKind
+from roseinfer.decode.step_kind import StepKind, tops_told
 from roseinfer.engine_paths import EnginePath
-from roseinfer.kv.pool import SCRATCH
-from roseinfer.sampling_params import MOST_TOP_LOGPROBS
+from roseinfer.kv.sequence import reserve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +51,6 @@ class DraftedRows:
         rows = SlotRows.of(sizes[-1], model, attention.kv, attention.staging)
         self._rows = rows
         self._steps = RowSteps(model, attention, rows, sizes, drafts=True)
-        self._padding = [*SlotFields(), *[SCRATCH] * (rows.width * rows.groups)]
         self._taken = 0
         """How many rows the last step had."""
         self.tokens: Tensor = self._steps.tokens
@@ -65,7 +63,8 @@ class DraftedRows:
 
         This returns the tokens, and what is told of them if some request wants that.
         """
-        self._reserve(drafted)
+        counts = [len(each.tokens) for each in drafted]
+        reserve(self._kv, [each.session for each in drafted], counts)
         self._upload(drafted)
         kind = _kind_of([each.params for each in drafted])
         self._steps.run(self._steps.size_for(self._taken), kind)
@@ -79,41 +78,30 @@ class DraftedRows:
         """Upload all rows anew, since nobody knows what the device has of them."""
         self._taken = len(self._rows.tokens)
 
-    def _reserve(self, drafted: Sequence[Drafted]) -> None:
-        counts = [len(each.tokens) for each in drafted]
-        for at, group in enumerate(self._kv.groups):
-            lists = [each.session.block_lists[at] for each in drafted]
-            self._kv.reserve(group.layers[0], lists, counts)
-        for each in drafted:
-            each.session.room = len(each.session.block_lists[0]) * self._kv.block_size
-
     def _upload(self, drafted: Sequence[Drafted]) -> None:
         rows = self._rows
         tokens: list[int] = []
         flat: list[int] = []
         for session, params, seed, own in drafted:
             fields = SlotFields.of(params, seed)
-            table: list[int] = []
-            for blocks in session.block_lists:
-                table += [*blocks, *[SCRATCH] * (rows.width - len(blocks))]
+            table = rows.table_of(session)
             for length in range(session.stored, session.stored + len(own)):
                 flat += [len(tokens) + length - session.stored, *fields._replace(length=length)]
                 flat += table
             tokens += own
         before, self._taken = self._taken, len(tokens)
         for row in range(self._taken, before):
-            flat += [row, *self._padding]
+            flat += [row, *rows.padding]
         rows.put(flat, max(before, self._taken))
         rows.begin_with(tokens)
 
 
 def _kind_of(asked: Sequence[SamplingParams]) -> StepKind:
-    told = any(params.logprobs for params in asked)
-    tops = any(params.top_logprobs for params in asked)
-    return StepKind(
-        greedy=not any(params.temperature for params in asked),
-        tops=(MOST_TOP_LOGPROBS if tops else 0) if told else None,
+    tops = tops_told(
+        told=any(params.logprobs for params in asked),
+        tops=any(params.top_logprobs for params in asked),
     )
+    return StepKind(greedy=not any(params.temperature for params in asked), tops=tops)
 
 
 def _ladder(most: int) -> list[int]:

@@ -12,12 +12,12 @@ from roseinfer.decode.slot_guides import SlotGuides
 from roseinfer.decode.slot_penalties import SlotPenalties
 from roseinfer.decode.slot_rows import SlotRows
 from roseinfer.decode.slots import DecodeSlots
-from roseinfer.decode.step_kind import StepKind
+from roseinfer.decode.step_kind import StepKind, tops_told
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError
+from roseinfer.kv.sequence import reserve
 from roseinfer.ranks.orders import Decode
 from roseinfer.ranks.ranks import leader_of
-from roseinfer.sampling_params import MOST_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -166,12 +166,11 @@ class ResidentDecode:
         asked["guided"] += more * (params.guide is not None)
         asked["told"] += more * params.logprobs
         asked["tops"] += more * (params.top_logprobs > 0)
-        tops = MOST_TOP_LOGPROBS if asked["tops"] else 0
         self.kind = StepKind(
             greedy=not asked["drawn"],
             penalised=asked["penalised"] > 0,
             guided=asked["guided"] > 0,
-            tops=tops if asked["told"] else None,
+            tops=tops_told(told=asked["told"] > 0, tops=asked["tops"] > 0),
         )
 
     def launch(self, residents: Sequence[Resident], spare: int) -> Arrival:
@@ -219,11 +218,8 @@ class ResidentDecode:
     def _reserve(self, residents: Sequence[Resident], counts: Sequence[int]) -> None:
         if not residents:
             return
-        for at, group in enumerate(self._kv.groups):
-            lists = [each.session.block_lists[at] for each in residents]
-            self._kv.reserve(group.layers[0], lists, counts)
+        reserve(self._kv, [each.session for each in residents], counts)
         for each in residents:
-            each.session.room = len(each.session.block_lists[0]) * self._kv.block_size
             self.slots.touch(each.slot)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from roseinfer.kv.lasting import lasting
 from roseinfer.kv.paths import Work
+from roseinfer.kv.pool import SCRATCH
 from roseinfer.ranks.orders import PutBlocks, PutRows, PutTokens
 from roseinfer.ranks.ranks import leader_of
 from roseinfer.sampling.noise import signed64
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.kv.manager import KVBlockManager
+    from roseinfer.kv.sequence import InferenceSession
     from roseinfer.kv.storage import IndexStaging
     from roseinfer.models.causal import CausalModel
     from roseinfer.ranks.ranks import Ranks
@@ -96,6 +98,8 @@ class SlotRows:
             self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=staging.device)
             """The newest token of each row, which is not stored yet."""
         self._flat = self._rows.view(-1)
+        self.padding = [*SlotFields(), *[SCRATCH] * (width * groups)]
+        """The numbers of a row that no sequence has."""
 
     @classmethod
     def of(
@@ -104,6 +108,13 @@ class SlotRows:
         """Make rows for the longest sequences that a model takes."""
         width = -(-model.shape.max_length // kv.block_size)
         return cls(num_slots, width, len(kv.groups), staging, model.ranks)
+
+    def table_of(self, session: InferenceSession) -> list[int]:
+        """Return a session's blocks as a row has them."""
+        table: list[int] = []
+        for blocks in session.block_lists:
+            table += [*blocks, *[SCRATCH] * (self.width - len(blocks))]
+        return table
 
     def put(self, flat: list[int], count: int) -> None:
         """Replace whole rows, given as each one's slot and its numbers, one after the other."""

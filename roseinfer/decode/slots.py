@@ -11,7 +11,6 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from roseinfer.decode.slot_rows import BLOCKS_BEGIN, SlotFields
-from roseinfer.kv.pool import SCRATCH
 
 if TYPE_CHECKING:
     from roseinfer.decode.slot_rows import SlotRows
@@ -87,13 +86,12 @@ class DecodeSlots:
             self._grown.pop(slot, None)
             occupant = self._occupants[slot]
             if occupant is None:
-                flat += [slot, *SlotFields(), *[SCRATCH] * (rows.width * rows.groups)]
+                flat += [slot, *rows.padding]
                 continue
             session = occupant.session
             occupant.known = len(session.block_lists[0])
-            flat += [slot, *occupant.fields._replace(length=session.stored)]
-            for blocks in session.block_lists:
-                flat += [*blocks, *[SCRATCH] * (rows.width - len(blocks))]
+            fields = occupant.fields._replace(length=session.stored)
+            flat += [slot, *fields, *rows.table_of(session)]
         rows.put(flat, len(self._changed))
         self._changed.clear()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from roseinfer.sampling_params import MOST_TOP_LOGPROBS
+
 
 class StepKind(NamedTuple):
     """What the sequences of a step ask for together. Those that ask for less get it all the same,
@@ -19,3 +21,8 @@ class StepKind(NamedTuple):
     """Log-probabilities are told, and those of so many likeliest tokens; None where none are."""
     long: bool = False
     """The only sequence is too long for a step in one kernel."""
+
+
+def tops_told(*, told: bool, tops: bool) -> int | None:
+    """Return of how many likeliest tokens a step tells, if some request asks for any."""
+    return (MOST_TOP_LOGPROBS if tops else 0) if told else None

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from roseinfer.kv.manager import KVBlockManager
 
 
@@ -38,3 +40,13 @@ class InferenceSession:
         """Do the same to a sequence that may write to its last block, and leaves it that room."""
         self.cut(kv, most)
         self.room = len(self.block_lists[0]) * kv.block_size
+
+
+def reserve(
+    kv: KVBlockManager, sessions: Sequence[InferenceSession], counts: Sequence[int]
+) -> None:
+    """Give each of some sessions the room for so many more tokens, in all groups of layers."""
+    for at, group in enumerate(kv.groups):
+        kv.reserve(group.layers[0], [session.block_lists[at] for session in sessions], counts)
+    for session in sessions:
+        session.room = len(session.block_lists[0]) * kv.block_size

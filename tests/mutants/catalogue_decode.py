@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import ENGINE, Mutant
 
 _ROWS = "roseinfer.decode.slot_rows"
+_ROWS = "roseinfer.decode.slot_rows"
 _SLOTS = "roseinfer.decode.slots"
 _RESIDENT = "roseinfer.decode.resident"
 _STEPS = "roseinfer.decode.row_steps"
@@ -30,14 +31,14 @@ MUTANTS = (
         "The device is not told of the block that a resident sequence was given.",
         _RESIDENT,
         "            self.slots.touch(each.slot)\n",
-        "",
+        "            pass\n",
     ),
     _mutant(
         "padding-row-on-a-real-block",
         "The row of a sequence that left points to the first block of the cache.",
-        _SLOTS,
-        "*SlotFields(), *[SCRATCH] * (rows.width",
-        "*SlotFields(), *[SCRATCH + 1] * (rows.width",
+        _ROWS,
+        "*SlotFields(), *[SCRATCH] * (width",
+        "*SlotFields(), *[SCRATCH + 1] * (width",
         ("6", "S15"),
     ),
     _mutant(

@@ -64,7 +64,7 @@ MUTANTS = (
         "drafts-in-one-groups-blocks",
         "Drafts go to the blocks of the first group of layers in every group.",
         _ROWS,
-        "            for blocks in session.block_lists:\n",
-        "            for blocks in session.block_lists[:1] * len(session.block_lists):\n",
+        "rows.table_of(session)",
+        "rows.table_of(type(session)(session.block_lists[:1] * len(session.block_lists)))",
     ),
 )
