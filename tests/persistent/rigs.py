@@ -47,51 +47,69 @@ def small_rig(
 
     The last ``loud`` tokens have larger keys, so that it shows if they are not seen among many.
     """
-    draw = torch.Generator().manual_seed(0)
+    chance = _Chance()
+    weights = _weights(sizes, length, chance, biased=biased, times=times)
+    order = torch.randperm(NUM_BLOCKS - 1, generator=chance.generator) + 1
+    blocks = order[: length // sizes.block_size + 1].tolist()
+    caches = []
+    for _ in range(_NUM_LAYERS):
+        keys, values = (_cache(sizes, blocks, length, loud, chance) for _ in range(2))
+        caches.append((keys, values))
+    return Rig(sizes, weights, caches, blocks, length)
 
-    def random(*shape: int, spread: float) -> Tensor:
-        return (torch.randn(shape, generator=draw) * spread).to(torch.bfloat16)
 
-    def gain(size: int) -> Tensor:
-        return (torch.randn(size, generator=draw) * 0.1 + 1).to(torch.bfloat16)
+class _Chance:
+    """The same numbers for every rig of the same sizes."""
 
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def numbers(self, *shape: int, spread: float) -> Tensor:
+        return (torch.randn(shape, generator=self.generator) * spread).to(torch.bfloat16)
+
+    def gain(self, size: int) -> Tensor:
+        return (torch.randn(size, generator=self.generator) * 0.1 + 1).to(torch.bfloat16)
+
+
+def _weights(
+    sizes: StepSizes, length: int, chance: _Chance, *, biased: bool, times: float
+) -> StepWeights:
     width, attended = sizes.width, sizes.heads * sizes.dim
-    qkv = attended + 2 * sizes.kv_heads * sizes.dim
-    angles = torch.arange(length + 1)[:, None] / 1e4 ** (
-        torch.arange(0, sizes.turn, 2) / sizes.turn
-    )
-    both = torch.cat([angles, angles], 1)
-    cosines, sines = (each.to(torch.bfloat16) for each in (both.cos(), both.sin()))
-    query, key = (gain(sizes.dim) if sizes.normed else None for _ in range(2))
-    rotation = Rotation(cosines, sines, query, key, epsilon=1e-6)
+    rotation = _rotation(sizes, length, chance)
     layers = [
         StepLayer(
-            norm=gain(width),
-            qkv=random(qkv, width, spread=width**-0.5),
-            qkv_bias=random(qkv, spread=0.5) if biased else None,
-            out=random(width, attended, spread=attended**-0.5),
-            norm_of_mlp=gain(width),
-            gates_and_ups=random(2 * sizes.mlp, width, spread=width**-0.5),
-            down=random(width, sizes.mlp, spread=sizes.mlp**-0.5),
+            norm=chance.gain(width),
+            qkv=chance.numbers(sizes.qkv, width, spread=width**-0.5),
+            qkv_bias=chance.numbers(sizes.qkv, spread=0.5) if biased else None,
+            out=chance.numbers(width, attended, spread=attended**-0.5),
+            norm_of_mlp=chance.gain(width),
+            gates_and_ups=chance.numbers(2 * sizes.mlp, width, spread=width**-0.5),
+            down=chance.numbers(width, sizes.mlp, spread=sizes.mlp**-0.5),
             rotation=rotation if layer == 0 or times == 1.0 else None,
         )
         for layer in range(_NUM_LAYERS)
     ]
-    words = random(sizes.vocab, width, spread=1.0)
-    weights = StepWeights(
-        layers, words, words, gain(width), 1e-5, 2 * times, times,
+    words = chance.numbers(sizes.vocab, width, spread=1.0)
+    return StepWeights(
+        layers, words, words, chance.gain(width), 1e-5, 2 * times, times,
         sizes.dim**-0.5 * 1.4426950408889634,
     )  # fmt: skip
-    blocks = torch.randperm(NUM_BLOCKS - 1, generator=draw)[: length // sizes.block_size + 1] + 1
+
+
+def _rotation(sizes: StepSizes, length: int, chance: _Chance) -> Rotation:
+    slower = 1e4 ** (torch.arange(0, sizes.turn, 2) / sizes.turn)
+    angles = torch.arange(length + 1)[:, None] / slower
+    both = torch.cat([angles, angles], 1)
+    cosines, sines = (each.to(torch.bfloat16) for each in (both.cos(), both.sin()))
+    query, key = (chance.gain(sizes.dim) if sizes.normed else None for _ in range(2))
+    return Rotation(cosines, sines, query, key, epsilon=1e-6)
+
+
+def _cache(sizes: StepSizes, blocks: list[int], length: int, loud: int, chance: _Chance) -> Tensor:
     shape = NUM_BLOCKS, sizes.kv_heads, sizes.block_size, sizes.dim
-    caches = []
-    for _ in range(_NUM_LAYERS):
-        pair = tuple(torch.full(shape, float("nan"), dtype=torch.bfloat16) for _ in range(2))
-        for cache in pair:
-            for place in range(length):
-                block = blocks[place // sizes.block_size]
-                spread = 3.0 if place >= length - loud else 1.0
-                new = random(sizes.kv_heads, sizes.dim, spread=spread)
-                cache[block, :, place % sizes.block_size] = new
-        caches.append((pair[0], pair[1]))
-    return Rig(sizes, weights, caches, blocks.tolist(), length)
+    cache = torch.full(shape, float("nan"), dtype=torch.bfloat16)
+    for place in range(length):
+        spread = 3.0 if place >= length - loud else 1.0
+        new = chance.numbers(sizes.kv_heads, sizes.dim, spread=spread)
+        cache[blocks[place // sizes.block_size], :, place % sizes.block_size] = new
+    return cache
