@@ -43,7 +43,7 @@ extern "C" void launch(const Params* p, int late) {
             if (fibers[i].block == late && left > THREADS) continue;
             if (fibers[i].over || rest || long_rest || (rand() & 15) == 0) continue;
             here = i;
-            swapcontext(&top_context, &fibers[i].context);
+            give_turn(&fibers[i]);
             left -= fibers[i].over;
             progress += fibers[i].over;
         }

@@ -64,6 +64,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> EmulatedProgram:
     return EmulatedProgram(small_sizes(16), tmp_path_factory.mktemp("step"))
 
 
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> EmulatedProgram:
+    """A program whose threads soon give up waiting."""
+    return EmulatedProgram(small_sizes(16), tmp_path_factory.mktemp("step"), most_polls=3000)
+
+
 @pytest.mark.parametrize("length", [0, 15, 16, 65, 129, 300])
 def test_contexts_of_many_lengths(program: EmulatedProgram, length: int) -> None:
     """No token at all, the edges of blocks, tiles and parts, and several parts."""
@@ -99,15 +105,14 @@ def test_what_kin_have(tmp_path: Path, normed: bool) -> None:
 
 
 @pytest.mark.parametrize("late", range(3))
-def test_a_launch_that_is_given_up_makes_no_number(tmp_path: Path, late: int) -> None:
+def test_a_launch_that_is_given_up_makes_no_number(impatient: EmulatedProgram, late: int) -> None:
     """Others give up waiting for a program that comes late, and the next launch is right."""
     rig = small_rig(small_sizes(16), 20)
-    program = EmulatedProgram(rig.sizes, tmp_path, most_polls=3000)
-    program.late = late
-    logits, step = run(rig, program)
+    impatient.late = late
+    logits, step = run(rig, impatient)
     assert logits.isnan().all()
     assert step.given_up.tolist() == [0, 1]
-    program.late = -1
+    impatient.late = -1
     again = step.logits(*given(rig))
     assert step.given_up.tolist() == [0, 1]
     want = reference.step(rig.sizes, rig.weights, rig.caches, TOKEN, rig.blocks, rig.length)
