@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pytest_roseinfer.running.interpreter import remembering
+from pytest_roseinfer.running.interpreter.remembering import remembering
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

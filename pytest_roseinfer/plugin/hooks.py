@@ -178,7 +178,7 @@ def _searching(item: pytest.Item) -> Iterator[None]:
     Last words go past pytest's capture.
     """
     from pytest_roseinfer.plugin.parts import part_of
-    from pytest_roseinfer.running.interpreter import remembering
+    from pytest_roseinfer.running.interpreter.remembering import remembering
     from pytest_roseinfer.running.watchdog import watching
 
     settings.set_current(replace(settings.current(), part=part_of(item)))

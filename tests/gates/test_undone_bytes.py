@@ -15,7 +15,7 @@ from pytest_roseinfer.gates.work.measure_work import Step
 from pytest_roseinfer.gates.work.moved.measure_bytes import measure_bytes
 from pytest_roseinfer.gates.work.moved.step_memory import StepMemory
 from pytest_roseinfer.gates.work.step_work import judge
-from pytest_roseinfer.running.interpreter import remembering
+from pytest_roseinfer.running.interpreter.remembering import remembering
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kernels.products.linear import linear
 from tests.gates.byte_steps import CONTEXTS, llama, second_token

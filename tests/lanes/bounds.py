@@ -18,6 +18,7 @@ from unittest import mock
 
 import numpy as np
 
+import pytest_roseinfer.running.interpreter
 from pytest_roseinfer.gates.work.triton_launches import interpreted_launches
 
 if TYPE_CHECKING:
@@ -173,10 +174,12 @@ def _is_no_element(tensor: torch.Tensor, places: NDArray[np.int64]) -> NDArray[n
 
 
 def _line_of_kernel() -> str:
-    """Return where the innermost function stands that is neither Triton's nor of this file."""
+    """Return where the innermost function stands that is neither the interpreter's nor of here."""
     import triton
 
-    frame, passed = sys._getframe(1), (__file__, str(Path(triton.__file__).parent))
+    parts = triton, pytest_roseinfer.running.interpreter
+    passed = __file__, *(str(Path(str(part.__file__)).parent) for part in parts)
+    frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(passed):
         assert frame.f_back is not None
         frame = frame.f_back

@@ -9,7 +9,7 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.mix import RequestMix
 from pytest_roseinfer.findings.divergence import Difference, Divergence
 from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.interpreter import remembering
+from pytest_roseinfer.running.interpreter.remembering import remembering
 from pytest_roseinfer.search import smallest
 from pytest_roseinfer.suite.conformance import conformance
 from tests.mutants.hunt import Found

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from inspect import getmembers
-from typing import TYPE_CHECKING
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
-from pytest_roseinfer.running.interpreter import remembering
-from roseinfer.kernels.attend_decode import paged_attention_decode
+from pytest_roseinfer.running.interpreter.remembering import remembering
+from roseinfer.kernels.attend_decode import _decode_kernel, paged_attention_decode
 from roseinfer.kernels.runtime import is_interpreted
 from roseinfer.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled here")
 
@@ -90,6 +95,96 @@ def test_types_and_shapes_are_those_of_triton_itself() -> None:
         assert built() == built() == expected
         with pytest.raises(ValueError, match="power of 2"):
             tl.block_type(tl.float32, [3])
+
+
+def operands() -> list[Any]:
+    """Return tensors of many types and shapes, and Python's numbers."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    def tensor(of: Any, shape: tuple[int, ...]) -> Any:
+        numbers = np.arange(prod(shape)).reshape(shape or 1) % 2 + 1
+        handle = interpreter.TensorHandle(numbers.astype(interpreter._get_np_dtype(of)), of)
+        return tl.tensor(handle, tl.block_type(of, list(shape)) if shape else of)
+
+    types = [
+        *(tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.uint64),
+        *(tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.pointer_type(tl.float32)),
+    ]
+    tensors = [tensor(of, shape) for of in types for shape in ((), (4,), (1, 4), (2, 2))]
+    return [*tensors, True, 0, 1, -1, 200, 2**31, 2**40, 2**63, 0.0, 1.5, -2.0, 1e300, "text"]
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """Return types and bits of what comes, or the error."""
+    try:
+        found = call()
+    except Exception as error:
+        return type(error), str(error)
+    tensors = found if isinstance(found, tuple) else (found,)
+    return [
+        (str(each.type), each.handle.data.dtype, each.handle.data.shape, each.handle.data.tobytes())
+        for each in tensors
+    ]
+
+
+@pytest.fixture
+def semantic() -> Iterator[Any]:
+    """What operations on operands mean, as in a kernel that runs."""
+    from triton.runtime import interpreter
+
+    scope = interpreter._patch_lang(_decode_kernel.fn)
+    yield interpreter.interpreter_semantic
+    scope.restore()
+
+
+@pytest.mark.parametrize("arithmetic", [True, False])
+@pytest.mark.parametrize("division", [True, False])
+def test_any_two_operands_are_matched_as_by_triton_itself(
+    semantic: Any, arithmetic: bool, division: bool
+) -> None:
+    def matched() -> list[Any]:
+        match = semantic.binary_op_type_checking_impl
+        return [
+            outcome(partial(match, one, other, True, True, arithmetic, division))
+            for one, other in product(operands(), repeat=2)
+        ]
+
+    expected = matched()
+    with remembering():
+        found = matched()
+    assert found == expected
+    assert {type(each) for each in found} == {list, tuple}
+
+
+def test_any_operand_is_cast_as_by_triton_itself(semantic: Any) -> None:
+    def cast() -> list[Any]:
+        tensors = [each for each in operands() if hasattr(each, "handle")]
+        types = list({str(each.dtype): each.dtype for each in tensors}.values())
+        return [outcome(partial(semantic.cast, one, to)) for one, to in product(tensors, types)]
+
+    expected = cast()
+    with remembering():
+        assert cast() == expected
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_what_overflows_is_told_where_triton_tells_it(
+    semantic: Any, debug: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton import language as tl
+
+    monkeypatch.setattr(semantic.builder, "options", replace(semantic.builder.options, debug=debug))
+
+    def added() -> Any:
+        return outcome(lambda: semantic.add(tl.tensor(largest, tl.int32), 1, True))
+
+    largest = semantic.builder.get_int32(2**31 - 1)
+    with np.errstate(over="ignore"):
+        expected = added()
+        with remembering():
+            assert added() == expected
+    assert (expected[0] is AssertionError) == debug
 
 
 @pytest.mark.parametrize("name", ["_patch_lang", "_patch_builtin", "_patch_attr", "_get_np_dtype"])

@@ -18,7 +18,7 @@ from pytest_roseinfer.gates.work.moved.measure_bytes import measure_bytes
 from pytest_roseinfer.gates.work.moved.step_memory import StepMemory
 from pytest_roseinfer.gates.work.python_calls import OwnCode
 from pytest_roseinfer.gates.work.step_work import judge, versions_here
-from pytest_roseinfer.running.interpreter import remembering
+from pytest_roseinfer.running.interpreter.remembering import remembering
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -16,6 +16,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from pytest_roseinfer.running.interpreter.shortcuts import shortcuts
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -36,6 +38,7 @@ def remembering() -> Iterator[None]:
         mock.patch.object(interpreter, "_get_np_dtype", _remembering_types(interpreter)),
         mock.patch.object(core.block_type, "__init__", _remembering_blocks(core)),
         mock.patch.object(core.tensor, "__init__", _remembering_shapes(core)),
+        shortcuts(interpreter),
     ):
         yield
 
@@ -114,7 +117,8 @@ def _remembering_blocks(core: Any) -> Callable[[Any, Any, Any], None]:
     build, found = core.block_type.__init__, dict[Any, dict[str, Any]]()
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = [getattr(size, "value", size) for size in getattr(shape, "values", shape)]
+        given = getattr(shape, "values", shape)
+        sizes = [size if type(size) is int else getattr(size, "value", size) for size in given]
         key = (element_ty.name, *sizes)  # some types cannot be hashed
         if key not in found:
             build(self, element_ty, shape)
@@ -131,7 +135,7 @@ def _remembering_shapes(core: Any) -> Callable[[Any, Any, Any], None]:
 
     def init(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
         own = {"handle": handle, "type": type, "dtype": type.scalar}
-        key = tuple(type.shape) if type.is_block() else ()
+        key = tuple(getattr(type.shape, "values", type.shape)) if type.is_block() else ()
         if key not in found:
             build(self, handle, type)
             found[key] = {name: part for name, part in vars(self).items() if name not in own}
