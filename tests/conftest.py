@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -56,6 +57,12 @@ def pytest_configure(config: pytest.Config) -> None:
         folder.cleanup()
 
     config.add_cleanup(end)
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector pass over what is there for good: modules, and tests to come."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
