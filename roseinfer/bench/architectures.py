@@ -39,7 +39,71 @@ def _llama_1b() -> Any:
     )
 
 
-ARCHITECTURES: dict[str, Callable[[], Any]] = {"gpt2": _gpt2, "llama-1b": _llama_1b}
+def _qwen3_06b() -> Any:
+    from transformers import Qwen3Config
+
+    from roseinfer.models.tiny import END
+
+    return Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+        bos_token_id=END,
+        eos_token_id=END,
+    )
+
+
+def _olmo2_1b() -> Any:
+    from transformers import Olmo2Config
+
+    from roseinfer.models.tiny import END
+
+    return Olmo2Config(
+        vocab_size=100352,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=END,
+        eos_token_id=END,
+    )
+
+
+def _pythia_410m() -> Any:
+    """Configure a model of a family for which there are no fused kernels."""
+    from transformers import GPTNeoXConfig
+
+    from roseinfer.models.tiny import END
+
+    return GPTNeoXConfig(
+        vocab_size=50304,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        max_position_embeddings=2048,
+        bos_token_id=END,
+        eos_token_id=END,
+    )
+
+
+ARCHITECTURES: dict[str, Callable[[], Any]] = {
+    "gpt2": _gpt2,
+    "llama-1b": _llama_1b,
+    "qwen3-0.6b": _qwen3_06b,
+    "olmo2-1b": _olmo2_1b,
+    "pythia-410m": _pythia_410m,
+}
 """What makes the configuration of each; the end of a text is the byte-level tokenizer's."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.bench.architectures import require_architecture
+from roseinfer.bench.architectures import ARCHITECTURES, require_architecture
 from roseinfer.config import ADMISSION_POLICIES, EngineConfig, require_device, require_dtype
 from roseinfer.errors import ConfigError, did_you_mean
 from roseinfer.how_far import say
@@ -46,7 +46,8 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
 def add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--hf-model-id", default="gpt2", metavar="NAME", help="directory, hub id, or tiny (gpt2)")
-    drawn = "an architecture by name, gpt2 or llama-1b, with random weights; needs no network"
+    known = ", ".join(ARCHITECTURES)
+    drawn = f"an architecture by name ({known}), with random weights; needs no network"
     add("--random-weights", action="store_true", help=drawn)
     add("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
     add("--dtype", help="float32, float16 or bfloat16 (default: by checkpoint and device)")
@@ -96,6 +97,8 @@ def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     fused = "run a model on fused kernels where there are some for it, or on its own modules"
     add("--fused-model", action=switch, help=fused)
     layers = "torch.compile the layers of a model on its own modules"
+    bits = "the same bits for a request in any batch, or the faster products of each size"
+    add("--batch-invariant", action=switch, help=bits)
     add("--compile-layers", action="store_const", const=True, help=layers)
     add("--cuda-graph", action=switch, help="replay a step as one CUDA graph, or launch it")
     add("--run-ahead", type=whole(0), metavar="N", help="steps the device may be ahead")

@@ -132,6 +132,26 @@ def _trace(args: argparse.Namespace) -> Report:
     return step_trace.run(args)
 
 
+def _add_start(commands: Subparsers) -> None:
+    parser = commands.add_parser("start", help="how long an engine takes to be ready")
+    arguments.add_model(parser)
+    arguments.add_engine(parser)
+    option, whole = parser.add_argument_group("runs").add_argument, arguments.whole
+    runs = "starts with kernels on disk, and of the weights alone, in turns (3)"
+    option("--repeat-runs", type=whole(1), default=3, metavar="N", help=runs)
+    arguments.add_outputs(parser, plot=False)
+    parser.set_defaults(run=_start)
+
+
+def _start(args: argparse.Namespace) -> Report:
+    EngineConfig(**arguments.engine_settings(args))  # refused now, not in another process
+    arguments.require_model(args)
+    arguments.say_importing()
+    from roseinfer.bench.starting import start_bench
+
+    return start_bench.run(args)
+
+
 def _add_speculation(commands: Subparsers) -> None:
     parser = commands.add_parser("speculation", help="what drafts are worth, and what they cost")
     arguments.add_model(parser)
@@ -188,6 +208,6 @@ def _plot(args: argparse.Namespace) -> None:
 
 _COMMANDS = (
     *(_add_append, _add_attention, _add_ladder),
-    *(_add_peers, _add_trace, _add_speculation),
+    *(_add_peers, _add_trace, _add_start, _add_speculation),
     *(_add_endpoint, _add_plot),
 )

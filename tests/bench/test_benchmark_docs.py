@@ -36,8 +36,8 @@ def test_the_commands_are_understood(
     """The measuring and the drawing are left out."""
     reached: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    for name in ("_ladder", "_peers", "_trace", "_attention", "_speculation", "_endpoint"):
-        monkeypatch.setattr(subcommands, name, reached.append)
+    for name in ("ladder", "peers", "trace", "start", "attention", "speculation", "endpoint"):
+        monkeypatch.setattr(subcommands, f"_{name}", reached.append)
     for name in ("_schedule", "_stream"):
         monkeypatch.setattr(commands, name, reached.append)
     monkeypatch.setattr(charts, "redraw", lambda *args: reached.append(args))
@@ -55,6 +55,7 @@ def test_the_commands_are_understood(
         (bench, ["ladder"]),
         (bench, ["peers"]),
         (bench, ["trace"]),
+        (bench, ["start"]),
         (bench, ["attention"]),
         (bench, ["speculation"]),
         (bench, ["endpoint"]),
@@ -65,6 +66,7 @@ def test_the_commands_are_understood(
         "ladder",
         "peers",
         "trace",
+        "start",
         "attention",
         "speculation",
         "server",

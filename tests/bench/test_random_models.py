@@ -12,6 +12,7 @@ from roseinfer.bench import architectures
 from roseinfer.bench.architectures import architecture
 from roseinfer.bench.model_source import ModelSource, random_model
 from roseinfer.bench.serving.memory_floor import MemoryFloor, memory_floor, values_read
+from roseinfer.models.families import fused_family
 
 
 def small(name: str) -> Any:
@@ -19,6 +20,9 @@ def small(name: str) -> Any:
     config = architecture(name)
     if name == "gpt2":
         config.update({"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000})
+    elif name == "pythia-410m":
+        config.update({"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2})
+        config.update({"num_attention_heads": 4, "vocab_size": 1000})
     else:
         config.update({"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2})
         config.update({"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16})
@@ -26,7 +30,7 @@ def small(name: str) -> Any:
     return config
 
 
-@pytest.fixture(params=["gpt2", "llama-1b"])
+@pytest.fixture(params=architectures.ARCHITECTURES)
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     config = small(request.param)
     monkeypatch.setitem(architectures.ARCHITECTURES, request.param, lambda: config)
@@ -70,7 +74,7 @@ def test_the_end_of_a_text_is_the_tokenizers(name: str) -> None:
 
 
 def test_only_named_architectures_are_known() -> None:
-    with pytest.raises(ConfigError, match=r"gpt2, llama-1b, not 'gpt5'"):
+    with pytest.raises(ConfigError, match=r"gpt2, llama-1b, .*, not 'gpt5'"):
         random_model("gpt5", "cpu", None)
 
 
@@ -82,6 +86,20 @@ def test_the_full_sizes_are_those_they_are_named_for() -> None:
     llama = ModelSource("llama-1b", random_weights=True, device=None, dtype=None).skeleton()
     layer = 2048 * (32 + 8 + 8 + 32) * 128 + 3 * 2048 * 8192 + 2 * 2048
     assert values_read(llama) == 128256 * 2048 + 16 * layer + 2048
+
+
+@pytest.mark.parametrize(
+    ("name", "million"), [("qwen3-0.6b", 596), ("olmo2-1b", 1485), ("pythia-410m", 405)]
+)
+def test_others_are_as_large_as_what_they_are_named_for(name: str, million: int) -> None:
+    network = ModelSource(name, random_weights=True, device=None, dtype=None).skeleton()
+    assert round(sum(weight.numel() for weight in network.parameters()) / 1e6) == million
+
+
+@pytest.mark.parametrize("name", architectures.ARCHITECTURES)
+def test_all_but_one_have_fused_kernels(name: str) -> None:
+    network = ModelSource(name, random_weights=True, device=None, dtype=None).skeleton()
+    assert (fused_family(network.bfloat16()) is None) == (name == "pythia-410m")
 
 
 def test_untied_a_table_of_tokens_is_not_read_but_the_last_layer_is() -> None:

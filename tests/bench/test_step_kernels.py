@@ -21,7 +21,7 @@ from roseinfer.bench.step_kernels import (
 )
 from roseinfer.decode.graphs import StepGraphs
 from roseinfer.decode.step_kind import StepKind
-from tests.gates.byte_steps import FUSED, narrow_gpt2, second_token
+from tests.gates.byte_steps import FUSED, NARROW, narrow_gpt2, second_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,8 +60,9 @@ def test_events_are_added_up_by_kernel() -> None:
 
 
 @interpreted
-def test_bytes_are_those_of_the_gate() -> None:
-    made = second_token(narrow_gpt2("cpu"), "cpu", **FUSED)
+@pytest.mark.parametrize("family", NARROW)
+def test_bytes_are_those_of_the_gate(family: str) -> None:
+    made = second_token(NARROW[family]("cpu"), "cpu", **FUSED)
     made.step.prepare()
     with ByteRecorder("cpu") as recorder, declared_bytes() as found:
         made.step.run()

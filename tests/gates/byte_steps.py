@@ -24,6 +24,15 @@ FUSED: dict[str, Any] = {
     "paged_attention": True,
 }
 """Settings with which every kernel of a step is ours."""
+_NARROW = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": POSITIONS,
+}
 _LONG = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
 
 
@@ -51,17 +60,33 @@ def narrow_gpt2(device: str) -> Any:
 
 
 def narrow_llama(device: str) -> Any:
+    return _narrow(transformers.LlamaConfig(**_NARROW), device)
+
+
+def narrow_qwen3(device: str) -> Any:
+    """A model that norms queries and keys while it rotates them."""
+    return _narrow(transformers.Qwen3Config(**_NARROW, head_dim=8), device)
+
+
+def narrow_olmo2(device: str) -> Any:
+    """A model whose norms are behind the products that they belong to."""
+    config = transformers.Olmo2Config(**_NARROW, pad_token_id=None, eos_token_id=None)
+    return _narrow(config, device)
+
+
+def _narrow(config: Any, device: str) -> Any:
     torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=POSITIONS,
-    )
-    return scaled_up(transformers.LlamaForCausalLM(config)).to(device, torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    return scaled_up(model).to(device, torch.bfloat16)
+
+
+NARROW: dict[str, Callable[[str], Any]] = {
+    "gpt2": narrow_gpt2,
+    "llama": narrow_llama,
+    "qwen3": narrow_qwen3,
+    "olmo2": narrow_olmo2,
+}
+"""A model of every family that has a path of its own through the fused kernels."""
 
 
 def second_token(model: Any, device: str, **config: Any) -> ByteStep:

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch  # noqa: F401  (for the condition below)
 
-from tests.gates.byte_steps import FUSED, llama, narrow_gpt2, narrow_llama, second_token
+from tests.gates.byte_steps import (
+    FUSED,
+    llama,
+    narrow_gpt2,
+    narrow_llama,
+    narrow_olmo2,
+    narrow_qwen3,
+    second_token,
+)
 
 if TYPE_CHECKING:
     from pytest_roseinfer.gates.work.costs import Costs
@@ -42,6 +50,14 @@ def test_fused_and_resident(roseinfer_costs: Costs, roseinfer_device: str) -> No
 
 def test_fused_llama(roseinfer_costs: Costs, roseinfer_device: str) -> None:
     check(roseinfer_costs, second_token(narrow_llama(roseinfer_device), roseinfer_device, **FUSED))
+
+
+def test_fused_qwen3(roseinfer_costs: Costs, roseinfer_device: str) -> None:
+    check(roseinfer_costs, second_token(narrow_qwen3(roseinfer_device), roseinfer_device, **FUSED))
+
+
+def test_fused_olmo2(roseinfer_costs: Costs, roseinfer_device: str) -> None:
+    check(roseinfer_costs, second_token(narrow_olmo2(roseinfer_device), roseinfer_device, **FUSED))
 
 
 def check(costs: Costs, step: ByteStep) -> None:

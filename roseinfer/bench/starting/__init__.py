@@ -1,0 +1,1 @@
+"""How long an engine takes to start, and how much memory its model takes meanwhile."""

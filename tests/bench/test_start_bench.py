@@ -1,0 +1,113 @@
+"""How long a start takes: what is timed, and what its figures are set against."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from roseinfer.bench.__main__ import main as bench
+from roseinfer.bench.starting import one_start, start_bench
+from roseinfer.bench.starting.one_start import Start
+from roseinfer.bench.starting.start_bench import rows_of
+from roseinfer.models import loading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+GB = 1 << 30
+
+
+def test_every_start_is_set_against_the_weights_alone() -> None:
+    alone, cold, warm = rows_of(
+        {
+            "weights alone": [Start(ready, weight_bytes=2 * GB) for ready in (2.0, 9.0, 1.0)],
+            "cold": [Start(22.0, 3.0, arranged_bytes=GB * 2, tried_bytes=3 * GB)],
+            "warm": [
+                Start(5.0, 0.5, arranged_bytes=2 * GB, tried_bytes=2 * GB),
+                Start(7.0, 0.7, arranged_bytes=2 * GB, tried_bytes=3 * GB),
+            ],
+        }
+    )
+    assert (alone.runs, alone.ready_s, alone.more_s, alone.first_text_s) == (3, 2.0, None, None)
+    assert (cold.ready_s, cold.more_s, cold.first_text_s) == (22.0, 20.0, 3.0)
+    assert (warm.ready_s, warm.more_s, warm.first_text_s) == (6.0, 4.0, 0.6)
+    assert (warm.peak_arranged, warm.peak_tried) == (1.0, 1.5), "the largest, by the weights"
+    assert alone.peak_tried is None
+
+
+def test_without_a_gpu_there_are_no_peaks() -> None:
+    for row in rows_of({"weights alone": [Start(1.0)], "warm": [Start(2.0, 0.5)]}):
+        assert (row.peak_arranged, row.peak_tried) == (None, None)
+
+
+def test_a_peak_is_that_before_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = iter([5, 7])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(held))
+    monkeypatch.setattr(loading, "KVBlockManager", lambda *given, **named: (given, named))
+    peaks: dict[str, int] = {}
+    with one_start._noted_peak("KVBlockManager", torch.device("cuda"), peaks):
+        made = vars(loading)["KVBlockManager"]
+        assert made(1, of=2) == ((1,), {"of": 2})
+        assert peaks == {"KVBlockManager": 5}
+
+
+@pytest.mark.parametrize("name", [one_start._ARRANGED, one_start._TRIED])
+def test_loading_calls_what_is_listened_to(name: str) -> None:
+    assert callable(getattr(loading, name))
+
+
+def test_kernels_are_kept_where_they_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+    with knobs.cache.scope():
+        one_start._keep_kernels_in(str(tmp_path))
+        assert knobs.cache.dir == tempfile.gettempdir() == str(tmp_path)
+
+
+def at_once(work: Callable[..., Any], *arguments: Any, time_limit_s: float) -> Any:
+    """Stand for a process of its own."""
+    assert time_limit_s > 0
+    return work(*arguments)
+
+
+def test_the_command(
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kept: list[str] = []
+    monkeypatch.setattr(start_bench, "in_process", at_once)
+    monkeypatch.setattr(one_start, "_keep_kernels_in", kept.append)
+    saved = tmp_path / "start.json"
+    words = ["--hf-model-id", "tiny", "--device", device, "--repeat-runs", "2"]
+    assert bench(["start", *words, "--max-batch-size", "3", "--json", str(saved)]) == 0
+    document = json.loads(saved.read_text())
+    assert document["config"] == {"model": "tiny", "repeat_runs": 2, "max_batch_size": 3}
+    alone, cold, warm = document["tables"]["starts"]
+    assert [row["runs"] for row in (alone, cold, warm)] == [2, 1, 2]
+    assert all(row["ready_s"] > 0 for row in (alone, cold, warm))
+    assert warm["more_s"] == warm["ready_s"] - alone["ready_s"]
+    assert cold["first_text_s"] > 0
+    assert (warm["peak_tried"] is None) == (device == "cpu")
+    assert len(kept) == 3
+    assert len(set(kept)) == 1
+    assert "kernels on disk" in capsys.readouterr().out
+
+
+def test_a_process_that_fails_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(start_bench, "in_process", lambda *_, **__: "OSError: the disk is full")
+    with pytest.raises(SystemExit) as left:
+        bench(["start", "--hf-model-id", "tiny", "--device", "cpu"])
+    assert left.value.code == 2
+    assert "the disk is full" in capsys.readouterr().err
