@@ -39,7 +39,31 @@ def _llama_1b() -> Any:
     )
 
 
-ARCHITECTURES: dict[str, Callable[[], Any]] = {"gpt2": _gpt2, "llama-1b": _llama_1b}
+def _llama_8b() -> Any:
+    from transformers import LlamaConfig
+
+    from roseinfer.models.tiny import END
+
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        bos_token_id=END,
+        eos_token_id=END,
+    )
+
+
+ARCHITECTURES: dict[str, Callable[[], Any]] = {
+    "gpt2": _gpt2,
+    "llama-1b": _llama_1b,
+    "llama-8b": _llama_8b,
+}
 """What makes the configuration of each; the end of a text is the byte-level tokenizer's."""
 
 
