@@ -46,7 +46,7 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
 def add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--hf-model-id", default="gpt2", metavar="NAME", help="directory, hub id, or tiny (gpt2)")
-    drawn = "an architecture by name, gpt2 or llama-1b, with random weights; needs no network"
+    drawn = "an architecture by name (gpt2, llama-1b, llama-8b), random weights; needs no network"
     add("--random-weights", action="store_true", help=drawn)
     add("--device", help="cpu, cuda or cuda:1 (default: cuda if there is a GPU)")
     add("--dtype", help="float32, float16 or bfloat16 (default: by checkpoint and device)")

@@ -65,9 +65,7 @@ def _add_norm_kernel(
         total = tl.zeros((TILE_N,), tl.float32)
         for part in tl.static_range(PARTS):
             total += tl.load(added + part * a_p + row * a_r + n, inside, other=0.0).to(tl.float32)
-        x += add_up_ranks(
-            total, row, n, inside, inbox, inboxes, rounds, gone, N, ROWS, RANK, RANKS
-        )
+        x += add_up_ranks(total, row, n, inside, inbox, inboxes, rounds, gone, N, ROWS, RANK, RANKS)
     else:
         for part in tl.static_range(PARTS):
             x += tl.load(added + part * a_p + row * a_r + n, inside, other=0.0).to(tl.float32)

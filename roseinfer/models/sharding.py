@@ -135,7 +135,7 @@ def _has_room(device: torch.device, model: Any) -> bool:
     if device.type != "cuda":
         return False
     size = sum(weight.nbytes for weight in model.parameters())
-    return torch.cuda.mem_get_info(device)[0] > 2 * size
+    return bool(torch.cuda.mem_get_info(device)[0] > 2 * size)
 
 
 @torch.inference_mode()

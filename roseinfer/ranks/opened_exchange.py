@@ -67,7 +67,7 @@ def _ender(gone: Tensor) -> Callable[[], None]:
     if gone.device.type != "cuda":
         return partial(gone.fill_, 1)  # type: ignore[return-value]
     told = torch.ones(1, dtype=torch.int32, pin_memory=True)
-    stream = torch.cuda.Stream(gone.device)
+    stream = torch.cuda.Stream(gone.device)  # type: ignore[no-untyped-call]
 
     def end() -> None:
         # The kernels that wait hold up all that is behind them, and no copy elsewhere.

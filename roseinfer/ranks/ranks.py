@@ -71,7 +71,7 @@ class Ranks:
         return int(found)
 
     def _in_order(self, options: Any) -> Any:
-        """Have a GPU do it where its other work is, and not beside that: a graph is then a chain."""
+        """Have a GPU do it among its other work and not beside that: a graph is then a chain."""
         if self.device.type == "cuda":
             options.asyncOp = False
         return options

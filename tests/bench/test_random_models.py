@@ -70,7 +70,7 @@ def test_the_end_of_a_text_is_the_tokenizers(name: str) -> None:
 
 
 def test_only_named_architectures_are_known() -> None:
-    with pytest.raises(ConfigError, match=r"gpt2, llama-1b, not 'gpt5'"):
+    with pytest.raises(ConfigError, match=r"gpt2, llama-1b, llama-8b, not 'gpt5'"):
         random_model("gpt5", "cpu", None)
 
 
