@@ -172,6 +172,9 @@ class EngineConfig:
     for one token a step."""
     tensor_parallel_size: int = 1
     """Processes that each compute a share of the model's heads, every one on a GPU of its own."""
+    exchange: bool | None = None
+    """Ranks add up their parts of a product in the kernel that takes the sum, through memory that
+    all of them write to; None for yes on GPUs that can."""
     per_layer_kv: bool = False
     """A block list for every layer, which the append policy's per-token switches need."""
     append_policy: AppendPolicy | None = None

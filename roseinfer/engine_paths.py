@@ -30,6 +30,8 @@ class EnginePath(StrEnum):
     """A sequence continued in a second way, sharing what it had stored."""
     FUSED = "engine_fused"
     """A forward pass on fused kernels."""
+    EXCHANGED = "engine_exchanged"
+    """A forward pass whose kernels add up over ranks through memory that GPUs share."""
     WHOLE_STEP = "engine_whole_step"
     """A resident step of one sequence whose forward pass is one kernel."""
     COMPILED = "engine_compiled"

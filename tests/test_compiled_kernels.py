@@ -33,6 +33,10 @@ COMPILE = """
     def kind(kernel, name, dtype):
         if name == "place" and kernel is not _embed_norm_kernel or name == "kind":
             return "*i32"
+        if name in ("inbox", "inboxes"):
+            return "*i64"
+        if name in ("rounds", "gone"):
+            return "*i32"
         if kernel in (_whole_kernel, _parts_kernel, _gated_kernel, _streamed_kernel):
             if name == "rows":
                 return "i32"
@@ -94,9 +98,11 @@ COMPILE = """
     tile = dict(TILE_R=16, TILE_N=64, TILE_K=64, STAGES=3, ASKS=True)
     check(_streamed_kernel, dtype, N=48, K=500, PARTS=2, BIAS=True, **tile)
     check(_gated_kernel, dtype, N=48, K=100, **tile)
-    check(_add_norm_kernel, dtype, N=48, TILE_N=64, PARTS=2, BIAS=True)
+    for ranks in (1, 2):
+        over = dict(ROWS=8, RANK=ranks - 1, RANKS=ranks)
+        check(_add_norm_kernel, dtype, N=48, TILE_N=64, PARTS=2, BIAS=True, **over)
+        check(_add_kernel, dtype, N=48, TILE_N=64, PARTS=2, **over)
     check(_embed_norm_kernel, dtype, N=48, TILE_N=64)
-    check(_add_kernel, dtype, N=48, TILE_N=64, PARTS=2)
     check(_behind_kernel, dtype, N=48, TILE_N=64, PARTS=2)
     check(_embed_kernel, dtype, N=48, TILE_N=64)
     check(_multiply_kernel, dtype, N=48, TILE=64)
@@ -110,4 +116,4 @@ COMPILE = """
 def test_the_kernels_of_decoding_compile(capability: int, dtype: str) -> None:
     """For GPUs that let kernels start early, and for others."""
     code = COMPILE.replace("sys.argv[1]", f"'{capability}'").replace("sys.argv[2]", f"'{dtype}'")
-    assert len(run_python(code, warm=True).split()) == 29
+    assert len(run_python(code, warm=True).split()) == 31

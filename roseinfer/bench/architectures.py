@@ -39,6 +39,26 @@ def _llama_1b() -> Any:
     )
 
 
+def _llama_8b() -> Any:
+    from transformers import LlamaConfig
+
+    from roseinfer.models.tiny import END
+
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        bos_token_id=END,
+        eos_token_id=END,
+    )
+
+
 def _qwen3_06b() -> Any:
     from transformers import Qwen3Config
 
@@ -100,6 +120,7 @@ def _pythia_410m() -> Any:
 ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "gpt2": _gpt2,
     "llama-1b": _llama_1b,
+    "llama-8b": _llama_8b,
     "qwen3-0.6b": _qwen3_06b,
     "olmo2-1b": _olmo2_1b,
     "pythia-410m": _pythia_410m,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,12 +47,15 @@ class ModelSource:
         }
 
     def llm(self, settings: Mapping[str, Any]) -> LLM:
-        """Load the model anew, since an engine may rearrange its weights."""
+        """Load the model anew, since an engine may rearrange its weights.
+
+        Each rank draws random weights on a GPU of its own.
+        """
         if not self.random_weights:
             return LLM(self.name, device=self.device, dtype=self.dtype, **settings)
-        network = self.network()
-        tokenizer = byte_tokenizer(network.config.vocab_size)
-        return LLM(network, tokenizer=tokenizer, device=self.device, **settings)
+        tokenizer = byte_tokenizer(architecture(self.name).vocab_size)
+        draw = partial(random_model, self.name, dtype=self.dtype)
+        return LLM(draw, tokenizer=tokenizer, device=self.device, **settings)
 
     def network(self) -> Any:
         """Load the transformers model on its device, to be run without our engine."""
@@ -76,10 +80,10 @@ class ModelSource:
             return AutoModelForCausalLM.from_config(config)
 
 
-def random_model(name: str, device: str | None, dtype: str | None) -> Any:
+def random_model(name: str, device: torch.device | str | None, dtype: str | None) -> Any:
     """Build a transformers model where it will run, with the same weights every time."""
     config = architecture(name)
-    where = resolve_device(device)
+    where = resolve_device(None if device is None else str(device))
     wanted = resolve_dtype(dtype, where)
     if isinstance(wanted, str):  # there is no checkpoint to go by
         wanted = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16

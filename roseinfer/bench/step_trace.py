@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 from unittest.mock import patch
@@ -87,10 +87,12 @@ class Traced:
 
 def run(args: argparse.Namespace) -> Report:
     source = ModelSource.of(args)
-    llm = source.llm({"max_batch_size": max(args.sequences)})
+    gpus = args.tensor_parallel_size
+    llm = source.llm({"max_batch_size": max(args.sequences), "tensor_parallel_size": gpus})
     for sequences in args.sequences:  # refuses what does not fit before anything is timed
         tokens_of_each(llm.engine, sequences, args.context, args.steps)
     floor = memory_floor(source.skeleton(), llm)
+    floor = replace(floor, weight_bytes=floor.weight_bytes // gpus)  # each reads its share
     traced = [
         measure(llm, sequences, args.context, args.steps, floor)
         for sequences in counted(args.sequences, "trace", "numbers of sequences")
@@ -98,6 +100,8 @@ def run(args: argparse.Namespace) -> Report:
     model = llm.engine.sessions.model
     asked = {name: getattr(args, name) for name in ("context", "steps")}
     config = {**source.described(model.dtype), **asked}
+    if gpus > 1:
+        config["tensor_parallel_size"] = gpus
     config["family"] = type(model).__name__
     config["run_ahead"] = llm.config.lag(model.device.type)
     spans = [span for each in traced for span in each.spans]

@@ -119,6 +119,8 @@ def _add_trace(commands: Subparsers) -> None:
     option("--sequences", type=whole(1), nargs="+", default=sizes, metavar="N")
     option("--context", type=whole(1), default=128, help="tokens (%(default)s)")
     option("--steps", type=whole(8), default=60, help="timed (%(default)s)")
+    gpus = "GPUs that compute the model together (%(default)s)"
+    option("--tensor-parallel-size", type=whole(1), default=1, metavar="N", help=gpus)
     arguments.add_outputs(parser, plot=True)
     parser.set_defaults(run=_trace)
 

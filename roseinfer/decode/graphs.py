@@ -12,7 +12,7 @@ import torch
 
 from roseinfer.decode.step_kind import StepKind
 from roseinfer.engine_paths import EnginePath
-from roseinfer.errors import ConfigError
+from roseinfer.errors import ConfigError, RanksFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +50,7 @@ class StepGraphs:
             for count in sorted(sizes, reverse=True):
                 for greedy in (True, False):
                     self._capture(count, StepKind(greedy))
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, RanksFailed):
             raise
         except RuntimeError as error:
             self._path_counts.clear()

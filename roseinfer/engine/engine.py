@@ -77,6 +77,8 @@ class Engine:
         self.sessions = SequenceRunner(model, kv, attention=config.attention_backend)
         self.path_counts: Counter[str] = self.sessions.path_counts
         """How often each path of the engine and of its attention was taken."""
+        self._ranks = leader_of(model.ranks)
+        """The ranks, where several compute the model and this one leads them."""
         self.prefixes = PrefixCache(kv) if config.prefix_cache else None
         device = kv.device.type
         resident = None
@@ -242,8 +244,8 @@ class Engine:
             self._land(self._run_ahead if step else len(self._in_flight) - 1)
         except BaseException as error:
             self._break_off(step)
-            if (ranks := leader_of(self.sessions.model.ranks)) is not None:
-                raise ranks.break_off(error) from error
+            if self._ranks is not None:
+                raise self._ranks.break_off(error) from error
             raise
         if not self._scheduler.running:
             self._in_flight.clear()  # their tokens follow the ends of requests
@@ -282,6 +284,8 @@ class Engine:
             for flight in steps.popleft():
                 # One by one, so that updates are kept if a later one raises.
                 for request, token, told in flight.land():
+                    if self._ranks is not None:  # one that has ended leaves others any numbers
+                        self._ranks.require()
                     updates.append(take(request, token))
                     if told is not None:
                         _tell(updates[-1], told)

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.runtime import launch
+from roseinfer.kernels.sums.exchange import add_up_ranks, arguments, exchange_moved
 
 if TYPE_CHECKING:
     from roseinfer.kernels.moves import Given
+    from roseinfer.kernels.sums.exchange import Exchange
 
 
 def _normed_moved(given: Given) -> dict[str, int]:
@@ -24,6 +26,7 @@ def _normed_moved(given: Given) -> dict[str, int]:
         "residual": 2 * residual,
         "added": taken(given["added"], given["PARTS"] * rows * width),
         "normed": normed,
+        **exchange_moved(given),
     }
     vectors = ("gain", "shift", "bias") if given["BIAS"] else ("gain", "shift")
     return moved | {name: taken(given[name], width) for name in vectors}
@@ -43,10 +46,10 @@ def _embedded_moved(given: Given) -> dict[str, int]:
 @moves(_normed_moved)
 @triton.jit
 def _add_norm_kernel(
-    residual, added, bias, gain, shift, normed,
+    residual, added, bias, gain, shift, normed, inbox, inboxes, rounds, gone,
     a_p, a_r, r_r, n_r, epsilon,
     N: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROWS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, TILE_N)
@@ -58,8 +61,14 @@ def _add_norm_kernel(
     if EARLY:
         tl.extra.cuda.gdc_wait()
     x = tl.load(residual + row * r_r + n, inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(PARTS):
-        x += tl.load(added + part * a_p + row * a_r + n, inside, other=0.0).to(tl.float32)
+    if RANKS > 1:
+        total = tl.zeros((TILE_N,), tl.float32)
+        for part in tl.static_range(PARTS):
+            total += tl.load(added + part * a_p + row * a_r + n, inside, other=0.0).to(tl.float32)
+        x += add_up_ranks(total, row, n, inside, inbox, inboxes, rounds, gone, N, ROWS, RANK, RANKS)
+    else:
+        for part in tl.static_range(PARTS):
+            x += tl.load(added + part * a_p + row * a_r + n, inside, other=0.0).to(tl.float32)
     if BIAS:
         x += also
     if EARLY:
@@ -99,14 +108,24 @@ def _embed_norm_kernel(
     tl.store(normed + row * n_r + n, scaled.to(normed.dtype.element_ty), inside)
 
 
-def add_norm(residual: Tensor, added: Tensor, bias: Tensor | None, norm: Any) -> Tensor:
-    """Add ``[parts, rows, width]`` and a bias to the residual in place; return it normed."""
+def add_norm(
+    residual: Tensor,
+    added: Tensor,
+    bias: Tensor | None,
+    norm: Any,
+    exchange: Exchange | None = None,
+) -> Tensor:
+    """Add ``[parts, rows, width]`` and a bias to the residual in place; return it normed.
+
+    With an exchange the parts are those of all ranks, which call this alike.
+    """
     rows, width = residual.shape
     normed = torch.empty_like(residual)
+    pointers, constants = arguments(exchange)
     launch(
-        _add_norm_kernel, (rows,), residual, added, bias, norm.weight, norm.bias, normed,
+        _add_norm_kernel, (rows,), residual, added, bias, norm.weight, norm.bias, normed, *pointers,
         *added.stride()[:2], residual.stride(0), normed.stride(0), norm.eps,
-        width, triton.next_power_of_2(width), len(added), bias is not None,
+        width, triton.next_power_of_2(width), len(added), bias is not None, *constants,
         num_warps=16, early=True,
     )  # fmt: skip
     return normed

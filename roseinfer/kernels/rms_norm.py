@@ -11,9 +11,11 @@ from torch import Tensor
 
 from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.runtime import launch
+from roseinfer.kernels.sums.exchange import add_up_ranks, arguments, exchange_moved
 
 if TYPE_CHECKING:
     from roseinfer.kernels.moves import Given
+    from roseinfer.kernels.sums.exchange import Exchange
 
 
 def _added_moved(given: Given) -> dict[str, int]:
@@ -25,6 +27,7 @@ def _added_moved(given: Given) -> dict[str, int]:
         "added": taken(given["added"], given["PARTS"] * rows * width),
         "normed": normed,
         "gain": taken(given["gain"], width),
+        **exchange_moved(given),
     }
 
 
@@ -49,9 +52,10 @@ def _normed(x, gain, dtype: tl.constexpr, N: tl.constexpr, epsilon):
 @moves(_added_moved)
 @triton.jit
 def _add_kernel(
-    residual, added, gain, normed,
+    residual, added, gain, normed, inbox, inboxes, rounds, gone,
     a_p, a_r, r_r, n_r, epsilon, times,
-    N: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    N: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, TILE_N)
@@ -64,6 +68,10 @@ def _add_kernel(
     total = tl.zeros((TILE_N,), tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(added + part * a_p + row * a_r + n, inside, other=0.0).to(tl.float32)
+    if RANKS > 1:
+        total = add_up_ranks(
+            total, row, n, inside, inbox, inboxes, rounds, gone, N, ROWS, RANK, RANKS
+        )
     x = (x + total * times).to(residual.dtype.element_ty)
     tl.store(residual + row * r_r + n, x, inside)
     dtype: tl.constexpr = normed.dtype.element_ty
@@ -128,15 +136,25 @@ def _embed_kernel(
 
 
 def add_rms_norm(
-    residual: Tensor, added: Tensor, gain: Tensor, epsilon: float, times: float = 1.0
+    residual: Tensor,
+    added: Tensor,
+    gain: Tensor,
+    epsilon: float,
+    times: float = 1.0,
+    exchange: Exchange | None = None,
 ) -> Tensor:
-    """Add ``times`` the sum of ``[parts, rows, width]`` to the residual; return it normed."""
+    """Add ``times`` the sum of ``[parts, rows, width]`` to the residual; return it normed.
+
+    With an exchange the sum is that over the parts of all ranks, which call this alike.
+    """
     rows, width = residual.shape
     normed = torch.empty_like(residual)
+    pointers, constants = arguments(exchange)
     launch(
-        _add_kernel, (rows,), residual, added, gain, normed,
+        _add_kernel, (rows,), residual, added, gain, normed, *pointers,
         *added.stride()[:2], residual.stride(0), normed.stride(0), epsilon, times,
-        width, triton.next_power_of_2(width), len(added), num_warps=warps_of_row(width), early=True,
+        width, triton.next_power_of_2(width), len(added), *constants,
+        num_warps=warps_of_row(width), early=True,
     )  # fmt: skip
     return normed
 

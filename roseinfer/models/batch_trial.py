@@ -6,6 +6,7 @@ many, the order is torch's own: it is looked at on this GPU, with this model's w
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ class _TokensAlone(AttentionBackend):
 
     def __init__(self) -> None:
         """Need no cache: nothing is kept."""
+        self.path_counts = Counter()
 
     def prepare(self, batch: StepBatch | ResidentBatch) -> None:
         """Do nothing: no batch says more than the tokens do."""

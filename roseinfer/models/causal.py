@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
 
+from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import ConfigError, UnsupportedModel
 from roseinfer.models.doors import use_attention
 from roseinfer.models.running import RUNNING
@@ -15,7 +17,7 @@ from roseinfer.models.trial import Trial
 
 if TYPE_CHECKING:
     from roseinfer.attention.backend import Attention, AttentionBackend
-    from roseinfer.engine_paths import EnginePath
+    from roseinfer.kernels.sums.exchange import Exchange
     from roseinfer.ranks.ranks import Ranks
 
 ATTENTION = "roseinfer_paged"
@@ -83,6 +85,8 @@ class CausalModel:
     paths: tuple[EnginePath, ...] = ()
     batch_invariant: bool = False
     """What a token gets has the same bits whatever else is in the batch."""
+    exchange: Exchange | None = None
+    """What kernels add up rows over ranks through, where there is memory for that."""
     whole_steps: int = 0
     """Steps of one sequence of up to so many tokens are one kernel, where there is one for them."""
 
@@ -131,10 +135,21 @@ class CausalModel:
             logits_to_keep=0 if last_rows is None else last_rows,
         )
 
-    def added_up(self, parts: torch.Tensor) -> torch.Tensor:
-        """Add up the parts of a product on all ranks, to a single part."""
-        assert self.ranks
-        return self.ranks.add_up(parts.sum(0, keepdim=True))
+    def exchange_of(self, rows: int, attention: AttentionBackend) -> Exchange | None:
+        """Return what a forward pass of so many rows adds up over ranks through, and count that."""
+        if self.exchange is None or rows > self.exchange.most_rows:
+            return None
+        attention.path_counts[EnginePath.EXCHANGED] += 1
+        return self.exchange
+
+    def added_up(self, parts: torch.Tensor, exchange: Exchange | None) -> torch.Tensor:
+        """Add up the parts of a product on all ranks, to a single part.
+
+        With an exchange this is left to the kernel that takes them, which adds up in this order.
+        """
+        if self.ranks is None or exchange is not None:
+            return parts
+        return self.ranks.add_up(reduce(torch.add, parts)[None])
 
     @torch.inference_mode()
     def _forward(self, attention: Attention, **inputs: Any) -> torch.Tensor:

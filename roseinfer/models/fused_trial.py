@@ -6,6 +6,7 @@ read the weights that it had.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,7 @@ class _OneText(AttentionBackend):
 
     def __init__(self, traits: Sequence[LayerTraits]) -> None:
         self.traits = traits
+        self.path_counts = Counter()
 
     def prepare(self, batch: StepBatch | ResidentBatch) -> None:
         """Do nothing: no batch says more than the tokens do."""

@@ -28,6 +28,7 @@ from roseinfer.models.sharding import shard
 from roseinfer.models.source import locate
 from roseinfer.models.tiny import tiny_gpt2
 from roseinfer.models.tokenizer_files import load_tokenizer
+from roseinfer.ranks.opened_exchange import open_exchange
 
 if TYPE_CHECKING:
     from roseinfer.config import EngineConfig
@@ -62,7 +63,8 @@ def load(
 ) -> Loaded:
     """Load ``model``: ``"tiny"``, a directory, a hub id, or a model that was loaded already.
 
-    With ``ranks``, only this one's share of it comes to its device.
+    It may be a function as well that makes a model on the device that it is given. With ``ranks``,
+    only this one's share of it stays on its device.
     """
     where = ranks.device if ranks else resolve_device(device)
     wanted = resolve_dtype(dtype, where)
@@ -72,17 +74,20 @@ def load(
             f"tokenizer must be a tokenizer of transformers or None, not {tokenizer!r}: load one "
             "by AutoTokenizer.from_pretrained"
         )
+    if callable(model) and not isinstance(model, torch.nn.Module):
+        model = model(where)
     network: Any = model
     if isinstance(model, (str, os.PathLike)):
         network, tokenizer = _network(os.fspath(model), where, wanted, tokenizer, ranks)
     elif isinstance(model, PreTrainedModel):
         if ranks:
-            shard(network.to("cpu", wanted if dtype else None), ranks)
+            there = network.device if network.device == where else "cpu"
+            shard(network.to(there, wanted if dtype else None), ranks)
         network = network.to(where, wanted if dtype else None)
     else:
         raise ConfigError(
             f"{model!r} is no model: it must be 'tiny', a directory, a hub id, or a transformers "
-            "model that is loaded already"
+            "model that is loaded already, or a function that makes one on a device"
         )
     try:
         causal = _causal(network, config, ranks)
@@ -117,6 +122,8 @@ def _causal(network: Any, config: EngineConfig, ranks: Ranks | None) -> CausalMo
                 "nothing is left to compile: leave it off, or have fused_model=False too"
             )
         fused = family(network, max_length=config.max_length, ranks=ranks)
+        if ranks and config.wants("exchange", ranks.device.type):
+            _open_exchange(fused, config, ranks)
         if agrees_with_its_modules(fused):
             _settle_batch_invariance(fused, config)
             return fused
@@ -136,6 +143,16 @@ def _causal(network: Any, config: EngineConfig, ranks: Ranks | None) -> CausalMo
         compile_layers(network)
         causal.paths += (EnginePath.COMPILED,)
     return causal
+
+
+def _open_exchange(fused: CausalModel, config: EngineConfig, ranks: Ranks) -> None:
+    """Have the kernels of a model add up over ranks themselves, where the ranks share memory."""
+    fused.exchange = open_exchange(ranks, fused.config.hidden_size)
+    if fused.exchange is None:
+        why = "ranks cannot write to each other's memory here"
+        if config.exchange:
+            raise ConfigError(f"exchange=True: {why}")
+        _LOG.warning("%s: they add up by messages, which takes longer", why)
 
 
 def _settle_batch_invariance(fused: CausalModel, config: EngineConfig) -> None:

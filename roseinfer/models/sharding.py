@@ -88,7 +88,7 @@ class HeadShard(nn.Module):
 def shard(model: Any, ranks: Ranks) -> None:
     """Bring this rank's share of a model to its device, and see that all together compute the same.
 
-    The model lies in main memory.
+    Where the device has room for the whole model, it is cut there and not in main memory.
     """
     name = type(model).__name__
     config = model.config.get_text_config()
@@ -102,6 +102,8 @@ def shard(model: Any, ranks: Ranks) -> None:
                 f"tensor_parallel_size={ranks.size}: {name} has {heads} {kind}, which do not divide"
             )
     plan = _plan(model, ranks.size)
+    if _has_room(ranks.device, model):
+        model.to(ranks.device)
     tokens = torch.tensor([trial_tokens(config, shape)], device=model.device)
     before = _logits(model, tokens)
     with torch.no_grad():
@@ -111,6 +113,8 @@ def shard(model: Any, ranks: Ranks) -> None:
     if getattr(config, "num_key_value_heads", None) is not None:
         config.num_key_value_heads //= ranks.size
     model.to(ranks.device)
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the whole model took, the KV cache may have
     try:
         after = _logits(model, tokens.to(ranks.device))
     except RanksFailed:
@@ -124,6 +128,14 @@ def shard(model: Any, ranks: Ranks) -> None:
             f"tensor_parallel_size={ranks.size}: in shares, {name} computes something else than "
             "in one piece"
         )
+
+
+def _has_room(device: torch.device, model: Any) -> bool:
+    """Tell if a GPU has room for a model and for a share of it beside that."""
+    if device.type != "cuda":
+        return False
+    size = sum(weight.nbytes for weight in model.parameters())
+    return bool(torch.cuda.mem_get_info(device)[0] > 2 * size)
 
 
 @torch.inference_mode()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from roseinfer.config import Launched
 from roseinfer.errors import ConfigError
 from roseinfer.models.loading import rank_device
@@ -30,5 +32,7 @@ def lead(model: Any, config: EngineConfig, device: str | None, dtype: str | None
     if launched is not None and launched.rank:
         follow(follow_launched(launched), launched.rank, size)
     where = rank_device(device, 0, size)
+    if isinstance(model, nn.Module):
+        model.to("cpu")  # the others read it from the message, and would fill this rank's GPU
     bring_together = start_others if launched is None else lead_launched
     return bring_together(size, where, (model, config, device, dtype))

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions
 
+from roseinfer.config import prefer_variables
 from roseinfer.errors import RanksFailed
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 _LONGEST = timedelta(minutes=30)
 """Ranks may wait so long for one another: a GPU compiles its kernels meanwhile."""
+_NO_MONITOR = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Torch's monitor of NCCL looks into the store every second, which is gone once all have met."""
 
 
 class Ranks:
@@ -36,40 +40,54 @@ class Ranks:
         """Wait until all ranks have come to the store, which none needs from then on."""
         self.rank, self.size = rank, size
         self.device = device
+        self.on_abort: list[Callable[[], None]] = []
+        """Called when a rank has ended, before all else."""
         self._group = _group(store, rank, size, device)
         self.least(0)
 
     def add_up(self, x: Tensor) -> Tensor:
         """Add up what each rank has, in place, and return it."""
-        self._together(self._group.allreduce, [x])
+        self._together(self._group.allreduce, [x], self._in_order(distributed.AllreduceOptions()))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
         """Put the columns of ``[rows, columns]`` of each rank side by side."""
         out = x.new_empty((self.size * len(x), x.shape[1]))
-        self._together(self._group._allgather_base, out, x.contiguous())
+        options = self._in_order(AllgatherOptions())
+        self._together(self._group._allgather_base, out, x.contiguous(), options)
         return out.view(self.size, *x.shape).transpose(0, 1).reshape(len(x), -1)
 
     def share(self, x: Tensor) -> None:
         """Have what the leader has in a tensor."""
-        self._together(self._group.broadcast, x, 0)
+        options = self._in_order(BroadcastOptions())  # the leader's, if not told
+        self._together(self._group.broadcast, [x], options)
 
     def least(self, number: int) -> int:
         """Return the least number that any rank has."""
         found = torch.tensor([number], device=self.device)
-        options = distributed.AllreduceOptions()
+        options = self._in_order(distributed.AllreduceOptions())
         options.reduceOp = distributed.ReduceOp(distributed.ReduceOp.MIN)
         self._together(self._group.allreduce, [found], options)
         return int(found)
 
-    def _together(self, what: Callable[..., Any], *tensors: Any) -> None:
+    def _in_order(self, options: Any) -> Any:
+        """Have a GPU do it among its other work and not beside that: a graph is then a chain."""
+        if self.device.type == "cuda":
+            options.asyncOp = False
+        return options
+
+    def _together(self, what: Callable[..., Any], *given: Any) -> None:
         try:
-            what(*tensors).wait()
+            work = what(*given)
+            if work is not None:  # there is none where it is in order already
+                work.wait()
         except RuntimeError as error:
             raise RanksFailed("another rank does not take part any more", error) from error
 
     def abort(self) -> None:
         """End what waits for a rank that is gone."""
+        for call in self.on_abort:
+            call()
         self._group.abort()
 
 
@@ -135,6 +153,7 @@ def _group(store: Any, rank: int, size: int, device: torch.device) -> Any:
     """Return the group that moves tensors between the ranks of one host."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        prefer_variables(_NO_MONITOR)
         nccl: Any = distributed.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = _LONGEST

@@ -184,7 +184,10 @@ REFUSED = {
     "sampling_without_sampling": (["--top-k", "5"], "--top-k: no effect"),
     "peers_that_stop": (["--peers"], "add --no-stop-on-eos"),
     "an_unknown_peer": (["--peers", "nobody"], "--peers nobody: there are transformers-static"),
-    "an_unknown_architecture": (["--random-weights"], "knows the architectures gpt2, llama-1b"),
+    "an_unknown_architecture": (
+        ["--random-weights"],
+        "knows the architectures gpt2, llama-1b, llama-8b",
+    ),
     "no_requests": (["--num-requests", "0"], "at least 1"),
     "a_setting_that_makes_no_sense": (["--block-size", "0"], "at least 1"),
     "too_long": (["--prompt", "x" * 1024], "shorten prompts"),

@@ -22,6 +22,7 @@ from roseinfer.kernels import (
     rotary,
 )
 from roseinfer.kernels.products import gated, linear, streamed
+from roseinfer.kernels.sums.exchange import Exchange
 from roseinfer.rotation import Rotation
 from tests.attention.layer_traits import traits_of
 
@@ -122,6 +123,22 @@ def copy_between_pools() -> None:
     clone.launch_clone(*small, *large, index(1, 3), index(4, 5))
 
 
+def exchanged(rows: int, width: int) -> Exchange:
+    """Return what the last of two ranks has, to which the other has sent its numbers already."""
+    most, peers = rows + 2, torch.zeros(2 * 2 * (rows + 2) * width, dtype=torch.int64)
+    _WRITTEN_TO[:] = [peers]
+    inbox = torch.zeros(2, 2, most, width, dtype=torch.int64)
+    inbox[1, 0] = 1 << 32  # 0.0, in the first round
+    return Exchange(
+        1, 2, width, most, inbox, torch.tensor([peers.data_ptr(), inbox.data_ptr()]),
+        torch.zeros(most, dtype=torch.int32), torch.zeros(1, dtype=torch.int32),
+    )  # fmt: skip
+
+
+_WRITTEN_TO: list[torch.Tensor] = []
+"""What stands for the memory of another GPU, kept as long as a kernel may write to it."""
+
+
 def layer_norm() -> torch.nn.LayerNorm:
     return torch.nn.LayerNorm(24)
 
@@ -186,6 +203,18 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "norm without a bias": (
         lambda: norm.add_norm(numbers(3, 24), numbers(1, 3, 24), None, layer_norm()),
         ["_add_norm_kernel"],
+    ),
+    "norm of a sum over ranks": (
+        lambda: norm.add_norm(
+            numbers(3, 24), numbers(2, 3, 24), numbers(24), layer_norm(), exchanged(3, 24)
+        ),
+        ["_add_norm_kernel"],
+    ),
+    "norm of a sum over ranks by the root mean square": (
+        lambda: rms_norm.add_rms_norm(
+            numbers(3, 24), numbers(2, 3, 24), numbers(24), 1e-6, exchange=exchanged(3, 24)
+        ),
+        ["_add_kernel"],
     ),
     "embed": (
         lambda: norm.embed_norm(

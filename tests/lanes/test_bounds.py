@@ -38,13 +38,27 @@ READS = [
 ]
 
 
-@pytest.mark.parametrize("name", CALLS)
+OVER_RANKS = sorted(name for name in CALLS if "over ranks" in name)
+"""They write to the memory of other GPUs, whose addresses they read."""
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in OVER_RANKS])
 @torch.inference_mode()
 def test_a_kernel_stays_within_its_tensors(name: str) -> None:
     call, kernels = CALLS[name]
     with judging() as judged:
         call()
     assert sorted(judged.launches) == sorted(kernels)
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+@torch.inference_mode()
+def test_a_sum_over_ranks_leaves_its_tensors_to_send_alone(name: str) -> None:
+    with judging() as judged, pytest.raises(OutOfBounds):
+        CALLS[name][0]()
+    (sent,) = judged.findings
+    assert sent.verb == "writes"
+    assert sent.where.startswith("exchange.py:")
 
 
 def test_a_read_and_a_write_are_planted_in_every_family() -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 
-from roseinfer import LLM, SamplingParams
+from roseinfer import LLM, RanksFailed, SamplingParams
+from roseinfer.decode.readback import Arrival
 from roseinfer.kv.storage import DataMover
 from roseinfer.ranks.orders import Tell
 from tests.engine.families import POSITIONS, VOCABULARY
@@ -64,6 +65,11 @@ def texts(llm: LLM) -> list[list[int]]:
     outputs = llm.generate(PROMPTS, PARAMS, progress=False)
     assert [output.error for output in outputs] == [None] * len(PROMPTS)
     return [output.token_ids for output in outputs]
+
+
+def run_to_the_end(llm: LLM) -> None:
+    while llm.engine.has_work:
+        llm.engine.step()
 
 
 CASES = [
@@ -166,6 +172,28 @@ def test_the_rank_with_the_least_memory_says_how_many_blocks_there_are(
     token_bytes = 2 * 2 * 2 * 12 * 4  # keys and values, layers, heads of this rank, width, bytes
     assert kv.max_blocks_per_layer == -(-(40_000 // token_bytes) // 4) + 1
     assert len(texts(llm)[0]) == 24
+
+
+def test_numbers_that_come_after_a_rank_has_ended_are_not_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU that waited for it goes on without, and what it computes then is no token."""
+    started = in_threads(monkeypatch)
+    llm = LLM(build(MODELS["llama"]), tensor_parallel_size=2, **SIZES, **WAYS["resident"])
+    ranks, wait = llm.ranks, Arrival.wait
+    assert ranks is not None
+
+    def late(arrival: Arrival) -> list[Any]:
+        ranks.links._fail(RanksFailed("rank 1 has ended"))
+        return wait(arrival)
+
+    monkeypatch.setattr(Arrival, "wait", late)
+    request = llm.engine.submit(PROMPTS[0], PARAMS[0])
+    with pytest.raises(RanksFailed, match="rank 1 has ended"):
+        run_to_the_end(llm)
+    assert not request.num_generated
+    ranks.links.close()
+    started[0].wait()
 
 
 def test_ranks_that_are_let_go_end(monkeypatch: pytest.MonkeyPatch) -> None:

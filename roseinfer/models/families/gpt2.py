@@ -54,6 +54,7 @@ class FusedGPT2(CausalModel):
     ) -> torch.Tensor:
         body = self._model.transformer
         few = len(token_ids) <= MOST_ROWS
+        exchange = self.exchange_of(len(token_ids), attention)
         first = body.h[0].ln_1
         residual, x = embed_norm(token_ids, positions, body.wte.weight, body.wpe.weight, first)
         norms = [block.ln_1 for block in body.h[1:]] + [body.ln_f]
@@ -62,11 +63,11 @@ class FusedGPT2(CausalModel):
             new = _whole(x, mixer.c_attn, few).view(len(x), 3, -1, self.shape.head_dim)
             query, key, value = new.unbind(1)
             out = attention.attend_new(layer, query, key, value)
-            added = self._parts(out.view(len(x), -1), mixer.c_proj)
-            x = add_norm(residual, added, mixer.c_proj.bias, block.ln_2)
+            added = self.added_up(self._parts(out.view(len(x), -1), mixer.c_proj), exchange)
+            x = add_norm(residual, added, mixer.c_proj.bias, block.ln_2, exchange)
             x = _whole(x, mlp.c_fc, few, activate=True)
-            added = self._parts(x, mlp.c_proj)
-            x = add_norm(residual, added, mlp.c_proj.bias, after)
+            added = self.added_up(self._parts(x, mlp.c_proj), exchange)
+            x = add_norm(residual, added, mlp.c_proj.bias, after, exchange)
         if last_rows is not None:
             x = x[last_rows]
         head = self._model.lm_head.weight
@@ -77,10 +78,6 @@ class FusedGPT2(CausalModel):
 
     def _parts(self, x: torch.Tensor, layer: Any) -> torch.Tensor:
         """Compute a layer without its bias, in parts that ``add_norm`` adds up, with the bias."""
-        parts = self._own_parts(x, layer)
-        return self.added_up(parts) if self.ranks else parts
-
-    def _own_parts(self, x: torch.Tensor, layer: Any) -> torch.Tensor:
         weight: torch.Tensor = layer.weight
         inputs, outputs = weight.shape
         parts = num_parts(inputs, outputs, 1 if self.batch_invariant else len(x))

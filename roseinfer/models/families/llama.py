@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.attention.backend import AttentionBackend
+    from roseinfer.kernels.sums.exchange import Exchange
     from roseinfer.ranks.ranks import Ranks
 
 MOST_ROWS = 64
@@ -116,14 +117,15 @@ class FusedLlama(CausalModel):
         if (whole := self._in_one_kernel.logits(token_ids, attention)) is not None:
             return self._divided(whole)
         body, layers = self._model.model, self._layers
+        exchange = self.exchange_of(len(token_ids), attention)
         residual, x = embed_rms_norm(
             token_ids, body.embed_tokens.weight, *_of(layers[0].norm), self._embedding_times
         )
         for at, layer in enumerate(layers):
             out = self._attend(at, x, positions, attention)
-            x = self._add(residual, out, layer.out, layer.norm_of_mlp)
+            x = self._add(residual, out, layer.out, layer.norm_of_mlp, exchange)
             after = layers[at + 1].norm if at + 1 < len(layers) else body.norm
-            x = self._add(residual, gated(x, layer.gates_and_ups), layer.down, after)
+            x = self._add(residual, gated(x, layer.gates_and_ups), layer.down, after, exchange)
         return self._head(x, last_rows)
 
     @staticmethod
@@ -142,14 +144,16 @@ class FusedLlama(CausalModel):
             out = attention.attend_rotated(at, query, key, value, positions, layer.rotation)
         return out.view(len(x), -1)
 
-    def _add(self, residual: Tensor, x: Tensor, weight: Tensor, norm: Any) -> Tensor:
+    def _add(
+        self, residual: Tensor, x: Tensor, weight: Tensor, norm: Any, exchange: Exchange | None
+    ) -> Tensor:
         """Add a product to the residual stream in place; return that normed."""
-        return add_rms_norm(residual, self._parts(x, weight), *_of(norm), self._added_times)
+        parts = self._parts(x, weight, exchange)
+        return add_rms_norm(residual, parts, *_of(norm), self._added_times, exchange)
 
-    def _parts(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _parts(self, x: Tensor, weight: Tensor, exchange: Exchange | None = None) -> Tensor:
         """Compute a product as ``[parts, rows, outputs]``, still to be added up."""
-        parts = in_parts(x, weight, always=self.batch_invariant)
-        return self.added_up(parts) if self.ranks else parts
+        return self.added_up(in_parts(x, weight, always=self.batch_invariant), exchange)
 
     def _head(self, x: Tensor, last_rows: Tensor | None) -> Tensor:
         if last_rows is not None:

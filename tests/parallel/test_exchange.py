@@ -1,0 +1,226 @@
+"""Kernels of two processes add up rows through memory that they share, and models by them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from roseinfer import EnginePath
+from roseinfer.kernels.rms_norm import add_rms_norm
+from roseinfer.kernels.sums.exchange import Exchange
+from roseinfer.models.causal import CausalModel
+from roseinfer.ranks import inboxes, opened_exchange
+from roseinfer.ranks.inboxes import open_inboxes
+from tests.python_process import run_python
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="two processes, and on a GPU each takes one of its own"
+)
+
+_SERVED = """
+    import os, sys
+    from dataclasses import replace
+    from functools import partial
+    from roseinfer import LLM, EnginePath
+    from tests.parallel.made import made
+    from tests.parallel.test_shares import PARAMS, PROMPTS, SIZES
+
+    sizes = SIZES | dict(resident_decode=True, max_batch_size=4, prefill_max_tokens=9)
+    prompts, params = [PROMPTS[0], PROMPTS[1], PROMPTS[4]], PARAMS[:3]
+    params = [replace(each, max_new_tokens=4) for each in params]
+    model = {model!r}
+
+    def texts(llm):
+        return [each.token_ids for each in llm.generate(prompts, params, progress=False)]
+
+    alone = texts(LLM(made("cpu", model), **sizes))
+    ways = dict(tensor_parallel_size=2, fused_model=True, exchange=True)
+    shared = LLM(partial(made, model=model), **sizes, **ways)
+    assert texts(shared) == alone, (texts(shared), alone)
+    counts = shared.engine.path_counts
+    print(counts[EnginePath.EXCHANGED], counts[EnginePath.FUSED])
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_texts_are_those_of_one_process(model: str) -> None:
+    code = _SERVED.replace("{model!r}", repr(model))
+    exchanged, forwards = map(int, run_python(code, interpret=True).split())
+    assert exchanged == forwards > 3
+
+
+ROWS, WIDTH, MOST = 3, 40, 5
+
+
+def exchanges(ranks: int) -> list[Exchange]:
+    """Make what all ranks have of an exchange, in this process."""
+    boxes = [torch.zeros(2, ranks, MOST, WIDTH, dtype=torch.int64) for _ in range(ranks)]
+    addresses = torch.tensor([box.data_ptr() for box in boxes])
+    return [
+        Exchange(
+            rank, ranks, WIDTH, MOST, boxes[rank], addresses,
+            torch.zeros(MOST, dtype=torch.int32), torch.zeros(1, dtype=torch.int32),
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
+def send(to: Exchange, rank: int, numbers: torch.Tensor, stamp: int) -> None:
+    """Write what another rank sends in a round."""
+    words = numbers.float().view(torch.int32).long() & 0xFFFFFFFF | stamp << 32
+    to.inbox[stamp & 1, rank, : len(numbers)] = words
+
+
+def drawn(ranks: int) -> list[torch.Tensor]:
+    """Return what each rank has of a sum, of sizes whose order shows in the sum's bits."""
+    torch.manual_seed(ranks)
+    return [torch.randn(2, ROWS, WIDTH) * 7.0**rank for rank in range(ranks)]
+
+
+def added(exchange: Exchange, own: torch.Tensor) -> torch.Tensor:
+    """Return the residual stream, which was 0."""
+    residual, gain = torch.zeros(ROWS, WIDTH), torch.ones(WIDTH)
+    add_rms_norm(residual, own, gain, 1e-6, exchange=exchange)
+    return residual
+
+
+def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = torch.zeros(ROWS, WIDTH)
+    for part in parts:
+        total += part.sum(0)
+    return total
+
+
+def rounds(
+    ranks: int, change: Callable[[Exchange, int], Exchange | None] = lambda *_: None
+) -> list[bool]:
+    """Tell for each of four rounds if the last rank gets the bits of the ranks' sum in order.
+
+    What the others send lies there before. Nobody waits, since ``gone`` says that they have ended.
+    """
+    right = []
+    *others, own = exchanges(ranks)  # those of others are written to
+    own.gone.fill_(1)
+    for stamp in range(1, 5):
+        parts = drawn(ranks)
+        for rank, part in enumerate(parts[:-1]):
+            send(own, rank, (part * stamp).sum(0), stamp)
+        changed = change(own, stamp) or own
+        want = in_order([part * stamp for part in parts])
+        right.append(torch.equal(added(changed, parts[-1] * stamp), want))
+    assert others[-1].inbox.any()
+    return right
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_row_is_added_up_over_ranks_in_their_order(ranks: int) -> None:
+    assert all(rounds(ranks))
+
+
+def test_what_is_sent_lies_in_the_others_inboxes() -> None:
+    first, second = exchanges(2)
+    parts = drawn(2)
+    first.gone.fill_(1)
+    added(first, parts[0])
+    want = torch.zeros(MOST, WIDTH, dtype=torch.int64)
+    want[:ROWS] = parts[0].sum(0).view(torch.int32).long() & 0xFFFFFFFF | 1 << 32
+    assert torch.equal(second.inbox[1, 0], want)
+    assert not second.inbox[0].any()
+    assert not second.inbox[1, 1].any()
+    assert not first.inbox.any()
+    assert first.rounds.tolist() == [1] * ROWS + [0] * (MOST - ROWS)
+
+
+def _misses_a_rank(own: Exchange, stamp: int) -> None:
+    own.inbox[stamp & 1, 0].zero_()
+
+
+def _other_place(own: Exchange, stamp: int) -> None:
+    own.inbox[:] = own.inbox.flip(0) if stamp % 2 else own.inbox
+
+
+def _other_order(own: Exchange, stamp: int) -> Exchange:  # noqa: ARG001
+    """Add up what the last rank has before what the others have."""
+    return replace(own, rank=0, inbox=own.inbox.roll(1, 1))
+
+
+BUGS: dict[str, Callable[[Exchange, int], Exchange | None]]
+BUGS = {"a rank": _misses_a_rank, "the place": _other_place, "the order": _other_order}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_sum_that_is_wrong_in_one_of_them_is_seen(bug: str) -> None:
+    assert not all(rounds(3, BUGS[bug]))
+
+
+def test_a_kernel_waits_for_the_stamp_of_its_round() -> None:
+    """It goes on when the words have come; those of two rounds ago lie there meanwhile."""
+    _other, own = exchanges(2)
+    parts = drawn(2)
+    for stamp in (1, 2):
+        send(own, 0, -parts[0].sum(0), stamp)
+        added(own, parts[1])
+
+    def come() -> None:
+        time.sleep(0.3)
+        send(own, 0, parts[0].sum(0), 3)
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    assert torch.equal(added(own, parts[1]), in_order(parts))
+    thread.join()
+
+
+def test_a_rank_that_has_ended_is_not_waited_for() -> None:
+    _other, own = exchanges(2)
+    opened_exchange._ender(own.gone)()
+    added(own, drawn(2)[1])
+    assert own.rounds.tolist()[:ROWS] == [1] * ROWS
+
+
+class _Alone:
+    """Stands for ranks of which there is one, who sends itself."""
+
+    rank, size, device = 0, 1, torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.on_abort: list[Any] = []
+
+    def least(self, number: int) -> int:
+        return number
+
+    def share(self, x: torch.Tensor) -> None:
+        """Have what one has."""
+
+
+def test_words_that_do_not_arrive_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks: Any = _Alone()
+    opened = open_inboxes(ranks, 16)
+    assert opened is not None
+    assert opened.own.tolist() == [0] * 16
+    write = inboxes._write
+    monkeypatch.setattr(inboxes, "_write", lambda where, at, word: write(where, at, word + 1))
+    assert open_inboxes(ranks, 16) is None
+
+
+def test_more_rows_than_find_room_are_added_up_by_messages() -> None:
+    """The ranks' own sum takes them, and nothing is counted."""
+    small = replace(exchanges(2)[0], most_rows=4)
+    model: Any = SimpleNamespace(exchange=small)
+    attention: Any = SimpleNamespace(path_counts=Counter())
+    assert CausalModel.exchange_of(model, 5, attention) is None
+    assert not attention.path_counts
+    assert CausalModel.exchange_of(model, 4, attention) is small
+    assert attention.path_counts == {EnginePath.EXCHANGED: 1}
