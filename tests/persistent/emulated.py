@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.kernels.persistent.sizes import source
-from roseinfer.kernels.persistent.tensor_maps import tensor_maps
+from roseinfer.kernels.cuda.tensor_maps import tensor_maps
+from roseinfer.kernels.persistent.sizes import ROWS, source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,18 +50,16 @@ class EmulatedProgram:
         subprocess.run(command, check=True, capture_output=True, text=True)
         self._library = ctypes.CDLL(str(library))
         self._library.launch.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        self._programs = sizes.programs
         self.late = -1
         """A program that runs when all others are over."""
 
-    def maps(self, matrices: Sequence[tuple[Tensor, int]]) -> Tensor:
-        def encode(*given: object) -> None:
-            assert self._library.encode(*given) == 0
-
-        return tensor_maps(encode, matrices)
+    def encode(self, *given: object) -> None:
+        assert self._library.encode(*given) == 0
 
     def tile(self, matrix: Tensor, chunk: int, row: int, group: int) -> Tensor:
         """Return a tile as it lies in shared memory."""
-        maps = self.maps([(matrix, chunk)])
+        maps = tensor_maps(self.encode, [(matrix, chunk)], ROWS)
         found = torch.full((8 * chunk,), float("nan"), dtype=torch.bfloat16)
         given = ctypes.c_void_p(found.data_ptr()), ctypes.c_void_p(maps.data_ptr())
         self._library.copy_one(*given, row, group)
@@ -71,7 +69,8 @@ class EmulatedProgram:
         """Have these bits in place of numbers beyond a matrix, which are zeros else."""
         self._library.fill_with(bits)
 
-    def launch(self, params: ctypes.Structure) -> None:
+    def launch(self, params: ctypes.Structure, programs: int) -> None:
+        assert programs == self._programs
         self._library.launch(ctypes.addressof(params), self.late)
 
     def shared_bytes(self) -> int:

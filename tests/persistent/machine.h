@@ -152,6 +152,12 @@ static u16 kept1(const u16* p) { return *p; }
 static u32 cached2(const u16* p) { return *(const u32*)p; }
 static float as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 static u32 as_bits(float f) { u32 v; memcpy(&v, &f, 4); return v; }
+static u16 to_bf16(float v) {
+    u32 b;
+    memcpy(&b, &v, 4);
+    if ((b & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+    return (u16)((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);
+}
 static float exp2_flushed(float v) { return exp2f(v); }
 static float exp2_full(float v) { return exp2f(v); }
 static float over(float a, float b) { return a / b; }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from roseinfer.kernels.persistent import gpu_program, nvrtc
+from roseinfer.kernels.cuda import gpu_program, nvrtc
 from roseinfer.kernels.persistent.fitting import sizes_of, why_not, why_not_on, with_ring
 from roseinfer.kernels.persistent.sizes import StepSizes, source
 from roseinfer.layer_traits import LayerTraits
@@ -108,7 +108,7 @@ def test_it_compiles() -> None:
     cut = with_ring(LLAMA_1B, H200)
     assert cut is not None
     options = [f"-D{name}={value}" for name, value in cut.defines().items()]
-    options += ["--gpu-architecture=sm_90", "--std=c++17", "--fmad=false"]
+    options += ["--gpu-architecture=sm_90a", "--std=c++17", "--fmad=false"]
     assert nvrtc.compile_cubin(source(), options)
     with pytest.raises(nvrtc.CannotCompile, match="expected"):
         nvrtc.compile_cubin("__device__ int x = ;", [])

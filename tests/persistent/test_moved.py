@@ -17,7 +17,6 @@ from tests.persistent.rigs import small_rig, small_sizes
 
 if TYPE_CHECKING:
     import ctypes
-    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -28,10 +27,10 @@ LENGTH, BLOCK = 300, 16
 class Nothing:
     """A program that computes nothing: what is told is told before."""
 
-    def maps(self, matrices: Sequence[tuple[Tensor, int]]) -> Tensor:
-        return torch.zeros(len(matrices))
+    def encode(self, *given: object) -> None:
+        pass
 
-    def launch(self, params: ctypes.Structure) -> None:
+    def launch(self, params: ctypes.Structure, programs: int) -> None:
         pass
 
 

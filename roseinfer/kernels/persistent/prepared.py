@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from roseinfer.kernels.cuda.gpu_program import GpuProgram, compiled, together
+from roseinfer.kernels.cuda.nvrtc import CannotCompile
 from roseinfer.kernels.persistent.fitting import sizes_of, why_not, why_not_on, with_ring
-from roseinfer.kernels.persistent.gpu_program import GpuProgram, compiled
-from roseinfer.kernels.persistent.nvrtc import CannotCompile
 from roseinfer.kernels.persistent.sizes import source
 from roseinfer.kernels.persistent.whole_step import KERNEL, WholeStep
 
@@ -58,4 +58,4 @@ def prepared(
 def load(sizes: StepSizes, device: torch.device) -> Program:
     """Compile and load the kernel for these sizes."""
     cubin = compiled(source(), sizes.defines(), device)
-    return GpuProgram(cubin, KERNEL, sizes.programs, _THREADS, sizes.shared_bytes, device)
+    return GpuProgram(cubin, KERNEL, _THREADS, sizes.shared_bytes, device, together())

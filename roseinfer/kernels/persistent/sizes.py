@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.resources import files
 
-_FILES = ("machine", "sizes", "producer", "words", "consumer", "attention", "phases", "step")
+from roseinfer.kernels.cuda import sources
+from roseinfer.kernels.cuda.tensor_maps import SIDE
+
+_FILES = ("sizes", "producer", "words", "consumer", "attention", "phases", "step")
 """The source's parts, which follow on each other."""
-_MACHINE = _FILES[0]
 ROWS = 8
 """Outputs of a tile of weights."""
-SIDE = 64
-"""Inputs that lie side by side in a tile: every tile has a multiple of so many."""
 _LEAST_CHUNK = 128
 """Inputs of a tile. With fewer, tiles would be too small to be asked for as fast as they come."""
 _TILE_T = 64
@@ -110,6 +109,7 @@ class StepSizes:
 @cache
 def source(*, machine: bool = True) -> str:
     """Return the kernel's source; without the machine's part, another must stand in for it."""
-    room = files(__package__) / "source"
-    names = _FILES if machine else [name for name in _FILES if name != _MACHINE]
-    return "\n".join((room / f"{name}.cu").read_text() for name in names)
+    parts = sources.machine("machine") if machine else []
+    return "\n".join(
+        [*parts, *sources.shared(), *(sources.part(__package__, name) for name in _FILES)]
+    )

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from roseinfer.kernels.context_parts import num_parts
+from roseinfer.kernels.cuda.tensor_maps import tensor_maps
 from roseinfer.kernels.moves import announced
 from roseinfer.kernels.persistent.moved import Launched, moved
+from roseinfer.kernels.persistent.sizes import ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,11 +52,11 @@ class StepParams(ctypes.Structure):
 
 
 class Program(Protocol):
-    def maps(self, matrices: Sequence[tuple[Tensor, int]]) -> Tensor:
-        """Return the maps of matrices, with so many inputs in a tile of each."""
+    def encode(self, *given: object) -> None:
+        """Encode the map of a matrix (``tensor_maps.write_map``)."""
 
-    def launch(self, params: ctypes.Structure) -> None:
-        """Launch on torch's current stream."""
+    def launch(self, params: ctypes.Structure, programs: int) -> None:
+        """Launch so many programs on torch's current stream."""
 
 
 class WholeStep:
@@ -80,7 +82,7 @@ class WholeStep:
                 dtype=torch.int64,
                 device=device,
             )
-            self._maps = program.maps(_matrices(sizes, weights))
+            self._maps = tensor_maps(program.encode, _matrices(sizes, weights), ROWS)
             counts = (2 * sizes.width, sizes.qkv, sizes.heads * sizes.dim, sizes.mlp)
             self._handed = [
                 torch.zeros(count, dtype=torch.int32, device=device) for count in counts
@@ -118,7 +120,7 @@ class WholeStep:
         parts = self._sums, self._seen
         given = self._sizes, weights, self._caches, self._handed, parts, launched
         with announced(KERNEL, partial(moved, *given)):
-            self._program.launch(params)
+            self._program.launch(params, self._sizes.programs)
         return logits
 
     def _fixed(self, tokens: Tensor, lengths: Tensor, table: Tensor) -> list[int]:

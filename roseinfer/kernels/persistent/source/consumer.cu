@@ -82,68 +82,35 @@ struct Consumer : Words {
     }
 
     // ------------------------------------------------------------ norms
-    // Squares are added up in the order that Triton's norm kernels have: so many in each of their
-    // threads, then the threads of a warp by halves, then the warps by halves.
-    static constexpr int NORM_THREADS = NORM_WARPS * 32;
-    static constexpr int EACH = larger(power_of_two(WIDTH) / NORM_THREADS, 1);
-    static constexpr int RUN = EACH < 8 ? EACH : 8;  // that lie side by side
-    static constexpr int TURNS = (NORM_THREADS + CONSUMERS - 1) / CONSUMERS;
-    static constexpr int HELD = TURNS * EACH;
+    typedef RowNorm<WIDTH, NORM_WARPS, CONSUMERS> Norm;
+    static constexpr int HELD = Norm::HELD;
 
-    // The number that a thread has at some place of a turn.
-    DEV int held(int turn, int i) const {
-        return i / RUN * RUN * NORM_THREADS + (turn * CONSUMERS + t) * RUN + i % RUN;
-    }
     DEV void norm_into_inputs(const float* v, const u16* gain) {
+        float factor = Norm::factor(v, s->squares, t, p->epsilon, [&] { meet(); });
 #pragma unroll
-        for (int turn = 0; turn < TURNS; turn++) {
-            const float* x = v + turn * EACH;
-            float squares = x[0] * x[0];
-            if (EACH > 1) squares = times_plus(x[0], x[0], x[1] * x[1]);
-#pragma unroll
-            for (int i = 2; i < EACH; i++) squares = times_plus(x[i], x[i], squares);
-#pragma unroll
-            for (int m = 16; m; m >>= 1) squares += shfl(squares, m);
-            if (lane == 0 && turn * WARPS + warp < NORM_WARPS)
-                s->squares[turn * WARPS + warp] = squares;
+        for (int i = 0; i < HELD; i++) {
+            int n = Norm::held(t, i);
+            if (n < WIDTH) *input(n) = Norm::normed(v[i], factor, gain[i]);
         }
-        meet();
-        float total = s->squares[lane % NORM_WARPS];
-#pragma unroll
-        for (int m = NORM_WARPS / 2; m; m >>= 1) total += shfl(total, m);
-        float factor = root_under_one(over(total, (float)WIDTH) + p->epsilon);
-#pragma unroll
-        for (int turn = 0; turn < TURNS; turn++)
-#pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                int n = held(turn, i);
-                if (n < WIDTH && turn * CONSUMERS + t < NORM_THREADS)
-                    *input(n) = to_bf16(rounded(v[turn * EACH + i] * factor) * wide(gain[turn * EACH + i]));
-            }
         meet();
     }
     // What norms the next row depends on nothing, and is read before anything is waited for.
     DEV void read_gain(const u16* from, u16* gain) const {
 #pragma unroll
-        for (int turn = 0; turn < TURNS; turn++)
-#pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                int n = held(turn, i);
-                bool some = n < WIDTH && turn * CONSUMERS + t < NORM_THREADS;
-                gain[turn * EACH + i] = some ? kept1(from + n) : 0;
-            }
+        for (int i = 0; i < HELD; i++) {
+            int n = Norm::held(t, i);
+            gain[i] = n < WIDTH ? kept1(from + n) : 0;
+        }
     }
     DEV void hear_residual(const u32* from, u32 stamp, float* v) const {
-        constexpr int V = RUN < 4 ? RUN : 4, N = HELD / V;
+        constexpr int V = Norm::LOADED, N = HELD / V;
         u32 some = 0;
 #pragma unroll
-        for (int j = 0; j < N; j++) {
-            int turn = j * V / EACH, n = held(turn, j * V % EACH);
-            if (n < WIDTH && turn * CONSUMERS + t < NORM_THREADS) some |= 1u << j;
-        }
+        for (int j = 0; j < N; j++)
+            if (Norm::held(t, j * V) < WIDTH) some |= 1u << j;
 #pragma unroll
         for (int i = 0; i < HELD; i++) v[i] = 0;
-        hear<u32, V, N>(some, stamp, [&](int j) { return from + held(j * V / EACH, j * V % EACH); },
+        hear<u32, V, N>(some, stamp, [&](int j) { return from + Norm::held(t, j * V); },
                    [&](int j, const u32* w) {
 #pragma unroll
                        for (int e = 0; e < V; e++) v[j * V + e] = number(w[e]);
@@ -152,15 +119,11 @@ struct Consumer : Words {
     DEV void read_word(float* v) const {
         const u16* from = p->words + *p->token * WIDTH;
 #pragma unroll
-        for (int turn = 0; turn < TURNS; turn++)
-#pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                int n = held(turn, i);
-                bool some = n < WIDTH && turn * CONSUMERS + t < NORM_THREADS;
-                float x = some ? rounded(wide(kept1(from + n)) * p->embedding_times) : 0;
-                v[turn * EACH + i] = x;
-                if (some && BLOCK == 0) tell(p->residual + n, to_bf16(x), stamp_of(0));
-            }
+        for (int i = 0; i < HELD; i++) {
+            int n = Norm::held(t, i);
+            v[i] = n < WIDTH ? rounded(wide(kept1(from + n)) * p->embedding_times) : 0;
+            if (n < WIDTH && BLOCK == 0) tell(p->residual + n, to_bf16(v[i]), stamp_of(0));
+        }
     }
     // Words as inputs: a thread asks for up to 16 times 4 of them at a time.
     DEV void hear_inputs(const u32* from, int count, u32 stamp) {

@@ -33,12 +33,6 @@
         const u16* bias = p->layers[layer].bias;
         return bias ? v + wide(kept1(bias + row)) : v;
     }
-    DEV u16 gated(float gate, float up) const {
-        gate = rounded(gate);
-        up = rounded(up);
-        float open = over(1.0f, 1.0f + exp2_full((0.0f - gate) * 1.44269502162933349609375f));
-        return to_bf16(rounded(gate * open) * up);
-    }
     // Multiply what was made in this half, and add the products to the residual stream. What is added to
     // comes before the words that are waited for.
     DEV void second_product(int half) {

@@ -23,13 +23,6 @@ DEV constexpr int chunk_of(int inputs) {
     while (inputs % chunk || chunk % SIDE) chunk--;
     return chunk;
 }
-DEV constexpr int larger(int a, int b) { return a > b ? a : b; }
-DEV constexpr int smaller(int a, int b) { return a < b ? a : b; }
-DEV constexpr int power_of_two(int least) {
-    int power = 1;
-    while (power < least) power *= 2;
-    return power;
-}
 // A tile is groups of SIDE inputs, and a group the 128 bytes of each of its rows. Of the 16-byte
 // pieces of a row, piece i lies where i XOR the row says, which keeps rows off each other's banks.
 // The copy engine lays a tile so if it begins at a multiple of a group's bytes.
@@ -90,13 +83,6 @@ struct alignas(128) Shared {
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives as much");
 
-DEV u16 to_bf16(float v) {
-    u32 b = as_bits(v);
-    if ((b & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // what rounding would make infinite
-    return (u16)((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);
-}
-DEV float wide(u16 v) { return as_float((u32)v << 16); }
-DEV float rounded(float v) { return wide(to_bf16(v)); }
 DEV float larger_of(float a, float b) { return a > b ? a : b; }
 
 // A layer has two halves: attention, and the MLP. A half has a first product, attention or nothing, and

@@ -123,6 +123,11 @@ DEV void load_matrices(u32* r, const void* row) {
 }
 
 // Arithmetic as the Triton kernels' instructions do it.
+DEV u16 to_bf16(float v) {
+    u16 r;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));
+    return r;
+}
 DEV float exp2_flushed(float v) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));

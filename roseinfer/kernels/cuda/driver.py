@@ -6,7 +6,7 @@ import ctypes
 from functools import cache
 from typing import Any
 
-from roseinfer.kernels.persistent.nvrtc import CannotCompile
+from roseinfer.kernels.cuda.nvrtc import CannotCompile
 
 
 @cache
