@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from roseinfer.kernels.persistent.driver import check, driver
+from roseinfer.kernels.cuda.driver import check, driver
 from roseinfer.kv.lasting import lasting
 
 if TYPE_CHECKING:
