@@ -32,6 +32,8 @@ class EnginePath(StrEnum):
     """A forward pass on fused kernels."""
     EXCHANGED = "engine_exchanged"
     """A forward pass whose kernels add up over ranks through memory that GPUs share."""
+    STREAMED = "engine_streamed"
+    """A forward pass of few tokens whose products have warpgroups multiply what streams by."""
     WHOLE_STEP = "engine_whole_step"
     """A resident step of one sequence whose forward pass is one kernel."""
     COMPILED = "engine_compiled"

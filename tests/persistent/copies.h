@@ -7,7 +7,7 @@ struct alignas(64) TensorMap {
     u32 box[3], unused[16];
 };
 static_assert(sizeof(TensorMap) == 128, "as large as the driver's");
-struct Copy { char* to; const TensorMap* map; int at[3]; u64* b; };
+struct Copy { char* to; const TensorMap* map; int at[3]; u64* b; int rest; };
 static std::vector<Copy> copies;
 static std::set<std::pair<int, const TensorMap*>> acquired;  // by each program, in this launch
 static u16 fill;  // what comes in place of numbers beyond a matrix
@@ -44,7 +44,7 @@ static void copy_now(const Copy& c) {
 }
 static void finish_some_copies() {
     for (size_t i = 0; i < copies.size();) {
-        if (rand() & 1) { i++; continue; }
+        if (copies[i].rest-- > 0 || rand() & 1) { i++; continue; }
         Copy c = copies[i];
         copies[i] = copies.back();
         copies.pop_back();
@@ -58,10 +58,11 @@ static void acquire_map(const TensorMap* map) { acquired.insert({BLOCK, map}); }
 static void copy_tile(void* to, const TensorMap* map, int row, int group, u64* b, u64) {
     if ((u64)to % 1024) refuse("a tile does not lie where the engine's order of pieces begins");
     if ((u64)map % 64 || !acquired.count({BLOCK, map})) refuse("a map may be another's");
-    copies.push_back({(char*)to, map, {0, row, group}, b});
+    int rest = rand() % 16 ? 0 : rand() % 200;  // some are far behind the others
+    copies.push_back({(char*)to, map, {0, row, group}, b, rest});
 }
 // For tests: a tile as it lies, and what comes in place of numbers beyond a matrix.
 extern "C" void copy_one(char* to, const TensorMap* map, int row, int group) {
-    copy_now({to, map, {0, row, group}, 0});
+    copy_now({to, map, {0, row, group}, 0, 0});
 }
 extern "C" void fill_with(int what) { fill = (u16)what; }

@@ -6,7 +6,7 @@ import ctypes
 import shutil
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -18,10 +18,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roseinfer.kernels.persistent.sizes import StepSizes
-
 _HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
+_ALIGNED = 64
+"""Bytes: a kernel's arguments begin so, with the maps among them."""
+
+
+class Sizes(Protocol):
+    """The sizes that a kernel is compiled for."""
+
+    def defines(self) -> dict[str, int]:
+        """Return what the compiler is told."""
 
 
 class EmulatedProgram:
@@ -29,7 +36,7 @@ class EmulatedProgram:
 
     def __init__(
         self,
-        sizes: StepSizes,
+        sizes: Sizes,
         folder: Path,
         *,
         most_polls: int = 1 << 20,
@@ -49,8 +56,7 @@ class EmulatedProgram:
         command = [COMPILER, *always, *flags, *defines, str(code), "-o", str(library)]
         subprocess.run(command, check=True, capture_output=True, text=True)
         self._library = ctypes.CDLL(str(library))
-        self._library.launch.argtypes = [ctypes.c_void_p, ctypes.c_int]
-        self._programs = sizes.programs
+        self._library.launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
         self.late = -1
         """A program that runs when all others are over."""
 
@@ -70,8 +76,10 @@ class EmulatedProgram:
         self._library.fill_with(bits)
 
     def launch(self, params: ctypes.Structure, programs: int) -> None:
-        assert programs == self._programs
-        self._library.launch(ctypes.addressof(params), self.late)
+        room = (ctypes.c_ubyte * (ctypes.sizeof(params) + _ALIGNED))()
+        begin = ctypes.addressof(room) + -ctypes.addressof(room) % _ALIGNED
+        ctypes.memmove(begin, ctypes.addressof(params), ctypes.sizeof(params))
+        self._library.launch(begin, self.late, programs)
 
     def shared_bytes(self) -> int:
         return int(self._library.shared_bytes())

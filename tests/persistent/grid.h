@@ -10,17 +10,17 @@ static void body() {
 }
 extern "C" int shared_bytes() { return (int)sizeof(Shared); }
 // `late` is a program whose threads run when those of all others are over, or -1.
-extern "C" void launch(const Params* p, int late) {
+extern "C" void launch(const Params* p, int late, int programs) {
     const size_t STACK = 16384;
     const int LONG = 20000;  // turns
-    int n = PROGRAMS * THREADS, left = n;
+    int n = programs * THREADS, left = n;
     threads_of_block = THREADS;
     the_params = p;
-    the_shared = (char*)aligned_alloc(1024, OWN * PROGRAMS);
-    memset(the_shared, 0xff, OWN * PROGRAMS);
+    the_shared = (char*)aligned_alloc(1024, OWN * programs);
+    memset(the_shared, 0xff, OWN * programs);
     fibers = new Fiber[n]();
     lanes = new Lane[n]();
-    named = new Named[PROGRAMS * 2]();
+    named = new Named[programs * 2]();
     char* stacks = (char*)mmap(0, STACK * n, PROT_READ | PROT_WRITE,
                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     for (int i = 0; i < n; i++) {
@@ -32,7 +32,7 @@ extern "C" void launch(const Params* p, int late) {
         f->thread = i % THREADS;
         makecontext(&f->context, body, 0);
     }
-    std::vector<int> asleep(n / 32 + 1), program_asleep(PROGRAMS);
+    std::vector<int> asleep(n / 32 + 1), program_asleep(programs);
     u64 seen = 0;
     for (int still = 0; left; still++) {
         for (int i = 0; i < n; i++) {

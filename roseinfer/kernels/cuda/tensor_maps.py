@@ -35,8 +35,9 @@ def tensor_maps(
     """
     maps = torch.empty((len(matrices), MAP_BYTES), dtype=torch.uint8)
     for own, (weight, inputs) in zip(maps, matrices, strict=True):
-        at = weight.data_ptr(), *weight.shape, weight.stride(0)
-        write_map(encode, own.data_ptr(), *at, rows, inputs)
+        outputs, width = weight.shape
+        lies = weight.data_ptr(), outputs, width, weight.stride(0)
+        write_map(encode, own.data_ptr(), *lies, rows, inputs)
     return maps.to(matrices[0][0].device)
 
 

@@ -11,6 +11,7 @@ from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.products.dot import dot
 from roseinfer.kernels.products.streamed import ask_for, may_ask, num_stages, tile_of_rows
 from roseinfer.kernels.runtime import launch
+from roseinfer.kernels.warpgroups.streamed_products import stream, streams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,10 +104,13 @@ def linear_gated(x: Tensor, weight: Tensor) -> Tensor:
     """
     rows, inputs = x.shape
     outputs = len(weight) // 2
+    out = x.new_empty((rows, outputs))
+    if streams(x, weight, 1, 2):
+        stream(x, weight, None, out[None], 2)
+        return out
     tile_r = tile_of_rows(rows)
     tile_k = _LARGE_TILE_K if tile_r == _FEWEST_ROWS else _LARGE_TILE_K // 2
     stages = num_stages((2 * _TILE_N + tile_r) * tile_k * x.element_size(), x.get_device())
-    out = x.new_empty((rows, outputs))
     launch(
         _gated_kernel, (triton.cdiv(outputs, _TILE_N), triton.cdiv(rows, tile_r)),
         x, weight, out, rows, x.stride(0), weight.stride(0), out.stride(0),

@@ -19,6 +19,7 @@ from torch import Tensor
 from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.products.dot import dot
 from roseinfer.kernels.runtime import launch
+from roseinfer.kernels.warpgroups.streamed_products import stream, streams
 
 if TYPE_CHECKING:
     from roseinfer.kernels.moves import Given
@@ -129,6 +130,9 @@ def stream_linear_in_parts(x: Tensor, weight: Tensor) -> Tensor:
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     outputs, inputs = weight.shape
     parts, rows, _ = out.shape
+    if outputs < _WIDE and streams(x, weight, parts, 1):
+        stream(x, weight, bias, out, 1)
+        return
     tile_r = tile_of_rows(rows)
     tile_n, tile_k = (2 * _TILE_N, _TILE_K // 2) if outputs >= _WIDE else (_TILE_N, _TILE_K)
     last = inputs - (parts - 1) * triton.cdiv(inputs, parts * tile_k) * tile_k

@@ -24,6 +24,7 @@ from roseinfer.kernels.products.streamed import (
 )
 from roseinfer.kernels.rms_norm import add_rms_norm, embed_rms_norm
 from roseinfer.kernels.scores import score_arguments
+from roseinfer.kernels.warpgroups.streamed_products import has_warpgroups
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register
 from roseinfer.models.families.steps_in_one_kernel import LONGEST, StepsInOneKernel
@@ -116,6 +117,7 @@ class FusedLlama(CausalModel):
     ) -> Tensor:
         if (whole := self._in_one_kernel.logits(token_ids, attention)) is not None:
             return self._divided(whole)
+        self._count_streamed(len(token_ids), attention)
         body, layers = self._model.model, self._layers
         exchange = self.exchange_of(len(token_ids), attention)
         residual, x = embed_rms_norm(
@@ -127,6 +129,11 @@ class FusedLlama(CausalModel):
             after = layers[at + 1].norm if at + 1 < len(layers) else body.norm
             x = self._add(residual, gated(x, layer.gates_and_ups), layer.down, after, exchange)
         return self._head(x, last_rows)
+
+    def _count_streamed(self, rows: int, attention: AttentionBackend) -> None:
+        """Count a forward pass whose products warpgroups compute."""
+        if rows <= MOST_ROWS and has_warpgroups(self.device, self._layers[0].out.dtype):
+            attention.path_counts[EnginePath.STREAMED] += 1
 
     @staticmethod
     def _norms(layer: Any) -> tuple[Any, Any]:

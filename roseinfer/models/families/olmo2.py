@@ -29,6 +29,7 @@ class FusedOlmo2(FusedLlama):
         last_rows: Tensor | None,
         attention: AttentionBackend,
     ) -> Tensor:
+        self._count_streamed(len(token_ids), attention)
         body = self._model.model
         residual = embedding(token_ids, body.embed_tokens.weight)
         for at, layer in enumerate(self._layers):

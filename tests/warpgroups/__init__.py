@@ -1,0 +1,1 @@
+"""Products by warpgroups."""

@@ -1,0 +1,63 @@
+"""Products that stream have the bits of Triton's kernels, on a GPU that has warpgroups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from roseinfer import LLM, EnginePath, SamplingParams
+from roseinfer.kernels.products import gated, streamed
+from roseinfer.kernels.warpgroups.streamed_products import has_warpgroups, program_of, streams
+from tests.fused.same_bits import model_of
+from tests.warpgroups.products import SHAPES, Product, kinds
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not has_warpgroups(torch.device("cuda"), torch.bfloat16),
+    reason="only GPUs of compute capability 9 have warpgroups",
+)
+
+
+@pytest.fixture
+def in_tritons_kernels(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Have no product streamed, until that is undone."""
+    for module in (streamed, gated):
+        monkeypatch.setattr(module, "streams", lambda *_: False)
+    return monkeypatch
+
+
+def test_the_kernel_is_there_for_all_numbers_of_rows() -> None:
+    assert all(program_of(tiles, torch.device("cuda", 0)) for tiles in kinds())
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_bits_of_products(in_tritons_kernels: pytest.MonkeyPatch, kind: str, rows: int) -> None:
+    del in_tritons_kernels
+    product = Product(SHAPES[kind], rows, "cuda")
+    shape = product.shape
+    assert streams(product.x, product.weight, shape.parts, shape.strips)
+    want = torch.empty_like(product.room[:, :rows])
+    if shape.strips == 2:
+        want[0] = gated.linear_gated(product.x, product.weight)
+    else:
+        streamed._launch(product.x, product.weight, product.bias, want)
+    assert torch.equal(product.computed(), want)
+    assert not product.spoilt()
+
+
+def test_texts_and_their_log_probabilities(in_tritons_kernels: pytest.MonkeyPatch) -> None:
+    prompts = [[7, 3, 90], [12] * 70, [5, 6, 7, 8], list(range(2, 40))]
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True, logprobs=True)
+    settings: dict[str, Any] = {"device": "cuda", "max_length": 512, "kv_cache_tokens": 4096}
+
+    def told() -> Any:
+        llm = LLM(model_of("llama"), **settings)
+        return llm, [(each.token_ids, each.logprobs) for each in llm.generate(prompts, params)]
+
+    _, want = told()
+    in_tritons_kernels.undo()
+    llm, got = told()
+    assert got == want
+    assert llm.engine.path_counts[EnginePath.STREAMED] > 50
