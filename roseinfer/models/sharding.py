@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from roseinfer.ranks.ranks import Ranks
 
 _OUTPUTS, _INPUTS, _HEAD, _JOINED = "colwise", "rowwise", "colwise_gather_output", "joined"
-_WHOLE = {"replicate", "replicated_with_grad_allreduce"}
+_WHOLE = {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise"}
+"""Styles of what stays whole. The last is for embeddings: every rank looks tokens up itself."""
 _EVEN = 8
 """A shard of the head has a multiple of so many outputs, whose rows begin where products like."""
 _PHI3 = {
@@ -145,13 +146,21 @@ def _logits(model: Any, tokens: Tensor) -> Tensor:
 
 
 def _plan(model: Any, size: int) -> Mapping[str, str]:
-    """Return how each module is cut, by its name with stars for numbers."""
+    """Return how each module is cut, by its name with stars for numbers.
+
+    Embeddings are left out, since they stay whole whatever transformers plans: its 5.17 cuts those
+    that are tied to a head, and its 5.23 has plans of a few models that name them. A head that was
+    tied to one has rows of its own once it is cut.
+    """
     name = type(model).__name__
     if name in _OWN_PLANS:
         return _OWN_PLANS[name]
     of_base = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
     plan = {f"{model.base_model_prefix}.{key}": style for key, style in of_base.items()}
     plan |= getattr(type(model), "_tp_plan", None) or {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            plan.pop(_starred(path), None)
     unknown = sorted(set(plan.values()) - {_OUTPUTS, _INPUTS, _HEAD, *_WHOLE})
     if not of_base or unknown:
         how = f"one that is not supported ({', '.join(unknown)})" if unknown else "none"
@@ -163,7 +172,7 @@ def _plan(model: Any, size: int) -> Mapping[str, str]:
 
 def _cut(model: Any, plan: Mapping[str, str], ranks: Ranks, kv_width: int) -> None:
     for path, module in [*model.named_modules()]:
-        style = plan.get(re.sub(r"\d+", "*", path))
+        style = plan.get(_starred(path))
         if style == _OUTPUTS:
             _keep_outputs(module, [_outputs(module)], ranks)
         elif style == _JOINED:
@@ -175,6 +184,11 @@ def _cut(model: Any, plan: Mapping[str, str], ranks: Ranks, kv_width: int) -> No
         if hasattr(module, "layer_idx"):
             for counted in _COUNTED & vars(module).keys():
                 setattr(module, counted, getattr(module, counted) // ranks.size)
+
+
+def _starred(path: str) -> str:
+    """Return a module's name as plans have it."""
+    return re.sub(r"\d+", "*", path)
 
 
 def _joined_widths(path: str, module: Any, kv_width: int) -> list[int]:

@@ -28,7 +28,7 @@ _LONGEST_PATH = 256
 
 
 class Inboxes(NamedTuple):
-    """What one rank has of them."""
+    """What one rank has of the memory of all."""
 
     own: Tensor
     """64-bit words of this rank's memory, which others write to."""

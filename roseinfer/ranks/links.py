@@ -39,7 +39,7 @@ class Links:
         """Set when it is known why the ranks cannot go on."""
         self._replies: SimpleQueue[Any] = SimpleQueue()
         self.on_failure: list[Callable[[], None]] = []
-        """Called, in the thread, when a rank has ended."""
+        """Called when the ranks cannot go on, each in a thread of its own: some wait for long."""
         threading.Thread(target=self._watch, name="roseinfer ranks", daemon=True).start()
 
     def send(self, what: object) -> None:
@@ -87,7 +87,7 @@ class Links:
         self._failure = self._failure or failure
         self._ended.set()
         for call in self.on_failure:
-            call()
+            threading.Thread(target=call, name="roseinfer ranks end", daemon=True).start()
 
     def _watch(self) -> None:
         at = 0

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from roseinfer.ranks.ranks import Ranks
 
 _MOST_SENT = 4 << 20
-"""Bytes that a GPU sends in one sum. Of more, the ranks' own sum sends each a part."""
+"""A GPU sends at most so many bytes in one sum. In larger ones all rows would go to every rank,
+where the ranks' own sum sends each a part of them."""
 _ROWS_ON_CPU = 64
 
 
@@ -70,7 +71,7 @@ def _ender(gone: Tensor) -> Callable[[], None]:
     stream = torch.cuda.Stream(gone.device)  # type: ignore[no-untyped-call]
 
     def end() -> None:
-        # The kernels that wait hold up all that is behind them, and no copy elsewhere.
+        # A kernel that waits holds up what is behind it in its own stream, but no copy in this one.
         with torch.cuda.stream(stream), torch.inference_mode(False):
             gone.copy_(told, non_blocking=True)
 

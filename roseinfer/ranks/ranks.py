@@ -85,7 +85,11 @@ class Ranks:
             raise RanksFailed("another rank does not take part any more", error) from error
 
     def abort(self) -> None:
-        """End what waits for a rank that is gone."""
+        """End what waits for a rank that is gone.
+
+        NCCL ends its kernels at once, but from 2.26 on it returns only when no graph has any of
+        them. Those of an engine live as long as the engine, so nobody may wait for this.
+        """
         for call in self.on_abort:
             call()
         self._group.abort()

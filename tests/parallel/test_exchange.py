@@ -38,27 +38,29 @@ _SERVED = """
     sizes = SIZES | dict(resident_decode=True, max_batch_size=4, prefill_max_tokens=9)
     prompts, params = [PROMPTS[0], PROMPTS[1], PROMPTS[4]], PARAMS[:3]
     params = [replace(each, max_new_tokens=4) for each in params]
-    model = {model!r}
+    ways = dict(tensor_parallel_size=2, fused_model=True, exchange=True)
 
     def texts(llm):
         return [each.token_ids for each in llm.generate(prompts, params, progress=False)]
 
-    alone = texts(LLM(made("cpu", model), **sizes))
-    ways = dict(tensor_parallel_size=2, fused_model=True, exchange=True)
-    shared = LLM(partial(made, model=model), **sizes, **ways)
-    assert texts(shared) == alone, (texts(shared), alone)
-    counts = shared.engine.path_counts
-    print(counts[EnginePath.EXCHANGED], counts[EnginePath.FUSED])
+    for model in ("gpt2", "llama"):
+        alone = texts(LLM(made("cpu", model), **sizes))
+        shared = LLM(partial(made, model=model), **sizes, **ways)
+        assert texts(shared) == alone, (model, texts(shared), alone)
+        counts = shared.engine.path_counts
+        print(model, counts[EnginePath.EXCHANGED], counts[EnginePath.FUSED])
+        shared.ranks.links.close()
     sys.stdout.flush()
     os._exit(0)
 """
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_texts_are_those_of_one_process(model: str) -> None:
-    code = _SERVED.replace("{model!r}", repr(model))
-    exchanged, forwards = map(int, run_python(code, interpret=True).split())
-    assert exchanged == forwards > 3
+def test_texts_are_those_of_one_process() -> None:
+    """The leader of both models is one process, which takes seconds to start."""
+    served = [line.split() for line in run_python(_SERVED, interpret=True).splitlines()]
+    assert [model for model, _, _ in served] == ["gpt2", "llama"]
+    for _, exchanged, forwards in served:
+        assert int(exchanged) == int(forwards) > 3
 
 
 ROWS, WIDTH, MOST = 3, 40, 5
@@ -127,6 +129,19 @@ def rounds(
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_a_row_is_added_up_over_ranks_in_their_order(ranks: int) -> None:
     assert all(rounds(ranks))
+
+
+def test_stamps_go_on_from_the_largest_number_to_the_smallest() -> None:
+    """They do after 31 hours of 300 steps a second, each with 64 sums."""
+    other, own = exchanges(2)
+    parts = drawn(2)
+    last = 2**31 - 1
+    own.rounds.fill_(last - 1)
+    for stamp in (last, -last - 1, -last):
+        send(own, 0, parts[0].sum(0), stamp)
+        assert torch.equal(added(own, parts[1]), in_order(parts))
+        assert own.rounds.tolist()[:ROWS] == [stamp] * ROWS
+        assert other.inbox[stamp & 1, 1, :ROWS].bitwise_right_shift(32).eq(stamp).all()
 
 
 def test_what_is_sent_lies_in_the_others_inboxes() -> None:

@@ -23,6 +23,7 @@ from roseinfer import (
     SamplingParams,
 )
 from roseinfer.ranks import meeting
+from tests import warm_process
 from tests.engine.continuations import TEXTS, by_transformers, greedy
 from tests.python_process import ROOT
 
@@ -41,14 +42,24 @@ _SECONDS = 5.0
 LONG = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
 
 
+@pytest.fixture(scope="module")
+def llms() -> Iterator[list[LLM]]:
+    """Yield the list of those that were started, whose ranks have to end afterwards."""
+    started: list[LLM] = []
+    yield started
+    for llm in started:
+        assert llm.ranks is not None
+        llm.ranks.links.close()
+        for process in llm.ranks.links.started:
+            process.wait(_SECONDS)
+
+
 @pytest.fixture
-def llm() -> Iterator[LLM]:
-    llm = LLM("tiny", tensor_parallel_size=2, resident_decode=True, **SIZES)
-    yield llm
-    assert llm.ranks is not None
-    llm.ranks.links.close()
-    for process in llm.ranks.links.started:
-        process.wait(_SECONDS)
+def llm(llms: list[LLM]) -> LLM:
+    """Return one whose ranks are alive: what the test before has left, if it killed none."""
+    if not llms or not is_running(other_process(llms[-1])):
+        llms.append(LLM("tiny", tensor_parallel_size=2, resident_decode=True, **SIZES))
+    return llms[-1]
 
 
 def other_process(llm: LLM) -> int:
@@ -174,8 +185,7 @@ os._exit(9)
 
 
 def test_ranks_end_with_a_leader_that_was_killed() -> None:
-    command = [sys.executable, "-c", _LEADER]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = warm_process.run(["-c", _LEADER], cwd=ROOT, environment=os.environ, timeout=120)
     assert done.returncode == 9, done.stderr
     until = time.monotonic() + _SECONDS
     while is_running(int(done.stdout)) and time.monotonic() < until:
@@ -192,20 +202,11 @@ def is_running(process: int) -> bool:
 
 
 def test_torchrun_starts_the_ranks() -> None:
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--no-python",
-    ]
-    launcher += ["--standalone"]
-    command = [sys.executable, "-m", "roseinfer", "generate", "--prompt", TEXTS[0], "--json"]
-    command += ["--max-new-tokens", "16", "--device", "cpu", "--tensor-parallel-size", "2"]
-    done = subprocess.run(
-        [*launcher, *command], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    launcher += ["--standalone", sys.executable, "-m", "roseinfer", "generate"]
+    command = ["--prompt", TEXTS[0], "--json", "--max-new-tokens", "16", "--device", "cpu"]
+    command += ["--tensor-parallel-size", "2"]
+    done = warm_process.run([*launcher, *command], cwd=ROOT, environment=os.environ, timeout=120)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     assert json.loads(line)["token_ids"] == by_transformers("cpu", TEXTS[0], 16)

@@ -93,6 +93,25 @@ def test_texts_are_those_of_one_process(
         assert texts(shared) == texts(alone)
 
 
+@pytest.mark.parametrize("style", ["embedding_rowwise", "rowwise", "of another version"])
+def test_an_embedding_stays_whole_and_the_head_that_was_tied_to_it_is_cut(
+    style: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers 5.17 plans to cut such an embedding by its rows."""
+    in_threads(monkeypatch)
+    config = transformers.LlamaConfig
+    plan = {**config.base_model_tp_plan, "embed_tokens": style}
+    monkeypatch.setattr(config, "base_model_tp_plan", plan)
+    alone, cut = (build(config, tie_word_embeddings=True) for _ in range(2))
+    shared = LLM(cut, tensor_parallel_size=2, **SIZES, **WAYS["resident"])
+    assert texts(shared) == texts(LLM(alone, **SIZES, **WAYS["resident"]))
+    whole, head = cut.model.embed_tokens.weight, cut.lm_head.weight
+    assert whole.shape[0] == VOCABULARY
+    assert head.shape[0] < VOCABULARY
+    assert torch.equal(head, whole[: len(head)])
+    assert head.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+
+
 def tables_of(llm: LLM) -> list[Any]:
     """Return what the leader has on its device of the slots' blocks."""
     rows = llm.engine._runner._resident.slots.rows  # type: ignore[union-attr]

@@ -29,8 +29,8 @@ class Exchange:
     ranks: int
     width: int
     most_rows: int
-    """So many programs find room on a GPU at once. Each waits for one on every other GPU, and none
-    for one that has yet to begin since others wait in its place."""
+    """A launch adds up at most so many rows. Each has a program, which waits for one on every other
+    GPU. All programs of a launch find room at once, so none waits for one that cannot begin."""
     inbox: Tensor
     """64-bit words, ``[2, ranks, most_rows, width]``: what each rank has sent to this one."""
     inboxes: Tensor
@@ -42,10 +42,12 @@ class Exchange:
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a kernel takes as its arguments of the same names."""
         return self.inbox, self.inboxes, self.rounds, self.gone
 
     @property
     def constants(self) -> tuple[int, int, int]:
+        """What a kernel is compiled for, as ``ROWS``, ``RANK`` and ``RANKS``."""
         return self.most_rows, self.rank, self.ranks
 
 
@@ -57,7 +59,7 @@ def arguments(exchange: Exchange | None) -> tuple[tuple[Tensor | None, ...], tup
 
 
 def exchange_moved(given: Given) -> dict[str, int]:
-    """Count what comes from other ranks. What goes to them is in the memory of their GPUs."""
+    """Count what comes from other ranks. What goes to them is written to their GPUs' memory."""
     others = given["RANKS"] - 1
     if not others:
         return {}
@@ -86,6 +88,7 @@ def add_up_ranks(
     from everybody. They sent it in a later launch than the one that read the place last, and a
     launch writes nothing before those in front of it have ended. So what is written over was read,
     and a place holds the words of this round, or those of two rounds ago with another stamp.
+    That stays so where the count goes on from the largest number to the smallest.
     """
     stamp = tl.load(rounds + row) + 1
     SIZE: tl.constexpr = ROWS * N

@@ -1,0 +1,85 @@
+"""Links tell of a failure whatever the calls do that end the ranks' work."""
+
+from __future__ import annotations
+
+import threading
+from multiprocessing import Pipe
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from roseinfer import RanksFailed
+from roseinfer.ranks.links import Links
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_SECONDS = 10.0
+
+
+class _Process:
+    """Stands for a rank that the leader has started."""
+
+    def __init__(self) -> None:
+        self.waited = threading.Event()
+
+    def kill(self) -> None:
+        """Do nothing: what ends is the link."""
+
+    def wait(self) -> None:
+        self.waited.set()
+
+
+class _Waiting:
+    """Links to one rank, and a call on failure that waits as NCCL's abort does on a GPU."""
+
+    def __init__(self) -> None:
+        own, self.other = Pipe()
+        self.process = _Process()
+        started: list[Any] = [self.process]
+        self.links = Links([own], started)
+        self.begun, self.go_on, self.told = (threading.Event() for _ in range(3))
+        self.links.on_failure += [self._wait, self.told.set]
+
+    def _wait(self) -> None:
+        self.begun.set()
+        self.go_on.wait()
+
+
+@pytest.fixture
+def waiting() -> Iterator[_Waiting]:
+    found = _Waiting()
+    yield found
+    found.go_on.set()
+    found.other.close()
+    assert found.process.waited.wait(_SECONDS)
+
+
+def test_a_step_that_broke_off_raises_at_once(waiting: _Waiting) -> None:
+    failures: list[RanksFailed] = []
+
+    def break_off() -> None:
+        failures.append(waiting.links.break_off(MemoryError("no room")))
+
+    thread = threading.Thread(target=break_off, daemon=True)
+    thread.start()
+    thread.join(_SECONDS)
+    assert waiting.begun.wait(_SECONDS)
+    assert [str(failure) for failure in failures] == ["a step broke off: MemoryError: no room"]
+
+
+def test_all_are_told_that_a_rank_has_ended(waiting: _Waiting) -> None:
+    waiting.other.close()
+    assert waiting.told.wait(_SECONDS)
+    assert waiting.process.waited.wait(_SECONDS)
+    with pytest.raises(RanksFailed, match="rank 1 has ended"):
+        waiting.links.require()
+
+
+def test_the_end_of_a_rank_that_broke_down_is_waited_for(waiting: _Waiting) -> None:
+    waiting.other.send(RanksFailed("no room"))
+    assert waiting.begun.wait(_SECONDS)
+    waiting.other.close()
+    assert waiting.process.waited.wait(_SECONDS)
+    with pytest.raises(RanksFailed, match="rank 1 broke down: no room"):
+        waiting.links.require()
