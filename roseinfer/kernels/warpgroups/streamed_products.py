@@ -113,7 +113,7 @@ def _moved(*tensors: Tensor | None) -> list[tuple[Tensor, int]]:
 
 def _map(program: Program, matrix: Tensor, rows: int, tiles: Tiles) -> ctypes.Array[ctypes.c_ubyte]:
     where = matrix.data_ptr(), *matrix.shape, matrix.stride(0)
-    return _Map(*encoded(program.encode, *where, rows, tiles.depth * SIDE))
+    return _Map.from_buffer_copy(encoded(program.encode, *where, rows, tiles.depth * SIDE))
 
 
 def _lies_well(matrix: Tensor) -> bool:

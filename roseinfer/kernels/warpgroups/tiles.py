@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cache
 
 from roseinfer.kernels.cuda import sources
 from roseinfer.kernels.cuda.tensor_maps import SIDE
@@ -73,6 +74,7 @@ class Tiles:
         return "\n".join([*own, *sources.shared(), sources.part(__package__, "streamed")])
 
 
+@cache
 def tiles_for(rows: int, strips: int) -> Tiles:
     """Choose the tiles of a product: the fastest tried on an H200."""
     padded = max(_FEWEST_ROWS, 1 << (rows - 1).bit_length())
