@@ -11,7 +11,7 @@ from torch import Tensor
 
 from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.runtime import launch
-from roseinfer.kernels.sums.exchange import add_up_ranks, arguments, exchange_moved
+from roseinfer.kernels.sums.add_up_ranks import add_up_ranks, arguments, exchange_moved
 
 if TYPE_CHECKING:
     from roseinfer.kernels.moves import Given

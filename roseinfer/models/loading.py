@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from types import NoneType
+from functools import partial
+from types import FunctionType, NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +75,7 @@ def load(
             f"tokenizer must be a tokenizer of transformers or None, not {tokenizer!r}: load one "
             "by AutoTokenizer.from_pretrained"
         )
-    if callable(model) and not isinstance(model, torch.nn.Module):
+    if isinstance(model, (FunctionType, partial)):
         model = model(where)
     network: Any = model
     if isinstance(model, (str, os.PathLike)):

@@ -94,5 +94,5 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
             noise *= 0.1
         elif not isinstance(module, nn.Embedding):
             inputs = parameter.shape[1 if isinstance(module, nn.Linear) else 0]
-            noise *= (5.0 if "lm_head" in name else 1.5) / inputs**0.5
+            noise *= (8.0 if "lm_head" in name else 1.5) / inputs**0.5
         parameter.copy_(noise)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ def count_steps(call: Callable[[], object]) -> int:
         nonlocal steps
         steps += event == "c_call"
 
-    before = sys.gettrace(), sys.getprofile()
+    before, collects = (sys.gettrace(), sys.getprofile()), gc.isenabled()
+    gc.disable()  # what others left is tidied up by steps that are not the call's
     sys._getframe().f_trace_opcodes = True  # Python 3.12 wants to know before tracing starts
     sys.setprofile(profile)
     sys.settrace(trace)
@@ -88,6 +90,8 @@ def count_steps(call: Callable[[], object]) -> int:
     finally:
         sys.settrace(before[0])
         sys.setprofile(before[1])
+        if collects:
+            gc.enable()
     return steps
 
 

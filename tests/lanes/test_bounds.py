@@ -58,7 +58,7 @@ def test_a_sum_over_ranks_leaves_its_tensors_to_send_alone(name: str) -> None:
         CALLS[name][0]()
     (sent,) = judged.findings
     assert sent.verb == "writes"
-    assert sent.where.startswith("exchange.py:")
+    assert sent.where.startswith("add_up_ranks.py:")
 
 
 def test_a_read_and_a_write_are_planted_in_every_family() -> None:
