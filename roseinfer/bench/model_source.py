@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _SEED = 11
+_HEAD = 8.0
+"""Logits are about so large where the head is not the embedding: the likeliest stands out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def random_model(name: str, device: torch.device | str | None, dtype: str | None
     states = [where] if where.type == "cuda" else []
     with torch.random.fork_rng(devices=states), where:
         model = AutoModelForCausalLM.from_config(config, dtype=wanted)
-    draw_weights(model, _SEED)
+    draw_weights(model, _SEED, head=_HEAD)
     return model.eval().requires_grad_(False)
 
 

@@ -79,10 +79,11 @@ def byte_tokenizer(vocab_size: int = END + 1) -> PreTrainedTokenizerBase:
 
 
 @torch.no_grad()
-def draw_weights(model: PreTrainedModel, seed: int) -> None:
+def draw_weights(model: PreTrainedModel, seed: int, *, head: float = 5.0) -> None:
     """Draw weights so large that attention is sharp and the logits lie far apart.
 
     With the weights that training starts from, all tokens are about as likely: rounding decides.
+    Logits of a ``head`` that is no embedding are about so large.
     """
     generator = torch.Generator(model.device).manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -94,5 +95,5 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
             noise *= 0.1
         elif not isinstance(module, nn.Embedding):
             inputs = parameter.shape[1 if isinstance(module, nn.Linear) else 0]
-            noise *= (8.0 if "lm_head" in name else 1.5) / inputs**0.5
+            noise *= (head if "lm_head" in name else 1.5) / inputs**0.5
         parameter.copy_(noise)
