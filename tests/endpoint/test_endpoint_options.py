@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_roseinfer.environment import variables
 from pytest_roseinfer.plugin.endpoint_options import endpoint_of, require_server
 from pytest_roseinfer.settings import Endpoint
 from tests.server.served import running
@@ -39,6 +40,13 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(pytest.UsageError, match=words):
         endpoint_of(url, model, rate, anywhere=False)
+
+
+def test_a_key_is_none_of_the_variables_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROSEINFER_API_KEY", "secret")
+    monkeypatch.setenv("ROSEINFER_SHOWN", "1")
+    assert variables().get("ROSEINFER_SHOWN") == "1"
+    assert "secret" not in variables().values()
 
 
 def test_a_server_that_is_not_there() -> None:
