@@ -24,6 +24,8 @@ _NAMES = (
     "NVIDIA_TF32_OVERRIDE",
     "PYTEST_ADDOPTS",
 )
+_KEY = "ROSEINFER_API_KEY"
+"""What holds the key of a server is shown to nobody."""
 _OWN = ("roseinfer", "torch", "triton", "hypothesis", "pytest")
 
 
@@ -32,7 +34,7 @@ def variables() -> dict[str, str]:
     return {
         name: text
         for name, text in sorted(os.environ.items())
-        if name.startswith(_PREFIXES) or name in _NAMES
+        if (name.startswith(_PREFIXES) or name in _NAMES) and name != _KEY
     }
 
 

@@ -65,6 +65,10 @@ class Part(NamedTuple):
         return f"{self.number}of{self.of}"
 
 
+RATE = 50.0
+"""Requests a second that no server minds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """A server that is tested over HTTP."""
@@ -72,9 +76,22 @@ class Endpoint:
     url: str
     model: str = ""
     """The name to ask for; the first that the server names, if empty."""
-    key: str = ""
-    rate: float = 50.0
+    key: str = field(default="", repr=False)
+    rate: float = RATE
     """The most requests that are opened in a second."""
+    anywhere: bool = False
+    """The command line says that it may be another machine."""
+
+    @property
+    def options(self) -> list[str]:
+        """Return the words of a command line that name it, which have no key in them."""
+        words = ["--roseinfer-endpoint", self.url]
+        words += ["--roseinfer-model", self.model] if self.model else []
+        words += ["--roseinfer-rate", str(self.rate)] if self.rate != RATE else []
+        return words + ["--roseinfer-endpoint-anywhere"] * self.anywhere
+
+    def __str__(self) -> str:
+        return f"{self.url}, model {self.model or 'that it names first'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 import pytest
 
-from pytest_roseinfer.settings import Endpoint
+from pytest_roseinfer.settings import RATE, Endpoint
 
 
 def endpoint_of(
@@ -23,10 +24,15 @@ def endpoint_of(
                     f"--roseinfer-{name} is about a server: add --roseinfer-endpoint URL"
                 )
         return None
-    rate = _RATE if rate is None else rate
+    rate = RATE if rate is None else rate
     if not 0 < rate < math.inf:
         raise pytest.UsageError(f"--roseinfer-rate {rate:g}: it must be above 0")
     parts = urlsplit(url)
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise pytest.UsageError(
+            "--roseinfer-endpoint is shown to whoever reads of this run: put no key into it, but "
+            "into ROSEINFER_API_KEY"
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in _ROOTS:
         raise pytest.UsageError(
             f"--roseinfer-endpoint {url}: give an address such as http://127.0.0.1:8000"
@@ -36,21 +42,20 @@ def endpoint_of(
             f"--roseinfer-endpoint {url} is another machine, which would get thousands of "
             "requests: add --roseinfer-endpoint-anywhere if it is yours"
         )
-    return Endpoint(url, model or "", os.environ.get("ROSEINFER_API_KEY", ""), rate)
+    return Endpoint(url, model or "", os.environ.get("ROSEINFER_API_KEY", ""), rate, anywhere)
 
 
-def require_server(endpoint: Endpoint) -> None:
-    """Refuse a server that cannot be asked, before any test asks it."""
+def require_server(endpoint: Endpoint) -> Endpoint:
+    """Return it with the model that it is asked for; refuse one that cannot be asked at all."""
     from pytest_roseinfer.endpoint.server import Server, ServerError
 
     try:
-        Server(endpoint)
+        return replace(endpoint, model=Server(endpoint).model)
     except ServerError as error:
         raise pytest.UsageError(f"--roseinfer-endpoint {endpoint.url}: {error}") from None
 
 
 _ROOTS = ("", "/", "/v1", "/v1/")
-_RATE = 50.0
 
 
 def _is_this_machine(host: str) -> bool:

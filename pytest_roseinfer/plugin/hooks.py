@@ -88,18 +88,9 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     file = config.getoption("--roseinfer-replay")
     if not file:
         return None
-    from pytest_roseinfer.adapters.load_target import TargetError
-    from pytest_roseinfer.search.replay import replay
-    from pytest_roseinfer.search.trace import TraceError
+    from pytest_roseinfer.plugin.run_again import run_again
 
-    options.find_modules_here(config)
-    from pytest_roseinfer.running.watchdog import watching
-
-    try:
-        with watching(options.step_seconds(config)):
-            return replay(file, options.allowed_of_traces(config))
-    except (TargetError, TraceError) as error:
-        raise pytest.UsageError(f"--roseinfer-replay {error}") from error
+    return run_again(config, file)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from pytest_roseinfer.settings import (
     Settings,
     Timing,
     choose_kernel_runtime,
+    set_current,
 )
 
 if TYPE_CHECKING:
@@ -158,8 +160,8 @@ def _read(config: pytest.Config) -> Settings:
     profile = _chosen(config, "profile", "dev")
     usual = mistakes.profile_named(_said_as(config, "profile"), profile)
     named = tuple(dict.fromkeys(_option(config, "target") or ()))
-    endpoint = _endpoint(config)
-    if endpoint is not None:
+    server = endpoint(config)
+    if server is not None:
         if named:
             raise pytest.UsageError("--roseinfer-endpoint names the target: --roseinfer-target not")
         named = (ENDPOINT_TARGET,)
@@ -179,7 +181,7 @@ def _read(config: pytest.Config) -> Settings:
         gpu_index=_gpu_index(config) if gpu else None,
         require_paths=required == "on" if required else _ini(config, "required_paths") is not False,
         targets=named or tuple(_ini(config, "targets") or SHIPPED_TARGETS),
-        endpoint=endpoint,
+        endpoint=server,
         named_targets=named,
         reports=reports,
         failures_dir=str(config.rootpath / ".roseinfer"),
@@ -191,7 +193,8 @@ def _read(config: pytest.Config) -> Settings:
     )
 
 
-def _endpoint(config: pytest.Config) -> Endpoint | None:
+def endpoint(config: pytest.Config) -> Endpoint | None:
+    """Return the server that the command line names, which has not been asked anything yet."""
     told = {name: _option(config, name) for name in ("endpoint", "model", "rate")}
     anywhere = _option(config, "endpoint-anywhere")
     if not (anywhere or any(value is not None for value in told.values())):
@@ -259,7 +262,10 @@ def refuse_unknown(words: Iterable[str]) -> None:
 
 
 def check_targets(config: pytest.Config, asked: Settings) -> None:
-    """Refuse targets that cannot be imported, if this run is to test them."""
+    """Refuse targets that cannot be imported, if this run is to test them.
+
+    The model of a server that was asked for none is known from here on.
+    """
     if not (asked.named_targets or (asked.chosen_targets and tests_targets(config))):
         return
     from pytest_roseinfer.adapters.load_target import TargetError, load_target, require_target
@@ -274,7 +280,7 @@ def check_targets(config: pytest.Config, asked: Settings) -> None:
         if asked.endpoint is not None:
             from pytest_roseinfer.plugin.endpoint_options import require_server
 
-            require_server(asked.endpoint)
+            set_current(replace(asked, endpoint=require_server(asked.endpoint)))
     except TargetError as error:
         said = "--roseinfer-target" if asked.named_targets else "roseinfer_targets"
         raise pytest.UsageError(f"{said}: {error}") from error
@@ -293,7 +299,6 @@ def allowed_of_traces(config: pytest.Config) -> Allowed:
         targets={
             *(_option(config, "target") or ()),
             *(_ini(config, "targets") or ()),
-            *([ENDPOINT_TARGET] if _option(config, "endpoint") else ()),
         },
         project=config.rootpath,
         trusted=_option(config, "replay-trust"),

@@ -43,7 +43,11 @@ def replay(file: str, allowed: Allowed) -> int:
             f'{file} was recorded on "{example.device}", which this machine does not have; change '
             '"device" in the file to replay it elsewhere'
         )
-    for line in (*traces.other_version(trace), *traces.other_environment(trace)):
+    for line in (
+        *traces.other_version(trace),
+        *traces.other_environment(trace),
+        *traces.other_server(trace, settings.current().endpoint),
+    ):
         print(line)
     source = allowed.file(trace)
     print(f"replaying on {trace['adapter']} ({trace['check']})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shlex
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from pytest_roseinfer.running.metamorphic import (
     check_permuted,
     check_split,
 )
-from pytest_roseinfer.search.trace import FAILED
-from pytest_roseinfer.settings import ENDPOINT_TARGET, SHIPPED_TARGETS
+from pytest_roseinfer.search.trace import FAILED, SERVER
+from pytest_roseinfer.settings import ENDPOINT_TARGET, SHIPPED_TARGETS, STEP_SECONDS
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.base import Adapter
     from pytest_roseinfer.findings.found import Found
+    from pytest_roseinfer.settings import Endpoint
 
 Example = History | RequestMix
 _OF_MIXES = (run_mix, run_forks)
@@ -112,9 +114,11 @@ def trace_of(adapter: type[Adapter], check: str, folder: str) -> dict[str, Any]:
     if "<locals>" in name:
         raise TypeError(f"{name} is defined in a function and cannot be imported")
     root = Path(folder).resolve().parent
+    server = _server_of(name)
     return {
         "version": version(),
         "adapter": name,
+        **({SERVER: {"url": server.url, "model": server.model}} if server else {}),
         "file": "".join(_within(root, [Path(inspect.getfile(adapter))])),
         "folders": _within(root, _folders()),
         "environment": {
@@ -174,20 +178,27 @@ def _write(trace: dict[str, Any], found: Found, folder: Path, drawing: str) -> S
     )
 
 
+def _server_of(adapter: str) -> Endpoint | None:
+    """Return the server that was tested, if the adapter is that of servers."""
+    return settings.current().endpoint if adapter == ENDPOINT_TARGET else None
+
+
 def _server(adapter: str) -> str:
     """Return how a script names the server that was tested, if one was. It has no key of it."""
-    endpoint = settings.current().endpoint
-    if endpoint is None or adapter != ENDPOINT_TARGET:
+    server = _server_of(adapter)
+    if server is None:
         return ""
-    return _SERVER.format(url=endpoint.url, model=endpoint.model, rate=endpoint.rate)
+    return _SERVER.format(url=server.url, model=server.model, rate=server.rate)
 
 
 def how_to_replay(file: Path, adapter: str) -> str:
     """Return the command that runs a trace again, which must name an adapter that is not ours."""
     named = "" if adapter in SHIPPED_TARGETS else f" --roseinfer-target {adapter}"
-    endpoint = settings.current().endpoint
-    if endpoint is not None and adapter == ENDPOINT_TARGET:
-        named = f" --roseinfer-endpoint {endpoint.url}"
+    if server := _server_of(adapter):
+        named = f" {shlex.join(server.options)}"
+        # A stream that brings nothing is given up after as long again.
+        seconds = settings.current().step_seconds
+        named += f" --roseinfer-step-seconds {seconds}" if seconds != STEP_SECONDS else ""
     return f"replay with: pytest --roseinfer-replay {_from_here(file)}{named}"
 
 

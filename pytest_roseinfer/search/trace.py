@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.environment import version
-from pytest_roseinfer.settings import SHIPPED_TARGETS
+from pytest_roseinfer.settings import ENDPOINT_TARGET, SHIPPED_TARGETS, Endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 TRUST = "--roseinfer-replay-trust"
 FAILED = "failed"
 """The field of what was wrong when a trace was saved; not there if the process ended before."""
+SERVER = "server"
+"""The field of the address and the model of a server, if one was tested."""
+_OURS = (*SHIPPED_TARGETS, ENDPOINT_TARGET)
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 _FIELDS: Mapping[str, type[Any]] = {
     "adapter": str,
@@ -49,7 +52,7 @@ class Allowed:
 
     def check(self, file: str, adapter: str) -> None:
         """Refuse an adapter that nobody but the trace names."""
-        if not (self.trusted or adapter in self.targets or adapter in SHIPPED_TARGETS):
+        if not (self.trusted or adapter in self.targets or adapter in _OURS):
             raise TraceError(
                 f"{file} names Python to be imported that this run does not: add "
                 f"--roseinfer-target {adapter} if that is your cache or engine, or {TRUST}"
@@ -57,7 +60,7 @@ class Allowed:
 
     def file(self, trace: Mapping[str, Any]) -> str:
         """Return the adapter's file, or nothing where its module must be found without."""
-        if not trace["file"] or (trace["adapter"] in SHIPPED_TARGETS and not self.trusted):
+        if not trace["file"] or (trace["adapter"] in _OURS and not self.trusted):
             return ""
         return "".join(self._usable([trace["file"]]))
 
@@ -90,13 +93,27 @@ def read(file: str) -> dict[str, Any]:
             raise TraceError(f"{file} is no trace: {name} must hold texts")
     if not isinstance(trace.get(FAILED, ""), str):
         raise TraceError(f"{file} is no trace: {FAILED} must be a str")
+    if (server := trace.get(SERVER)) is not None and not _names_server(server):
+        raise TraceError(f"{file} is no trace: {SERVER} must hold the texts url and model")
     return trace
+
+
+def _names_server(told: object) -> bool:
+    return isinstance(told, dict) and all(isinstance(told.get(n), str) for n in ("url", "model"))
 
 
 def other_version(trace: Mapping[str, Any]) -> list[str]:
     """Say by which version it was saved, if that was another."""
     saved_by, own = trace.get("version", "an older version, which does not say which"), version()
     return [] if saved_by == own else [f"it was saved by {saved_by}, and this is {own}"]
+
+
+def other_server(trace: Mapping[str, Any], now: Endpoint | None) -> list[str]:
+    """Say on which server it failed, if this is another one or another model of it."""
+    then = trace.get(SERVER)
+    if then is None or now is None or (then["url"], then["model"]) == (now.url, now.model):
+        return []
+    return [f"it was saved of {Endpoint(then['url'], then['model'])}, and this is {now}"]
 
 
 def failed_otherwise(trace: Mapping[str, Any], what: str) -> list[str]:

@@ -22,7 +22,7 @@ LEAKED: list[tuple[Any, list[int]]] = []
 """What is to be given back in the end, with the cache that it is of."""
 
 
-def _to_pieces(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], None]) -> None:
+def to_pieces(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], None]) -> None:
     """Change each piece of a text while others are served too."""
 
     def take(self: Any, together: Any, updates: Any) -> Any:
@@ -42,7 +42,7 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(_: Any, piece: Any) -> None:
         piece.text, held[0] = held[0], piece.text
 
-    _to_pieces(monkeypatch, change)
+    to_pieces(monkeypatch, change)
 
 
 def lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> None:
         if seen["pieces"] % 5 == 0:
             piece.text = ""
 
-    _to_pieces(monkeypatch, change)
+    to_pieces(monkeypatch, change)
 
 
 def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,14 +64,14 @@ def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
         if seen["pieces"] % 5 == 0:
             piece.text *= 2
 
-    _to_pieces(monkeypatch, change)
+    to_pieces(monkeypatch, change)
 
 
 def miscounted(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(generation: Any, _: Any) -> None:
         generation.usage.completion_tokens += 1
 
-    _to_pieces(monkeypatch, change)
+    to_pieces(monkeypatch, change)
 
 
 def ended_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def ended_together(monkeypatch: pytest.MonkeyPatch) -> None:
             for choice in generation._choices:
                 choice.ended = True
 
-    _to_pieces(monkeypatch, change)
+    to_pieces(monkeypatch, change)
 
 
 def hangs(monkeypatch: pytest.MonkeyPatch) -> None:

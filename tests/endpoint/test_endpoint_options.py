@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_roseinfer.environment import variables
 from pytest_roseinfer.plugin.endpoint_options import endpoint_of, require_server
 from pytest_roseinfer.settings import Endpoint
 from tests.server.served import running
@@ -18,7 +19,7 @@ def test_this_machine_is_asked(url: str) -> None:
 
 def test_what_is_told_of_a_server() -> None:
     made = endpoint_of("https://there:443/v1/", "m", 3.0, anywhere=True)
-    assert made == Endpoint("https://there:443/v1/", "m", rate=3.0)
+    assert made == Endpoint("https://there:443/v1/", "m", rate=3.0, anywhere=True)
     assert endpoint_of(None, None, None, anywhere=False) is None
 
 
@@ -27,6 +28,18 @@ def test_what_is_told_of_a_server() -> None:
     [
         ("http://10.0.0.1:80", None, None, "is another machine"),
         ("http://example.org", None, None, "--roseinfer-endpoint-anywhere if it is yours"),
+        (
+            "http://me:key@127.0.0.1:80",
+            None,
+            None,
+            "put no key into it, but into ROSEINFER_API_KEY",
+        ),
+        (
+            "http://127.0.0.1:80?key=it",
+            None,
+            None,
+            "put no key into it, but into ROSEINFER_API_KEY",
+        ),
         ("127.0.0.1:8000", None, None, "give an address such as"),
         ("http://127.0.0.1:8000/v1/completions", None, None, "give an address such as"),
         ("http://127.0.0.1:8000", None, 0.0, "--roseinfer-rate 0: it must be above 0"),
@@ -39,6 +52,13 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(pytest.UsageError, match=words):
         endpoint_of(url, model, rate, anywhere=False)
+
+
+def test_a_key_is_none_of_the_variables_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROSEINFER_API_KEY", "secret")
+    monkeypatch.setenv("ROSEINFER_SHOWN", "1")
+    assert variables().get("ROSEINFER_SHOWN") == "1"
+    assert "secret" not in variables().values()
 
 
 def test_a_server_that_is_not_there() -> None:
