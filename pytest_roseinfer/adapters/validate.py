@@ -6,6 +6,7 @@ from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.adapters.names.misspelt import refuse_misspelt
 from pytest_roseinfer.adapters.reuse_conditions import refuse_what_is_not_shown
 from pytest_roseinfer.adapters.shapes import refuse_shapes, refuse_tolerance
 from pytest_roseinfer.adapters.standard_bad_calls import STANDARD_BAD_CALLS
@@ -19,14 +20,23 @@ _LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {
     "evicts": ("any", "least recent"),
 }
 
-_NEEDS = {
-    "logprobs": "logits",
-    "top_logprobs": "logprobs",
-    "prompt_logprobs": "logits",
-    "pieces": "decoded",
-    "namespaces": "texts",
+_SWAPPING = ("swap_out", "swapped_out", "swap_in", "swapped_in")
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "logprobs": ("logits",),
+    "top_logprobs": ("logprobs",),
+    "prompt_logprobs": ("logits",),
+    "pieces": ("decoded",),
+    "namespaces": ("texts",),
+    "reserve": ("fill",),
+    "fill": ("reserve",),
+    "preempt": ("resume",),
+    "resume": ("preempt",),
+    "look_up": ("begin_with", "texts"),
+    "begin_with": ("look_up",),
+    "matched": ("texts",),
+    **dict.fromkeys(_SWAPPING, _SWAPPING),
 }
-"""For optional methods, another that they are nothing without."""
+"""For optional methods, others that they are nothing without: no step would call them."""
 
 
 def refuse_mistakes(adapter: type[Adapter]) -> None:
@@ -34,6 +44,7 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
     if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
         raise TypeError(f"conformance() takes a subclass of KVCacheAdapter, not {adapter!r}")
     name = adapter.__name__
+    refuse_misspelt(adapter)
     missing = [method for method in adapter.required if not adapter.defines(method)]
     if "append" in missing and "append_many" in adapter.abilities:
         missing.remove("append")
@@ -43,9 +54,6 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
         by_logits = "logits" in adapter.abilities and not adapter.takes_sampling
         if not by_logits:
             raise TypeError(f"{name} must define alone, or logits where takes_sampling is False")
-    for method, other in _NEEDS.items():
-        if method in adapter.abilities and not adapter.defines(other):
-            raise TypeError(f"{name} defines {method} and must then define {other} too")
     if issubclass(adapter, KVCacheAdapter):
         refuse_tolerance(adapter)
         refuse_shapes(adapter)
@@ -55,6 +63,11 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
             raise TypeError(
                 f"{name}.atomic_batches is {adapter.atomic_batches!r}: write False if an append "
                 "that finds no room stores the rows ahead of the one that found none, else True"
+            )
+    for method in filter(adapter.abilities.__contains__, _NEEDS):
+        if lacking := [other for other in _NEEDS[method] if not adapter.defines(other)]:
+            raise TypeError(
+                f"{name} defines {method} and must then define {', '.join(lacking)} too"
             )
     shares = getattr(adapter, "fork_shares", FORK_SHARES[0])
     if shares not in FORK_SHARES:

@@ -254,6 +254,7 @@ class WindowedPrefixes(PrefixCachedManager):
     window_pools = "shared"
     arena: Any = KVCacheAdapter.arena  # not offered
     look_up: Any = KVCacheAdapter.look_up  # cannot be judged with windows yet
+    begin_with: Any = KVCacheAdapter.begin_with
     match_granularity = "block"
     conditions = tuple(name for name in PrefixCachedManager.conditions if name != "tail_found")
 

@@ -1,0 +1,1 @@
+"""The names in an adapter class, and those that nothing asks for."""
