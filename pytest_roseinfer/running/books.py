@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.cases.operations.operation import asked
-from pytest_roseinfer.findings import answers
 from pytest_roseinfer.findings.observation import Snapshot
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pytest_roseinfer.adapters.cache import KVCacheAdapter, Ledger
     from pytest_roseinfer.oracle.oracle import Oracle
 
@@ -22,24 +23,20 @@ def books_of(adapter: KVCacheAdapter, oracle: Oracle, num_layers: int) -> Snapsh
     tables, ledgers = None, []
     if "table" in can:
         tables = {
-            (seq, layer): asked(_table, adapter, seq, layer)
+            (seq, layer): asked(lambda *at: list(adapter.table(*at)), seq, layer)
             for layer in layers
             for seq in oracle.sequences
         }
     if "ledger" in can:
-        ledgers = [asked(_copied, adapter, layer) for layer in layers]
+        ledgers = [asked(_copied, adapter.ledger, layer) for layer in layers]
     kept = {}
     if "kept_in" in can:
         kept = {seq: asked(adapter.kept_in, seq) for seq in oracle.readable}
     return Snapshot(tables=tables, kept=kept, ledgers=ledgers)
 
 
-def _table(adapter: KVCacheAdapter, seq: int, layer: int) -> list[int | None]:
-    return answers.table(f"table({seq}, {layer})", adapter.table(seq, layer))
-
-
-def _copied(adapter: KVCacheAdapter, layer: int) -> Ledger:
-    shown = answers.ledger(f"ledger({layer})", adapter.ledger(layer))
+def _copied(ledger: Callable[[int], Ledger], layer: int) -> Ledger:
+    shown = ledger(layer)
     return replace(
         shown,
         refcounts=dict(shown.refcounts),

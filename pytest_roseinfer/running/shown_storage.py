@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.cases.poison import Poison, poison
-from pytest_roseinfer.findings import answers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +47,4 @@ class Storage:
 
 
 def _shown(adapter: KVCacheAdapter, name: str) -> Pair | None:
-    if name not in adapter.abilities:
-        return None
-    return answers.storage(f"{name}()", getattr(adapter, name)())
+    return getattr(adapter, name)() if name in adapter.abilities else None

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, dataclass_transform
 
 from pytest_roseinfer.cases.poison import NANS, Poison
-from pytest_roseinfer.findings.answers import WrongAnswer
 from pytest_roseinfer.oracle.pages import Written as Written
 
 if TYPE_CHECKING:
@@ -84,14 +83,9 @@ class Driven:
 
 
 def asked(ask: Callable[..., _T], *arguments: Any) -> _T | Exception:
-    """Ask a cache, which may be so broken that it raises; return the error then.
-
-    What is no answer at all is not judged, and ends the step.
-    """
+    """Ask a cache, which may be so broken that it raises; return the error then."""
     try:
         return ask(*arguments)
-    except WrongAnswer:
-        raise
     except Exception as error:
         return error
 

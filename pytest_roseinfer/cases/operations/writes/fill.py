@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pytest_roseinfer.cases.operations import operation
-from pytest_roseinfer.findings.answers import reservation
 
 
 @operation.register
@@ -25,12 +24,7 @@ class Fill(operation.Operation):
 
     def drive(self, cache: operation.Driven) -> None:
         handle, cache.planned_with = cache.reserved.pop(0)
-        try:
-            cache.adapter.fill(handle, cache.key, cache.value)
-        except Exception as error:
-            if wrong := reservation(handle, error):
-                raise wrong from error
-            raise
+        cache.adapter.fill(handle, cache.key, cache.value)
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:
