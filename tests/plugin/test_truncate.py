@@ -53,7 +53,7 @@ def short_run() -> Iterator[None]:
 @pytest.mark.parametrize("adapter", BROKEN)
 def test_a_cache_that_truncates_wrong_is_found(adapter: type[KVCacheAdapter], number: int) -> None:
     with pytest.raises(Divergence) as failure:
-        drawn(adapter, 600, number, partial(run_history, adapter))
+        drawn(adapter, 3000, number, partial(run_history, adapter))
     steps = failure.value.history.operations
     assert any(isinstance(step, (Truncate, TruncateMany)) for step in steps)
 
