@@ -41,27 +41,22 @@ class _Launch(ctypes.Structure):
     )
 
 
-_TOGETHER, _CLUSTER, _EARLY = 2, 4, 6
+_TOGETHER, _EARLY = 2, 6
 """The driver's names of attributes."""
 
 
 def together() -> _Attribute:
     """Have all programs on the GPU at a time: a launch that they have no room for fails."""
-    return _attribute(_TOGETHER, 1)
+    return _attribute(_TOGETHER)
 
 
 def early() -> _Attribute:
     """Have the kernel start while the one in front of it ends."""
-    return _attribute(_EARLY, 1)
+    return _attribute(_EARLY)
 
 
-def clusters_of(programs: int) -> _Attribute:
-    """Have so many programs that follow on each other reach each other's shared memory."""
-    return _attribute(_CLUSTER, programs, 1, 1)
-
-
-def _attribute(name: int, *values: int) -> _Attribute:
-    return _Attribute(name, 0, (ctypes.c_uint * 16)(*values))
+def _attribute(name: int) -> _Attribute:
+    return _Attribute(name, 0, (ctypes.c_uint * 16)(1))
 
 
 class GpuProgram:
@@ -94,11 +89,11 @@ class GpuProgram:
             if not self._room():
                 raise CannotCompile("a multiprocessor has no room for one of its programs")
 
-    def launch(self, params: ctypes.Structure, *grid: int) -> None:
+    def launch(self, params: ctypes.Structure, programs: int) -> None:
         """Launch so many programs on torch's current stream."""
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         launch = _Launch(
-            grid=(*grid, 1, 1)[:3],
+            grid=(programs, 1, 1),
             block=(self._block, 1, 1),
             shared=self._shared,
             attributes=ctypes.addressof(self._attributes),

@@ -46,7 +46,7 @@ class Tiles:
 
     @property
     def threads(self) -> int:
-        """Of a program: two more warps fetch."""
+        """A program has two warps that fetch beside those that multiply."""
         return self.groups * 128 + 64
 
     @property

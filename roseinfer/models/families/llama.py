@@ -24,7 +24,7 @@ from roseinfer.kernels.products.streamed import (
 )
 from roseinfer.kernels.rms_norm import add_rms_norm, embed_rms_norm
 from roseinfer.kernels.scores import score_arguments
-from roseinfer.kernels.warpgroups.streamed_products import has_warpgroups
+from roseinfer.kernels.warpgroups.streamed_products import streams
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register
 from roseinfer.models.families.steps_in_one_kernel import LONGEST, StepsInOneKernel
@@ -117,12 +117,12 @@ class FusedLlama(CausalModel):
     ) -> Tensor:
         if (whole := self._in_one_kernel.logits(token_ids, attention)) is not None:
             return self._divided(whole)
-        self._count_streamed(len(token_ids), attention)
         body, layers = self._model.model, self._layers
         exchange = self.exchange_of(len(token_ids), attention)
         residual, x = embed_rms_norm(
             token_ids, body.embed_tokens.weight, *_of(layers[0].norm), self._embedding_times
         )
+        self._count_streamed(x, attention)
         for at, layer in enumerate(layers):
             out = self._attend(at, x, positions, attention)
             x = self._add(residual, out, layer.out, layer.norm_of_mlp, exchange)
@@ -130,9 +130,9 @@ class FusedLlama(CausalModel):
             x = self._add(residual, gated(x, layer.gates_and_ups), layer.down, after, exchange)
         return self._head(x, last_rows)
 
-    def _count_streamed(self, rows: int, attention: AttentionBackend) -> None:
-        """Count a forward pass whose products warpgroups compute."""
-        if rows <= MOST_ROWS and has_warpgroups(self.device, self._layers[0].out.dtype):
+    def _count_streamed(self, x: Tensor, attention: AttentionBackend) -> None:
+        """Count a forward pass whose first product warpgroups compute."""
+        if streams(x, self._layers[0].qkv, 1, 1):
             attention.path_counts[EnginePath.STREAMED] += 1
 
     @staticmethod

@@ -29,9 +29,9 @@ class FusedOlmo2(FusedLlama):
         last_rows: Tensor | None,
         attention: AttentionBackend,
     ) -> Tensor:
-        self._count_streamed(len(token_ids), attention)
         body = self._model.model
         residual = embedding(token_ids, body.embed_tokens.weight)
+        self._count_streamed(residual, attention)
         for at, layer in enumerate(self._layers):
             out = self._attend(at, residual, positions, attention)
             _add_normed(residual, self._parts(out, layer.out), layer.norm)
