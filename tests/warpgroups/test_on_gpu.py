@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams
-from roseinfer.kernels.products import gated, streamed
+from roseinfer.kernels.products import gated, linear, streamed
 from roseinfer.kernels.warpgroups.streamed_products import has_warpgroups, program_of, streams
 from tests.fused.same_bits import model_of
-from tests.warpgroups.products import SHAPES, Product, kinds
+from tests.warpgroups.products import SHAPES, Product, Shape, kinds
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not has_warpgroups(torch.device("cuda"), torch.bfloat16),
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def in_tritons_kernels(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Have no product streamed, until that is undone."""
-    for module in (streamed, gated):
+    for module in (streamed, gated, linear):
         monkeypatch.setattr(module, "streams", lambda *_: False)
     return monkeypatch
 
@@ -47,13 +47,25 @@ def test_bits_of_products(in_tritons_kernels: pytest.MonkeyPatch, kind: str, row
     assert not product.spoilt()
 
 
-def test_texts_and_their_log_probabilities(in_tritons_kernels: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [1, 16, 33, 64])
+def test_bits_of_a_layer_in_parts(in_tritons_kernels: pytest.MonkeyPatch, rows: int) -> None:
+    product = Product(Shape(768, 192, parts=3), rows, "cuda")
+    want = linear.linear_in_parts(product.x, product.weight.T, 3)
+    in_tritons_kernels.undo()
+    assert streams(product.x, product.weight, 3, 1)
+    assert torch.equal(linear.linear_in_parts(product.x, product.weight.T, 3), want)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_texts_and_their_log_probabilities(
+    in_tritons_kernels: pytest.MonkeyPatch, family: str
+) -> None:
     prompts = [[7, 3, 90], [12] * 70, [5, 6, 7, 8], list(range(2, 40))]
     params = SamplingParams(max_new_tokens=60, ignore_eos=True, logprobs=True)
     settings: dict[str, Any] = {"device": "cuda", "max_length": 512, "kv_cache_tokens": 4096}
 
     def told() -> Any:
-        llm = LLM(model_of("llama"), **settings)
+        llm = LLM(model_of(family), **settings)
         return llm, [(each.token_ids, each.logprobs) for each in llm.generate(prompts, params)]
 
     _, want = told()

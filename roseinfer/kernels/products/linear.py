@@ -17,6 +17,7 @@ from torch import Tensor
 from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.products.dot import dot
 from roseinfer.kernels.runtime import launch
+from roseinfer.kernels.warpgroups.streamed_products import stream, streams
 
 if TYPE_CHECKING:
     from roseinfer.kernels.moves import Given
@@ -193,6 +194,9 @@ def linear_in_parts(x: Tensor, weight: Tensor, parts: int) -> Tensor:
     outputs = weight.shape[1]
     tile_r, tile_n = tile_of_rows(rows), _TILE_N
     out = x.new_empty((parts, rows, outputs), dtype=torch.float32)
+    if streams(x, weight.T, parts, 1):
+        stream(x, weight.T, None, out, 1)
+        return out
     launch(
         _parts_kernel, (triton.cdiv(outputs, tile_n), parts, triton.cdiv(rows, tile_r)),
         x, weight, out, rows, x.stride(0), *weight.stride(), *out.stride()[:2],

@@ -17,11 +17,14 @@ from roseinfer.kernels.products.linear import (
     num_parts,
 )
 from roseinfer.kernels.products.many_rows import multiply_in_parts
+from roseinfer.kernels.warpgroups.streamed_products import has_warpgroups
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register
+from roseinfer.models.families.streamed_passes import count_streamed
 
 if TYPE_CHECKING:
     from roseinfer.attention.backend import AttentionBackend
+    from roseinfer.ranks.ranks import Ranks
 
 MOST_ROWS = 256
 """Above this the tensor cores are busy, and torch's own matrix products are better."""
@@ -44,6 +47,15 @@ class FusedGPT2(CausalModel):
             and not config.add_cross_attention
         )
 
+    def __init__(
+        self, model: Any, *, max_length: int | None = None, ranks: Ranks | None = None
+    ) -> None:
+        super().__init__(model, max_length=max_length, ranks=ranks)
+        if has_warpgroups(self.device, self.dtype):
+            for block in model.transformer.h:
+                _lay_inputs_side_by_side(block.attn.c_proj)
+                _lay_inputs_side_by_side(block.mlp.c_proj)
+
     @torch.inference_mode()
     def logits(
         self,
@@ -57,6 +69,8 @@ class FusedGPT2(CausalModel):
         exchange = self.exchange_of(len(token_ids), attention)
         first = body.h[0].ln_1
         residual, x = embed_norm(token_ids, positions, body.wte.weight, body.wpe.weight, first)
+        in_parts = body.h[0].attn.c_proj
+        count_streamed(x, in_parts.weight.T, attention, self._num_parts(len(x), in_parts))
         norms = [block.ln_1 for block in body.h[1:]] + [body.ln_f]
         for layer, (block, after) in enumerate(zip(body.h, norms, strict=True)):
             mixer, mlp = block.attn, block.mlp
@@ -79,14 +93,23 @@ class FusedGPT2(CausalModel):
     def _parts(self, x: torch.Tensor, layer: Any) -> torch.Tensor:
         """Compute a layer without its bias, in parts that ``add_norm`` adds up, with the bias."""
         weight: torch.Tensor = layer.weight
-        inputs, outputs = weight.shape
-        parts = num_parts(inputs, outputs, 1 if self.batch_invariant else len(x))
+        parts = self._num_parts(len(x), layer)
         if len(x) > MOST_ROWS:
             if not self.batch_invariant:
                 return (x @ weight)[None]
-            if cut_evenly(inputs, parts):
+            if cut_evenly(len(weight), parts):
                 return multiply_in_parts(x, weight, parts)
         return linear_in_parts(x, weight, parts)
+
+    def _num_parts(self, rows: int, layer: Any) -> int:
+        inputs, outputs = layer.weight.shape
+        return num_parts(inputs, outputs, 1 if self.batch_invariant else rows)
+
+
+def _lay_inputs_side_by_side(layer: Any) -> None:
+    """Lay a layer's weights as products that stream need them: checkpoints have outputs so."""
+    turned = layer.weight.detach().T.contiguous().T
+    layer.weight = torch.nn.Parameter(turned, requires_grad=False)
 
 
 def _whole(x: torch.Tensor, layer: Any, few: bool, *, activate: bool = False) -> torch.Tensor:

@@ -24,10 +24,10 @@ from roseinfer.kernels.products.streamed import (
 )
 from roseinfer.kernels.rms_norm import add_rms_norm, embed_rms_norm
 from roseinfer.kernels.scores import score_arguments
-from roseinfer.kernels.warpgroups.streamed_products import streams
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register
 from roseinfer.models.families.steps_in_one_kernel import LONGEST, StepsInOneKernel
+from roseinfer.models.families.streamed_passes import count_streamed
 from roseinfer.models.joined import join_biases, join_weights
 from roseinfer.rotation import Rotation
 
@@ -122,18 +122,13 @@ class FusedLlama(CausalModel):
         residual, x = embed_rms_norm(
             token_ids, body.embed_tokens.weight, *_of(layers[0].norm), self._embedding_times
         )
-        self._count_streamed(x, attention)
+        count_streamed(x, layers[0].qkv, attention)
         for at, layer in enumerate(layers):
             out = self._attend(at, x, positions, attention)
             x = self._add(residual, out, layer.out, layer.norm_of_mlp, exchange)
             after = layers[at + 1].norm if at + 1 < len(layers) else body.norm
             x = self._add(residual, gated(x, layer.gates_and_ups), layer.down, after, exchange)
         return self._head(x, last_rows)
-
-    def _count_streamed(self, x: Tensor, attention: AttentionBackend) -> None:
-        """Count a forward pass whose first product warpgroups compute."""
-        if streams(x, self._layers[0].qkv, 1, 1):
-            attention.path_counts[EnginePath.STREAMED] += 1
 
     @staticmethod
     def _norms(layer: Any) -> tuple[Any, Any]:

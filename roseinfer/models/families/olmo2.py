@@ -10,6 +10,7 @@ from torch.nn.functional import embedding
 from roseinfer.kernels.rms_norm import add_behind_rms_norm
 from roseinfer.models.families import register
 from roseinfer.models.families.llama import FusedLlama, gated
+from roseinfer.models.families.streamed_passes import count_streamed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +32,7 @@ class FusedOlmo2(FusedLlama):
     ) -> Tensor:
         body = self._model.model
         residual = embedding(token_ids, body.embed_tokens.weight)
-        self._count_streamed(residual, attention)
+        count_streamed(residual, self._layers[0].qkv, attention)
         for at, layer in enumerate(self._layers):
             out = self._attend(at, residual, positions, attention)
             _add_normed(residual, self._parts(out, layer.out), layer.norm)
