@@ -99,7 +99,7 @@ COMPILE = """
     check(_streamed_kernel, dtype, N=48, K=500, PARTS=2, BIAS=True, **tile)
     check(_gated_kernel, dtype, N=48, K=100, **tile)
     for ranks in (1, 2):
-        over = dict(ROWS=8, RANK=ranks - 1, RANKS=ranks)
+        over = dict(ROWS=8, RANK=ranks - 1, RANKS=ranks, TOGETHER=ranks)
         check(_add_norm_kernel, dtype, N=48, TILE_N=64, PARTS=2, BIAS=True, **over)
         check(_add_kernel, dtype, N=48, TILE_N=64, PARTS=2, **over)
     check(_embed_norm_kernel, dtype, N=48, TILE_N=64)

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger("roseinfer")
+_Graphs = dict[tuple[int, StepKind], tuple[torch.cuda.CUDAGraph, Counter[str]]]
 
 
 class StepGraphs:
@@ -37,7 +39,9 @@ class StepGraphs:
         self._rows = rows
         self._path_counts = path_counts
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[tuple[int, StepKind], tuple[torch.cuda.CUDAGraph, Counter[str]]] = {}
+        self._graphs: _Graphs = {}
+        if rows.ranks is not None:  # NCCL does not end before what graphs have of it
+            rows.ranks.before_end.append(partial(_reset, self._graphs))
 
     def capture(self, sizes: Sequence[int], *, required: bool) -> bool:
         """Capture plain steps of all sizes, the largest first: the others use the memory it leaves.
@@ -91,6 +95,12 @@ class StepGraphs:
         self._path_counts.clear()
         self._path_counts.update(before)
         self._graphs[count, kind] = (graph, counts)
+
+
+def _reset(graphs: _Graphs) -> None:
+    for graph, _ in graphs.values():
+        graph.reset()
+    graphs.clear()
 
 
 @contextmanager

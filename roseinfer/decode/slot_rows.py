@@ -89,7 +89,8 @@ class SlotRows:
         self.width, self.groups = width, groups
         self.pitch = BLOCKS_BEGIN + width * groups
         self._staging = staging
-        self._ranks = ranks
+        self.ranks = ranks
+        """Those that compute the model together, where there are several."""
         self._led = leader_of(ranks)
         """The ranks, where this one leads them."""
         with lasting():
@@ -136,8 +137,8 @@ class SlotRows:
         """Set the newest token of some rows; all ranks take those that the leader has."""
         if self._led is not None:
             self._led.tell(PutTokens(list(slots)))
-        if self._ranks is not None:
-            self._ranks.share(tokens)
+        if self.ranks is not None:
+            self.ranks.share(tokens)
         at = self._staging.stage([list(slots)]).columns[0]
         self.tokens.index_copy_(0, at, tokens)
 
@@ -147,8 +148,8 @@ class SlotRows:
 
     def share_tokens(self, count: int) -> None:
         """Have all ranks take the tokens that the leader has chosen for the first rows."""
-        if self._ranks is not None:
-            self._ranks.share(self.tokens[:count])
+        if self.ranks is not None:
+            self.ranks.share(self.tokens[:count])
 
     @contextmanager
     def emptied(self) -> Iterator[None]:

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.runtime import launch
-from roseinfer.kernels.sums.add_up_ranks import add_up_ranks, arguments, exchange_moved
+from roseinfer.kernels.sums.add_up_ranks import (
+    add_up_ranks,
+    arguments,
+    exchange_moved,
+    places_of,
+)
 
 if TYPE_CHECKING:
     from roseinfer.kernels.moves import Given
@@ -49,7 +54,8 @@ def _add_norm_kernel(
     residual, added, bias, gain, shift, normed, inbox, inboxes, rounds, gone,
     a_p, a_r, r_r, n_r, epsilon,
     N: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, TILE_N)
@@ -58,6 +64,8 @@ def _add_norm_kernel(
     b = tl.load(shift + n, inside, other=0.0).to(tl.float32)
     if BIAS:
         also = tl.load(bias + n, inside, other=0.0).to(tl.float32)
+    if RANKS > 1:
+        places = places_of(inboxes, RANKS)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     x = tl.load(residual + row * r_r + n, inside, other=0.0).to(tl.float32)
@@ -65,7 +73,10 @@ def _add_norm_kernel(
         total = tl.zeros((TILE_N,), tl.float32)
         for part in tl.static_range(PARTS):
             total += tl.load(added + part * a_p + row * a_r + n, inside, other=0.0).to(tl.float32)
-        x += add_up_ranks(total, row, n, inside, inbox, inboxes, rounds, gone, N, ROWS, RANK, RANKS)
+        x += add_up_ranks(
+            total, row, inbox, places, rounds, gone, residual.dtype.element_ty,
+            N, ROWS, RANK, RANKS, TOGETHER,
+        )  # fmt: skip
     else:
         for part in tl.static_range(PARTS):
             x += tl.load(added + part * a_p + row * a_r + n, inside, other=0.0).to(tl.float32)

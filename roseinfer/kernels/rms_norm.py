@@ -11,7 +11,12 @@ from torch import Tensor
 
 from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.runtime import launch
-from roseinfer.kernels.sums.add_up_ranks import add_up_ranks, arguments, exchange_moved
+from roseinfer.kernels.sums.add_up_ranks import (
+    add_up_ranks,
+    arguments,
+    exchange_moved,
+    places_of,
+)
 
 if TYPE_CHECKING:
     from roseinfer.kernels.moves import Given
@@ -55,12 +60,15 @@ def _add_kernel(
     residual, added, gain, normed, inbox, inboxes, rounds, gone,
     a_p, a_r, r_r, n_r, epsilon, times,
     N: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, TILE_N)
     inside = n < N
     g = tl.load(gain + n, inside, other=0.0).to(tl.float32)
+    if RANKS > 1:
+        places = places_of(inboxes, RANKS)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -70,8 +78,9 @@ def _add_kernel(
         total += tl.load(added + part * a_p + row * a_r + n, inside, other=0.0).to(tl.float32)
     if RANKS > 1:
         total = add_up_ranks(
-            total, row, n, inside, inbox, inboxes, rounds, gone, N, ROWS, RANK, RANKS
-        )
+            total, row, inbox, places, rounds, gone, residual.dtype.element_ty,
+            N, ROWS, RANK, RANKS, TOGETHER,
+        )  # fmt: skip
     x = (x + total * times).to(residual.dtype.element_ty)
     tl.store(residual + row * r_r + n, x, inside)
     dtype: tl.constexpr = normed.dtype.element_ty

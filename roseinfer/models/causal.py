@@ -145,11 +145,12 @@ class CausalModel:
     def added_up(self, parts: torch.Tensor, exchange: Exchange | None) -> torch.Tensor:
         """Add up the parts of a product on all ranks, to a single part.
 
-        With an exchange this is left to the kernel that takes them, which adds up in this order.
+        With an exchange this is left to the kernel that takes them, which adds up in this order
+        and rounds what a rank has too.
         """
         if self.ranks is None or exchange is not None:
             return parts
-        return self.ranks.add_up(reduce(torch.add, parts)[None])
+        return self.ranks.add_up(reduce(torch.add, parts)[None].to(self.dtype))
 
     @torch.inference_mode()
     def _forward(self, attention: Attention, **inputs: Any) -> torch.Tensor:

@@ -148,7 +148,7 @@ def _causal(network: Any, config: EngineConfig, ranks: Ranks | None) -> CausalMo
 
 def _open_exchange(fused: CausalModel, config: EngineConfig, ranks: Ranks) -> None:
     """Have the kernels of a model add up over ranks themselves, where the ranks share memory."""
-    fused.exchange = open_exchange(ranks, fused.config.hidden_size)
+    fused.exchange = open_exchange(ranks, fused.config.hidden_size, fused.dtype)
     if fused.exchange is None:
         why = "ranks cannot write to each other's memory here"
         if config.exchange:

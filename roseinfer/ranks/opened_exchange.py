@@ -24,15 +24,17 @@ where the ranks' own sum sends each a part of them."""
 _ROWS_ON_CPU = 64
 
 
-def open_exchange(ranks: Ranks, width: int) -> Exchange | None:
+def open_exchange(ranks: Ranks, width: int, dtype: torch.dtype) -> Exchange | None:
     """Return what rows of a width are added up through; None where ranks cannot share memory.
 
     All ranks call this together. When one of them ends, kernels of this one wait no more.
     """
-    most_rows = ranks.least(_most_rows(ranks, width))
+    together = 2 if dtype.itemsize == 2 and width % 2 == 0 else 1
+    words = width // together
+    most_rows = ranks.least(_most_rows(ranks, words))
     if most_rows < 1:
         return None
-    inboxes = open_inboxes(ranks, 2 * ranks.size * most_rows * width)
+    inboxes = open_inboxes(ranks, 2 * ranks.size * most_rows * words)
     if inboxes is None:
         return None
     device = ranks.device
@@ -40,9 +42,9 @@ def open_exchange(ranks: Ranks, width: int) -> Exchange | None:
         exchange = Exchange(
             rank=ranks.rank,
             ranks=ranks.size,
-            width=width,
+            together=together,
             most_rows=most_rows,
-            inbox=inboxes.own.view(2, ranks.size, most_rows, width),
+            inbox=inboxes.own.view(2, ranks.size, most_rows, words),
             inboxes=torch.tensor(inboxes.addresses, dtype=torch.int64, device=device),
             rounds=torch.zeros(most_rows, dtype=torch.int32, device=device),
             gone=torch.zeros(1, dtype=torch.int32, device=device),
@@ -51,12 +53,12 @@ def open_exchange(ranks: Ranks, width: int) -> Exchange | None:
     return exchange
 
 
-def _most_rows(ranks: Ranks, width: int) -> int:
-    """Return how many rows may be added up at once.
+def _most_rows(ranks: Ranks, words: int) -> int:
+    """Return how many rows of so many words may be added up at once.
 
     A row has a program, and all of them must be running: each multiprocessor has room for one.
     """
-    room = _MOST_SENT // (8 * width * (ranks.size - 1))
+    room = _MOST_SENT // (8 * words * (ranks.size - 1))
     if ranks.device.type != "cuda":
         return min(room, _ROWS_ON_CPU)
     device = torch.cuda.get_device_properties(ranks.device)

@@ -19,7 +19,7 @@ from roseinfer.config import prefer_variables
 from roseinfer.errors import RanksFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from multiprocessing.connection import Connection
 
     from torch import Tensor
@@ -42,6 +42,9 @@ class Ranks:
         self.device = device
         self.on_abort: list[Callable[[], None]] = []
         """Called when a rank has ended, before all else."""
+        self.before_end: list[Callable[[], None]] = []
+        """Called when nobody has these ranks any more. What is called may not hold them itself."""
+        weakref.finalize(self, _call_all, self.before_end).atexit = False
         self._group = _group(store, rank, size, device)
         self.least(0)
 
@@ -151,6 +154,11 @@ class FollowingRank(Ranks):
 def leader_of(ranks: Ranks | None) -> LeadingRank | None:
     """Return the ranks if they are seen by the one that leads them."""
     return ranks if isinstance(ranks, LeadingRank) else None
+
+
+def _call_all(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def _group(store: Any, rank: int, size: int, device: torch.device) -> Any:

@@ -130,7 +130,7 @@ def exchanged(rows: int, width: int) -> Exchange:
     inbox = torch.zeros(2, 2, most, width, dtype=torch.int64)
     inbox[1, 0] = 1 << 32  # 0.0, in the first round
     return Exchange(
-        1, 2, width, most, inbox, torch.tensor([peers.data_ptr(), inbox.data_ptr()]),
+        1, 2, 1, most, inbox, torch.tensor([peers.data_ptr(), inbox.data_ptr()]),
         torch.zeros(most, dtype=torch.int32), torch.zeros(1, dtype=torch.int32),
     )  # fmt: skip
 

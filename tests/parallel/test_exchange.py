@@ -66,69 +66,97 @@ def test_texts_are_those_of_one_process() -> None:
 ROWS, WIDTH, MOST = 3, 40, 5
 
 
-def exchanges(ranks: int) -> list[Exchange]:
+def exchanges(ranks: int, together: int = 1) -> list[Exchange]:
     """Make what all ranks have of an exchange, in this process."""
-    boxes = [torch.zeros(2, ranks, MOST, WIDTH, dtype=torch.int64) for _ in range(ranks)]
+    size = 2, ranks, MOST, WIDTH // together
+    boxes = [torch.zeros(size, dtype=torch.int64) for _ in range(ranks)]
     addresses = torch.tensor([box.data_ptr() for box in boxes])
     return [
         Exchange(
-            rank, ranks, WIDTH, MOST, boxes[rank], addresses,
+            rank, ranks, together, MOST, boxes[rank], addresses,
             torch.zeros(MOST, dtype=torch.int32), torch.zeros(1, dtype=torch.int32),
         )
         for rank in range(ranks)
     ]  # fmt: skip
 
 
+def words_of(numbers: torch.Tensor, stamp: int, together: int = 1) -> torch.Tensor:
+    """Return what carries numbers, of 16 bits where two are in a word."""
+    of_a_word = numbers if together == 2 else numbers.float()
+    return of_a_word.view(torch.int32).long() & 0xFFFFFFFF | stamp << 32
+
+
 def send(to: Exchange, rank: int, numbers: torch.Tensor, stamp: int) -> None:
     """Write what another rank sends in a round."""
-    words = numbers.float().view(torch.int32).long() & 0xFFFFFFFF | stamp << 32
-    to.inbox[stamp & 1, rank, : len(numbers)] = words
+    to.inbox[stamp & 1, rank, : len(numbers)] = words_of(numbers, stamp, to.together)
 
 
-def drawn(ranks: int) -> list[torch.Tensor]:
-    """Return what each rank has of a sum, of sizes whose order shows in the sum's bits."""
+def drawn(ranks: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Return what each rank has of a sum, of sizes whose order shows in the sum's bits.
+
+    In bfloat16 these are small whole numbers, for the interpreter does not round but cut them off.
+    """
     torch.manual_seed(ranks)
-    return [torch.randn(2, ROWS, WIDTH) * 7.0**rank for rank in range(ranks)]
+    if dtype is torch.bfloat16:
+        return [torch.randint(-4, 5, (2, ROWS, WIDTH)).float() for _ in range(ranks)]
+    return [torch.randn(2, ROWS, WIDTH) * 7.0**rank / 1000 for rank in range(ranks)]
 
 
-def added(exchange: Exchange, own: torch.Tensor) -> torch.Tensor:
+def added(
+    exchange: Exchange, own: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Return the residual stream, which was 0."""
-    residual, gain = torch.zeros(ROWS, WIDTH), torch.ones(WIDTH)
+    residual, gain = torch.zeros(ROWS, WIDTH, dtype=dtype), torch.ones(WIDTH, dtype=dtype)
     add_rms_norm(residual, own, gain, 1e-6, exchange=exchange)
     return residual
 
 
-def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+def in_order(parts: list[torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Add up what each rank has, rounded, and round the sum."""
     total = torch.zeros(ROWS, WIDTH)
     for part in parts:
-        total += part.sum(0)
-    return total
+        total += part.sum(0).to(dtype).float()
+    return total.to(dtype)
 
 
 def rounds(
-    ranks: int, change: Callable[[Exchange, int], Exchange | None] = lambda *_: None
+    ranks: int,
+    change: Callable[[Exchange, int], Exchange | None] = lambda *_: None,
+    dtype: torch.dtype = torch.float32,
+    together: int = 1,
 ) -> list[bool]:
     """Tell for each of four rounds if the last rank gets the bits of the ranks' sum in order.
 
     What the others send lies there before. Nobody waits, since ``gone`` says that they have ended.
     """
     right = []
-    *others, own = exchanges(ranks)  # those of others are written to
+    *others, own = exchanges(ranks, together)  # those of others are written to
     own.gone.fill_(1)
     for stamp in range(1, 5):
-        parts = drawn(ranks)
+        parts = drawn(ranks, dtype)
         for rank, part in enumerate(parts[:-1]):
-            send(own, rank, (part * stamp).sum(0), stamp)
+            send(own, rank, (part * stamp).sum(0).to(dtype), stamp)
         changed = change(own, stamp) or own
-        want = in_order([part * stamp for part in parts])
-        right.append(torch.equal(added(changed, parts[-1] * stamp), want))
+        want = in_order([part * stamp for part in parts], dtype)
+        right.append(torch.equal(added(changed, parts[-1] * stamp, dtype), want))
     assert others[-1].inbox.any()
     return right
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_a_row_is_added_up_over_ranks_in_their_order(ranks: int) -> None:
-    assert all(rounds(ranks))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_row_is_added_up_over_ranks_in_their_order(ranks: int, dtype: torch.dtype) -> None:
+    assert all(rounds(ranks, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_two_numbers_of_16_bits_are_in_a_word(dtype: torch.dtype) -> None:
+    assert all(rounds(3, dtype=dtype, together=2))
+    first, second = exchanges(2, together=2)
+    parts = drawn(2, dtype)
+    first.gone.fill_(1)
+    added(first, parts[0], dtype)
+    assert torch.equal(second.inbox[1, 0, :ROWS], words_of(parts[0].sum(0).to(dtype), 1, 2))
 
 
 def test_stamps_go_on_from_the_largest_number_to_the_smallest() -> None:
@@ -150,7 +178,7 @@ def test_what_is_sent_lies_in_the_others_inboxes() -> None:
     first.gone.fill_(1)
     added(first, parts[0])
     want = torch.zeros(MOST, WIDTH, dtype=torch.int64)
-    want[:ROWS] = parts[0].sum(0).view(torch.int32).long() & 0xFFFFFFFF | 1 << 32
+    want[:ROWS] = words_of(parts[0].sum(0), 1)
     assert torch.equal(second.inbox[1, 0], want)
     assert not second.inbox[0].any()
     assert not second.inbox[1, 1].any()

@@ -1,8 +1,8 @@
 """Adds up a row over ranks inside of a kernel, through memory that all of their GPUs write to.
 
-Each rank has an inbox. A program writes its row's numbers to the inboxes of the others, every one
+Each rank has an inbox. A program writes its row's numbers to the inboxes of the others, one or two
 in a word together with a stamp, and waits until the words of the others have come to its own. A
-word is written at once, so who sees the stamp sees the number: there are no flags and no fences.
+word is written at once, so who sees the stamp sees the numbers: there are no flags and no fences.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from roseinfer.kernels.sums.exchange import Exchange
 
 
-def arguments(exchange: Exchange | None) -> tuple[tuple[Tensor | None, ...], tuple[int, int, int]]:
+def arguments(
+    exchange: Exchange | None,
+) -> tuple[tuple[Tensor | None, ...], tuple[int, int, int, int]]:
     """Return a kernel's arguments for an exchange, pointers and constants, or for none."""
     if exchange is None:
-        return (None, None, None, None), (0, 0, 1)
+        return (None, None, None, None), (0, 0, 1, 1)
     return exchange.pointers, exchange.constants
 
 
@@ -35,8 +37,8 @@ def exchange_moved(given: Given) -> dict[str, int]:
         return {}
     rows, width = given["residual"].shape
     return {
-        "inbox": taken(given["inbox"], others * rows * width),
-        "inboxes": taken(given["inboxes"], others),
+        "inbox": taken(given["inbox"], others * rows * (width // given["TOGETHER"])),
+        "inboxes": taken(given["inboxes"], given["RANKS"]),
         "rounds": 2 * taken(given["rounds"], rows),
     }
 
@@ -48,11 +50,44 @@ def _are_missing(words, stamp, inside):
 
 
 @triton.jit
+def _packed(numbers, TOGETHER: tl.constexpr):
+    """Put the numbers that a word carries into the lower half of one."""
+    if TOGETHER == 1:
+        return numbers.to(tl.float32).to(tl.uint32, bitcast=True).to(tl.int64)
+    PAIRS: tl.constexpr = numbers.shape[0] // 2
+    bits = numbers.to(tl.uint16, bitcast=True).to(tl.int64)
+    low, high = tl.split(tl.reshape(bits, (PAIRS, 2)))
+    return low | (high << 16)
+
+
+@triton.jit
+def _unpacked(words, dtype: tl.constexpr, TOGETHER: tl.constexpr):
+    """Return in float32 the numbers that words carry."""
+    if TOGETHER == 1:
+        return words.to(tl.int32).to(tl.float32, bitcast=True)
+    bits = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
+    numbers = bits.to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+    return tl.reshape(numbers, (2 * words.shape[0],))
+
+
+@triton.jit
+def places_of(inboxes, RANKS: tl.constexpr):
+    """Load where the inboxes of all ranks are, which no launch changes."""
+    places = ()
+    for rank in tl.static_range(RANKS):
+        places = places + (tl.load(inboxes + rank),)  # type: ignore[assignment]  # noqa: RUF005
+    return places
+
+
+@triton.jit
 def add_up_ranks(
-    own, row, n, inside, inbox, inboxes, rounds, gone,
+    own, row, inbox, places, rounds, gone, dtype: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Add up what all ranks have of a row, in float32 and in their order: all get the same bits.
+    """Add up what all ranks have of a row, in their order: all get the same bits.
+
+    What a rank has is rounded, and so is the sum, as where the model's own modules are shared.
 
     Rounds of a row take turns with two places. Who writes to a place has taken the round before
     from everybody. They sent it in a later launch than the one that read the place last, and a
@@ -61,28 +96,31 @@ def add_up_ranks(
     That stays so where the count goes on from the largest number to the smallest.
     """
     stamp = tl.load(rounds + row) + 1
-    SIZE: tl.constexpr = ROWS * N
-    begin = (stamp & 1).to(tl.int64) * (RANKS * SIZE) + row * N
-    number = own.to(tl.uint32, bitcast=True).to(tl.int64)
-    words = (stamp.to(tl.int64) << 32) | number
+    WORDS: tl.constexpr = N // TOGETHER
+    TILE: tl.constexpr = own.shape[0] // TOGETHER
+    SIZE: tl.constexpr = ROWS * WORDS
+    w = tl.arange(0, TILE)
+    inside = w < WORDS
+    begin = (stamp & 1).to(tl.int64) * (RANKS * SIZE) + row * WORDS
+    own = own.to(dtype)
+    words = (stamp.to(tl.int64) << 32) | _packed(own, TOGETHER)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            place = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64))
-            place = tl.multiple_of(place, 16)
-            tl.store(place + begin + RANK * SIZE + n, words, inside)
-    total = tl.zeros_like(own)
+            place = tl.multiple_of(places[rank].to(tl.pointer_type(tl.int64)), 16)
+            tl.store(place + begin + RANK * SIZE + w, words, inside)
+    total = tl.zeros_like(own).to(tl.float32)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
-            total += own
+            total += own.to(tl.float32)
         else:
-            place = inbox + begin + rank * SIZE + n
+            place = inbox + begin + rank * SIZE + w
             come = tl.load(place, inside, other=0, volatile=True)
             waits = _are_missing(come, stamp, inside)
             while waits:
                 come = tl.load(place, inside, other=0, volatile=True)
                 ended = tl.load(gone, volatile=True)
                 waits = _are_missing(come, stamp, inside) & (ended == 0)
-            total += come.to(tl.int32).to(tl.float32, bitcast=True)
+            total += _unpacked(come, dtype, TOGETHER)
     tl.debug_barrier()  # every warp has read how many rounds there were
     tl.store(rounds + row, stamp)
-    return total
+    return total.to(dtype).to(tl.float32)

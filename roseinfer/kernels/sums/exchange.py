@@ -15,12 +15,13 @@ class Exchange:
 
     rank: int
     ranks: int
-    width: int
+    together: int
+    """Numbers that a word carries: two of 16 bits, as ranks round theirs, or one."""
     most_rows: int
     """A launch adds up at most so many rows. Each has a program, which waits for one on every other
     GPU. All programs of a launch find room at once, so none waits for one that cannot begin."""
     inbox: Tensor
-    """64-bit words, ``[2, ranks, most_rows, width]``: what each rank has sent to this one."""
+    """64-bit words, ``[2, ranks, most_rows, of a row]``: what each rank has sent to this one."""
     inboxes: Tensor
     """The address of every rank's inbox."""
     rounds: Tensor
@@ -34,6 +35,6 @@ class Exchange:
         return self.inbox, self.inboxes, self.rounds, self.gone
 
     @property
-    def constants(self) -> tuple[int, int, int]:
-        """What a kernel is compiled for, as ``ROWS``, ``RANK`` and ``RANKS``."""
-        return self.most_rows, self.rank, self.ranks
+    def constants(self) -> tuple[int, int, int, int]:
+        """What a kernel is compiled for, as ``ROWS``, ``RANK``, ``RANKS`` and ``TOGETHER``."""
+        return self.most_rows, self.rank, self.ranks, self.together
