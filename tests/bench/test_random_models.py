@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,26 +12,21 @@ from roseinfer.bench.model_source import ModelSource, random_model
 from roseinfer.bench.serving.memory_floor import MemoryFloor, memory_floor, values_read
 from roseinfer.models.families import fused_family
 
-
-def small(name: str) -> Any:
-    """The architecture of that name with fewer and narrower layers."""
-    config = architecture(name)
-    if name == "gpt2":
-        config.update({"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000})
-    elif name == "pythia-410m":
-        config.update({"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2})
-        config.update({"num_attention_heads": 4, "vocab_size": 1000})
-    else:
-        config.update({"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2})
-        config.update({"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16})
-        config.update({"vocab_size": 1000, "max_position_embeddings": 512})
-    return config
+_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000}
+_PYTHIA = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 1000,
+}  # fmt: skip
+_LLAMA = {**_PYTHIA, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512}
+_SMALLER = {"gpt2": _GPT2, "pythia-410m": _PYTHIA}
+"""Fewer and narrower layers, of all others those of Llama."""
 
 
 @pytest.fixture(params=architectures.ARCHITECTURES)
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    config = small(request.param)
-    monkeypatch.setitem(architectures.ARCHITECTURES, request.param, lambda: config)
+    known = architectures.ARCHITECTURES
+    own, fewer = known[request.param], _SMALLER.get(request.param, _LLAMA)
+    monkeypatch.setitem(known, request.param, own._replace(sizes=own.sizes | fewer))
     return str(request.param)
 
 
