@@ -43,6 +43,10 @@ class Target(TypedDict):
     """How many of them were left out, since the time was over."""
     cut_short: str
     """The same in words; empty where none was left out."""
+    largest: dict[str, int]
+    """The most rows of a batch, blocks of a table and tokens of a sequence; empty of an engine."""
+    large_cut_short: int
+    """How many of the large histories ended early, since their time was over."""
     problems: list[str]
     tested: dict[str, int]
     """How often each method was called."""
@@ -115,6 +119,8 @@ def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Targe
         "examples": target.examples,
         "left_out": target.left_out,
         "cut_short": target.cut_short,
+        "largest": dict(target.largest),
+        "large_cut_short": target.large_cut_short,
         "problems": list(problems),
         "tested": target.abilities,
         "not_offered": target.not_offered,
