@@ -89,6 +89,8 @@ def _wrong_answer(seen: Observation, asked: Attended) -> Finding | None:
         return Finding(f"{call} raised {type(found).__name__}: {found}", cause=found)
     if found.shape != query.shape:
         return Finding(f"attend: expected shape {list(query.shape)}, found {list(found.shape)}")
+    if found.device != query.device:
+        return Finding(f"attend: expected {query.device}, found {found.device}")
     for row, seq in enumerate(asked.seqs):
         if wrong := _wrong_row(seen, seq, asked.layer, query[row], found[row]):
             return wrong
