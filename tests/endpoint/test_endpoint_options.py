@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_roseinfer.endpoint.server import Server, ServerError
 from pytest_roseinfer.environment import variables
 from pytest_roseinfer.plugin.endpoint_options import endpoint_of, require_server
 from pytest_roseinfer.settings import Endpoint
-from tests.server.served import running
+from tests.server.served import MODEL, running
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,18 @@ def test_a_server_that_is_not_there() -> None:
 
 
 def test_a_model_that_is_not_there() -> None:
+    said = f"the server has no model another: it has {MODEL}$"
+    with running() as server, pytest.raises(pytest.UsageError, match=said):
+        require_server(Endpoint(server.url, "another"))
+
+
+def test_a_server_that_lists_no_models_is_told_what_it_takes_no(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none(_: Server) -> list[str]:
+        raise ServerError("404")
+
+    monkeypatch.setattr(Server, "_models", none)
     with running() as server, pytest.raises(pytest.UsageError, match="takes no streamed text"):
         require_server(Endpoint(server.url, "another"))
 
