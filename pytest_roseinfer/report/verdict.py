@@ -66,6 +66,8 @@ class Verdict(TypedDict):
     passed: bool
     problems: list[str]
     device: str
+    server: dict[str, str]
+    """The ``url`` and the ``model`` that were asked; empty where no server was tested."""
     profile: str
     examples: int
     steps: int
@@ -83,11 +85,13 @@ def verdict(
     seen: Coverage, asked: Settings, problems: Mapping[str, Sequence[str]], *, passed: bool
 ) -> Verdict:
     """``problems`` holds lines for each target; those of the run have an empty name."""
+    server = asked.endpoint
     return {
         "format": FORMAT,
         "passed": passed,
         "problems": list(problems.get("", ())),
         "device": describe_device(asked),
+        "server": {"url": server.url, "model": server.model} if server else {},
         "profile": asked.profile,
         "examples": asked.examples,
         "steps": asked.steps,
