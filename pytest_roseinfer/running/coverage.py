@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import EngineAdapter
+from pytest_roseinfer.adapters.names.condition_names import COUNTED
 from pytest_roseinfer.findings.found import add
+from pytest_roseinfer.mistakes import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -194,8 +196,14 @@ class TargetCoverage:
                 problems.append(
                     f"{row.kind} {row.name!r} was {reached if row.times else 'never reached'} and "
                     f"must be {REQUIRED_TIMES} times: a check that did not run is no pass{early}"
+                    f"{self._meant(row)}"
                 )
         return problems
+
+    def _meant(self, row: Reached) -> str:
+        """Ask whether a condition that was never met is one that the harness counts, misspelt."""
+        own = self.kind == "cache" and row.kind == "condition" and row.name not in COUNTED
+        return did_you_mean(row.name, COUNTED) if own and not row.times else ""
 
     def to_json(self) -> dict[str, Any]:
         """All fields, with plain dicts for counters: workers can send no others."""

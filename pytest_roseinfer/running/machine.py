@@ -17,6 +17,7 @@ import torch
 
 from pytest_roseinfer import invariants
 from pytest_roseinfer.adapters.answers import checked
+from pytest_roseinfer.adapters.names.condition_names import OWN_CONDITIONS
 from pytest_roseinfer.adapters.reuse_conditions import USED_AGAIN
 from pytest_roseinfer.cases.operations.device.read import Read
 from pytest_roseinfer.cases.operations.operation import Driven, asked
@@ -29,7 +30,7 @@ from pytest_roseinfer.findings.free_blocks import FreeBlocks
 from pytest_roseinfer.findings.observation import Declared, Observation, Outcome, Snapshot
 from pytest_roseinfer.invariants.counts import conditions_met
 from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANTS, OPERATION
-from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
+from pytest_roseinfer.invariants.own_conditions import own_conditions_met
 from pytest_roseinfer.invariants.stored.attention import EVERY
 from pytest_roseinfer.oracle.windowed import ORACLES
 from pytest_roseinfer.running import coverage
