@@ -101,8 +101,9 @@ def _places(package: str) -> list[str]:
 
 def describe_run(asked: Settings) -> list[str]:
     """Return the header's lines about how this run searches."""
+    what = "server" if asked.endpoint else "device"
     lines = [
-        f"roseinfer: device {describe_device(asked)}, profile {asked.profile} "
+        f"roseinfer: {what} {describe_device(asked)}, profile {asked.profile} "
         f"({asked.examples} examples of up to {asked.steps} steps), seed {asked.seed}, "
         f"required paths {'on' if asked.require_paths else 'off'}"
     ]
@@ -113,6 +114,9 @@ def describe_run(asked: Settings) -> list[str]:
 
 
 def describe_device(asked: Settings) -> str:
+    """Say what a run's targets work on; that of a server is its own affair."""
+    if asked.endpoint:
+        return str(asked.endpoint)
     if asked.gpu:
         import torch
 

@@ -169,6 +169,11 @@ class KVCacheAdapter(Adapter):
     heads and short blocks as far as there are any."""
     block_sizes: ClassVar[Sequence[int]] = (4, 1, 2, 3, 5, 8, 16, 128)
     """Numbers of tokens in a block that the cache can be built with."""
+    most_sequences: ClassVar[int | None] = None
+    """How many sequences the cache is made for at a time, where slots or a kernel bound them; None
+    if nothing does. Histories have more than 6 only to see that many rows do no harm."""
+    most_tokens: ClassVar[int | None] = None
+    """How many tokens of one sequence it is made for, if not for as many as its blocks hold."""
     standard_bad_calls: ClassVar[Sequence[str]] = ()
     """Names from the catalogue of bad calls: those that the cache must refuse."""
     bad_call_errors: ClassVar[tuple[type[BaseException], ...]] = (Exception,)

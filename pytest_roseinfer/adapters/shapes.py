@@ -29,6 +29,8 @@ _RIGHT: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "block_sizes": (_is_size, "numbers from 1 on, as in (16, 32)"),
 }
 """For each attribute, what holds for all that it lists, and what to write."""
+_FEWEST = {"most_sequences": 6, "most_tokens": 16}
+"""What the drawn histories need: so many sequences at a time, and a few blocks of tokens."""
 
 
 def refuse_shapes(adapter: type[KVCacheAdapter]) -> None:
@@ -41,6 +43,13 @@ def refuse_shapes(adapter: type[KVCacheAdapter]) -> None:
             raise TypeError(
                 f"{adapter.__name__}.{name} is {said!r}: list what the cache can be built with, "
                 f"the usual first: {example}"
+            )
+    for name, least in _FEWEST.items():
+        said = getattr(adapter, name)
+        if said is not None and not (_is_size(said) and said >= least):
+            raise TypeError(
+                f"{adapter.__name__}.{name} is {said!r}: write a number from {least} on, or None "
+                "for no bound"
             )
 
 

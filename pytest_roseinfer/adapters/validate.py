@@ -6,6 +6,7 @@ from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.adapters.names.condition_names import refuse_uncounted
 from pytest_roseinfer.adapters.names.misspelt import refuse_misspelt
 from pytest_roseinfer.adapters.reuse_conditions import refuse_what_is_not_shown
 from pytest_roseinfer.adapters.shapes import refuse_shapes, refuse_tolerance
@@ -58,6 +59,7 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
         refuse_tolerance(adapter)
         refuse_shapes(adapter)
         refuse_what_is_not_shown(adapter)
+        refuse_uncounted(adapter)
         refuse_windows(adapter)
         if not isinstance(adapter.atomic_batches, bool):
             raise TypeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.adapters.cache import CacheSpec
@@ -12,9 +13,12 @@ from pytest_roseinfer.discover import import_all
 from pytest_roseinfer.oracle.texts import WHOLE, Branch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 import_all(operations)
+
+_FEW = 3
+"""So many steps that are alike have a line each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +44,7 @@ class History:
         came = {at: f"; {note}" for at, note in (notes or {}).items()}
         fields = {name: value for name, value in asdict(self.spec).items() if value != ()}
         shape = ", ".join(f"{name}={value}" for name, value in fields.items())
-        steps = [
-            f"  {at}. {step.words()}{came.get(at, '')}"
-            for at, step in enumerate(self.operations, 1)
-        ]
+        said = [f"{step.words()}{came.get(at, '')}" for at, step in enumerate(self.operations, 1)]
         texts = [
             f"text {text} begins as text {parent}"
             + (f" for {length} tokens" if length < WHOLE else " and is equal to it")
@@ -57,7 +58,7 @@ class History:
             texts.append(
                 "all tokens are 1, but where text n leaves the one it begins as, it is n + 1"
             )
-        return "\n".join([f"a cache with {shape}", *texts, *steps])
+        return "\n".join([f"a cache with {shape}", *texts, *_numbered(said)])
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -76,3 +77,14 @@ class History:
             data["finite"],
             tuple(map(tuple, data.get("texts", ()))),
         )
+
+
+def _numbered(said: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each step, and one for many that follow each other and are alike."""
+    done = 0
+    for words, alike in groupby(said):
+        begin, done = done + 1, done + len([*alike])
+        if done - begin < _FEW:
+            yield from (f"  {at}. {words}" for at in range(begin, done + 1))
+        else:
+            yield f"  {begin}.-{done}. {words}"

@@ -58,17 +58,17 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
 
 
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.shape == other.shape
-        and one.dtype == other.dtype
-        and torch.equal(as_bits(one), as_bits(other))
-    )
+    return _kind(one) == _kind(other) and torch.equal(as_bits(one), as_bits(other))
 
 
 def all_same_bits(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     """Compare many pairs at once: a GPU is waited for once, and not for every pair."""
-    if any(one.shape != other.shape or one.dtype != other.dtype for one, other in pairs):
+    if any(_kind(one) != _kind(other) for one, other in pairs):
         return False
     sides = [[as_bits(pair[side]).flatten() for pair in pairs] for side in (0, 1)]
     return not pairs or torch.equal(*map(torch.cat, sides))

@@ -109,13 +109,23 @@ class Server:
             raise ServerError(f"{method} {path} was answered with {answer.status}: {said}")
         return answer
 
-    def _first_model(self) -> str:
+    def _models(self) -> list[str]:
         with self._answer("GET", "/v1/models", _SETTLES) as answer:
-            models = json.load(answer)["data"]
-        if not models:
+            return [each["id"] for each in json.load(answer)["data"]]
+
+    def _first_model(self) -> str:
+        if not (models := self._models()):
             raise ServerError("GET /v1/models names no model")
-        name: str = models[0]["id"]
-        return name
+        return models[0]
+
+    def _refuse_unknown_model(self) -> None:
+        """Raise an error if the server lists its models, and not the one that is asked for."""
+        try:
+            models = self._models()
+        except (ServerError, ValueError, LookupError, TypeError):  # it may have no such list
+            return
+        if models and self.model not in models:
+            raise ServerError(f"the server has no model {self.model}: it has {', '.join(models)}")
 
     def _dialect(self) -> Dialect:
         """Find the first dialect that the server takes."""
@@ -128,6 +138,7 @@ class Server:
                 refused = error
             else:
                 return dialect
+        self._refuse_unknown_model()  # not before: some take names that they do not list
         raise ServerError(f"the server takes no streamed text: {refused}")
 
     def _holds(self) -> dict[str, float] | None:

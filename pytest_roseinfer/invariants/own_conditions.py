@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.adapters.names.condition_names import OWN_CONDITIONS
 from pytest_roseinfer.adapters.reuse_conditions import USED_AGAIN
 from pytest_roseinfer.findings.finding import Finding
 from pytest_roseinfer.invariants.invariant import ATTENTION, OPERATION, Observation, invariant
@@ -15,8 +16,6 @@ from pytest_roseinfer.invariants.invariant import ATTENTION, OPERATION, Observat
 if TYPE_CHECKING:
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.oracle.oracle import Oracle
-
-OWN_CONDITIONS = ("last_position", "out_of_room_mid_batch", "name_used_again")
 
 
 @invariant(rank=5, needs=("path_counts",), after=(OPERATION, ATTENTION))

@@ -123,6 +123,19 @@ def _describe(targets: Iterable[str], asked: settings.Settings | None) -> list[s
     return lines + (environment.describe_run(asked) if asked else [])
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    made = "pytest_roseinfer.suite.shipped_tests" in sys.modules
+    if made and report.passed and isinstance(collector, pytest.Module):
+        from pytest_roseinfer.plugin.uncollected import warn_of_uncollected
+
+        warn_of_uncollected(collector, report.result)
+    return report
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if settings.current().gpu and markers.is_shipped(metafunc.definition):
         from pytest_roseinfer.plugin import parts

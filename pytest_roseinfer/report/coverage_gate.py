@@ -112,7 +112,7 @@ class CoverageGate(Gate):
             f"{describe_device(asked)} in {target.seconds:.0f} s{compiled}, profile "
             f"{asked.profile}, seed {asked.seed}"
         )
-        return "\n".join(filter(None, [how_hard, target.cut_short]))
+        return "\n".join(filter(None, [how_hard, target.sizes, target.cut_short]))
 
 
 def _pairs(times: Mapping[str, int]) -> str:

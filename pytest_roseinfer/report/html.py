@@ -70,6 +70,9 @@ def _target(target: Target) -> str:
     if target["searched"]:
         state = f"{target['histories']} {searches} in {target['seconds']:.0f} s"
         state += f", {target['compiled']} kernels compiled" if target["compiled"] else ""
+    if target["largest"]:
+        most = ", ".join(f"{size} {name}" for name, size in target["largest"].items())
+        state += f"; largest: {most}"
     if target["cut_short"]:
         state += f"; {target['cut_short']}"
     if target["failed"]:

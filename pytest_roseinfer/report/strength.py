@@ -70,6 +70,8 @@ class Strength:
 def how_strong(asked: Settings, *, cut_short: bool) -> str:
     """Say how much a search as asked is known to find, and one that was not cut short."""
     usual = PROFILES[asked.profile]
+    if asked.endpoint:
+        return "not measured for a server"
     if cut_short:
         return "not measured: some searches ended before they had tried all examples"
     if (asked.examples, asked.steps) != (usual.examples, usual.steps):

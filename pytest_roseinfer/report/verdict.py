@@ -43,6 +43,10 @@ class Target(TypedDict):
     """How many of them were left out, since the time was over."""
     cut_short: str
     """The same in words; empty where none was left out."""
+    largest: dict[str, int]
+    """The most rows of a batch, blocks of a table and tokens of a sequence; empty of an engine."""
+    large_cut_short: int
+    """How many of the large histories ended early, since their time was over."""
     problems: list[str]
     tested: dict[str, int]
     """How often each method was called."""
@@ -62,6 +66,8 @@ class Verdict(TypedDict):
     passed: bool
     problems: list[str]
     device: str
+    server: dict[str, str]
+    """The ``url`` and the ``model`` that were asked; empty where no server was tested."""
     profile: str
     examples: int
     steps: int
@@ -79,11 +85,13 @@ def verdict(
     seen: Coverage, asked: Settings, problems: Mapping[str, Sequence[str]], *, passed: bool
 ) -> Verdict:
     """``problems`` holds lines for each target; those of the run have an empty name."""
+    server = asked.endpoint
     return {
         "format": FORMAT,
         "passed": passed,
         "problems": list(problems.get("", ())),
         "device": describe_device(asked),
+        "server": {"url": server.url, "model": server.model} if server else {},
         "profile": asked.profile,
         "examples": asked.examples,
         "steps": asked.steps,
@@ -115,6 +123,8 @@ def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Targe
         "examples": target.examples,
         "left_out": target.left_out,
         "cut_short": target.cut_short,
+        "largest": dict(target.largest),
+        "large_cut_short": target.large_cut_short,
         "problems": list(problems),
         "tested": target.abilities,
         "not_offered": target.not_offered,

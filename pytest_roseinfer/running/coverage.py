@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import EngineAdapter
+from pytest_roseinfer.adapters.names.condition_names import COUNTED
 from pytest_roseinfer.findings.found import add
+from pytest_roseinfer.mistakes import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pytest_roseinfer.adapters.base import Adapter
+    from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.findings.found import Found
+    from pytest_roseinfer.oracle.oracle import Oracle
 
 _REQUIRED_WITH = {"hash_collision": "use_hash", "calls_in_flight": "use_queue"}
 """Conditions that are required of a cache that defines these methods, without being named."""
@@ -80,6 +84,10 @@ class TargetCoverage:
     """How many of them were left out, since the time of their test was over."""
     found: list[Found] = field(default_factory=list)
     """The differences that searches found, each once."""
+    largest: dict[str, int] = field(default_factory=dict)
+    """The most rows of a batch, blocks of a table and tokens of a sequence of a cache."""
+    large_cut_short: int = 0
+    """How many of the large histories ended early, since their time was over."""
 
     def note_found(self, found: Found) -> None:
         add(self.found, found)
@@ -91,6 +99,26 @@ class TargetCoverage:
         for name in (*self.paths, *self.twins):
             if ran.get(name):
                 self.together[name].update(met)
+
+    def note_sizes(self, step: Operation, oracle: Oracle) -> None:
+        """Note how large is what a step has just added to, if it is larger than all before."""
+        seqs = [seq for seq, _ in step.rows() if seq in oracle.sequences]
+        for seq in seqs:
+            blocks, tokens = len(oracle.sequences[seq]), oracle.length(seq)
+            self._note_largest({"rows": len(seqs), "blocks": blocks, "tokens": tokens})
+
+    def _note_largest(self, sizes: Mapping[str, int]) -> None:
+        for name, size in sizes.items():
+            self.largest[name] = max(size, self.largest.get(name, 0))
+
+    @property
+    def sizes(self) -> str:
+        """The largest sizes in words; empty where no cache was given any."""
+        if not self.largest:
+            return ""
+        of = ", ".join(f"{size} {name}" for name, size in self.largest.items())
+        early = f" (large histories cut short: {self.large_cut_short}, for lack of time)"
+        return f"largest: {of}{early * bool(self.large_cut_short)}"
 
     def searched_for(self, examples: int, left_out: int) -> None:
         self.examples += examples
@@ -168,8 +196,14 @@ class TargetCoverage:
                 problems.append(
                     f"{row.kind} {row.name!r} was {reached if row.times else 'never reached'} and "
                     f"must be {REQUIRED_TIMES} times: a check that did not run is no pass{early}"
+                    f"{self._meant(row)}"
                 )
         return problems
+
+    def _meant(self, row: Reached) -> str:
+        """Ask whether a condition that was never met is one that the harness counts, misspelt."""
+        own = self.kind == "cache" and row.kind == "condition" and row.name not in COUNTED
+        return did_you_mean(row.name, COUNTED) if own and not row.times else ""
 
     def to_json(self) -> dict[str, Any]:
         """All fields, with plain dicts for counters: workers can send no others."""
@@ -184,7 +218,8 @@ class TargetCoverage:
             self.together[name].update(met)
         self.checked.update(seen["checked"])
         self.called.update(seen["called"])
-        for name in ("histories", "seconds", "compiled"):
+        self._note_largest(seen["largest"])
+        for name in ("histories", "seconds", "compiled", "large_cut_short"):
             setattr(self, name, getattr(self, name) + seen[name])
         self.searched |= seen["searched"]
         self.failed |= seen["failed"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.adapters.answers import checked
 from pytest_roseinfer.cases.operations.operation import asked
 from pytest_roseinfer.findings.contents import contents_of
 from pytest_roseinfer.findings.released import released_of
@@ -95,7 +96,7 @@ def look_up_all(adapter: KVCacheAdapter, oracle: Oracle) -> dict[tuple[int, int]
 
     def find(text: Said) -> int:
         tell(adapter, [text], written=False)
-        return adapter.matched(text.tokens)
+        return checked.count(f"matched({list(text.tokens)})", adapter.matched(text.tokens))
 
     return {
         (text, count): asked(find, texts.said(text, 0, count))

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_roseinfer import invariants
+from pytest_roseinfer.adapters.answers import checked
+from pytest_roseinfer.adapters.names.condition_names import OWN_CONDITIONS
 from pytest_roseinfer.adapters.reuse_conditions import USED_AGAIN
 from pytest_roseinfer.cases.operations.device.read import Read
 from pytest_roseinfer.cases.operations.operation import Driven, asked
@@ -28,7 +30,7 @@ from pytest_roseinfer.findings.free_blocks import FreeBlocks
 from pytest_roseinfer.findings.observation import Declared, Observation, Outcome, Snapshot
 from pytest_roseinfer.invariants.counts import conditions_met
 from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANTS, OPERATION
-from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
+from pytest_roseinfer.invariants.own_conditions import own_conditions_met
 from pytest_roseinfer.invariants.stored.attention import EVERY
 from pytest_roseinfer.oracle.windowed import ORACLES
 from pytest_roseinfer.running import coverage
@@ -42,7 +44,7 @@ from pytest_roseinfer.running.used_again import UsedAgain
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from typing import NoReturn
 
     from pytest_roseinfer.adapters.cache import BadCall, KVCacheAdapter
@@ -101,9 +103,10 @@ class Machine:
             self.device = self.driven.device = QueuedDevice(self.adapter)
         self.seen: dict[int, int] = {}
         """Every token that was ever to be written, and the sequence that was the first to do it."""
-        self.storage = Storage(self.adapter) if self.can.intersection(STORED) else None
-        self.now = self.look()
-        """The cache after the latest step."""
+        with self._watched("a first look"):
+            self.storage = Storage(self.adapter) if self.can.intersection(STORED) else None
+            self.now = self.look()
+            """The cache after the latest step."""
         self.free_blocks = FreeBlocks() if "ledger" in self.can else None
         if self.free_blocks:
             self.free_blocks.note(self.oracle, self.now, 0)
@@ -193,6 +196,8 @@ class Machine:
             operation.refuse(oracle, admitted)
             behind = f" behind its first {len(admitted.rows())} rows" if admitted else ""
             self.refused[len(self.done)] = f"refused{behind}: {refused}"
+        except checked.WrongAnswer:
+            raise
         except Exception as error:
             what = f"the {name} raised {in_words(error)}"
             due = " or ".join(each.__name__ for each in errors)
@@ -280,8 +285,10 @@ class Machine:
         arena, scales = None, None
         if self.storage and there:
             arena, scales = self.storage.shown(copied=copies)
-        counts = self.adapter.path_counts() if "path_counts" in self.can else {}
-        counted = Counter({str(name): times for name, times in counts.items()})
+        counted: Counter[str] = Counter()
+        if "path_counts" in self.can:
+            counts = checked.counts("path_counts()", self.adapter.path_counts())
+            counted.update({str(name): times for name, times in counts.items()})
         matched = look_up_all(self.adapter, self.oracle) if reads and "matched" in self.can else {}
         return replace(
             books,
@@ -295,7 +302,7 @@ class Machine:
 
     def _reads(self, routes: Iterable[str], when: str = "") -> Reads:
         return {
-            (route + when, seq, layer): asked(_read, getattr(self.adapter, route), seq, layer)
+            (route + when, seq, layer): asked(_read, self.adapter, route, seq, layer)
             for seq in self.oracle.readable
             for layer in range(self.spec.num_layers)
             for route in routes
@@ -361,23 +368,33 @@ class Machine:
 
     @contextmanager
     def _watched(self, what: str) -> Iterator[None]:
-        """Fail where it does not come back, without asking the cache for its books as well."""
+        """Fail where it does not come back, or answers with what is no answer.
+
+        The cache is not asked for its books as well.
+        """
         WATCHED.began = monotonic()
         try:
             yield
         except StepHung as hung:
             raise self._divergence(Finding(f"{what} {hung}"), Snapshot()) from hung
+        except checked.WrongAnswer as wrong:
+            raise self._divergence(Finding(str(wrong)), Snapshot()) from wrong.__cause__
 
     def _divergence(self, finding: Finding, shown: Snapshot) -> Divergence:
         so_far = replace(self.history, operations=tuple(self.done))
         return Divergence(finding, so_far, self.oracle, shown, self.refused)
 
 
-def _read(route: Callable[[int, int], Pair], seq: int, layer: int) -> Pair:
+def _read(adapter: KVCacheAdapter, route: str, seq: int, layer: int) -> Pair:
     """Copy what a sequence reads back: the next read may use the same memory."""
-    keys, values = route(seq, layer)
+    shown = getattr(adapter, route)(seq, layer)
     like = torch.contiguous_format
-    return keys.clone(memory_format=like), values.clone(memory_format=like)
+    try:
+        keys, values = shown
+        return keys.clone(memory_format=like), values.clone(memory_format=like)
+    except Exception:
+        checked.pair(f"{route}({seq}, {layer})", shown)
+        raise
 
 
 def run_history(adapter: type[KVCacheAdapter], history: History) -> Counter[str]:

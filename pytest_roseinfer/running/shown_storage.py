@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.adapters.answers import checked
 from pytest_roseinfer.cases.poison import Poison, poison
 
 if TYPE_CHECKING:
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.findings.observation import Pair, Snapshot
 
-STORED = ("arena", "scales")
-"""The methods that show a part of it."""
+STORED = {"arena": (5,), "scales": (4, 3)}
+"""The methods that show a part of it, and how many dimensions that may have."""
 
 
 class Storage:
@@ -47,4 +48,6 @@ class Storage:
 
 
 def _shown(adapter: KVCacheAdapter, name: str) -> Pair | None:
-    return getattr(adapter, name)() if name in adapter.abilities else None
+    if name not in adapter.abilities:
+        return None
+    return checked.storage(f"{name}()", getattr(adapter, name)(), STORED[name])

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.cases.operations.lookups.take import Take
-from pytest_roseinfer.cases.operations.operation import NAMING, Write
+from pytest_roseinfer.cases.operations.operation import MOST_SEQUENCES, NAMING, Write
 from pytest_roseinfer.cases.operations.set_options import SetOptions
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
@@ -31,12 +31,16 @@ if TYPE_CHECKING:
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.oracle.oracle import Oracle
 
+_MANY_ROWS = 2 * MOST_SEQUENCES
+"""Few drawn steps have more rows."""
+
 
 def passes_of_histories(
     adapter: type[KVCacheAdapter],
 ) -> list[Callable[[History], Iterator[History]]]:
     """Return the ways to make a history of this adapter smaller, the most thorough last."""
     ways = (
+        _without_steps_if_large,
         _without_a_sequence,
         _without_steps,
         _with_one_sequence_for_two,
@@ -136,6 +140,12 @@ def _without_steps(_: type[KVCacheAdapter], history: History) -> Iterator[Histor
     while many := many // 2:
         for end in range(len(steps), many - 1, -many):
             yield _with(history, (*steps[: end - many], *steps[end:]))
+
+
+def _without_steps_if_large(adapter: type[KVCacheAdapter], history: History) -> Iterator[History]:
+    """Leave out steps before sequences where steps have many rows: each then takes long to try."""
+    if any(len(step.rows()) > _MANY_ROWS for step in history.operations):
+        yield from _without_steps(adapter, history)
 
 
 def _without_two_steps(_: type[KVCacheAdapter], history: History) -> Iterator[History]:

@@ -68,13 +68,12 @@ class Smallest(Generic[_Case]):
 
     def _still_fails(self, candidate: _Case) -> bool:
         """Try an example unless it was tried before; keep it if the check fails in the same way."""
+        # Of a long history there are many that come to the same, and listing them takes long too.
+        self.cut_short = monotonic() > self.ends
         text = json.dumps(candidate.to_json())
-        if text in self._tried:
+        if self.cut_short or text in self._tried:
             return False
         self._tried.add(text)
-        self.cut_short = monotonic() > self.ends
-        if self.cut_short:
-            return False
         try:
             self.check(candidate)
         except type(self.failure) as failure:

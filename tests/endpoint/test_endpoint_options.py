@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
+from pytest_roseinfer.endpoint.server import Server, ServerError
 from pytest_roseinfer.environment import variables
 from pytest_roseinfer.plugin.endpoint_options import endpoint_of, require_server
-from pytest_roseinfer.settings import Endpoint
-from tests.server.served import running
+from pytest_roseinfer.report.strength import how_strong
+from pytest_roseinfer.settings import PROFILES, Endpoint, Settings
+from tests.server.served import MODEL, running
 
 
 @pytest.mark.parametrize(
@@ -67,11 +72,25 @@ def test_a_server_that_is_not_there() -> None:
 
 
 def test_a_model_that_is_not_there() -> None:
+    said = f"the server has no model another: it has {MODEL}$"
+    with running() as server, pytest.raises(pytest.UsageError, match=said):
+        require_server(Endpoint(server.url, "another"))
+
+
+def test_a_server_that_lists_no_models_is_told_what_it_takes_no(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none(_: Server) -> list[str]:
+        raise ServerError("404")
+
+    monkeypatch.setattr(Server, "_models", none)
     with running() as server, pytest.raises(pytest.UsageError, match="takes no streamed text"):
         require_server(Endpoint(server.url, "another"))
 
 
-def test_a_run_of_the_suite(pytester: pytest.Pytester) -> None:
+def test_the_reports_of_a_run_name_the_server_and_claim_no_strength(
+    pytester: pytest.Pytester,
+) -> None:
     with running() as server:
         result = pytester.runpytest_subprocess(
             *(
@@ -81,7 +100,28 @@ def test_a_run_of_the_suite(pytester: pytest.Pytester) -> None:
                 "-p",
                 "no:cacheprovider",
             ),
-            *("--roseinfer-endpoint", server.url, "--roseinfer-model", "tiny"),
+            *("--roseinfer-endpoint", server.url),
+            *("--roseinfer-report=out.json", "--roseinfer-report=out.html"),
         )
     result.assert_outcomes(passed=1, skipped=2)
-    result.stdout.fnmatch_lines(["*ServedEngine*", "* mixes of requests*"])
+    where = f"{server.url}, model {MODEL}"
+    result.stdout.fnmatch_lines(
+        [f"roseinfer: server {where}, profile *", "*ServedEngine*", f"* mixes of * on {where} in *"]
+    )
+    found = json.loads((pytester.path / "out.json").read_text())
+    assert found["server"] == {"url": server.url, "model": MODEL}
+    assert found["device"] == where
+    assert found["strength"] == "not measured for a server"
+    page = (pytester.path / "out.html").read_text()
+    assert where in page
+    assert "planted bugs" not in page
+    assert "Triton" not in result.stdout.str().split("environment")[0]
+
+
+@pytest.mark.parametrize("profile", ["dev", "ci"])
+def test_no_strength_is_claimed_of_a_server(profile: str) -> None:
+    usual = PROFILES[profile]
+    asked = Settings(profile, usual.examples, usual.steps)
+    assert "planted bugs" in how_strong(asked, cut_short=False)
+    server = replace(asked, endpoint=Endpoint("http://[::1]:9"))
+    assert how_strong(server, cut_short=False) == "not measured for a server"

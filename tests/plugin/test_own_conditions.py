@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, run_history
+from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance, run_history
+from pytest_roseinfer.adapters.names.condition_names import COUNTED, OWN_CONDITIONS
 from pytest_roseinfer.adapters.reuse_conditions import USED_AGAIN
 from pytest_roseinfer.cases.operations.sequences.fork import Fork
 from pytest_roseinfer.cases.operations.sequences.free import Free
@@ -20,8 +21,10 @@ from pytest_roseinfer.cases.operations.writes.append_padded import AppendPadded
 from pytest_roseinfer.cases.operations.writes.copy import Copy
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.operations.writes.reserve import Reserve
-from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS, own_conditions_met
+from pytest_roseinfer.invariants.own_conditions import own_conditions_met
+from pytest_roseinfer.running.coverage import TargetCoverage
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
+from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.caches.paged_cache import PagedCache
 from tests.plugin.caches.uncounted_caches import ALL, CountsItAgain, UncountedCache
 from tests.plugin.test_reference import names
@@ -218,3 +221,20 @@ def test_a_run_that_never_reaches_one_fails_by_its_name(
         f"FAILED: condition {never!r} was never reached and must be 3 times: a check that did not "
         "run is no pass"
     ]
+
+
+def test_a_name_that_nothing_counts_is_refused_with_the_one_that_was_meant() -> None:
+    misspelt = type("Misspelt", (ListCache,), {"conditions": ("last_postion",)})
+    said = r"names 'last_postion', which only path_counts\(\) could count.*mean last_position\?$"
+    with pytest.raises(TypeError, match=said):
+        conformance(misspelt)
+    for name in COUNTED[:3]:
+        conformance(type("Right", (ListCache,), {"conditions": (name,)}))
+
+
+def test_a_condition_never_met_that_is_spelled_as_one_of_the_harness_is_told_of_it() -> None:
+    target = TargetCoverage({}, ["name_use_again", "rare", "common"], searched=True, histories=3)
+    target.counts.update(common=1)
+    misspelt, rare, _ = target.problems(require_paths=True)
+    assert misspelt.endswith("no pass; did you mean name_used_again?")
+    assert rare.endswith("a check that did not run is no pass")

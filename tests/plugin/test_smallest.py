@@ -246,3 +246,35 @@ def test_what_fails_in_another_way_is_no_smaller_example() -> None:
     small = Smallest(History(CacheSpec(), STEPS), Difference("it fails", str), check)
     small.shrink(passes_of_histories(GroupedManager))
     assert small.example.size == len(STEPS)
+
+
+def test_many_steps_that_are_alike_are_said_in_one_line() -> None:
+    steps = [Append((0,))] * 300 + [Free(0)] * 3 + [Append((1,))]
+    words = History(CacheSpec(), tuple(steps)).words({300: "refused: no room"})
+    assert words.splitlines()[1:] == [
+        "  1.-299. append one token to sequence 0",
+        "  300. append one token to sequence 0; refused: no room",
+        "  301. free sequence 0",
+        "  302. free sequence 0",
+        "  303. free sequence 0",
+        "  304. append one token to sequence 1",
+    ]
+
+
+def test_making_a_long_history_smaller_ends_in_time_though_many_come_to_the_same() -> None:
+    history = History(CacheSpec(), (Append((0,)),) * 300)
+    listed: list[History] = []
+
+    def the_same(tried: History) -> Iterator[History]:
+        while len(listed) < 1000:
+            time.sleep(0.001)
+            listed.append(tried)
+            yield tried
+
+    def check(_: History) -> None:
+        raise ValueError
+
+    shrinking = Smallest(history, ValueError(), check, ends=time.monotonic() + 0.1)
+    shrinking.shrink([the_same])
+    assert shrinking.cut_short
+    assert 0 < len(listed) < 200

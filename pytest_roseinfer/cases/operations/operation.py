@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, dataclass_transform
 
+from pytest_roseinfer.adapters.answers.checked import WrongAnswer
 from pytest_roseinfer.cases.poison import NANS, Poison
 from pytest_roseinfer.oracle.pages import Written as Written
 
@@ -83,9 +84,14 @@ class Driven:
 
 
 def asked(ask: Callable[..., _T], *arguments: Any) -> _T | Exception:
-    """Ask a cache, which may be so broken that it raises; return the error then."""
+    """Ask a cache, which may be so broken that it raises; return the error then.
+
+    What is no answer at all is not judged, and ends the step.
+    """
     try:
         return ask(*arguments)
+    except WrongAnswer:
+        raise
     except Exception as error:
         return error
 

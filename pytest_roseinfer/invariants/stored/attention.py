@@ -32,6 +32,9 @@ _MOST_SEQUENCES = 3
 _MOST_HEADS = 6
 """KV heads to ask about, over sequences and layers: interpreted, each takes milliseconds, so a
 cache with more than these in one layer is not asked at all."""
+_MANY_SEQUENCES, _LONG = 9, 512
+"""Where so many are live, or one is so long, all are asked about at once: batches and contexts of
+this size are what the history is for."""
 _QUERY_HEADS = (1, 2, 4, 5, 8, 16)
 """Query heads for each KV head."""
 
@@ -52,6 +55,8 @@ def questions(
     most = min(len(live), _MOST_SEQUENCES, _MOST_HEADS // spec.num_heads)
     seqs = rng.sample(live, rng.randint(1, most))
     layers = _MOST_HEADS // (len(seqs) * spec.num_heads)
+    if len(live) >= _MANY_SEQUENCES or max(lengths.values()) >= _LONG:
+        seqs, layers = rng.sample(live, len(live)), spec.num_layers
     groups: Sequence[int] = _QUERY_HEADS
     views: Sequence[str] = VIEWS
     if spec.device != "cpu":
@@ -84,6 +89,8 @@ def _wrong_answer(seen: Observation, asked: Attended) -> Finding | None:
         return Finding(f"{call} raised {type(found).__name__}: {found}", cause=found)
     if found.shape != query.shape:
         return Finding(f"attend: expected shape {list(query.shape)}, found {list(found.shape)}")
+    if found.device != query.device:
+        return Finding(f"attend: expected {query.device}, found {found.device}")
     for row, seq in enumerate(asked.seqs):
         if wrong := _wrong_row(seen, seq, asked.layer, query[row], found[row]):
             return wrong

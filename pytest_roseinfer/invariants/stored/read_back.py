@@ -67,8 +67,9 @@ def _difference(seen: Observation, compared: _Compared) -> Finding | None:
     if want.shape != got.shape:
         shapes = f"expected shape {list(want.shape)}, found {list(got.shape)}"
         return Finding(f"{where}: {shapes}", whole)
-    if want.dtype != got.dtype:
-        return Finding(f"{where}: expected {want.dtype}, found {got.dtype}", whole)
+    for due, found in ((want.dtype, got.dtype), (want.device, got.device)):
+        if due != found:
+            return Finding(f"{where}: expected {due}, found {found}", whole)
     if seen.payload.tolerance:
         wrong = beyond(seen.payload, seen.oracle, seq, layer, kind, got)
         if not wrong.any():
@@ -77,13 +78,13 @@ def _difference(seen: Observation, compared: _Compared) -> Finding | None:
         wrong = (as_bits(want) != as_bits(got)).any(-1)
     row, head = wrong.nonzero()[0].tolist()
     at = row + seen.oracle.first_live(seq, layer)
-    due = seen.oracle.tokens(seq)
-    known = [*due, *seen.seen]
+    tokens = seen.oracle.tokens(seq)
+    known = [*tokens, *seen.seen]
     contents = seen.payload.contents(want[row, head], got[row, head], layer, head, kind, known)
     page, slot = divmod(at, seen.spec.block_size)
     same = ""
     if seen.oracle.texts and contents.token is not None:
-        same = same_behind_another(seen.oracle.texts, due[at], contents.token, seen.seen)
+        same = same_behind_another(seen.oracle.texts, tokens[at], contents.token, seen.seen)
     return Finding(
         f"{where}: position {at}, head {head} ({int(wrong.sum())} of {wrong.numel()} wrong): "
         f"{contents.words()}{same}",

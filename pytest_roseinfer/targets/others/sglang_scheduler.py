@@ -25,7 +25,7 @@ def pools(sgl: SimpleNamespace, spec: CacheSpec) -> tuple[Any, Any]:
         allocator = sgl.TokenToKVPoolAllocator(size, **pool)
     else:
         allocator = sgl.PagedTokenToKVPoolAllocator(size, page, **pool)
-    return allocator, sgl.ReqToTokenPool(64, size + page, spec.device, enable_memory_saver=False)
+    return allocator, sgl.ReqToTokenPool(128, size + page, spec.device, enable_memory_saver=False)
 
 
 def sliding_pools(sgl: SimpleNamespace, spec: CacheSpec) -> tuple[Any, Any]:

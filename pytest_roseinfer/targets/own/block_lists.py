@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
-from pytest_roseinfer.invariants.own_conditions import OWN_CONDITIONS
+from pytest_roseinfer.adapters.names.condition_names import OWN_CONDITIONS
 from pytest_roseinfer.targets.own.manager_switches import OPTION_CHOICES, PATHS
 from roseinfer import AppendPolicy, Condition, KVBlockManager, OutOfBlocks
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer import CacheSpec, DeviceQueue
 
 _BUFFERS = 2
-_MOST_ROWS = 64
+_MOST_ROWS = 1024
 
 
 class TorchOnAQueue(PagedCache):

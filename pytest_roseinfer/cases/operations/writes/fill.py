@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pytest_roseinfer.adapters.answers.checked import reservation
 from pytest_roseinfer.cases.operations import operation
 
 
@@ -24,7 +25,12 @@ class Fill(operation.Operation):
 
     def drive(self, cache: operation.Driven) -> None:
         handle, cache.planned_with = cache.reserved.pop(0)
-        cache.adapter.fill(handle, cache.key, cache.value)
+        try:
+            cache.adapter.fill(handle, cache.key, cache.value)
+        except Exception as error:
+            if wrong := reservation(handle, error):
+                raise wrong from error
+            raise
 
     @classmethod
     def moves(cls, writer: operation.Writer) -> operation.Moves:

@@ -1,0 +1,1 @@
+"""What an adapter answers where it is asked."""

@@ -1,0 +1,127 @@
+"""Checks what a cache answers when it is asked: whether it is an answer at all, right or wrong.
+
+That is told in one sentence. Else what the harness does next with it would raise, far from where
+the mistake is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+
+from pytest_roseinfer.adapters.cache import Ledger
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+_MOST = 80
+"""More characters of an answer say no more."""
+
+
+class WrongAnswer(TypeError):
+    """A method of an adapter returned what it must not; the message says what it should."""
+
+
+def table(call: str, shown: Any) -> list[int | None]:
+    listed = isinstance(shown, Iterable) and not isinstance(shown, str | bytes | Mapping)
+    blocks = list(shown) if listed else [shown]
+    if not (listed and all(block is None or _is_number(block) for block in blocks)):
+        _refuse(call, shown, "a list of block numbers")
+    return blocks
+
+
+def ledger(call: str, shown: Any) -> Ledger:
+    if not isinstance(shown, Ledger):
+        _refuse(call, shown, "a Ledger")
+    refcounts = shown.refcounts
+    if not (isinstance(refcounts, Mapping) and _are_numbers((*refcounts, *refcounts.values()))):
+        raise WrongAnswer(
+            f"{call} returned a Ledger whose refcounts are {_in_words(refcounts)}: "
+            "map each block that is held to the number of its holders"
+        )
+    for name in ("free", "cached"):
+        blocks = getattr(shown, name)
+        if not (isinstance(blocks, Iterable) and _are_numbers(blocks)):
+            raise WrongAnswer(
+                f"{call} returned a Ledger whose {name} is {_in_words(blocks)}: list block numbers"
+            )
+    for name in ("total", "swapped", "num_free"):
+        blocks = getattr(shown, name)
+        if not (_is_number(blocks) or (blocks is None and name != "total")):
+            raise WrongAnswer(
+                f"{call} returned a Ledger whose {name} is {_in_words(blocks)}: a number of blocks"
+            )
+    return shown
+
+
+def pair(call: str, shown: Any) -> Pair:
+    """Check for keys and values; both may lie in one tensor, one behind the other."""
+    if not (isinstance(shown, torch.Tensor) and shown.dim() == 4 and len(shown) == 2):
+        listed = isinstance(shown, tuple | list) and len(shown) == 2
+        if not (listed and all(isinstance(each, torch.Tensor) for each in shown)):
+            _refuse(call, shown, "keys and values, two tensors")
+    keys, values = shown
+    return keys, values
+
+
+def storage(call: str, shown: Any, dimensions: Collection[int]) -> Pair:
+    """Check for two views, as ``pair`` does, of what is stored in all layers."""
+    in_one = isinstance(shown, torch.Tensor) and shown.dim() and len(shown) == 2
+    views = (shown[0], shown[1]) if in_one else pair(call, shown)
+    if not all(view.dim() in dimensions for view in views):
+        _refuse(call, shown, f"views of {' or '.join(map(str, dimensions))} dimensions")
+    return views
+
+
+def count(call: str, shown: Any) -> int:
+    if not _is_number(shown):
+        _refuse(call, shown, "a number of tokens")
+    return int(shown)
+
+
+def counts(call: str, shown: Any) -> Mapping[str, int]:
+    if not (isinstance(shown, Mapping) and _are_numbers(shown.values())):
+        _refuse(call, shown, "a mapping of names to how often each was counted")
+    return shown
+
+
+def attention(call: str, shown: Any) -> torch.Tensor:
+    if not isinstance(shown, torch.Tensor):
+        _refuse(call, shown, "a tensor like the query")
+    return shown
+
+
+def reservation(shown: object, error: Exception) -> WrongAnswer | None:
+    """Return what to say where ``fill`` may have raised since ``reserve`` returned nothing."""
+    if shown is None and isinstance(error, TypeError | AttributeError):
+        raised = f"{type(error).__name__}: {error}"
+        return WrongAnswer(
+            f"reserve() returned None, and fill(None, key, value) raised {raised}: "
+            "return from reserve what fill needs"
+        )
+    return None
+
+
+def _is_number(value: object) -> bool:
+    """Return True for an integer, be it NumPy's; a tensor is no key of a dictionary."""
+    return type(value) is int or (
+        isinstance(value, SupportsIndex) and not isinstance(value, bool | torch.Tensor)
+    )
+
+
+def _are_numbers(values: Iterable[object]) -> bool:
+    return all(map(_is_number, values))
+
+
+def _refuse(call: str, shown: object, due: str) -> NoReturn:
+    raise WrongAnswer(f"{call} returned {_in_words(shown)}: return {due}")
+
+
+def _in_words(shown: object) -> str:
+    """Return what was shown, cut short; of tensors their shapes."""
+    if isinstance(shown, torch.Tensor):
+        return f"a tensor of shape {list(shown.shape)}"
+    if isinstance(shown, tuple | list) and any(isinstance(each, torch.Tensor) for each in shown):
+        return f"a {type(shown).__name__} of {', '.join(map(_in_words, shown))}"
+    said = " ".join(repr(shown).split())
+    return said if len(said) <= _MOST else f"{said[:_MOST]}..."

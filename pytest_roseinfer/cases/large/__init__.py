@@ -1,0 +1,1 @@
+"""Histories that are large, which nobody draws."""

@@ -1,0 +1,66 @@
+"""A class of ``conformance()`` under a name that pytest passes over is hinted at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import Project
+
+HINT = (
+    "* PytestCollectionWarning: {} is a class of conformance() that is not run: pytest collects *"
+)
+
+
+def test_one_that_is_not_run_is_hinted_at(project: Project) -> None:
+    project.copy_caches()
+    project.write(
+        test_mine="""
+            from caches.list_cache import ListCache
+            from pytest_roseinfer import conformance
+
+            Conf = conformance(ListCache)
+        """
+    )
+    result = project.pytest("-p", "no:cacheprovider")
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    result.stdout.fnmatch_lines([HINT.format("Conf") + "begin with Test"])
+
+
+def test_one_that_is_run_otherwise_is_not(project: Project) -> None:
+    project.copy_caches()
+    project.write(
+        test_mine="""
+            from caches.list_cache import ListCache
+            from pytest_roseinfer import conformance
+            from pytest_roseinfer.suite.conformance import ConformanceTests
+            from pytest_roseinfer.suite.shipped_tests import ShippedTests
+
+            Base = conformance(ListCache)
+            class TestMine(Base):
+                pass
+            Alias = TestOther = conformance(ListCache)
+            _kept = conformance(ListCache)
+        """
+    )
+    result = project.pytest("-p", "no:cacheprovider", "--collect-only", "-q")
+    assert "PytestCollectionWarning" not in result.stdout.str()
+
+
+def test_the_prefixes_of_the_project_are_named(project: Project) -> None:
+    project.copy_caches()
+    project.write(
+        test_mine="""
+            from caches.list_cache import ListCache
+            from pytest_roseinfer import conformance
+
+            TestConf = conformance(ListCache)
+            CheckConf = conformance(ListCache)
+        """
+    )
+    options = ("-p", "no:cacheprovider", "--collect-only", "-o", "python_classes=Check Suite")
+    result = project.pytest(*options)
+    result.stdout.fnmatch_lines([HINT.format("TestConf") + "begin with Check or Suite"])
+    assert "CheckConf is a class" not in result.stdout.str()
