@@ -65,8 +65,10 @@ class Part(NamedTuple):
         return f"{self.number}of{self.of}"
 
 
-RATE = 50.0
-"""Requests a second that no server minds."""
+RATE = 1000.0
+"""Requests a second for a server of this machine: those of a mix are served together then."""
+POLITE_RATE = 50.0
+"""Requests a second that a server of another machine does not mind."""
 
 
 @dataclass(frozen=True, slots=True)

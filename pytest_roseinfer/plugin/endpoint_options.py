@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from pytest_roseinfer.settings import RATE, Endpoint
+from pytest_roseinfer.settings import POLITE_RATE, RATE, Endpoint
 
 
 def endpoint_of(
@@ -24,8 +24,7 @@ def endpoint_of(
                     f"--roseinfer-{name} is about a server: add --roseinfer-endpoint URL"
                 )
         return None
-    rate = RATE if rate is None else rate
-    if not 0 < rate < math.inf:
+    if rate is not None and not 0 < rate < math.inf:
         raise pytest.UsageError(f"--roseinfer-rate {rate:g}: it must be above 0")
     parts = urlsplit(url)
     if parts.username or parts.password or parts.query or parts.fragment:
@@ -37,11 +36,14 @@ def endpoint_of(
         raise pytest.UsageError(
             f"--roseinfer-endpoint {url}: give an address such as http://127.0.0.1:8000"
         )
-    if not (anywhere or _is_this_machine(parts.hostname)):
+    here = _is_this_machine(parts.hostname)
+    if not (anywhere or here):
         raise pytest.UsageError(
             f"--roseinfer-endpoint {url} is another machine, which would get thousands of "
             "requests: add --roseinfer-endpoint-anywhere if it is yours"
         )
+    if rate is None:
+        rate = RATE if here else POLITE_RATE
     return Endpoint(url, model or "", os.environ.get("ROSEINFER_API_KEY", ""), rate, anywhere)
 
 

@@ -48,7 +48,8 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"metavar": "NAME"}, "the model to ask that server for; the first that it names"),
     "rate": (
         {"type": float, "metavar": "N"},
-        "the most requests a second that are sent there; the default is 50",
+        "the most requests a second that are sent there; the default is 1000 on this machine, and "
+        "50 on another",
     ),
     "endpoint-anywhere": (_FLAG, "send them to another machine than this one too"),
     "profile": ({"metavar": "NAME"}, f"how hard to look: {', '.join(PROFILES)}; else dev"),

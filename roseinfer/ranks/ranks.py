@@ -145,6 +145,8 @@ class FollowingRank(Ranks):
             order: Order | None = pickle.loads(self._leader.recv_bytes())
         except (EOFError, OSError):
             return None
+        if order is None and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the leader's kernels wait for these
         return order
 
     def answer(self, what: Any) -> None:

@@ -11,7 +11,7 @@ from pytest_roseinfer.endpoint.server import Server, ServerError
 from pytest_roseinfer.environment import variables
 from pytest_roseinfer.plugin.endpoint_options import endpoint_of, require_server
 from pytest_roseinfer.report.strength import how_strong
-from pytest_roseinfer.settings import PROFILES, Endpoint, Settings
+from pytest_roseinfer.settings import POLITE_RATE, PROFILES, RATE, Endpoint, Settings
 from tests.server.served import MODEL, running
 
 
@@ -26,6 +26,15 @@ def test_what_is_told_of_a_server() -> None:
     made = endpoint_of("https://there:443/v1/", "m", 3.0, anywhere=True)
     assert made == Endpoint("https://there:443/v1/", "m", rate=3.0, anywhere=True)
     assert endpoint_of(None, None, None, anywhere=False) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "rate"), [("http://127.0.0.1:8000", RATE), ("https://there", POLITE_RATE)]
+)
+def test_a_server_of_this_machine_is_asked_more_often(url: str, rate: float) -> None:
+    made = endpoint_of(url, None, None, anywhere=True)
+    assert made is not None
+    assert made.rate == rate
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from multiprocessing import Pipe
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from roseinfer import RanksFailed
 from roseinfer.ranks.links import Links
+from roseinfer.ranks.ranks import FollowingRank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,3 +86,20 @@ def test_the_end_of_a_rank_that_broke_down_is_waited_for(waiting: _Waiting) -> N
     assert waiting.process.waited.wait(_SECONDS)
     with pytest.raises(RanksFailed, match="rank 1 broke down: no room"):
         waiting.links.require()
+
+
+def test_a_rank_that_is_let_go_ends_what_the_leader_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One whose leader is gone waits for nothing."""
+    ended: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", ended.append)
+    leader, link = Pipe()
+    rank = FollowingRank.__new__(FollowingRank)
+    rank._leader, rank.device = link, torch.device("cuda", 1)
+    leader.send_bytes(pickle.dumps(None))
+    assert rank.hear() is None
+    assert ended == [rank.device]
+    leader.close()
+    assert rank.hear() is None
+    assert len(ended) == 1
