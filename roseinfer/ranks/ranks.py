@@ -6,6 +6,7 @@ tokens, and tells the others what to do.
 
 from __future__ import annotations
 
+import _thread
 import pickle
 import weakref
 from datetime import timedelta
@@ -44,8 +45,8 @@ class Ranks:
         """Called when a rank has ended, before all else."""
         self.before_end: list[Callable[[], None]] = []
         """Called when nobody has these ranks any more. What is called may not hold them itself."""
-        weakref.finalize(self, _call_all, self.before_end).atexit = False
         self._group = _group(store, rank, size, device)
+        weakref.finalize(self, _let_go, self.before_end, self._group).atexit = False
         self.least(0)
 
     def add_up(self, x: Tensor) -> Tensor:
@@ -158,9 +159,15 @@ def leader_of(ranks: Ranks | None) -> LeadingRank | None:
     return ranks if isinstance(ranks, LeadingRank) else None
 
 
-def _call_all(calls: Iterable[Callable[[], None]]) -> None:
+def _let_go(calls: Iterable[Callable[[], None]], group: Any) -> None:
+    """End the group of ranks that nobody has any more, in a thread that has it until then.
+
+    Its own end would hold up whoever collects garbage. A thread of ``threading`` must not be
+    started in the middle of what that interrupts.
+    """
     for call in calls:
         call()
+    _thread.start_new_thread(group.abort, ())
 
 
 def _group(store: Any, rank: int, size: int, device: torch.device) -> Any:
