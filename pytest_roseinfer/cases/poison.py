@@ -28,8 +28,8 @@ class Poison(IntEnum):
 
 
 _WORDS = {
-    Poison.NEVER_WRITTEN: "poison (nothing was ever written there)",
-    Poison.FREED: "poison (the block was freed, and nothing was written there since)",
+    Poison.NEVER_WRITTEN: "poison (nothing has been written there yet)",
+    Poison.FREED: "poison (the block was freed, and nothing has been written there since)",
     Poison.INPUT: "poison (input was kept and not copied: its memory has another use now)",
     Poison.NOT_YET: "poison (the device has not come to it yet)",
 }
