@@ -89,7 +89,7 @@ class Endpoint:
         """Return the words of a command line that name it, which have no key in them."""
         words = ["--roseinfer-endpoint", self.url]
         words += ["--roseinfer-model", self.model] if self.model else []
-        words += ["--roseinfer-rate", str(self.rate)] if self.rate != RATE else []
+        words += ["--roseinfer-rate", str(self.rate)]
         return words + ["--roseinfer-endpoint-anywhere"] * self.anywhere
 
     def __str__(self) -> str:

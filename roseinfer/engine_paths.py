@@ -33,7 +33,7 @@ class EnginePath(StrEnum):
     EXCHANGED = "engine_exchanged"
     """A forward pass whose kernels add up over ranks through memory that GPUs share."""
     STREAMED = "engine_streamed"
-    """A forward pass of few tokens whose products have warpgroups multiply what streams by."""
+    """A forward pass of few tokens in whose products warpgroups multiply what streams by."""
     WHOLE_STEP = "engine_whole_step"
     """A resident step of one sequence whose forward pass is one kernel."""
     COMPILED = "engine_compiled"

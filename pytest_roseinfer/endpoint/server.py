@@ -118,14 +118,15 @@ class Server:
             raise ServerError("GET /v1/models names no model")
         return models[0]
 
-    def _refuse_unknown_model(self) -> None:
+    def _refuse_unknown_model(self, refused: ServerError) -> None:
         """Raise an error if the server lists its models, and not the one that is asked for."""
         try:
             models = self._models()
-        except (ServerError, ValueError, LookupError, TypeError):  # it may have no such list
-            return
+        except (ServerError, OSError, HTTPException, ValueError, LookupError, TypeError):
+            return  # it may have no such list
         if models and self.model not in models:
-            raise ServerError(f"the server has no model {self.model}: it has {', '.join(models)}")
+            known = ", ".join(map(str, models))
+            raise ServerError(f"the server has no model {self.model}: it has {known} ({refused})")
 
     def _dialect(self) -> Dialect:
         """Find the first dialect that the server takes."""
@@ -138,7 +139,7 @@ class Server:
                 refused = error
             else:
                 return dialect
-        self._refuse_unknown_model()  # not before: some take names that they do not list
+        self._refuse_unknown_model(refused)  # not before: some take names that they do not list
         raise ServerError(f"the server takes no streamed text: {refused}")
 
     def _holds(self) -> dict[str, float] | None:

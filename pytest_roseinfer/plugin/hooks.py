@@ -132,7 +132,10 @@ def pytest_make_collect_report(
     if made and report.passed and isinstance(collector, pytest.Module):
         from pytest_roseinfer.plugin.uncollected import warn_of_uncollected
 
-        warn_of_uncollected(collector, report.result)
+        try:
+            warn_of_uncollected(collector, report.result)
+        except Warning as warning:  # where warnings are errors
+            report.outcome, report.longrepr = "failed", str(warning)
     return report
 
 

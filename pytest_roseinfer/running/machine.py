@@ -265,7 +265,11 @@ class Machine:
         with self._watched(bad.words), self.device.working():
             raised = raised_by(bad)
         self._finish()
-        outcome, after = Outcome(True, self.driven.options), self.look(copies=False)
+        try:
+            after = self.look(copies=False)
+        except checked.WrongAnswer as wrong:
+            return Finding(f"behind {bad.words}, {wrong}")
+        outcome = Outcome(True, self.driven.options)
         seen = self.observation(
             after, before=self.now, outcome=outcome, bad_call=bad, raised=raised
         )
@@ -361,7 +365,11 @@ class Machine:
         )
 
     def fail(self, finding: Finding, also: str = "") -> NoReturn:
-        divergence = self._divergence(finding, self._books(self.adapter))
+        try:
+            books = self._books(self.adapter)
+        except checked.WrongAnswer:  # what was found before is told
+            books = Snapshot()
+        divergence = self._divergence(finding, books)
         if also:
             divergence.added.append(also)
         raise divergence from finding.cause

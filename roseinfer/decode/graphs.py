@@ -64,6 +64,7 @@ class StepGraphs:
                 raise ConfigError(
                     f"cuda_graph=True: the model's step cannot be captured ({why}): leave it off"
                 ) from error
+            _reset(self._graphs)
             _LOG.warning("steps run without CUDA graphs, since they cannot be captured: %s", why)
             return False
         return True

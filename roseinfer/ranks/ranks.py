@@ -7,7 +7,9 @@ tokens, and tells the others what to do.
 from __future__ import annotations
 
 import _thread
+import os
 import pickle
+import time
 import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 _LONGEST = timedelta(minutes=30)
 """Ranks may wait so long for one another: a GPU compiles its kernels meanwhile."""
+_FINISH_S, _GLANCE_S = 10.0, 0.001
 _NO_MONITOR = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
 """Torch's monitor of NCCL looks into the store every second, which is gone once all have met."""
 
@@ -46,7 +49,8 @@ class Ranks:
         self.before_end: list[Callable[[], None]] = []
         """Called when nobody has these ranks any more. What is called may not hold them itself."""
         self._group = _group(store, rank, size, device)
-        weakref.finalize(self, _let_go, self.before_end, self._group).atexit = False
+        given = self.before_end, self._group, device
+        weakref.finalize(self, _let_go, *given, process=os.getpid()).atexit = False
         self.least(0)
 
     def add_up(self, x: Tensor) -> Tensor:
@@ -88,16 +92,6 @@ class Ranks:
         except RuntimeError as error:
             raise RanksFailed("another rank does not take part any more", error) from error
 
-    def abort(self) -> None:
-        """End what waits for a rank that is gone.
-
-        NCCL ends its kernels at once, but from 2.26 on it returns only when no graph has any of
-        them. Those of an engine live as long as the engine, so nobody may wait for this.
-        """
-        for call in self.on_abort:
-            call()
-        self._group.abort()
-
 
 class LeadingRank(Ranks):
     """The first rank, which tells the others what to do."""
@@ -109,7 +103,9 @@ class LeadingRank(Ranks):
 
         def abort() -> None:
             if (ranks := own()) is not None:
-                ranks.abort()
+                calls, group = ranks.on_abort, ranks._group
+                del ranks  # whose end it may take
+                _abort(calls, group)
 
         links.on_failure.append(abort)
 
@@ -147,8 +143,19 @@ class FollowingRank(Ranks):
         except (EOFError, OSError):
             return None
         if order is None and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the leader's kernels wait for these
+            self._finish()
         return order
+
+    def _finish(self) -> None:
+        """Do what was begun: the leader's kernels wait for it.
+
+        This waits for some seconds alone. After a step that broke off there, it has no end.
+        """
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        ends = time.monotonic() + _FINISH_S
+        while not done.query() and time.monotonic() < ends:
+            time.sleep(_GLANCE_S)
 
     def answer(self, what: Any) -> None:
         self._leader.send_bytes(pickle.dumps(what, pickle.HIGHEST_PROTOCOL))
@@ -159,15 +166,37 @@ def leader_of(ranks: Ranks | None) -> LeadingRank | None:
     return ranks if isinstance(ranks, LeadingRank) else None
 
 
-def _let_go(calls: Iterable[Callable[[], None]], group: Any) -> None:
+def _abort(calls: Iterable[Callable[[], None]], group: Any) -> None:
+    """End what waits for a rank that is gone.
+
+    NCCL ends its kernels at once, but from 2.26 on it returns only when no graph has any of them.
+    Those of an engine live as long as the engine, so nobody may wait for this.
+    """
+    for call in calls:
+        call()
+    group.abort()
+
+
+def _let_go(
+    calls: Iterable[Callable[[], None]], group: Any, device: torch.device, process: int
+) -> None:
     """End the group of ranks that nobody has any more, in a thread that has it until then.
 
     Its own end would hold up whoever collects garbage. A thread of ``threading`` must not be
     started in the middle of what that interrupts.
     """
+    if os.getpid() != process:  # a fork has none of it
+        return
     for call in calls:
         call()
-    _thread.start_new_thread(group.abort, ())
+    _thread.start_new_thread(_end, (group, device))
+
+
+def _end(group: Any, device: torch.device) -> None:
+    """End a group when its kernels have ended, which others may wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    group.abort()
 
 
 def _group(store: Any, rank: int, size: int, device: torch.device) -> Any:

@@ -35,6 +35,8 @@ def test_a_server_of_this_machine_is_asked_more_often(url: str, rate: float) -> 
     made = endpoint_of(url, None, None, anywhere=True)
     assert made is not None
     assert made.rate == rate
+    words = made.options
+    assert float(words[words.index("--roseinfer-rate") + 1]) == rate
 
 
 @pytest.mark.parametrize(
@@ -81,12 +83,12 @@ def test_a_server_that_is_not_there() -> None:
 
 
 def test_a_model_that_is_not_there() -> None:
-    said = f"the server has no model another: it has {MODEL}$"
+    said = rf"the server has no model another: it has {MODEL} \(POST .*\)$"
     with running() as server, pytest.raises(pytest.UsageError, match=said):
         require_server(Endpoint(server.url, "another"))
 
 
-def test_a_server_that_lists_no_models_is_told_what_it_takes_no(
+def test_of_a_server_that_lists_no_models_it_is_told_what_it_refuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def none(_: Server) -> list[str]:

@@ -1,54 +1,105 @@
-"""Graphs end before the group that they have sums of, which would wait for them otherwise."""
+"""Graphs end before the group that they have sums of, which waits for them."""
 
 from __future__ import annotations
 
 import gc
+import threading
 import time
-import weakref
 from collections import Counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
-import transformers
 
-from roseinfer import LLM
 from roseinfer.decode.graphs import StepGraphs
 from roseinfer.decode.step_kind import StepKind
-from tests.parallel.followers import build, in_threads
-from tests.parallel.test_shares import SIZES
+from roseinfer.ranks import ranks as module
+from roseinfer.ranks.ranks import LeadingRank, Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import pytest
+_SECONDS = 20.0
 
 
-class Graph:
-    """Notes if the group is still there when the graph ends."""
+class Group:
+    """Stands for NCCL's, which ends when no graph has any of it."""
 
-    def __init__(self, group: Callable[[], Any], seen: list[bool]) -> None:
-        self._group, self._seen = group, seen
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+        self._without_graphs = threading.Event()
+
+    def allreduce(self, *_: Any) -> None:
+        """Do nothing: there is one rank."""
+
+    def abort(self) -> None:
+        assert self._without_graphs.wait(_SECONDS)
+        self.ended.append("group")
 
     def reset(self) -> None:
-        self._seen.append(self._group() is not None)
+        """End the graph."""
+        self.ended.append("graph")
+        self._without_graphs.set()
 
 
-def test_graphs_end_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_threads(monkeypatch)
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    made = Group()
+    monkeypatch.setattr(module, "_group", lambda *_: made)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    llm = LLM(build(transformers.LlamaConfig), **SIZES, tensor_parallel_size=2)
-    assert llm.ranks is not None
-    group, seen = weakref.ref(llm.ranks._group), list[bool]()
-    rows: Any = SimpleNamespace(ranks=llm.ranks)
-    graphs: Any = StepGraphs(lambda *_: None, rows, Counter())
-    graphs._graphs[1, StepKind(greedy=True)] = Graph(group, seen), Counter()
-    captured = graphs._graphs
-    del llm, rows, graphs
-    deadline = time.monotonic() + 20
-    while group() is not None and time.monotonic() < deadline:
+    return made
+
+
+def captured(ranks: Ranks, graph: Any) -> None:
+    """Capture a step, and let go of what has captured it."""
+    rows: Any = SimpleNamespace(ranks=ranks)
+    graphs = StepGraphs(lambda *_: None, rows, Counter())
+    graphs._graphs[1, StepKind(greedy=True)] = graph, Counter()
+
+
+def waits_for(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + _SECONDS
+    while not holds() and time.monotonic() < deadline:
         gc.collect()
-        time.sleep(0.1)
-    assert group() is None
-    assert seen == [True]
-    assert not captured
+        time.sleep(0.01)
+    return holds()
+
+
+CPU = torch.device("cpu")
+
+
+def test_graphs_end_first(group: Group) -> None:
+    ranks = Ranks(0, 1, None, CPU)
+    captured(ranks, group)
+    del ranks
+    assert waits_for(lambda: len(group.ended) == 2)
+    assert group.ended == ["graph", "group"]
+
+
+def test_they_end_where_a_failure_waits_for_them(group: Group) -> None:
+    links: Any = SimpleNamespace(on_failure=[])
+    ranks = LeadingRank(links, 1, None, CPU)
+    captured(ranks, group)
+    failure = threading.Thread(target=links.on_failure[0])
+    failure.start()
+    del ranks
+    assert waits_for(lambda: len(group.ended) == 3)
+    failure.join(_SECONDS)
+    assert group.ended == ["graph", "group", "group"]
+
+
+def test_those_of_a_capture_that_failed_end_at_once(group: Group) -> None:
+    def step(count: int, _: Any) -> None:
+        graphs._graphs[count, StepKind(greedy=True)] = made, Counter()
+        raise RuntimeError("it waits for the host")
+
+    ranks = Ranks(0, 1, None, CPU)
+    rows: Any = SimpleNamespace(ranks=ranks, emptied=threading.Lock)
+    made: Any = SimpleNamespace(reset=group.reset)
+    graphs = StepGraphs(step, rows, Counter())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+        assert not graphs.capture([1], required=False)
+    assert group.ended == ["graph"]
+    assert not graphs._graphs

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from roseinfer import RanksFailed
+from roseinfer.ranks import ranks
 from roseinfer.ranks.links import Links
 from roseinfer.ranks.ranks import FollowingRank
 
@@ -88,18 +89,35 @@ def test_the_end_of_a_rank_that_broke_down_is_waited_for(waiting: _Waiting) -> N
         waiting.links.require()
 
 
+class _Event:
+    """Stands for the end of what a GPU has begun, which comes when it is asked for twice."""
+
+    asked = 0
+
+    def record(self) -> None:
+        """Do nothing: nothing is begun."""
+
+    def query(self) -> bool:
+        _Event.asked += 1
+        return _Event.asked > 1
+
+
 def test_a_rank_that_is_let_go_ends_what_the_leader_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One whose leader is gone waits for nothing."""
-    ended: list[object] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", ended.append)
+    """One whose leader is gone waits for nothing, and no rank waits for long."""
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(_Event, "asked", 0)
     leader, link = Pipe()
     rank = FollowingRank.__new__(FollowingRank)
     rank._leader, rank.device = link, torch.device("cuda", 1)
     leader.send_bytes(pickle.dumps(None))
     assert rank.hear() is None
-    assert ended == [rank.device]
+    assert _Event.asked == 2
+    monkeypatch.setattr(ranks, "_FINISH_S", 0.05)
+    monkeypatch.setattr(_Event, "query", lambda _: False)
+    leader.send_bytes(pickle.dumps(None))
+    assert rank.hear() is None
     leader.close()
     assert rank.hear() is None
-    assert len(ended) == 1
+    assert _Event.asked == 2

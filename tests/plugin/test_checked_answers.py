@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_roseinfer import CacheSpec, Divergence, History, KVCacheAdapter, Ledger, run_history
+from pytest_roseinfer import (
+    BadCall,
+    CacheSpec,
+    Divergence,
+    History,
+    KVCacheAdapter,
+    Ledger,
+    run_history,
+)
 from pytest_roseinfer.adapters.answers import checked
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.fill import Fill
@@ -18,7 +26,7 @@ from tests.plugin.caches.paged_cache import PagedCache
 from tests.plugin.caches.text_cache import TextCache
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pytest_roseinfer.oracle.texts import Branch
 
@@ -102,6 +110,49 @@ def _what(
 )
 def test_what_is_no_answer_is_told(method: str, answer: object, said: str) -> None:
     assert _what(PagedCache, method, answer) == said
+
+
+def test_a_ledger_of_what_can_be_read_once_is_told() -> None:
+    once: Any = reversed([1, 2])
+    with pytest.raises(TypeError, match=r"whose free is <list_reverseiterator .*>: list block n"):
+        checked.ledger("ledger(0)", Ledger({}, once, 8))
+    assert [*once] == [2, 1]
+
+
+class Spoiling(PagedCache):
+    """A cache that has no table any more once something has gone wrong."""
+
+    spoilt = False
+
+    def table(self, seq: int, layer: int) -> Any:
+        return None if self.spoilt else super().table(seq, layer)
+
+    def _spoil(self) -> None:
+        self.spoilt = True
+        raise IndexError("pop from empty list")
+
+
+class SpoiltByABadCall(Spoiling):
+    def bad_calls(self) -> Iterator[BadCall]:
+        yield BadCall("free of nothing", self._spoil, (IndexError,))
+
+
+class SpoiltByAWrite(Spoiling):
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        if self.lengths:
+            self._spoil()
+        super().append(seqs, key, value)
+
+
+def test_what_a_bad_call_leads_to_is_told_as_its() -> None:
+    with pytest.raises(Divergence) as found:
+        run_history(SpoiltByABadCall, History(CacheSpec(), (Append((0,)),)))
+    assert found.value.what == f"behind free of nothing, table(0, 0) returned None: {LIST}"
+
+
+def test_what_was_wrong_before_is_told() -> None:
+    with pytest.raises(Divergence, match="the write raised IndexError: pop from empty list"):
+        run_history(SpoiltByAWrite, History(CacheSpec(), (Append((0,)), Append((0,)))))
 
 
 def test_a_lookup_that_does_not_count_is_told() -> None:

@@ -64,3 +64,18 @@ def test_the_prefixes_of_the_project_are_named(project: Project) -> None:
     result = project.pytest(*options)
     result.stdout.fnmatch_lines([HINT.format("TestConf") + "begin with Check or Suite"])
     assert "CheckConf is a class" not in result.stdout.str()
+
+
+def test_where_warnings_are_errors_the_module_fails(project: Project) -> None:
+    project.copy_caches()
+    project.write(
+        test_mine="""
+            from caches.list_cache import ListCache
+            from pytest_roseinfer import conformance
+
+            Conf = conformance(ListCache)
+        """
+    )
+    result = project.pytest("-p", "no:cacheprovider", "-W", "error", "--collect-only")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(["*ERROR collecting test_mine.py*", "Conf is a class of *"])

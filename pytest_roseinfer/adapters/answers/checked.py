@@ -41,7 +41,7 @@ def ledger(call: str, shown: Any) -> Ledger:
         )
     for name in ("free", "cached"):
         blocks = getattr(shown, name)
-        if not (isinstance(blocks, Iterable) and _are_numbers(blocks)):
+        if not (isinstance(blocks, Collection) and _are_numbers(blocks)):
             raise WrongAnswer(
                 f"{call} returned a Ledger whose {name} is {_in_words(blocks)}: list block numbers"
             )

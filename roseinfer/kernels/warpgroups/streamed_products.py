@@ -57,7 +57,7 @@ class Program(Protocol):
 
 def streams(x: Tensor, weight: Tensor, parts: int, strips: int) -> bool:
     """Tell if the kernel computes this product, for which it is compiled then."""
-    rows, inputs = x.shape
+    rows, inputs = len(x), weight.shape[1]
     fit = (
         rows <= MOST_ROWS
         and inputs % (parts * DEEPEST * SIDE) == 0

@@ -1,4 +1,4 @@
-"""Counts the forward passes that have products which warpgroups compute."""
+"""Counts the forward passes of which warpgroups compute products."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 
 
 def count_streamed(x: Tensor, weight: Tensor, attention: AttentionBackend, parts: int = 1) -> None:
-    """Count a forward pass if the product by this ``[outputs, inputs]`` is such a one."""
+    """Count a forward pass if warpgroups compute its product by this ``[outputs, inputs]``."""
     if streams(x, weight, parts, 1):
         attention.path_counts[EnginePath.STREAMED] += 1
