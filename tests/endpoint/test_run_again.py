@@ -16,7 +16,7 @@ from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
 from pytest_roseinfer.endpoint.served_engine import ServedEngine
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.search.reproduce import Saved, save
-from pytest_roseinfer.settings import Endpoint
+from pytest_roseinfer.settings import RATE, Endpoint
 from roseinfer.engine.engine import Engine
 from tests.endpoint.planted_servers import to_pieces
 from tests.server.served import running
@@ -101,12 +101,13 @@ def test_what_makes_no_sense_is_refused_in_one_line(pytester: pytest.Pytester) -
     with asking(Endpoint(url, "a model")):
         files, words = saved(NOTHING, pytester.path)
     replayed, named = words[:2], words[2:]
-    assert named == ["--roseinfer-endpoint", url, "--roseinfer-model", "a model"]
+    rate = ["--roseinfer-rate", str(RATE)]
+    assert named == ["--roseinfer-endpoint", url, "--roseinfer-model", "a model", *rate]
     trace = json.loads((pytester.path / files.trace).read_text())
     assert trace["server"] == {"url": url, "model": "a model"}
     other = {**trace, "adapter": settings.SHIPPED_TARGETS[1]}
     (pytester.path / "cache.json").write_text(json.dumps(other))
-    which = f"say which, as --roseinfer-endpoint {url} --roseinfer-model 'a model'"
+    which = f"say which, as --roseinfer-endpoint {url} --roseinfer-model 'a model' {' '.join(rate)}"
     for asked, said in {
         (*replayed,): which,
         (*replayed, "--roseinfer-replay-trust"): which,

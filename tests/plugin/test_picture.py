@@ -91,8 +91,8 @@ class WritesToAFreeBlock(WritesElsewhere):
 
 def test_a_block_that_nobody_holds_is_marked_beside_whose_token_it_has() -> None:
     assert drawn(WritesToAFreeBlock) == [
-        "> < marks what is wrong in layer 0, block 5, head 0, K: expected poison (nothing was ever "
-        "written there), found sequence 7, token 2, layer 0, head 0, K",
+        "> < marks what is wrong in layer 0, block 5, head 0, K: expected poison (nothing has been "
+        "written there yet), found sequence 7, token 2, layer 0, head 0, K",
         "what should be stored, page by page (sequence.token, x holders where shared):",
         "sequence 7: [7.0 7.1 7.2]",
         "other sequences, not drawn: 2",
