@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _LONGEST = timedelta(minutes=30)
 """Ranks may wait so long for one another: a GPU compiles its kernels meanwhile."""
 _FINISH_S, _GLANCE_S = 10.0, 0.001
+"""A rank that is let go finishes what it has begun for so long, and looks so often."""
 _NO_MONITOR = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
 """Torch's monitor of NCCL looks into the store every second, which is gone once all have met."""
 
