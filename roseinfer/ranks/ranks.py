@@ -7,6 +7,7 @@ tokens, and tells the others what to do.
 from __future__ import annotations
 
 import _thread
+import atexit
 import os
 import pickle
 import time
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _LONGEST = timedelta(minutes=30)
 """Ranks may wait so long for one another: a GPU compiles its kernels meanwhile."""
 _FINISH_S, _GLANCE_S = 10.0, 0.001
-"""A rank that is let go finishes what it has begun for so long, and looks so often."""
+"""What is let go finishes what it has begun for so long, and a rank looks so often."""
 _NO_MONITOR = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
 """Torch's monitor of NCCL looks into the store every second, which is gone once all have met."""
 
@@ -50,7 +51,7 @@ class Ranks:
         self.before_end: list[Callable[[], None]] = []
         """Called when nobody has these ranks any more. What is called may not hold them itself."""
         self._group = _group(store, rank, size, device)
-        given = self.before_end, self._group, device
+        given = self.before_end, [self._group], device
         weakref.finalize(self, _let_go, *given, process=os.getpid()).atexit = False
         self.least(0)
 
@@ -179,25 +180,33 @@ def _abort(calls: Iterable[Callable[[], None]], group: Any) -> None:
 
 
 def _let_go(
-    calls: Iterable[Callable[[], None]], group: Any, device: torch.device, process: int
+    calls: Iterable[Callable[[], None]], held: list[Any], device: torch.device, process: int
 ) -> None:
     """End the group of ranks that nobody has any more, in a thread that has it until then.
 
     Its own end would hold up whoever collects garbage. A thread of ``threading`` must not be
-    started in the middle of what that interrupts.
+    started in the middle of what that interrupts. The process waits for the thread when it exits:
+    C++ that returns to an interpreter that is gone takes the process down with it.
     """
     if os.getpid() != process:  # a fork has none of it
         return
     for call in calls:
         call()
-    _thread.start_new_thread(_end, (group, device))
+    ends = _thread.allocate_lock()
+    ends.acquire()
+    atexit.register(ends.acquire, timeout=_FINISH_S)
+    _thread.start_new_thread(_end, (held, device, ends))
 
 
-def _end(group: Any, device: torch.device) -> None:
+def _end(held: list[Any], device: torch.device, ends: _thread.LockType) -> None:
     """End a group when its kernels have ended, which others may wait for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    group.abort()
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        held[0].abort()
+    finally:
+        held.clear()  # the last of the group, whose own end is C++ too
+        ends.release()
 
 
 def _group(store: Any, rank: int, size: int, device: torch.device) -> Any:

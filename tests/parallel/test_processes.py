@@ -201,6 +201,20 @@ def is_running(process: int) -> bool:
         return False
 
 
+_LETS_GO = """
+from roseinfer import LLM
+llm = LLM("tiny", device="cpu", tensor_parallel_size=2, kv_cache_tokens=400)
+del llm
+"""
+
+
+def test_a_process_exits_right_after_it_has_let_go_of_its_ranks() -> None:
+    """A process of its own: what ``warm_process`` runs ends with no interpreter's end."""
+    command = [sys.executable, "-c", _LETS_GO]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_torchrun_starts_the_ranks() -> None:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     launcher += ["--standalone", sys.executable, "-m", "roseinfer", "generate"]
