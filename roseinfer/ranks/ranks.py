@@ -10,8 +10,10 @@ import _thread
 import atexit
 import os
 import pickle
+import threading
 import time
 import weakref
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,8 @@ _LONGEST = timedelta(minutes=30)
 """Ranks may wait so long for one another: a GPU compiles its kernels meanwhile."""
 _FINISH_S, _GLANCE_S = 10.0, 0.001
 """What is let go finishes what it has begun for so long, and a rank looks so often."""
+_MEET_S = 0.2
+"""Ranks that come together are asked so often whether one of them has ended."""
 _NO_MONITOR = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
 """Torch's monitor of NCCL looks into the store every second, which is gone once all have met."""
 
@@ -46,14 +50,21 @@ class Ranks:
         """Wait until all ranks have come to the store, which none needs from then on."""
         self.rank, self.size = rank, size
         self.device = device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread: ranks may meet in another
         self.on_abort: list[Callable[[], None]] = []
         """Called when a rank has ended, before all else."""
         self.before_end: list[Callable[[], None]] = []
         """Called when nobody has these ranks any more. What is called may not hold them itself."""
-        self._group = _group(store, rank, size, device)
+        self._group = self._meet(store)
         given = self.before_end, [self._group], device
         weakref.finalize(self, _let_go, *given, process=os.getpid()).atexit = False
-        self.least(0)
+
+    def _meet(self, store: Any) -> Any:
+        """Return the group that moves tensors, when all ranks have come to it."""
+        group = _group(store, self.rank, self.size, self.device)
+        self._least(group, 0)
+        return group
 
     def add_up(self, x: Tensor) -> Tensor:
         """Add up what each rank has, in place, and return it."""
@@ -74,10 +85,13 @@ class Ranks:
 
     def least(self, number: int) -> int:
         """Return the least number that any rank has."""
+        return self._least(self._group, number)
+
+    def _least(self, group: Any, number: int) -> int:
         found = torch.tensor([number], device=self.device)
         options = self._in_order(distributed.AllreduceOptions())
         options.reduceOp = distributed.ReduceOp(distributed.ReduceOp.MIN)
-        self._together(self._group.allreduce, [found], options)
+        self._together(group.allreduce, [found], options)
         return int(found)
 
     def _in_order(self, options: Any) -> Any:
@@ -110,6 +124,24 @@ class LeadingRank(Ranks):
                 _abort(calls, group)
 
         links.on_failure.append(abort)
+        links.require()  # what was before that
+
+    def _meet(self, store: Any) -> Any:
+        """Wait for no rank that has ended: what waits for it then is left to itself."""
+        found: Future[Any] = Future()
+        meet = super()._meet
+
+        def run() -> None:
+            try:
+                found.set_result(meet(store))
+            except BaseException as error:  # for whoever waits
+                found.set_exception(error)
+
+        threading.Thread(target=run, name="roseinfer ranks meet", daemon=True).start()
+        while not found.done():
+            wait([found], _MEET_S)
+            self.links.require()
+        return found.result()
 
     def tell(self, order: Order) -> None:
         """Have all other ranks do something. What this rank does next must be the same."""

@@ -161,7 +161,11 @@ follower.follow(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 
 @pytest.mark.parametrize(
     ("at", "why"),
-    [("rank_device", "rank 1 cannot begin: it has ended"), ("load", "rank 1 has ended")],
+    [
+        ("rank_device", "rank 1 cannot begin: it has ended"),
+        ("FollowingRank", "rank 1 has ended"),
+        ("load", "rank 1 has ended"),
+    ],
 )
 def test_a_rank_that_ends_before_the_model_is_loaded(
     at: str, why: str, monkeypatch: pytest.MonkeyPatch
