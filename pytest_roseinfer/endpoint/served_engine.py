@@ -50,11 +50,12 @@ class ServedEngine(EngineAdapter):
         self._news = threading.Condition()
         self._seen = self._arrived = 0
         self._open: dict[Streamed, Streamed] = {}
-        self._cold: list[tuple[int, Streamed, Streamed]] = []
         first = [self._ask(each.prompt, each.sampling) for each in mix.requests]
-        for number, (asked, cold) in enumerate(zip(mix.requests, first, strict=True)):
+        for cold in first:
             cold.wait()
-            self._cold.append((number, cold, self._alone(asked.prompt, asked.sampling)))
+        self.server.held()  # until it is idle, for a mix that failed may have left some
+        alone = [self._alone(each.prompt, each.sampling) for each in mix.requests]
+        self._cold = list(zip(range(len(first)), first, alone, strict=True))
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
         stream = self._ask(prompt, sampling)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from hypothesis.errors import FlakyFailure
@@ -87,6 +87,31 @@ def _stream(like: Any) -> Any:
     stream = object.__new__(Streamed)
     vars(stream).update(vars(like), wait=lambda: None)
     return stream
+
+
+class _Counted:
+    """Stands for a text that is served until it is waited for, as all others are."""
+
+    served: ClassVar[list[_Counted]] = []
+    beside: ClassVar[list[int]] = []
+    """How many others were served when each text was asked for."""
+    error = ""
+
+    def __init__(self, *_: object) -> None:
+        self.beside.append(len(self.served))
+        self.served.append(self)
+
+    def wait(self) -> None:
+        self.served.remove(self)
+
+
+def test_what_is_asked_alone_is_alone(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was not: while the first text of a mix was asked for alone, the others were served."""
+    del endpoint
+    monkeypatch.setattr("pytest_roseinfer.endpoint.served_engine.Streamed", _Counted)
+    mix = RequestMix(tuple(Asked((word,), Sampling(max_new_tokens=2)) for word in (3, 4, 5)))
+    ServedEngine().make(mix)
+    assert _Counted.beside == [0, 1, 2, 0, 0, 0]
 
 
 @pytest.mark.parametrize("cold", [True, False])
