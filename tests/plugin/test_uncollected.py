@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import dedent
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,68 +15,44 @@ HINT = (
 )
 
 
-def test_one_that_is_not_run_is_hinted_at(project: Project) -> None:
+def run(project: Project, classes: str, *options: str) -> pytest.RunResult:
+    """Run a module with these classes of ``conformance()``."""
     project.copy_caches()
-    project.write(
-        test_mine="""
-            from caches.list_cache import ListCache
-            from pytest_roseinfer import conformance
+    begin = "from caches.list_cache import ListCache\nfrom pytest_roseinfer import conformance\n"
+    project.write(test_mine=begin + dedent(classes))
+    return project.pytest("-p", "no:cacheprovider", *options)
 
-            Conf = conformance(ListCache)
-        """
-    )
-    result = project.pytest("-p", "no:cacheprovider")
+
+def test_one_that_is_not_run_is_hinted_at(project: Project) -> None:
+    result = run(project, "Conf = conformance(ListCache)")
     assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
     result.stdout.fnmatch_lines([HINT.format("Conf") + "begin with Test"])
 
 
 def test_one_that_is_run_otherwise_is_not(project: Project) -> None:
-    project.copy_caches()
-    project.write(
-        test_mine="""
-            from caches.list_cache import ListCache
-            from pytest_roseinfer import conformance
-            from pytest_roseinfer.suite.conformance import ConformanceTests
-            from pytest_roseinfer.suite.shipped_tests import ShippedTests
+    classes = """
+        from pytest_roseinfer.suite.conformance import ConformanceTests
+        from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
-            Base = conformance(ListCache)
-            class TestMine(Base):
-                pass
-            Alias = TestOther = conformance(ListCache)
-            _kept = conformance(ListCache)
-        """
-    )
-    result = project.pytest("-p", "no:cacheprovider", "--collect-only", "-q")
+        Base = conformance(ListCache)
+        class TestMine(Base):
+            pass
+        Alias = TestOther = conformance(ListCache)
+        _kept = conformance(ListCache)
+    """
+    result = run(project, classes, "--collect-only", "-q")
+    result.stdout.fnmatch_lines(["*::TestMine::*"])
     assert "PytestCollectionWarning" not in result.stdout.str()
 
 
 def test_the_prefixes_of_the_project_are_named(project: Project) -> None:
-    project.copy_caches()
-    project.write(
-        test_mine="""
-            from caches.list_cache import ListCache
-            from pytest_roseinfer import conformance
-
-            TestConf = conformance(ListCache)
-            CheckConf = conformance(ListCache)
-        """
-    )
-    options = ("-p", "no:cacheprovider", "--collect-only", "-o", "python_classes=Check Suite")
-    result = project.pytest(*options)
+    classes = "TestConf = conformance(ListCache)\nCheckConf = conformance(ListCache)"
+    result = run(project, classes, "--collect-only", "-o", "python_classes=Check Suite")
     result.stdout.fnmatch_lines([HINT.format("TestConf") + "begin with Check or Suite"])
     assert "CheckConf is a class" not in result.stdout.str()
 
 
 def test_where_warnings_are_errors_the_module_fails(project: Project) -> None:
-    project.copy_caches()
-    project.write(
-        test_mine="""
-            from caches.list_cache import ListCache
-            from pytest_roseinfer import conformance
-
-            Conf = conformance(ListCache)
-        """
-    )
-    result = project.pytest("-p", "no:cacheprovider", "-W", "error", "--collect-only")
+    result = run(project, "Conf = conformance(ListCache)", "-W", "error", "--collect-only")
     assert result.ret == pytest.ExitCode.INTERRUPTED
     result.stdout.fnmatch_lines(["*ERROR collecting test_mine.py*", "Conf is a class of *"])
