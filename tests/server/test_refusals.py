@@ -182,6 +182,30 @@ def test_every_wrong_value_is_named(server: Server) -> None:
         assert refused.error["message"]
 
 
+NAMING = [
+    ("completions", {"stop": 5}, "stop: Input should be a valid string or array"),
+    ("completions", {"prompt": ""}, "prompt: it is empty"),
+    ("completions", {"prompt": ["x"] * 129}, "prompt: there are more than 128 prompts"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": 5}]},
+        "messages.0.content: Input should be a valid string or array",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "robot", "content": "x"}]},
+        "messages.0.role: Input should be 'system', 'developer', 'user', 'assistant' or 'tool'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "wrong", "said"), NAMING)
+def test_all_that_would_do_is_named(
+    server: Server, path: str, wrong: dict[str, Any], said: str
+) -> None:
+    assert server.post(path, **NEEDED[path] | wrong).error["message"] == said
+
+
 def test_what_is_missing_is_named(server: Server) -> None:
     for path, needed in NEEDED.items():
         for name in ("model", *needed):

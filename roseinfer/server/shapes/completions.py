@@ -45,10 +45,14 @@ def _is_whole(value: Any) -> bool:
 def _as_prompts(value: Any) -> list[str | list[int]]:
     """Return a list of prompts, of whatever form they came in."""
     found = [value] if _is_prompt(value) else value
-    if not (isinstance(found, list) and 0 < len(found) <= MOST_CHOICES):
+    if found in ("", []):
+        raise PydanticCustomError("no_prompt", "it is empty")
+    if not isinstance(found, list):
         raise PydanticCustomError("no_prompt", "it must be a text, token ids, or a list of these")
     if not all(map(_is_prompt, found)):
         raise PydanticCustomError("no_prompt", "each prompt must be a text or token ids, not empty")
+    if len(found) > MOST_CHOICES:
+        raise PydanticCustomError("prompts", f"there are more than {MOST_CHOICES} prompts")
     return [each if isinstance(each, str) else [*map(int, each)] for each in found]
 
 

@@ -20,10 +20,22 @@ Content = Annotated[
 ]
 
 
+_ASKING = ("system", "developer", "user")
+_ROLES = "'system', 'developer', 'user', 'assistant' or 'tool'"
+
+
 class AskingMessage(Said):
     role: Literal["system", "developer", "user"]
     content: Content
     name: str | None = None
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _any(cls, role: Any) -> Any:
+        """Name all roles where it is none: messages of other roles have bodies of their own."""
+        if role not in _ASKING:
+            raise PydanticCustomError("role", f"Input should be {_ROLES}")
+        return role
 
     def told(self) -> dict[str, Any]:
         told = self.as_told(self.content)
