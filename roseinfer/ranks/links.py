@@ -59,6 +59,10 @@ class Links:
             self.require()
             raise RanksFailed(f"a rank gave no answer for {_REPLY_S:.0f} s") from None
 
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
     def require(self) -> None:
         """Raise if the ranks cannot go on."""
         if self._failure is not None:

@@ -39,6 +39,8 @@ _FINISH_S, _GLANCE_S = 10.0, 0.001
 """What is let go finishes what it has begun for so long, and a rank looks so often."""
 _MEET_S = 0.2
 """Ranks that come together are asked so often whether one of them has ended."""
+_LAST_S = 1.0
+"""One that ended just behind their meeting lets the others come away from it within so long."""
 _NO_MONITOR = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
 """Torch's monitor of NCCL looks into the store every second, which is gone once all have met."""
 
@@ -124,7 +126,8 @@ class LeadingRank(Ranks):
                 _abort(calls, group)
 
         links.on_failure.append(abort)
-        links.require()  # what was before that
+        if links.failed:  # before that
+            abort()
 
     def _meet(self, store: Any) -> Any:
         """Wait for no rank that has ended: what waits for it then is left to itself."""
@@ -140,7 +143,8 @@ class LeadingRank(Ranks):
         threading.Thread(target=run, name="roseinfer ranks meet", daemon=True).start()
         while not found.done():
             wait([found], _MEET_S)
-            self.links.require()
+            if self.links.failed and not wait([found], _LAST_S).done:
+                self.links.require()
         return found.result()
 
     def tell(self, order: Order) -> None:

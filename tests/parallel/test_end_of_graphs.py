@@ -78,7 +78,7 @@ def test_graphs_end_first(group: Group) -> None:
 
 
 def test_they_end_where_a_failure_waits_for_them(group: Group) -> None:
-    links: Any = SimpleNamespace(on_failure=[])
+    links: Any = SimpleNamespace(on_failure=[], failed=False)
     ranks = LeadingRank(links, 1, None, CPU)
     captured(ranks, group)
     failure = threading.Thread(target=links.on_failure[0])
