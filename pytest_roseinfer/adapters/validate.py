@@ -35,6 +35,8 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "look_up": ("begin_with", "texts"),
     "begin_with": ("look_up",),
     "matched": ("texts",),
+    "arena": ("table",),  # else nothing says whose a block is, and a run would be green
+    "ledger": ("table",),
     **dict.fromkeys(_SWAPPING, _SWAPPING),
 }
 """For optional methods, others that they are nothing without: no step would call them."""

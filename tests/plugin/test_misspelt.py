@@ -113,6 +113,8 @@ def test_a_misspelt_name_is_found_in_a_base_of_the_users() -> None:
         ("resume", "preempt"),
         ("look_up", "begin_with, texts"),
         ("matched", "texts"),
+        ("arena", "table"),
+        ("ledger", "table"),
         ("swap_out", "swapped_out, swap_in, swapped_in"),
         ("swapped_in", "swap_out, swapped_out, swap_in"),
     ],
