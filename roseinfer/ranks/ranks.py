@@ -58,15 +58,14 @@ class Ranks:
         """Called when a rank has ended, before all else."""
         self.before_end: list[Callable[[], None]] = []
         """Called when nobody has these ranks any more. What is called may not hold them itself."""
-        self._group = self._meet(store)
+        self._meet(store)
         given = self.before_end, [self._group], device
         weakref.finalize(self, _let_go, *given, process=os.getpid()).atexit = False
 
-    def _meet(self, store: Any) -> Any:
-        """Return the group that moves tensors, when all ranks have come to it."""
-        group = _group(store, self.rank, self.size, self.device)
-        self._least(group, 0)
-        return group
+    def _meet(self, store: Any) -> None:
+        """Make the group that moves tensors, and wait until all ranks have come to it."""
+        self._group = _group(store, self.rank, self.size, self.device)
+        self.least(0)
 
     def add_up(self, x: Tensor) -> Tensor:
         """Add up what each rank has, in place, and return it."""
@@ -87,13 +86,10 @@ class Ranks:
 
     def least(self, number: int) -> int:
         """Return the least number that any rank has."""
-        return self._least(self._group, number)
-
-    def _least(self, group: Any, number: int) -> int:
         found = torch.tensor([number], device=self.device)
         options = self._in_order(distributed.AllreduceOptions())
         options.reduceOp = distributed.ReduceOp(distributed.ReduceOp.MIN)
-        self._together(group.allreduce, [found], options)
+        self._together(self._group.allreduce, [found], options)
         return int(found)
 
     def _in_order(self, options: Any) -> Any:
@@ -129,23 +125,23 @@ class LeadingRank(Ranks):
         if links.failed:  # before that
             abort()
 
-    def _meet(self, store: Any) -> Any:
+    def _meet(self, store: Any) -> None:
         """Wait for no rank that has ended: what waits for it then is left to itself."""
-        found: Future[Any] = Future()
+        met: Future[None] = Future()
         meet = super()._meet
 
         def run() -> None:
             try:
-                found.set_result(meet(store))
+                met.set_result(meet(store))
             except BaseException as error:  # for whoever waits
-                found.set_exception(error)
+                met.set_exception(error)
 
         threading.Thread(target=run, name="roseinfer ranks meet", daemon=True).start()
-        while not found.done():
-            wait([found], _MEET_S)
-            if self.links.failed and not wait([found], _LAST_S).done:
+        while not met.done():
+            wait([met], _MEET_S)
+            if self.links.failed and not wait([met], _LAST_S).done:
                 self.links.require()
-        return found.result()
+        met.result()
 
     def tell(self, order: Order) -> None:
         """Have all other ranks do something. What this rank does next must be the same."""

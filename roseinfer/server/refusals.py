@@ -73,9 +73,9 @@ def refusal_of_body(error: ValidationError, limited: Collection[str]) -> Refused
     found = error.errors(include_url=False, include_input=False)
     first = min(found, key=lambda each: each["type"] == "missing")  # as of a part of another kind
     kind, said = first["type"], first["msg"]
-    # Those in brackets say which of a field's kinds of values was tried.
     if kind == "list_type" and first["loc"][-1] == "(list)":
         said = "Input should be a valid string or array"
+    # Those in brackets say which of a field's kinds of values was tried.
     path = ".".join(str(part) for part in first["loc"] if not str(part).startswith("("))
     if kind == "json_invalid":
         return Refused(400, f"the body is no JSON: {said}", code="invalid_json")

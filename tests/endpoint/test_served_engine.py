@@ -109,6 +109,7 @@ def test_what_is_asked_alone_is_alone(endpoint: Endpoint, monkeypatch: pytest.Mo
     """It was not: while the first text of a mix was asked for alone, the others were served."""
     del endpoint
     monkeypatch.setattr("pytest_roseinfer.endpoint.served_engine.Streamed", _Counted)
+    monkeypatch.setattr(_Counted, "beside", [])
     mix = RequestMix(tuple(Asked((word,), Sampling(max_new_tokens=2)) for word in (3, 4, 5)))
     ServedEngine().make(mix)
     assert _Counted.beside == [0, 1, 2, 0, 0, 0]

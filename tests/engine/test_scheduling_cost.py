@@ -35,7 +35,7 @@ def calls_in_a_step(world: World) -> int:
 
     world.scheduler.waiting = Queue(world.scheduler.waiting)
     before = sys.getprofile()
-    gc.disable()  # what ends in the middle of a step is not the step's
+    gc.disable()  # Hypothesis has a callback for each collection, whose calls would be counted
     sys.setprofile(note)
     try:
         world.scheduler.next_step()

@@ -89,6 +89,14 @@ def test_they_end_where_a_failure_waits_for_them(group: Group) -> None:
     assert group.ended == ["graph", "group", "group"]
 
 
+def test_a_failure_ahead_of_whoever_hears_of_it_ends_the_group(group: Group) -> None:
+    group.reset()
+    links: Any = SimpleNamespace(on_failure=[], failed=True)
+    ranks = LeadingRank(links, 1, None, CPU)
+    assert group.ended == ["graph", "group"]
+    del ranks
+
+
 def test_those_of_a_capture_that_failed_end_at_once(group: Group) -> None:
     def step(count: int, _: Any) -> None:
         graphs._graphs[count, StepKind(greedy=True)] = made, Counter()

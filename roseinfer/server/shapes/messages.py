@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import (
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from roseinfer.server.shapes.bodies import LIST, TEXT, TEXT_OR_LIST, NoList, Part, Said
@@ -20,7 +29,6 @@ Content = Annotated[
 ]
 
 
-_ASKING = ("system", "developer", "user")
 _ROLES = "'system', 'developer', 'user', 'assistant' or 'tool'"
 
 
@@ -29,13 +37,14 @@ class AskingMessage(Said):
     content: Content
     name: str | None = None
 
-    @field_validator("role", mode="before")
+    @field_validator("role", mode="wrap")
     @classmethod
-    def _any(cls, role: Any) -> Any:
+    def _any(cls, role: Any, check: ValidatorFunctionWrapHandler) -> Any:
         """Name all roles where it is none: messages of other roles have bodies of their own."""
-        if role not in _ASKING:
-            raise PydanticCustomError("role", f"Input should be {_ROLES}")
-        return role
+        try:
+            return check(role)
+        except ValidationError:
+            raise PydanticCustomError("role", f"Input should be {_ROLES}") from None
 
     def told(self) -> dict[str, Any]:
         told = self.as_told(self.content)
