@@ -53,21 +53,25 @@ def _are_missing(words, stamp, inside):
 def _packed(numbers, TOGETHER: tl.constexpr):
     """Put the numbers that a word carries into the lower half of one."""
     if TOGETHER == 1:
-        return numbers.to(tl.float32).to(tl.uint32, bitcast=True).to(tl.int64)
-    PAIRS: tl.constexpr = numbers.shape[0] // 2
-    bits = numbers.to(tl.uint16, bitcast=True).to(tl.int64)
-    low, high = tl.split(tl.reshape(bits, (PAIRS, 2)))
-    return low | (high << 16)
+        packed = numbers.to(tl.float32).to(tl.uint32, bitcast=True).to(tl.int64)
+    else:  # the compiler looks at what follows a return
+        PAIRS: tl.constexpr = numbers.shape[0] // 2
+        bits = numbers.to(tl.uint16, bitcast=True).to(tl.int64)
+        low, high = tl.split(tl.reshape(bits, (PAIRS, 2)))
+        packed = low | (high << 16)
+    return packed
 
 
 @triton.jit
 def _unpacked(words, dtype: tl.constexpr, TOGETHER: tl.constexpr):
     """Return in float32 the numbers that words carry."""
     if TOGETHER == 1:
-        return words.to(tl.int32).to(tl.float32, bitcast=True)
-    bits = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
-    numbers = bits.to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
-    return tl.reshape(numbers, (2 * words.shape[0],))
+        numbers = words.to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        bits = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
+        pairs = bits.to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+        numbers = tl.reshape(pairs, (2 * words.shape[0],))
+    return numbers
 
 
 @triton.jit
