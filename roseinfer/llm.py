@@ -86,14 +86,19 @@ class LLM:
             from roseinfer.parallel.start import lead
 
             self.ranks = lead(model, self.config, device, dtype)
-            weakref.finalize(self, self.ranks.links.close)
+            weakref.finalize(self, self.ranks.let_go)
         places: dict[str, Any] = {"device": device, "dtype": dtype, "ranks": self.ranks}
         try:
             loaded = load(model, self.config, tokenizer=tokenizer, **places)
-        except RanksFailed as error:
-            raise error if self.ranks is None else self.ranks.break_off(error) from error
+            self.engine = Engine(loaded, self.config)
+        except BaseException as error:
+            if self.ranks is None:
+                raise
+            failure = self.ranks.break_off(error)  # the others may wait for what does not come
+            if isinstance(error, RanksFailed):
+                raise failure from error
+            raise
         self.tokenizer = loaded.tokenizer
-        self.engine = Engine(loaded, self.config)
         self._mail: dict[int, deque[Update]] = {}
         self._uses = 0
         """Calls and streams that are open, all in the thread ``_user``."""

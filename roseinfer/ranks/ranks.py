@@ -41,8 +41,9 @@ _MEET_S = 0.2
 """Ranks that come together are asked so often whether one of them has ended."""
 _LAST_S = 1.0
 """One that ended just behind their meeting lets the others come away from it within so long."""
-_NO_MONITOR = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Torch's monitor of NCCL looks into the store every second, which is gone once all have met."""
+_NO_MONITOR = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""Torch's monitor of NCCL looks into the store every second, which is gone once all have met. And
+when a rank has ended it sleeps for 8 minutes, in which this process cannot exit."""
 
 
 class Ranks:
@@ -58,9 +59,16 @@ class Ranks:
         """Called when a rank has ended, before all else."""
         self.before_end: list[Callable[[], None]] = []
         """Called when nobody has these ranks any more. What is called may not hold them itself."""
+        self.behind_end: list[Callable[[], None]] = []
+        """Called when their group has ended, likewise."""
         self._meet(store)
-        given = self.before_end, [self._group], device
-        weakref.finalize(self, _let_go, *given, process=os.getpid()).atexit = False
+        ended = _thread.allocate_lock()
+        ended.acquire()
+        given = self.before_end, [self._group], device, self.behind_end, ended
+        self.let_go = weakref.finalize(self, _let_go, *given, process=os.getpid())
+        """Ends the group, once. Who has it does not have the ranks."""
+        self.let_go.atexit = False
+        atexit.register(_exit_behind, self.let_go, ended, process=os.getpid())
 
     def _meet(self, store: Any) -> None:
         """Make the group that moves tensors, and wait until all ranks have come to it."""
@@ -113,6 +121,7 @@ class LeadingRank(Ranks):
     def __init__(self, links: Links, size: int, store: Any, device: torch.device) -> None:
         self.links = links
         super().__init__(0, size, store, device)
+        self.behind_end.append(links.close)  # NCCL would take a rank that ends before for an error
         own = weakref.ref(self)
 
         def abort() -> None:
@@ -212,33 +221,53 @@ def _abort(calls: Iterable[Callable[[], None]], group: Any) -> None:
 
 
 def _let_go(
-    calls: Iterable[Callable[[], None]], held: list[Any], device: torch.device, process: int
+    calls: Iterable[Callable[[], None]],
+    held: list[Any],
+    device: torch.device,
+    behind: Iterable[Callable[[], None]],
+    ended: _thread.LockType,
+    *,
+    process: int,
 ) -> None:
     """End the group of ranks that nobody has any more, in a thread that has it until then.
 
     Its own end would hold up whoever collects garbage. A thread of ``threading`` must not be
-    started in the middle of what that interrupts. The process waits for the thread when it exits:
-    C++ that returns to an interpreter that is gone takes the process down with it.
+    started in the middle of what that interrupts.
     """
     if os.getpid() != process:  # a fork has none of it
         return
     for call in calls:
         call()
-    ends = _thread.allocate_lock()
-    ends.acquire()
-    atexit.register(ends.acquire, timeout=_FINISH_S)
-    _thread.start_new_thread(_end, (held, device, ends))
+    _thread.start_new_thread(_end, (held, device, behind, ended))
 
 
-def _end(held: list[Any], device: torch.device, ends: _thread.LockType) -> None:
+def _exit_behind(let_go: Callable[[], object], ended: _thread.LockType, *, process: int) -> None:
+    """Exit when the group of ranks has ended, which somebody may still have.
+
+    What NCCL's own end waits for may be gone by then. And C++ that returns to an interpreter that
+    is gone takes the process down with it.
+    """
+    if os.getpid() == process:
+        let_go()
+        ended.acquire(timeout=_FINISH_S)
+
+
+def _end(
+    held: list[Any],
+    device: torch.device,
+    behind: Iterable[Callable[[], None]],
+    ended: _thread.LockType,
+) -> None:
     """End a group when its kernels have ended, which others may wait for."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         held[0].abort()
     finally:
+        for call in behind:
+            call()
         held.clear()  # the last of the group, whose own end is C++ too
-        ends.release()
+        ended.release()
 
 
 def _group(store: Any, rank: int, size: int, device: torch.device) -> Any:

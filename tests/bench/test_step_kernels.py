@@ -6,7 +6,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from pytest_roseinfer.gates.work.moved.byte_recorder import ByteRecorder
 from roseinfer import LLM, SamplingParams
@@ -22,13 +21,10 @@ from roseinfer.bench.step_kernels import (
 from roseinfer.decode.graphs import StepGraphs
 from roseinfer.decode.step_kind import StepKind
 from tests.gates.byte_steps import FUSED, NARROW, narrow_gpt2, second_token
+from tests.interpreted import interpreted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-interpreted = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="its kernels are those of the interpreter"
-)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from roseinfer import AppendPolicy
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kv import plan as planning
 from tests.gates.decode_steps import REQUESTS, STEPS
+from tests.interpreted import interpreted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,7 +109,7 @@ def test_metadata_made_anew_for_every_token_is_named(monkeypatch: pytest.MonkeyP
     assert others == []
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="its kernels are those of the interpreter")
+@interpreted
 def test_a_block_table_uploaded_for_every_layer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def step() -> Step:
         return STEPS["steady"]("gpt2", "cpu", paged_attention=True, append_policy=TORCH)

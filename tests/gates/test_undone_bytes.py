@@ -19,6 +19,7 @@ from pytest_roseinfer.running.interpreter.remembering import remembering
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kernels.products.linear import linear
 from tests.gates.byte_steps import CONTEXTS, llama, second_token
+from tests.interpreted import interpreted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,9 +28,7 @@ if TYPE_CHECKING:
     from roseinfer.attention.backend import StepBatch
     from tests.gates.byte_steps import ByteStep
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="its kernels are those of the interpreter"
-)
+pytestmark = interpreted
 WEIGHTS, CACHE, ELSE = "bytes of weights", "bytes of keys and values", "bytes of all else"
 LAYERS, HEADS, HEAD_DIM = 2, 2, 12
 SIZE = 2

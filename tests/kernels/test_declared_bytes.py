@@ -10,12 +10,11 @@ import torch
 
 from roseinfer import kernels
 from roseinfer.kernels.products import linear
+from tests.interpreted import interpreted
 from tests.kernels.calls import CALLS
 from tests.kernels.touched import touched_by
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="its kernels are those of the interpreter"
-)
+pytestmark = interpreted
 
 
 @pytest.mark.parametrize("name", CALLS)

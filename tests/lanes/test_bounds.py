@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from pytest_roseinfer.gates.work.triton_launches import interpreted_launches
+from tests.interpreted import interpreted
 from tests.kernels import calls
 from tests.kernels.calls import CALLS
 from tests.lanes.bounds import OutOfBounds, judging, outside
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.gates.work.triton_launches import Launch
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="its kernels are those of the interpreter"
-)
+pytestmark = interpreted
 PLANTED = [
     pytest.param(family, each, id=f"{family}-{each.verb}")
     for family, both in FAMILIES.items()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.interpreted import interpreted
 from tests.kernels.calls import CALLS
 from tests.lanes import __main__ as command
 from tests.lanes import compiled_calls, memcheck
@@ -76,7 +77,7 @@ def test_a_machine_without_a_gpu_is_told(
     assert "there is no GPU" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="its kernels are those of the interpreter")
+@interpreted
 def test_a_call_is_named_when_it_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     compiled_calls.run(["clone", "norm"], "cpu")
     assert capsys.readouterr().out == "called: clone\ncalled: norm\n"

@@ -77,22 +77,37 @@ def test_graphs_end_first(group: Group) -> None:
     assert group.ended == ["graph", "group"]
 
 
+def links_of(group: Group, *, failed: bool = False) -> Any:
+    return SimpleNamespace(
+        on_failure=[], failed=failed, close=lambda: group.ended.append("other ranks")
+    )
+
+
+def test_other_ranks_end_last(group: Group) -> None:
+    """NCCL holds up whoever ends a group behind them."""
+    ranks = LeadingRank(links_of(group), 1, None, CPU)
+    captured(ranks, group)
+    del ranks
+    assert waits_for(lambda: len(group.ended) == 3)
+    assert group.ended == ["graph", "group", "other ranks"]
+
+
 def test_they_end_where_a_failure_waits_for_them(group: Group) -> None:
-    links: Any = SimpleNamespace(on_failure=[], failed=False)
+    links = links_of(group)
     ranks = LeadingRank(links, 1, None, CPU)
     captured(ranks, group)
     failure = threading.Thread(target=links.on_failure[0])
     failure.start()
     del ranks
-    assert waits_for(lambda: len(group.ended) == 3)
+    assert waits_for(lambda: len(group.ended) == 4)
     failure.join(_SECONDS)
-    assert group.ended == ["graph", "group", "group"]
+    assert group.ended[0] == "graph"
+    assert sorted(group.ended[1:]) == ["group", "group", "other ranks"]
 
 
 def test_a_failure_ahead_of_whoever_hears_of_it_ends_the_group(group: Group) -> None:
     group.reset()
-    links: Any = SimpleNamespace(on_failure=[], failed=True)
-    ranks = LeadingRank(links, 1, None, CPU)
+    ranks = LeadingRank(links_of(group, failed=True), 1, None, CPU)
     assert group.ended == ["graph", "group"]
     del ranks
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from textwrap import dedent
+
 import pytest
 import torch
 
-from tests.python_process import run_python
+from tests.python_process import ROOT, run_python
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -28,30 +32,57 @@ _TEXTS = """
 _ONE_AND_TWO = (
     _TEXTS
     + """
-    for model in ("gpt2", "llama"):
-        two = texts(partial(made, model=model), tensor_parallel_size=2)
-        assert two == texts(made("{device}", model)), (model, two)
+    two = texts(partial(made, model="{model}"), tensor_parallel_size=2)
+    one = texts(made("{device}", "{model}"))
+    assert two == one, (two, one)
     print("alike")
 """
 )
 _BOTH_SUMS = (
     _TEXTS
     + """
-    for model in ("gpt2", "llama"):
-        ways = dict(tensor_parallel_size=2, fused_model=True)
-        shared = partial(texts, partial(made, model=model), **ways)
-        by_kernels, by_nccl = shared(exchange=True), shared(exchange=False)
-        assert by_kernels == by_nccl, (model, by_kernels, by_nccl)
+    ways = dict(tensor_parallel_size=2, fused_model=True)
+    shared = partial(texts, partial(made, model="{model}"), **ways)
+    by_kernels, by_nccl = shared(exchange=True), shared(exchange=False)
+    assert by_kernels == by_nccl, (by_kernels, by_nccl)
     print("alike")
 """
 )
 
 
-def test_texts_are_those_of_one_gpu() -> None:
-    """One process has all four engines, one behind the other; once it waited for ever."""
-    assert run_python(_ONE_AND_TWO.format(device="cuda", dtype="float32")) == "alike\n"
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_texts_are_those_of_one_gpu(model: str) -> None:
+    """One process has both engines, one behind the other; once it waited for ever."""
+    code = _ONE_AND_TWO.format(device="cuda", dtype="float32", model=model)
+    assert run_python(code) == "alike\n"
 
 
-def test_sums_by_kernels_of_ours_and_by_nccl_give_the_same_texts() -> None:
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_sums_by_kernels_of_ours_and_by_nccl_give_the_same_texts(model: str) -> None:
     """Both add up two numbers of 16 bits, and that has one result in either order."""
-    assert run_python(_BOTH_SUMS.format(device="cuda", dtype="bfloat16")) == "alike\n"
+    code = _BOTH_SUMS.format(device="cuda", dtype="bfloat16", model=model)
+    assert run_python(code) == "alike\n"
+
+
+_STILL_HAS_IT = """
+    from roseinfer import LLM
+    llm = LLM("tiny", device="cuda", tensor_parallel_size=2, kv_cache_tokens=400)
+    print(len(llm.generate("Once upon", progress=False)))
+"""
+_CANNOT_LOAD = """
+    import roseinfer.llm
+    def engine(*given):
+        raise MemoryError("no room")
+    roseinfer.llm.Engine = engine
+    roseinfer.llm.LLM("tiny", device="cuda", tensor_parallel_size=2, kv_cache_tokens=400)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"), [(_STILL_HAS_IT, 0, "1\n"), (_CANNOT_LOAD, 1, "")]
+)
+def test_a_process_exits(code: str, status: int, said: str) -> None:
+    """Its end waits for no other rank, which may be gone."""
+    command = [sys.executable, "-c", dedent(code)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (status, said), done.stderr

@@ -27,6 +27,7 @@ from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.payload import Payload
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
+from tests.interpreted import interpreted
 from tests.mutants.kernel_caches import CompactedKernels, StridedKernels
 from tests.plugin.caches.careless_caches import (
     CarefulCache,
@@ -134,7 +135,12 @@ def test_a_cache_that_does_not_is_failed(cache: type[KVCacheAdapter], said: str)
 
 
 @pytest.mark.parametrize(
-    ("target", "least"), [(PerLayerManager, 30), (GroupedManager, 25), (StridedKernels, 5)]
+    ("target", "least"),
+    [
+        (PerLayerManager, 30),
+        (GroupedManager, 25),
+        pytest.param(StridedKernels, 5, marks=interpreted),
+    ],
 )
 def test_shipped_targets_make_up_bad_calls(target: type[KVCacheAdapter], least: int) -> None:
     adapter = target()
@@ -150,6 +156,7 @@ def test_shipped_targets_make_up_bad_calls(target: type[KVCacheAdapter], least: 
     assert len(set(words)) == len(words)
 
 
+@interpreted
 @pytest.mark.parametrize("layout", ["plain", "pairs", "tokens_first", "gaps", "slow_dims"])
 @pytest.mark.parametrize("target", [StridedKernels, CompactedKernels])
 def test_kernels_pass_on_every_layout(target: type[KVCacheAdapter], layout: str) -> None:

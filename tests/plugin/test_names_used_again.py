@@ -34,6 +34,7 @@ from pytest_roseinfer.targets.paged_attention_cache import (
     UnsharedPagedAttentionCacheAdapter,
 )
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
+from tests.interpreted import interpreted
 from tests.mutants.kernel_caches import CompactedKernels
 from tests.plugin.caches.remembering_caches import (
     ForksToTheOldLength,
@@ -117,7 +118,7 @@ LIVES: tuple[Operation, ...] = (
     [
         GroupedManager,
         PerLayerManager,
-        CompactedKernels,
+        pytest.param(CompactedKernels, marks=interpreted),
         DynamicCacheAdapter,
         ForkedPagedAttentionCacheAdapter,
     ],
