@@ -102,5 +102,5 @@ def test_an_echo_has_the_prompts_log_probabilities(
         assert values[at][0] is tops[at][0] is None
         assert values[at][1:] == pytest.approx(expected[1:], abs=1e-4)
         assert "".join(tokens[at][: len(PROMPT)]) == PROMPT
-        assert offsets[at] == [len("".join(tokens[at][:end])) for end in range(len(tokens[at]))]
+        assert offsets[at][: len(PROMPT) + 1] == [*range(len(PROMPT) + 1)]
         assert len(tops[at]) == len(PROMPT) + 12

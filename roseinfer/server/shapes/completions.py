@@ -18,6 +18,7 @@ from roseinfer.server.shapes.bodies import (
     AskedForChoices,
 )
 from roseinfer.server.shapes.choices import ChoicesAnswer
+from roseinfer.server.shapes.text_offsets import TextOffsets
 
 if TYPE_CHECKING:
     from roseinfer.server.generation import Generation, Piece
@@ -114,9 +115,8 @@ class Completion(ChoicesAnswer):
     ) -> None:
         super().__init__(body, generation, token_texts)
         self._wants_logprobs = body.logprobs is not None
+        self._offsets = [TextOffsets(token_texts, text) for text in echoed]
         self._echoed = echoed
-        self._ends = [0 if self._wants_logprobs else len(text) for text in echoed]
-        """How far the tokens of each choice have come, in characters."""
 
     def part(self, piece: Piece) -> dict[str, Any] | None:
         says_something = piece.text or self._wants_logprobs or self._echoed[piece.choice]
@@ -126,8 +126,8 @@ class Completion(ChoicesAnswer):
         before, self._echoed[piece.choice] = self._echoed[piece.choice], ""
         logprobs = None
         if self._wants_logprobs:
-            logprobs = self.token_texts.of_completion(piece, self._ends[piece.choice])
-            self._ends[piece.choice] += sum(map(len, logprobs["tokens"]))
+            offsets = self._offsets[piece.choice].of(piece)
+            logprobs = self.token_texts.of_completion(piece, offsets)
         return {
             "index": piece.choice,
             "text": before + piece.text,
