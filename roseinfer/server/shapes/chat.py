@@ -8,10 +8,11 @@ from uuid import uuid4
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from roseinfer.server.shapes.bodies import OF_STREAMS, AskedForChoices, OnlyFalse, only_with
+from roseinfer.server.shapes.bodies import OF_STREAMS, AskedForChoices, only_with
 from roseinfer.server.shapes.choices import ChoicesAnswer
 from roseinfer.server.shapes.formats import ChatFormat  # noqa: TC001 - pydantic reads it
 from roseinfer.server.shapes.messages import Message  # noqa: TC001
+from roseinfer.server.shapes.neutral import NoList  # noqa: TC001
 from roseinfer.server.tools.call_reader import CallReader
 from roseinfer.server.tools.tool_bodies import MOST_TOOLS, NamedTool, Tool, ToolChoice
 from roseinfer.server.tools.tool_guide import call_guide
@@ -67,11 +68,13 @@ class ChatBody(AskedForChoices):
     parallel_tool_calls: bool | None = None
     """One function is called at most, so either is right."""
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
-    metadata: dict[str, str] | None = None
-    store: OnlyFalse = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    audio: None = None
+    function_call: Literal["none", "auto"] | None = None
+    functions: NoList = None
+    prediction: None = None
+    reasoning_effort: Literal["none"] | None = None
+    verbosity: Literal["medium"] | None = None
+    web_search_options: None = None
 
     @field_validator("top_logprobs")
     @classmethod

@@ -18,6 +18,7 @@ from roseinfer.server.shapes.bodies import (
     AskedForChoices,
 )
 from roseinfer.server.shapes.choices import ChoicesAnswer
+from roseinfer.server.shapes.neutral import NoText  # noqa: TC001 - pydantic reads it
 from roseinfer.server.shapes.text_offsets import TextOffsets
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class CompletionBody(AskedForChoices):
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool | None = False
     best_of: int | None = Field(None, ge=1, le=1)
-    suffix: None = None
+    suffix: NoText = None
 
     @property
     def most_tokens(self) -> int | None:

@@ -16,8 +16,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from roseinfer.server.shapes.bodies import LIST, TEXT, TEXT_OR_LIST, NoList, Part, Said
-from roseinfer.server.tools.tool_bodies import ToolCalls  # noqa: TC001 - pydantic reads it
+from roseinfer.server.shapes.bodies import LIST, TEXT, TEXT_OR_LIST, Part, Said
+from roseinfer.server.shapes.neutral import NoList  # noqa: TC001 - pydantic reads it
+from roseinfer.server.tools.tool_bodies import ToolCalls  # noqa: TC001
 
 
 class TextPart(Part):
@@ -56,7 +57,7 @@ _SAYS: dict[str, Any] = {
     "required": ["content"],
 }
 _CALLS: dict[str, Any] = {
-    "properties": {"tool_calls": {"type": "array"}},
+    "properties": {"tool_calls": {"type": "array", "minItems": 1}},
     "required": ["tool_calls"],
 }
 

@@ -95,4 +95,4 @@ class ToolCall(Strict):
         return {"id": self.id, "type": "function", "function": function}
 
 
-ToolCalls = Annotated[list[ToolCall], Field(min_length=1, max_length=MOST_TOOLS)]
+ToolCalls = Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)]
