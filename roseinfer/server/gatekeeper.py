@@ -57,11 +57,14 @@ class Gatekeeper:
     @staticmethod
     def _require_key(key: bytes, given: str) -> None:
         kind, _, token = given.partition(" ")
-        same = hmac.compare_digest(_digest(token.strip()), key)  # takes as long for any other key
-        if not (same and kind.lower() == "bearer"):
+        token = token.strip()
+        if not token or kind.lower() != "bearer":
             why = "this server wants its API key, as in the header Authorization: Bearer KEY"
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise Refused(401, why, code="invalid_api_key", headers=headers)
+        elif not hmac.compare_digest(_digest(token), key):  # takes as long for any other key
+            why = "the API key that was sent is not the one of this server"
+        else:
+            return
+        raise Refused(401, why, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     async def _body(self, announced: str | None, receive: Receive) -> bytes:
         if announced is not None and announced.isdecimal() and int(announced) > self._most:

@@ -34,26 +34,31 @@ def kept() -> Iterator[Server]:
 # -------------------------------------------------------------------------------------- the key
 
 
+NONE = "this server wants its API key, as in the header Authorization: Bearer KEY"
+OTHER = "the API key that was sent is not the one of this server"
+
+
 @pytest.mark.parametrize(
-    "given",
+    ("given", "said"),
     [
-        None,
-        "",
-        "Bearer",
-        "Bearer ",
-        "Bearer rose-ke",
-        "Bearer rose-key2",
-        "Bearer ROSE-KEY",
-        "Basic rose-key",
-        "rose-key",
-        "Bearer r\u00f6se",
+        (None, NONE),
+        ("", NONE),
+        ("Bearer", NONE),
+        ("Bearer ", NONE),
+        ("Bearer rose-ke", OTHER),
+        ("Bearer rose-key2", OTHER),
+        ("Bearer ROSE-KEY", OTHER),
+        ("Basic rose-key", NONE),
+        ("rose-key", NONE),
+        ("Bearer r\u00f6se", OTHER),
     ],
 )
-def test_nobody_comes_in_without_the_key(kept: Server, given: str | None) -> None:
+def test_nobody_comes_in_without_the_key(kept: Server, given: str | None, said: str) -> None:
     headers = {} if given is None else {"authorization": given}
     for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/v1/x")):
         refused = kept.ask(method, path, {"model": MODEL, "prompt": "x"}, headers=headers)
         assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
+        assert refused.error["message"] == said
         assert refused.headers["www-authenticate"] == "Bearer"
 
 

@@ -183,6 +183,10 @@ WRONG = [
 ]
 
 
+NO_WORDS = ("guide", "Guide", "Input", "validation", "BEGIN_0")
+"""Those of the engine, of pydantic and of the grammar that is made of functions."""
+
+
 def test_every_wrong_value_is_named(server: Server) -> None:
     for path, wrong, param, code in WRONG:
         refused = server.post(path, **NEEDED[path] | wrong)
@@ -190,22 +194,55 @@ def test_every_wrong_value_is_named(server: Server) -> None:
         assert found == (400, code), (path, wrong, refused.json)
         assert (refused.error["param"] or "").startswith(param), (path, wrong, refused.json)
         assert refused.error["type"] == "invalid_request_error"
-        assert refused.error["message"]
+        said = refused.error["message"]
+        assert said.startswith(refused.error["param"]), said
+        assert not any(word in said for word in NO_WORDS), said
 
 
+OTHERS = ": other values are not supported by this server"
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+SHOWN = {"type": "input_image", "image_url": "data:image/png;base64,"}
+NO_IMAGES = "images, audio and files are not supported by this server"
 NAMING = [
-    ("completions", {"stop": 5}, "stop: Input should be a valid string or array"),
-    ("completions", {"prompt": ""}, "prompt: it is empty"),
-    ("completions", {"prompt": ["x"] * 129}, "prompt: there are more than 128 prompts"),
+    ("completions", {"stop": 5}, "stop must be a string or an array"),
+    ("completions", {"stop": [""]}, "stop.0 must be a string that is not empty"),
+    ("completions", {"stop": ["x"] * 33}, "stop must be an array of at most 32 items"),
+    ("completions", {"prompt": ""}, "prompt must not be empty"),
+    ("completions", {"prompt": ["x"] * 129}, "prompt must have at most 128 prompts"),
+    ("completions", {"temperature": 2.5}, "temperature must be at most 2"),
+    ("completions", {"repetition_penalty": 0}, "repetition_penalty must be at least 0.001"),
+    ("completions", {"seed": 1.5}, "seed must be a whole number"),
+    ("completions", {"stream": "yes"}, "stream must be true or false"),
+    ("completions", {"logit_bias": {"5": 1}}, f"logit_bias must have no value but 0{OTHERS}"),
+    ("completions", {"logit_bias": [1]}, "logit_bias must be an object"),
+    ("completions", {"suffix": "end"}, f"suffix must be null or empty{OTHERS}"),
+    ("completions", {"store": True}, f"store must be false{OTHERS}"),
+    ("responses", {"tools": [{}]}, f"tools must be null or empty{OTHERS}"),
+    ("responses", {"conversation": "x"}, f"conversation must be null{OTHERS}"),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": 5}]},
-        "messages.0.content: Input should be a valid string or array",
+        "messages.0.content must be a string or an array",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+        f"messages.0.content.0.type must be 'text': {NO_IMAGES}",
+    ),
+    (
+        "responses",
+        {"input": [{"role": "user", "content": [SHOWN]}]},
+        f"input.0.content.0.type must be 'input_text' or 'output_text': {NO_IMAGES}",
     ),
     (
         "chat/completions",
         {"messages": [{"role": "robot", "content": "x"}]},
-        "messages.0.role: Input should be 'system', 'developer', 'user', 'assistant' or 'tool'",
+        "messages.0.role must be 'system', 'developer', 'user', 'assistant' or 'tool'",
+    ),
+    (
+        "chat/completions",
+        {"response_format": schema("f", {"type": "strin"})},
+        "response_format: this form of text cannot be followed: Invalid type: strin",
     ),
 ]
 

@@ -16,13 +16,13 @@ from pydantic import (
     Tag,
     ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     field_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from roseinfer.sampling_params import LONGEST_STOP, MOST_STOPS, SamplingParams
-from roseinfer.server.refusals import refusal_of_body
 from roseinfer.server.shapes.neutral import NoBias, NoObject, OnlyFalse  # noqa: TC001 - pydantic reads it
+from roseinfer.server.shapes.wrong_values import refusal_of_body, wrong
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,16 +35,6 @@ MOST_CHOICES = 128
 _INT64 = 1 << 63
 _NO_FIELDS = {"logprobs", "top_logprobs", "prompt_logprobs", "guide"}
 """What bodies have in other forms."""
-LIMITED = frozenset(
-    {"audio", "background", "best_of", "context_management", "conversation", "function_call"}
-    | {"functions", "include", "logit_bias", "logprobs", "max_tool_calls", "modalities"}
-    | {"moderation", "prediction", "previous_response_id", "prompt_cache_options"}
-    | {"prompt_cache_retention", "reasoning", "reasoning_effort", "response_format"}
-    | {"service_tier", "store", "suffix", "text", "tool_choice", "tools", "top_logprobs"}
-    | {"truncation", "verbosity", "web_search_options"}
-)
-"""Fields of which only some of OpenAI's values are served: at the least the one that changes
-nothing, which clients send without being asked to."""
 BodyType = TypeVar("BodyType", bound="Asked")
 
 
@@ -53,7 +43,7 @@ def read_body(kind: type[BodyType], data: bytes) -> BodyType:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        raise refusal_of_body(error, LIMITED) from None
+        raise refusal_of_body(error) from None
 
 
 def _kind(value: Any) -> str:
@@ -77,6 +67,16 @@ class Part(Strict):
     """A part of a message, of which only texts are served."""
 
     text: str
+
+    @field_validator("type", mode="wrap", check_fields=False)
+    @classmethod
+    def _only_texts(cls, kind: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return check(kind)
+        except ValidationError as error:
+            expected = error.errors()[0]["ctx"]["expected"]
+            why = "images, audio and files are not supported by this server"
+            raise wrong(f"must be {expected}: {why}") from None
 
 
 class Said(Strict):
@@ -209,7 +209,7 @@ class AskedForChoices(Asked):
     ) -> StreamOptions | None:
         asked = value is not None and any(value.model_dump().values())
         if asked and not info.data.get("stream"):
-            raise PydanticCustomError("not_a_stream", "only a stream has options: ask for one")
+            raise wrong("is for streams alone: it needs stream to be true")
         return value
 
     @property

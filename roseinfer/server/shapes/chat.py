@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from uuid import uuid4
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
 
 from roseinfer.server.shapes.bodies import OF_STREAMS, AskedForChoices, only_with
 from roseinfer.server.shapes.choices import ChoicesAnswer
 from roseinfer.server.shapes.formats import ChatFormat  # noqa: TC001 - pydantic reads it
 from roseinfer.server.shapes.messages import Message  # noqa: TC001
 from roseinfer.server.shapes.neutral import NoList  # noqa: TC001
+from roseinfer.server.shapes.wrong_values import wrong
 from roseinfer.server.tools.call_reader import CallReader
 from roseinfer.server.tools.tool_bodies import MOST_TOOLS, NamedTool, Tool, ToolChoice
 from roseinfer.server.tools.tool_guide import call_guide
@@ -80,7 +80,7 @@ class ChatBody(AskedForChoices):
     @classmethod
     def _beside_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and not info.data.get("logprobs"):
-            raise PydanticCustomError("no_logprobs", "it needs logprobs to be true")
+            raise wrong("needs logprobs to be true")
         return value
 
     @field_validator("tools")
@@ -88,7 +88,7 @@ class ChatBody(AskedForChoices):
     def _with_names_of_their_own(cls, tools: list[Tool] | None) -> list[Tool] | None:
         names = [tool.function.name for tool in tools or ()]
         if len(set(names)) < len(names):
-            raise PydanticCustomError("same_name", "two functions have the same name")
+            raise wrong("must have a name of its own for each function")
         return tools
 
     @field_validator("tool_choice")
@@ -97,13 +97,15 @@ class ChatBody(AskedForChoices):
         tools = info.data.get("tools")
         names = [tool.function.name for tool in tools or ()]
         if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise PydanticCustomError("no_such_tool", "tools has no function of this name")
+            raise wrong("must name one of the functions in tools")
         if choice == "required" and not names:
-            raise PydanticCustomError("no_tools", "there are no tools to call")
+            raise wrong("needs tools that can be called")
         form = info.data.get("response_format")
         if names and choice in (None, "auto") and form is not None and form.type != "text":
-            why = "beside this response_format, a function must be called or must not be"
-            raise PydanticCustomError("no_doubt", why)
+            raise wrong(
+                "must be 'none', 'required' or a function, beside tools and a response_format that "
+                "is not text"
+            )
         return choice
 
     @property

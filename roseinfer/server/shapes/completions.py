@@ -10,7 +10,6 @@ from pydantic import (
     PlainValidator,
     WithJsonSchema,
 )
-from pydantic_core import PydanticCustomError
 
 from roseinfer.server.shapes.bodies import (
     MOST_CHOICES,
@@ -20,6 +19,7 @@ from roseinfer.server.shapes.bodies import (
 from roseinfer.server.shapes.choices import ChoicesAnswer
 from roseinfer.server.shapes.neutral import NoText  # noqa: TC001 - pydantic reads it
 from roseinfer.server.shapes.text_offsets import TextOffsets
+from roseinfer.server.shapes.wrong_values import wrong
 
 if TYPE_CHECKING:
     from roseinfer.server.generation import Generation, Piece
@@ -48,13 +48,13 @@ def _as_prompts(value: Any) -> list[str | list[int]]:
     """Return a list of prompts, of whatever form they came in."""
     found = [value] if _is_prompt(value) else value
     if found in ("", []):
-        raise PydanticCustomError("no_prompt", "it is empty")
+        raise wrong("must not be empty")
     if not isinstance(found, list):
-        raise PydanticCustomError("no_prompt", "it must be a text, token ids, or a list of these")
+        raise wrong("must be a string, token ids, or an array of these")
     if not all(map(_is_prompt, found)):
-        raise PydanticCustomError("no_prompt", "each prompt must be a text or token ids, not empty")
+        raise wrong("must have strings or token ids in its array, none of them empty")
     if len(found) > MOST_CHOICES:
-        raise PydanticCustomError("prompts", f"there are more than {MOST_CHOICES} prompts")
+        raise wrong(f"must have at most {MOST_CHOICES} prompts")
     return [each if isinstance(each, str) else [*map(int, each)] for each in found]
 
 

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, WithJsonSchema
 
-NoText = Literal[""] | None
-NoList = Annotated[list[Any], Field(max_length=0)] | None
-NoObject = Annotated[dict[str, Any], Field(max_length=0)] | None
+from roseinfer.server.shapes.wrong_values import unserved
+
+
+def _require_nothing(value: Any) -> Any:
+    if value:
+        raise unserved("must be null or empty")
+    return value
+
+
+_NOTHING = AfterValidator(_require_nothing)
+NoText = Annotated[str, _NOTHING, WithJsonSchema({"const": ""})] | None
+NoList = Annotated[list[Any], _NOTHING, WithJsonSchema({"type": "array", "maxItems": 0})] | None
+NoObject = (
+    Annotated[dict[str, Any], _NOTHING, WithJsonSchema({"type": "object", "maxProperties": 0})]
+    | None
+)
 
 
 def _require_false(value: bool) -> bool:
     if value:
-        raise PydanticCustomError("not_false", "Input should be false")
+        raise unserved("must be false")
     return value
 
 
@@ -24,7 +36,7 @@ OnlyFalse = Annotated[bool, AfterValidator(_require_false), WithJsonSchema({"con
 
 def _require_zeros(values: dict[str, Any]) -> dict[str, Any]:
     if any(isinstance(value, bool) or value != 0 for value in values.values()):
-        raise PydanticCustomError("not_zero", "All its values should be 0")
+        raise unserved("must have no value but 0")
     return values
 
 

@@ -6,9 +6,9 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, WithJsonSchema
-from pydantic_core import PydanticCustomError
 
 from roseinfer.server.shapes.bodies import Strict
+from roseinfer.server.shapes.wrong_values import wrong
 
 MOST_TOOLS = 128
 Name = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
@@ -16,7 +16,7 @@ Name = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 def _require_object(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
-        raise PydanticCustomError("no_object", "Input should be the schema of an object")
+        raise wrong("must be the schema of an object")
     return schema
 
 
@@ -72,7 +72,7 @@ def _require_json_object(text: str) -> str:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise PydanticCustomError("no_json_object", "Input should be a JSON object, as a text")
+        raise wrong("must be a JSON object, as a text")
     return text
 
 
