@@ -105,11 +105,6 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
         "messages.0.tool_calls.0.type",
         INVALID,
     ),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [CALLED]}]},
-        "messages.0.tool_calls.0.function.arguments",
-        INVALID,
-    ),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", INVALID),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},

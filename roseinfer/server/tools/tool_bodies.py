@@ -66,19 +66,19 @@ ToolChoice = Annotated[
 ]
 
 
-def _require_json_object(text: str) -> str:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise wrong("must be a JSON object, as a text")
-    return text
-
-
 class CalledFunction(Strict):
     name: Name
-    arguments: Annotated[str, AfterValidator(_require_json_object)]
+    arguments: str
+    """JSON, or its beginning where the call was cut off."""
+
+    @property
+    def arguments_as_told(self) -> dict[str, Any] | str:
+        """The arguments, by which templates mean an object; the text as it is if it is none."""
+        try:
+            found = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return self.arguments
+        return found if isinstance(found, dict) else self.arguments
 
 
 class ToolCall(Strict):
@@ -89,9 +89,8 @@ class ToolCall(Strict):
     function: CalledFunction
 
     def told(self) -> dict[str, Any]:
-        """Return it as chat templates know it, by which arguments are no text."""
-        arguments = json.loads(self.function.arguments)
-        function = {"name": self.function.name, "arguments": arguments}
+        """Return it as chat templates know it."""
+        function = {"name": self.function.name, "arguments": self.function.arguments_as_told}
         return {"id": self.id, "type": "function", "function": function}
 
 
