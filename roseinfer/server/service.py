@@ -111,4 +111,5 @@ class Service:
             body.choices,
             params_of,
             lambda: self.admission.open,
+            prompts_only=body.prompts_only,
         )

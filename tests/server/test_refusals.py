@@ -200,6 +200,8 @@ SHOWN = {"type": "input_image", "image_url": "data:image/png;base64,"}
 NO_IMAGES = "images, audio and files are not supported by this server"
 NAMING = [
     ("completions", {"stop": 5}, "stop must be a string or an array"),
+    ("completions", {"max_tokens": 0}, "max_tokens must be at least 1, or 0 where echo is true"),
+    ("completions", {"max_tokens": -1, "echo": True}, "max_tokens must be at least 0"),
     ("completions", {"stop": [""]}, "stop.0 must be a string that is not empty"),
     ("completions", {"stop": ["x"] * 33}, "stop must be an array of at most 32 items"),
     ("completions", {"prompt": ""}, "prompt must not be empty"),

@@ -156,6 +156,11 @@ class Asked(Strict):
         raise NotImplementedError
 
     @property
+    def prompts_only(self) -> bool:
+        """True where nothing is wanted but what can be told of prompts."""
+        return False
+
+    @property
     def choices(self) -> int:
         """How many texts are wanted for each prompt."""
         return 1

@@ -8,13 +8,16 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    ValidationInfo,
     WithJsonSchema,
+    field_validator,
 )
 
 from roseinfer.server.shapes.bodies import (
     MOST_CHOICES,
     OF_STREAMS,
     AskedForChoices,
+    only_with,
 )
 from roseinfer.server.shapes.choices import ChoicesAnswer
 from roseinfer.server.shapes.neutral import NoText  # noqa: TC001 - pydantic reads it
@@ -31,6 +34,7 @@ _TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
 
+_ECHO_ALONE = only_with("max_tokens", {"const": 0}, "echo")
 _MANY = {"type": "array", "minItems": 1, "maxItems": MOST_CHOICES}
 
 
@@ -59,22 +63,35 @@ def _as_prompts(value: Any) -> list[str | list[int]]:
 
 
 class CompletionBody(AskedForChoices):
-    model_config = ConfigDict(json_schema_extra=OF_STREAMS)
+    model_config = ConfigDict(json_schema_extra={"allOf": [OF_STREAMS, _ECHO_ALONE]})
 
     prompt: Annotated[
         list[str | list[int]],
         PlainValidator(_as_prompts),
         WithJsonSchema({"anyOf": [_TEXT, _MANY | {"items": _TEXT}, _IDS, _MANY | {"items": _IDS}]}),
     ]
-    max_tokens: int | None = Field(_DEFAULT_TOKENS, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool | None = False
+    max_tokens: int | None = Field(_DEFAULT_TOKENS, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=5)
     best_of: int | None = Field(None, ge=1, le=1)
     suffix: NoText = None
 
+    @field_validator("max_tokens")
+    @classmethod
+    def _some_unless_echoed(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value == 0 and not info.data.get("echo"):
+            raise wrong("must be at least 1, or 0 where echo is true")
+        return value
+
     @property
     def most_tokens(self) -> int | None:
+        if self.prompts_only:
+            return 1  # there is no prompt without a token behind it
         return self.max_tokens or _DEFAULT_TOKENS
+
+    @property
+    def prompts_only(self) -> bool:
+        return self.max_tokens == 0
 
     @property
     def num_texts(self) -> int:
@@ -116,6 +133,7 @@ class Completion(ChoicesAnswer):
     ) -> None:
         super().__init__(body, generation, token_texts)
         self._wants_logprobs = body.logprobs is not None
+        self._wants_likeliest = bool(body.logprobs)
         self._offsets = [TextOffsets(token_texts, text) for text in echoed]
         self._echoed = echoed
 
@@ -128,7 +146,8 @@ class Completion(ChoicesAnswer):
         logprobs = None
         if self._wants_logprobs:
             offsets = self._offsets[piece.choice].of(piece)
-            logprobs = self.token_texts.of_completion(piece, offsets)
+            likeliest = self._wants_likeliest
+            logprobs = self.token_texts.of_completion(piece, offsets, likeliest=likeliest)
         return {
             "index": piece.choice,
             "text": before + piece.text,

@@ -49,8 +49,11 @@ class TokenTexts:
         ]
         return {"content": content, "refusal": None}
 
-    def of_completion(self, piece: Piece, offsets: list[int]) -> dict[str, Any]:
-        """Return them as a completion has them. ``offsets`` are where the tokens begin."""
+    def of_completion(self, piece: Piece, offsets: list[int], *, likeliest: bool) -> dict[str, Any]:
+        """Return them as a completion has them. ``offsets`` are where the tokens begin.
+
+        ``likeliest`` says whether those of other tokens were asked for.
+        """
         tokens = [*(token for token, _ in piece.echoed), *piece.tokens]
         own = [
             None if logprob is None else {self[token][0]: logprob}
@@ -64,7 +67,7 @@ class TokenTexts:
         return {
             "tokens": [self[token][0] for token in tokens],
             "token_logprobs": [*(logprob for _, logprob in piece.echoed), *piece.logprobs],
-            "top_logprobs": own + tops if tops else None,
+            "top_logprobs": own + tops if likeliest else None,
             "text_offset": offsets,
         }
 
