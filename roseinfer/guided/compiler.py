@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ _MOST_STATES = 50_000
 a step of one text to some 20 ms (100 where all that can come is one text of tens of thousands of
 characters), and the preparation of a guide to some 200."""
 _LONGEST_REASON = 500
+_SHOWN_LINES = re.compile(r"\n +\d+ \| ")
+"""What begins the lines of a grammar in an error, which whoever asked may not have written so."""
 _SAMPLE = 'aé好😀 {"b": [10,\n2]}'
 """Where only one text can come next, it is cut into tokens by the tokenizer itself."""
 _END = "<|where the grammar may end|>"
@@ -75,12 +78,13 @@ def _compile(guide: Guide, tokenizer: Any) -> Any:
     try:
         matcher = LLMatcher(tokenizer, grammar_of(guide, LLMatcher), log_level=0, limits=limits)
     except ValueError as error:
-        raise BadArgument(f"this guide cannot be followed: {error}") from None
+        raise BadArgument(f"this form of text cannot be followed: {error}") from None
     if matcher.is_error():
-        why = " ".join(matcher.get_error().split())
+        said = _SHOWN_LINES.split(matcher.get_error(), 1)[0]
+        why = " ".join(said.split())
         if len(why) > _LONGEST_REASON:  # it may repeat all of a pattern
             why = f"{why[:_LONGEST_REASON]}..."
-        raise BadArgument(f"this guide cannot be followed: {why}")
+        raise BadArgument(f"this form of text cannot be followed: {why}")
     return matcher
 
 
@@ -90,13 +94,13 @@ def _tokenizer_of(tokenizer: Any, vocabulary: int) -> tuple[Any, int]:
         from llguidance import LLTokenizer
     except ImportError:
         raise ConfigError(
-            "guides need llguidance, which is not installed: pip install '.[guided]' in the "
-            "folder of roseinfer's sources adds it"
+            "forms of texts need llguidance, which is not installed: pip install '.[guided]' in "
+            "the folder of roseinfer's sources adds it"
         ) from None
     from tokenizers import Tokenizer
 
     if tokenizer is None:
-        raise BadArgument("guides need a tokenizer, and this model came without one")
+        raise BadArgument("forms of texts need a tokenizer, and this model came without one")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise _unfit(tokenizer, "it is not one of the library tokenizers")
@@ -120,4 +124,4 @@ def _tokenizer_of(tokenizer: Any, vocabulary: int) -> tuple[Any, int]:
 
 
 def _unfit(tokenizer: Any, why: str) -> BadArgument:
-    return BadArgument(f"guides cannot be followed with {type(tokenizer).__name__}: {why}")
+    return BadArgument(f"forms of texts cannot be followed with {type(tokenizer).__name__}: {why}")

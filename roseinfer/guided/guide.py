@@ -51,7 +51,7 @@ class Guide:
         size += sum(map(len, (*self.choice, self.grammar or "")))
         if size > LONGEST_GUIDE:
             raise BadArgument(
-                f"Guide.{given[0]} has {size} characters; at most {LONGEST_GUIDE} can be followed"
+                f"this form of text has {size} characters; at most {LONGEST_GUIDE} can be followed"
             )
 
 

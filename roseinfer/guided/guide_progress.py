@@ -55,9 +55,9 @@ class GuideProgress:
     def failure(self) -> str:
         """Why there is no next token: the matcher gave up, or the vocabulary has none."""
         if self._matcher.is_error():
-            said = self._matcher.get_error().splitlines()
-            return f"the guide is too hard to follow: {said[0] if said else 'it broke off'}"
-        return "the guide allows none of the tokens that the model can choose"
+            said = self._matcher.get_error().splitlines() or ["it broke off"]
+            return f"the form of this text is too hard to follow: {said[0]}"
+        return "the form of this text allows none of the tokens that the model can choose"
 
 
 def _bit(words: npt.NDArray[np.uint32], token: int) -> bool:

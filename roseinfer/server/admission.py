@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _LATER = {"Retry-After": "1"}
+_ELSEWHERE = _LATER | {"Connection": "close"}
+"""A client that comes again on this connection would meet the same server."""
 
 
 class Admission:
@@ -27,7 +29,7 @@ class Admission:
         """Count so many texts until the block ends."""
         if self.draining:
             why = "the server is about to end, and takes no more requests"
-            raise Refused(503, why, code="draining", headers=_LATER)
+            raise Refused(503, why, code="draining", headers=_ELSEWHERE)
         if texts > self._most:
             why = f"this asks for {texts} texts at once, and there is never room for so many"
             raise Refused(400, f"{why}: at most {self._most}", code="invalid_value")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+from contextlib import suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 _KEPT = "/v1/"
 """What the key is for. Health and metrics are asked for by machines that have none."""
+_MOST_DROPPED, _DROPPING_S = 64 << 20, 5
+"""So many bytes of a body that is too large are taken and dropped, and for so many seconds."""
 
 
 class Gatekeeper:
@@ -35,6 +39,9 @@ class Gatekeeper:
             if self._key is not None and scope["path"].startswith(_KEPT):
                 self._require_key(self._key, headers.get("authorization", ""))
             body = await self._body(headers.get("content-length"), receive)
+        except _TooLarge as refused:
+            await refused.response()(scope, receive, _dropping(receive, send))
+            return
         except Refused as refused:
             await refused.response()(scope, receive, send)
             return
@@ -50,15 +57,18 @@ class Gatekeeper:
     @staticmethod
     def _require_key(key: bytes, given: str) -> None:
         kind, _, token = given.partition(" ")
-        same = hmac.compare_digest(_digest(token.strip()), key)  # takes as long for any other key
-        if not (same and kind.lower() == "bearer"):
+        token = token.strip()
+        if not token or kind.lower() != "bearer":
             why = "this server wants its API key, as in the header Authorization: Bearer KEY"
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise Refused(401, why, code="invalid_api_key", headers=headers)
+        elif not hmac.compare_digest(_digest(token), key):  # takes as long for any other key
+            why = "the API key that was sent is not the one of this server"
+        else:
+            return
+        raise Refused(401, why, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     async def _body(self, announced: str | None, receive: Receive) -> bytes:
         if announced is not None and announced.isdecimal() and int(announced) > self._most:
-            raise self._too_large()
+            raise _TooLarge(self._most)
         parts, size, more = [], 0, True
         while more:
             message = await receive()
@@ -68,13 +78,44 @@ class Gatekeeper:
             size += len(parts[-1])
             more = message.get("more_body", False)
             if size > self._most:
-                raise self._too_large()
+                raise _TooLarge(self._most)
         return b"".join(parts)
 
-    def _too_large(self) -> Refused:
-        why = f"the body is larger than {self._most} bytes"
-        headers = {"Connection": "close"}  # the rest of it is never read
-        return Refused(413, why, code="body_too_large", headers=headers)
+
+class _TooLarge(Refused):
+    """A body of more bytes than are taken. The connection is of no use behind it."""
+
+    def __init__(self, most: int) -> None:
+        why = f"the body is larger than {most} bytes, which is the most that this server takes"
+        super().__init__(413, why, code="body_too_large", headers={"Connection": "close"})
+
+
+def _dropping(receive: Receive, send: Send) -> Send:
+    """Return what sends an answer, and takes the rest of the body before the answer ends.
+
+    A connection that is closed while something comes is reset, and then a client that reads only
+    when it has written everything sees no answer at all.
+    """
+
+    async def send_and_drop(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await send({**message, "more_body": True})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_DROPPING_S):
+                    await _drop(receive)
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await send(message)
+
+    return send_and_drop
+
+
+async def _drop(receive: Receive) -> None:
+    """Take what is left of a body, up to a limit."""
+    left, more = _MOST_DROPPED, True
+    while more and left > 0:
+        message = await receive()
+        left -= len(message.get("body", b""))
+        more = message.get("more_body", False)  # which a client that left has not
 
 
 def _digest(key: str) -> bytes:

@@ -90,10 +90,13 @@ class Generation:
         choices: int,
         params_of: Callable[[Prompt, int], SamplingParams],
         num_open: Callable[[], int],
+        *,
+        prompts_only: bool = False,
     ) -> None:
         """``choices`` are wanted for each prompt; ``params_of`` takes it and the number of one.
 
-        ``num_open`` says how many texts are served now, here and elsewhere.
+        ``num_open`` says how many texts are served now, here and elsewhere. With ``prompts_only``
+        the token that must follow each prompt is told to nobody.
         """
         self.prompts = prompts
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
@@ -102,6 +105,7 @@ class Generation:
         self._wanted = choices
         self._params_of = params_of
         self._num_open = num_open
+        self._prompts_only = prompts_only
         self._choices: list[_Choice] = []
         """In the order in which they began."""
         self._echoed: dict[int, Echoed] = {}
@@ -172,20 +176,25 @@ class Generation:
             if part.error is not None:
                 raise part.error
             choice = self._choices[at]
-            piece = Piece(
-                choice.number,
-                part.text,
-                part.tokens,
-                part.logprobs,
-                part.likeliest,
-                finish_reason=part.finish_reason,
-            )
+            piece = self._piece(choice.number, part)
             if part.found is not None:
                 self._note_first(texts, choice, part, part.found, now)
                 piece.echoed = self._echoed.get(choice.prompt, [])
             self._note(choice, piece, now)
             pieces.append(piece)
         return pieces
+
+    def _piece(self, number: int, part: Part) -> Piece:
+        if self._prompts_only:
+            return Piece(number, finish_reason=part.finish_reason and "length")
+        return Piece(
+            number,
+            part.text,
+            part.tokens,
+            part.logprobs,
+            part.likeliest,
+            finish_reason=part.finish_reason,
+        )
 
     def _note_first(
         self, texts: Texts, choice: _Choice, part: Part, found: int, now: float

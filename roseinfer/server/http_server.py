@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 import sys
@@ -25,7 +24,9 @@ if TYPE_CHECKING:
     from roseinfer.server.admission import Admission
 
 _LAST_WORDS_S = 5
-"""So long a client may take to read what is left for it when its text was cut."""
+"""So long a client may take to read what is left for it when no text runs any more."""
+_LOOK_S = 0.05
+"""How often one looks whether that is so."""
 _BACKLOG = 2048
 
 
@@ -59,7 +60,11 @@ class Served(Protocol):
 
 
 class HttpServer(uvicorn.Server):
-    """Told to end once, it drains; told twice, it ends at once."""
+    """Told to end once, it drains; told twice, it ends at once.
+
+    While it drains it listens, so that who asks is told that it ends: a probe by ``/ready``, and
+    a client by a refusal with which it may go elsewhere.
+    """
 
     def __init__(
         self, app: ASGIApp, service: Served, listening: Callable[[], None] = lambda: None
@@ -69,7 +74,6 @@ class HttpServer(uvicorn.Server):
         self._listening = listening
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
-        drain = math.ceil(service.config.drain_seconds) + _LAST_WORDS_S
         super().__init__(
             uvicorn.Config(
                 app,
@@ -77,7 +81,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=drain,
+                timeout_graceful_shutdown=_LAST_WORDS_S,
             )
         )
 
@@ -88,25 +92,37 @@ class HttpServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Take a signal. Those that uvicorn takes itself it raises again when it has ended."""
-        if self.should_exit:
+        if self._service.admission.draining:
             sys.stderr.flush()
             os._exit(128 + sig)
         self.end()
 
     def end(self) -> None:
         """Take no more requests, and end when those there are have ended."""
-        self.should_exit = True
         self._service.admission.draining = True
-        if self._loop is not None:
+        if self._loop is None:  # nothing listens yet, and nothing will
+            self.should_exit = True
+        else:
             self._loop.call_soon_threadsafe(self._begin_to_end)
 
     def _begin_to_end(self) -> None:
-        self._ending = asyncio.ensure_future(self._cut())
+        self._ending = asyncio.ensure_future(self._drain())
 
-    async def _cut(self) -> None:
-        """Close the engine when the time is up: streams then end with an error that says so."""
-        open_, seconds = self._service.admission.open, self._service.config.drain_seconds
-        if open_:
-            say(f"roseinfer serve: ending, once {open_} texts are done or {seconds:g} s are over")
-        await asyncio.sleep(seconds)
-        await asyncio.to_thread(self._service.cut)
+    async def _drain(self) -> None:
+        """Wait for the texts, and stop listening when none is left.
+
+        When the time is up the engine is closed: streams then end with an error that says so.
+        """
+        admission, seconds = self._service.admission, self._service.config.drain_seconds
+        if admission.open:
+            say(
+                f"roseinfer serve: ending, once {admission.open} texts are done or {seconds:g} s "
+                "are over"
+            )
+        try:
+            async with asyncio.timeout(seconds):
+                while admission.open:
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            await asyncio.to_thread(self._service.cut)
+        self.should_exit = True

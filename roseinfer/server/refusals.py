@@ -10,12 +10,7 @@ from starlette.responses import JSONResponse
 from roseinfer.errors import BadArgument, ConfigError, EngineStopped, RoseinferError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from pydantic import ValidationError
-
-_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
-"""What OpenAI calls errors that pydantic names so; the others are all an invalid value."""
+    from collections.abc import Mapping
 
 
 class Refused(Exception):
@@ -63,28 +58,3 @@ def refusal_of(error: Exception) -> Refused:
     if isinstance(error, RoseinferError):
         return Refused(500, str(error), code="generation_failed")
     return Refused(500, "the server failed at this request; its log says where")
-
-
-def refusal_of_body(error: ValidationError, limited: Collection[str]) -> Refused:
-    """Return a refusal for the first thing that is wrong with a body. It repeats no value.
-
-    ``limited`` are fields that have values which are right, and yet not served.
-    """
-    found = error.errors(include_url=False, include_input=False)
-    first = min(found, key=lambda each: each["type"] == "missing")  # as of a part of another kind
-    kind, said = first["type"], first["msg"]
-    if kind == "list_type" and first["loc"][-1] == "(list)":
-        said = "Input should be a valid string or array"
-    # Those in brackets say which of a field's kinds of values was tried.
-    path = ".".join(str(part) for part in first["loc"] if not str(part).startswith("("))
-    if kind == "json_invalid":
-        return Refused(400, f"the body is no JSON: {said}", code="invalid_json")
-    if kind == "extra_forbidden":
-        said = f"{path} is not supported by this server"
-    elif kind == "missing":
-        said = f"{path} is missing"
-    elif path.split(".")[0] in limited:
-        said = f"this value of {path} is not supported by this server: {said}"
-    else:
-        said = f"{path or 'the body'}: {said}"
-    return Refused(400, said, param=path or None, code=_CODES.get(kind, "invalid_value"))

@@ -94,7 +94,8 @@ class Service:
             if guide is not None:
                 await self.served.check_guide(guide)
         except (BadArgument, ConfigError) as error:
-            raise Refused(400, str(error), param=body.guided_by, code="invalid_value") from None
+            field = body.guided_by
+            raise Refused(400, f"{field}: {error}", param=field, code="invalid_value") from None
         return guide
 
     def generation(
@@ -110,4 +111,5 @@ class Service:
             body.choices,
             params_of,
             lambda: self.admission.open,
+            prompts_only=body.prompts_only,
         )

@@ -106,11 +106,11 @@ def test_what_is_refused_over_there_is_refused_in_the_same_words(
 def test_a_guide_that_nobody_looked_at_before_ends_its_text_alone(driven: Driven) -> None:
     (part,) = driven.run(of_guide(driven, Guide(regex="(")))
     assert isinstance(part.error, BadArgument)
-    assert str(part.error).startswith("this guide cannot be followed")
+    assert str(part.error).startswith("this form of text cannot be followed")
 
 
 def test_guides_are_looked_at_over_there(driven: Driven) -> None:
-    with pytest.raises((BadArgument, ConfigError), match="this guide cannot be followed"):
+    with pytest.raises((BadArgument, ConfigError), match="this form of text cannot be followed"):
         driven.run(driven.engine.check_guide(Guide(regex="(")))
     guide = Guide(regex="[ab]{7}")
     driven.run(driven.engine.check_guide(guide))

@@ -79,7 +79,7 @@ def test_a_reason_is_short_and_depth_does_no_harm(device: str) -> None:
         Guide(grammar="start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
     ]
     for output in together(llm, [[1]] * 4, [SamplingParams(guide=guide) for guide in hard]):
-        assert "this guide cannot be followed: " in str(output.error)
+        assert "this form of text cannot be followed: " in str(output.error)
         assert len(str(output.error)) < 600
 
 
@@ -88,7 +88,7 @@ def test_what_cannot_be_made_a_grammar_fails_alone(device: str, guide: Guide, sa
     llm = engine(device)
     refused, free = together(llm, [[1], [2]], [SamplingParams(guide=guide), FREE])
     assert refused.finish_reason == "error"
-    assert "this guide cannot be followed: " in str(refused.error)
+    assert "this form of text cannot be followed: " in str(refused.error)
     assert said in str(refused.error)
     assert free.token_ids == one(engine(device), [2], FREE).token_ids
 
@@ -99,7 +99,7 @@ def test_a_guide_that_becomes_too_hard_ends_its_own_text(device: str, resident: 
     hard = SamplingParams(guide=Guide(regex="(a?){1000}a{1000}"), max_new_tokens=12)
     broken, free = together(llm, [[1], [2]], [hard, FREE])
     assert broken.finish_reason == "error"
-    assert "the guide is too hard to follow: " in str(broken.error)
+    assert "the form of this text is too hard to follow: " in str(broken.error)
     assert free.token_ids == one(engine(device), [2], FREE).token_ids
 
 
@@ -121,7 +121,7 @@ def test_a_stream_with_such_a_guide_is_told_why(device: str) -> None:
 def test_without_a_tokenizer_there_are_no_guides(device: str) -> None:
     llm = LLM(tiny_gpt2(device).model, device=device, dtype="float32", kv_cache_tokens=256)
     output = one(llm, [1, 2], SamplingParams(guide=Guide(json_object=True)))
-    assert output.error == "guides need a tokenizer, and this model came without one"
+    assert output.error == "forms of texts need a tokenizer, and this model came without one"
 
 
 def test_grammars_are_made_once_and_not_all_are_kept(
@@ -164,6 +164,6 @@ def test_where_it_is_missing_one_is_told_what_installs_it(
     params = SamplingParams(guide=Guide(json_object=True))
     refused, free = together(llm, [[1], [2]], [params, FREE])
     assert free.error is None
-    assert "guides need llguidance, which is not installed: pip install '.[guided]'" in str(
+    assert "forms of texts need llguidance, which is not installed: pip install '.[guided]'" in str(
         refused.error
     )

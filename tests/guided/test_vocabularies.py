@@ -111,4 +111,6 @@ def test_tokenizers_that_cannot_be_taken_are_refused_by_name(
     guided, free = llm.generate([[1], [1]], [params, SamplingParams()], progress=False)
     assert free.error is None
     assert guided.error is not None
-    assert guided.error.startswith(f"guides cannot be followed with {type(tokenizer).__name__}: ")
+    assert guided.error.startswith(
+        f"forms of texts cannot be followed with {type(tokenizer).__name__}: "
+    )

@@ -19,7 +19,7 @@ def filter_body(_: Any, body: Any) -> bool:
 
 
 def map_body(_: Any, body: Any) -> Any:
-    """Have every schema be one of an object, every call one of JSON, and each name be its own."""
+    """Have every schema be one of an object, and each name be its own."""
     if isinstance(body, dict):
         _take_schemas(body)
         tools = body.get("tools")
@@ -47,8 +47,6 @@ def _take_schemas(value: Any) -> None:
         for name, own in value.items():
             if name in ("schema", "parameters") and isinstance(own, dict):
                 value[name] = {"type": "object"} if own.get("type", "object") == "object" else own
-            elif name == "arguments" and isinstance(own, str):
-                value[name] = "{}"
             else:
                 _take_schemas(own)
 

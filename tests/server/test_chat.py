@@ -123,24 +123,6 @@ def test_without_a_limit_a_chat_has_all_the_room_there_is() -> None:
         assert answer["usage"]["total_tokens"] == 161
 
 
-def test_values_that_change_nothing_are_taken(server: Server) -> None:
-    """Clients send them without being asked to."""
-    nothing = {
-        "tools": [],
-        "tool_choice": "none",
-        "response_format": {"type": "text"},
-        "modalities": ["text"],
-        "logit_bias": None,
-        "metadata": {"for": "nobody"},
-        "store": False,
-        "stop": None,
-        "top_logprobs": 0,
-        "user": "somebody",
-    }
-    answer = server.post("chat/completions", messages=MESSAGES, max_tokens=3, **nothing)
-    assert answer.status == 200, answer.json
-
-
 def test_a_model_without_a_template_says_so(server: Server) -> None:
     prompts = server.service.prompts
     template, prompts._chat_template = prompts._chat_template, None

@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import openai
 import pytest
@@ -38,6 +40,23 @@ def refuses_connections(port: int) -> bool:
     return False
 
 
+def status_of(url: str) -> int:
+    """Ask by a connection of its own."""
+    try:
+        with urlopen(url, timeout=PATIENCE) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        with error:
+            return error.code
+
+
+def await_status(url: str, status: int) -> None:
+    end = time.monotonic() + PATIENCE
+    while status_of(url) != status:
+        assert time.monotonic() < end, f"{url} never says {status}"
+        time.sleep(0.01)
+
+
 def test_what_it_says_works_and_sigterm_lets_texts_end() -> None:
     """The three lines of a client's code run as they are printed."""
     with serving() as server:
@@ -56,15 +75,21 @@ def test_what_it_says_works_and_sigterm_lets_texts_end() -> None:
             stream = client.completions.create(**LONG, max_tokens=400, stream=True)
             text = next(stream).choices[0].text
             server.process.send_signal(signal.SIGTERM)
-            time.sleep(0.3)
-            assert refuses_connections(server.port)
+            await_status(f"{server.url}/ready", 503)
+            assert status_of(f"{server.url}/health") == 200
+            with client_of(server) as late, pytest.raises(openai.InternalServerError) as refused:
+                late.completions.create(model=MODEL, prompt="x")
             chunks = list(stream)
+        assert (refused.value.status_code, refused.value.code) == (503, "draining")
+        assert refused.value.response.headers["retry-after"] == "1"
+        assert refused.value.response.headers["connection"] == "close"
         assert chunks[-1].choices[0].finish_reason == "length"
         assert text
         assert server.process.wait(PATIENCE) == 0
+        assert refuses_connections(server.port)
     assert "ending, once 1 texts are done or 30 s are over" in "".join(server.said)
     logged = [json.loads(line) for line in server.logged]
-    assert [line["path"] for line in logged][-1] == "/v1/completions"
+    assert [line["status"] for line in logged if line["path"] == "/v1/completions"] == [503, 200]
     assert logged[-1]["completion_tokens"] == 400
 
 
@@ -107,6 +132,21 @@ def test_while_it_drains_it_is_not_ready_and_takes_nothing() -> None:
         refused = server.post("completions", prompt="x")
         assert (refused.status, refused.error["code"]) == (503, "draining")
         assert refused.headers["retry-after"] == "1"
+        assert refused.headers["connection"] == "close"
+
+
+def test_a_probe_holds_up_no_end() -> None:
+    """It may keep its connection."""
+    with running() as server:
+        kept = server.connection()
+        kept.request("GET", "/ready")
+        kept.getresponse().read()
+        server.http.end()
+        began = time.monotonic()
+        while not refuses_connections(server.port):
+            assert time.monotonic() - began < 3
+            time.sleep(0.01)
+        kept.close()
 
 
 def test_an_idle_server_ends_at_once_and_closes_its_engine() -> None:

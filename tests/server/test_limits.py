@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -14,6 +14,7 @@ import pytest
 
 from roseinfer import ConfigError
 from roseinfer.config import API_KEY, ServerConfig
+from roseinfer.server import gatekeeper
 from tests.server.served import MODEL, PATIENCE, running
 
 if TYPE_CHECKING:
@@ -33,26 +34,31 @@ def kept() -> Iterator[Server]:
 # -------------------------------------------------------------------------------------- the key
 
 
+NONE = "this server wants its API key, as in the header Authorization: Bearer KEY"
+OTHER = "the API key that was sent is not the one of this server"
+
+
 @pytest.mark.parametrize(
-    "given",
+    ("given", "said"),
     [
-        None,
-        "",
-        "Bearer",
-        "Bearer ",
-        "Bearer rose-ke",
-        "Bearer rose-key2",
-        "Bearer ROSE-KEY",
-        "Basic rose-key",
-        "rose-key",
-        "Bearer r\u00f6se",
+        (None, NONE),
+        ("", NONE),
+        ("Bearer", NONE),
+        ("Bearer ", NONE),
+        ("Bearer rose-ke", OTHER),
+        ("Bearer rose-key2", OTHER),
+        ("Bearer ROSE-KEY", OTHER),
+        ("Basic rose-key", NONE),
+        ("rose-key", NONE),
+        ("Bearer r\u00f6se", OTHER),
     ],
 )
-def test_nobody_comes_in_without_the_key(kept: Server, given: str | None) -> None:
+def test_nobody_comes_in_without_the_key(kept: Server, given: str | None, said: str) -> None:
     headers = {} if given is None else {"authorization": given}
     for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/v1/x")):
         refused = kept.ask(method, path, {"model": MODEL, "prompt": "x"}, headers=headers)
         assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
+        assert refused.error["message"] == said
         assert refused.headers["www-authenticate"] == "Bearer"
 
 
@@ -108,6 +114,67 @@ def test_a_body_that_does_not_say_how_large_it_is_is_counted(kept: Server) -> No
     connection.request("POST", "/v1/completions", chunks, headers, encode_chunked=True)
     assert connection.getresponse().status == 413
     connection.close()
+
+
+LARGE = b"x" * (16 << 20)
+"""More than any socket holds for a reader that does not come."""
+
+
+@contextmanager
+def asking(server: Server, *headers: str) -> Iterator[socket.socket]:
+    """Connect, and send the head of a request with a body."""
+    with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
+        said = ["POST /v1/completions HTTP/1.1", "Host: x", *headers]
+        said.append("Authorization: Bearer rose-key")
+        connection.sendall("".join(f"{line}\r\n" for line in [*said, ""]).encode())
+        yield connection
+
+
+def all_that_comes(connection: socket.socket) -> bytes:
+    """Read until the server closes the connection, which must not be a reset."""
+    with connection.makefile("rb") as stream:
+        return stream.read()
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["announced", "counted"])
+def test_a_client_that_writes_all_before_it_reads_is_told_too(kept: Server, counted: bool) -> None:
+    said = "Transfer-Encoding: chunked" if counted else f"Content-Length: {len(LARGE)}"
+    with asking(kept, said) as connection:
+        connection.sendall(b"%x\r\n%b\r\n0\r\n\r\n" % (len(LARGE), LARGE) if counted else LARGE)
+        head, _, data = all_that_comes(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 413 ")
+    error = json.loads(data)["error"]
+    assert error["code"] == "body_too_large"
+    assert error["message"] == (
+        "the body is larger than 2000 bytes, which is the most that this server takes"
+    )
+
+
+def test_openais_client_is_told_of_a_body_that_is_too_large(kept: Server) -> None:
+    with kept.client(api_key="rose-key") as client:
+        for _ in range(3):
+            with pytest.raises(openai.APIStatusError, match="larger than 2000 bytes") as refused:
+                client.completions.create(model=MODEL, prompt=LARGE.decode())
+            assert refused.value.status_code == 413
+
+
+def test_who_asks_first_need_not_send_what_is_too_large(kept: Server) -> None:
+    with asking(kept, f"Content-Length: {len(LARGE)}", "Expect: 100-continue") as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("limit", ["_DROPPING_S", "_MOST_DROPPED"])
+def test_no_more_is_dropped_than_a_bound(
+    kept: Server, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Neither who sends nothing more nor who sends for ever keeps the connection."""
+    monkeypatch.setattr(gatekeeper, limit, 0.1 if limit == "_DROPPING_S" else 1 << 20)
+    with asking(kept, f"Content-Length: {1 << 40}") as connection:
+        if limit == "_MOST_DROPPED":
+            connection.sendall(LARGE[: 1 << 20])
+        began = time.monotonic()
+        assert all_that_comes(connection).startswith(b"HTTP/1.1 413 ")
+        assert time.monotonic() - began < 3
 
 
 def test_a_body_that_ends_half_way_is_not_looked_at(kept: Server) -> None:

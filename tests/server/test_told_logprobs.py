@@ -76,6 +76,39 @@ def test_likeliest_tokens_of_a_chat(server: Server, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("likeliest", [None, 0, 2])
+def test_a_prompt_may_be_scored_alone(
+    server: Server, alone: LLM, likeliest: int | None, stream: bool
+) -> None:
+    """As evaluations of models do it."""
+    prompts: list[Any] = [PROMPT, "A rose is a rose"]
+    asked: dict[str, Any] = {"prompt": prompts, "max_tokens": 0, "echo": True, "stream": stream}
+    if stream:
+        asked["stream_options"] = {"include_usage": True}
+    answer = server.post("completions", **asked, logprobs=likeliest)
+    assert answer.status == 200, answer.data
+    events = answer.events if stream else [answer.json]
+    choices = sorted((each for e in events for each in e["choices"]), key=lambda c: c["index"])
+    assert [choice["text"] for choice in choices] == prompts
+    assert [choice["finish_reason"] for choice in choices] == ["length", "length"]
+    assert events[-1]["usage"]["completion_tokens"] == 0
+    assert server.line_of(answer)["completion_tokens"] == 0
+    if likeliest is None:
+        assert [choice["logprobs"] for choice in choices] == [None, None]
+        return
+    params = SamplingParams(max_new_tokens=1, prompt_logprobs=True)
+    for choice, output in zip(choices, alone.generate(prompts, params), strict=True):
+        told = choice["logprobs"]
+        assert told["token_logprobs"][0] is None
+        assert output.prompt_logprobs is not None
+        assert told["token_logprobs"][1:] == pytest.approx(output.prompt_logprobs[1:], abs=1e-4)
+        assert told["tokens"] == [*choice["text"]]
+        assert told["text_offset"] == [*range(len(choice["text"]))]
+        if likeliest:
+            assert len(told["top_logprobs"]) == len(told["tokens"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_an_echo_has_the_prompts_log_probabilities(
     server: Server, alone: LLM, stream: bool
 ) -> None:
@@ -102,5 +135,5 @@ def test_an_echo_has_the_prompts_log_probabilities(
         assert values[at][0] is tops[at][0] is None
         assert values[at][1:] == pytest.approx(expected[1:], abs=1e-4)
         assert "".join(tokens[at][: len(PROMPT)]) == PROMPT
-        assert offsets[at] == [len("".join(tokens[at][:end])) for end in range(len(tokens[at]))]
+        assert offsets[at][: len(PROMPT) + 1] == [*range(len(PROMPT) + 1)]
         assert len(tops[at]) == len(PROMPT) + 12

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from roseinfer.server.tools.tool_bodies import CalledFunction
 from tests.server.served import MODEL, running
 
 if TYPE_CHECKING:
@@ -195,6 +196,31 @@ def test_calls_and_what_they_returned_are_told_to_the_template(server: Server) -
     )
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(prompt)
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Ro', "", "[1]", '{"x": NaN', "{" * 9999])
+def test_arguments_that_are_no_object_are_told_as_they_came(arguments: str) -> None:
+    assert CalledFunction(name="f", arguments=arguments).arguments_as_told == arguments
+    assert CalledFunction(name="f", arguments='{"x": [1]}').arguments_as_told == {"x": [1]}
+
+
+def test_a_call_that_was_cut_off_may_be_sent_back(server: Server) -> None:
+    whole = ask(server, tool_choice=NAMED)
+    (call,) = whole["choices"][0]["message"]["tool_calls"]
+    most = whole["usage"]["completion_tokens"] - len(call["function"]["arguments"]) // 2
+    (choice,) = ask(server, tool_choice=NAMED, max_tokens=most)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call["function"]["arguments"])
+    with server.client() as client:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=[*MESSAGES, choice["message"]], max_tokens=2
+        )
+    said = json.dumps([call], ensure_ascii=False)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(
+        f"user: Weather?\nassistant: {said}\nassistant:".encode()
+    )
 
 
 def test_a_template_that_knows_no_tools_is_no_place_for_them() -> None:

@@ -5,10 +5,9 @@ refused: nothing is ignored that would have changed an answer.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -17,13 +16,13 @@ from pydantic import (
     Tag,
     ValidationError,
     ValidationInfo,
-    WithJsonSchema,
+    ValidatorFunctionWrapHandler,
     field_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from roseinfer.sampling_params import LONGEST_STOP, MOST_STOPS, SamplingParams
-from roseinfer.server.refusals import refusal_of_body
+from roseinfer.server.shapes.neutral import NoBias, NoObject, OnlyFalse  # noqa: TC001 - pydantic reads it
+from roseinfer.server.shapes.wrong_values import refusal_of_body, wrong
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,13 +35,6 @@ MOST_CHOICES = 128
 _INT64 = 1 << 63
 _NO_FIELDS = {"logprobs", "top_logprobs", "prompt_logprobs", "guide"}
 """What bodies have in other forms."""
-LIMITED = frozenset(
-    {"background", "best_of", "include", "logit_bias", "logprobs"}
-    | {"modalities", "previous_response_id", "reasoning", "response_format"}
-    | {"store", "suffix", "text", "tool_choice", "tools", "top_logprobs", "truncation"}
-)
-"""Fields of which only some of OpenAI's values are served: at the least the one that changes
-nothing, which clients send without being asked to."""
 BodyType = TypeVar("BodyType", bound="Asked")
 
 
@@ -51,7 +43,7 @@ def read_body(kind: type[BodyType], data: bytes) -> BodyType:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        raise refusal_of_body(error, LIMITED) from None
+        raise refusal_of_body(error) from None
 
 
 def _kind(value: Any) -> str:
@@ -65,18 +57,6 @@ Stops = Annotated[
     Annotated[_Stop, TEXT] | Annotated[list[_Stop], Field(max_length=MOST_STOPS), LIST],
     TEXT_OR_LIST,
 ]
-NoList = Annotated[list[Any], Field(max_length=0)] | None
-NoObject = Annotated[dict[str, Any], Field(max_length=0)] | None
-
-
-def _require_false(value: bool) -> bool:
-    if value:
-        raise PydanticCustomError("not_false", "Input should be false")
-    return value
-
-
-OnlyFalse = Annotated[bool, AfterValidator(_require_false), WithJsonSchema({"const": False})] | None
-"""A ``Literal`` would take 0 for it."""
 
 
 class Strict(BaseModel):
@@ -87,6 +67,16 @@ class Part(Strict):
     """A part of a message, of which only texts are served."""
 
     text: str
+
+    @field_validator("type", mode="wrap", check_fields=False)
+    @classmethod
+    def _only_texts(cls, kind: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return check(kind)
+        except ValidationError as error:
+            expected = error.errors()[0]["ctx"]["expected"]
+            why = "images, audio and files are not supported by this server"
+            raise wrong(f"must be {expected}: {why}") from None
 
 
 class Said(Strict):
@@ -110,7 +100,7 @@ class StreamOptions(Strict):
 
 
 class Asked(Strict):
-    """What every endpoint may be asked for. Who the ``user`` is changes nothing."""
+    """What every endpoint may be asked for. What is in the last group changes no answer."""
 
     guided_by: ClassVar[str] = ""
     """The field that says which form texts must have."""
@@ -124,7 +114,16 @@ class Asked(Strict):
     repetition_penalty: float | None = Field(None, ge=0.001, le=1000)
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
     ignore_eos: bool | None = False
+
     user: str | None = None
+    metadata: dict[str, str] | None = None
+    moderation: None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: NoObject = None
+    prompt_cache_retention: Literal["in_memory"] | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: OnlyFalse = None
 
     @field_validator("*", mode="before")
     @classmethod
@@ -157,6 +156,11 @@ class Asked(Strict):
         raise NotImplementedError
 
     @property
+    def prompts_only(self) -> bool:
+        """True where nothing is wanted but what can be told of prompts."""
+        return False
+
+    @property
     def choices(self) -> int:
         """How many texts are wanted for each prompt."""
         return 1
@@ -186,7 +190,11 @@ def only_with(name: str, value: dict[str, Any], needed: str) -> dict[str, Any]:
     }
 
 
-OF_STREAMS = only_with("stream_options", {"type": "object"}, "stream")
+_ANY_OPTION = [
+    {"properties": {name: {"const": True}}, "required": [name]}
+    for name in ("include_usage", "continuous_usage_stats")
+]
+OF_STREAMS = only_with("stream_options", {"type": "object", "anyOf": _ANY_OPTION}, "stream")
 
 
 class AskedForChoices(Asked):
@@ -197,13 +205,16 @@ class AskedForChoices(Asked):
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: NoObject = None
+    logit_bias: NoBias = None
 
     @field_validator("stream_options")
     @classmethod
-    def _only_for_streams(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is not None and not info.data.get("stream"):
-            raise PydanticCustomError("not_a_stream", "only a stream has options: ask for one")
+    def _only_for_streams(
+        cls, value: StreamOptions | None, info: ValidationInfo
+    ) -> StreamOptions | None:
+        asked = value is not None and any(value.model_dump().values())
+        if asked and not info.data.get("stream"):
+            raise wrong("is for streams alone: it needs stream to be true")
         return value
 
     @property

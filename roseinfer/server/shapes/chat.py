@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from uuid import uuid4
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
 
-from roseinfer.server.shapes.bodies import OF_STREAMS, AskedForChoices, OnlyFalse, only_with
+from roseinfer.server.shapes.bodies import OF_STREAMS, AskedForChoices, only_with
 from roseinfer.server.shapes.choices import ChoicesAnswer
 from roseinfer.server.shapes.formats import ChatFormat  # noqa: TC001 - pydantic reads it
 from roseinfer.server.shapes.messages import Message  # noqa: TC001
+from roseinfer.server.shapes.neutral import NoList  # noqa: TC001
+from roseinfer.server.shapes.wrong_values import wrong
 from roseinfer.server.tools.call_reader import CallReader
 from roseinfer.server.tools.tool_bodies import MOST_TOOLS, NamedTool, Tool, ToolChoice
 from roseinfer.server.tools.tool_guide import call_guide
@@ -67,17 +68,19 @@ class ChatBody(AskedForChoices):
     parallel_tool_calls: bool | None = None
     """One function is called at most, so either is right."""
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
-    metadata: dict[str, str] | None = None
-    store: OnlyFalse = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    audio: None = None
+    function_call: Literal["none", "auto"] | None = None
+    functions: NoList = None
+    prediction: None = None
+    reasoning_effort: Literal["none"] | None = None
+    verbosity: Literal["medium"] | None = None
+    web_search_options: None = None
 
     @field_validator("top_logprobs")
     @classmethod
     def _beside_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and not info.data.get("logprobs"):
-            raise PydanticCustomError("no_logprobs", "it needs logprobs to be true")
+            raise wrong("needs logprobs to be true")
         return value
 
     @field_validator("tools")
@@ -85,7 +88,7 @@ class ChatBody(AskedForChoices):
     def _with_names_of_their_own(cls, tools: list[Tool] | None) -> list[Tool] | None:
         names = [tool.function.name for tool in tools or ()]
         if len(set(names)) < len(names):
-            raise PydanticCustomError("same_name", "two functions have the same name")
+            raise wrong("must have a name of its own for each function")
         return tools
 
     @field_validator("tool_choice")
@@ -94,13 +97,15 @@ class ChatBody(AskedForChoices):
         tools = info.data.get("tools")
         names = [tool.function.name for tool in tools or ()]
         if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise PydanticCustomError("no_such_tool", "tools has no function of this name")
+            raise wrong("must name one of the functions in tools")
         if choice == "required" and not names:
-            raise PydanticCustomError("no_tools", "there are no tools to call")
+            raise wrong("needs tools that can be called")
         form = info.data.get("response_format")
         if names and choice in (None, "auto") and form is not None and form.type != "text":
-            why = "beside this response_format, a function must be called or must not be"
-            raise PydanticCustomError("no_doubt", why)
+            raise wrong(
+                "must be 'none', 'required' or a function, beside tools and a response_format that "
+                "is not text"
+            )
         return choice
 
     @property

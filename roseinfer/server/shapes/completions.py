@@ -8,16 +8,21 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    ValidationInfo,
     WithJsonSchema,
+    field_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from roseinfer.server.shapes.bodies import (
     MOST_CHOICES,
     OF_STREAMS,
     AskedForChoices,
+    only_with,
 )
 from roseinfer.server.shapes.choices import ChoicesAnswer
+from roseinfer.server.shapes.neutral import NoText  # noqa: TC001 - pydantic reads it
+from roseinfer.server.shapes.text_offsets import TextOffsets
+from roseinfer.server.shapes.wrong_values import wrong
 
 if TYPE_CHECKING:
     from roseinfer.server.generation import Generation, Piece
@@ -29,6 +34,7 @@ _TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
 
+_ECHO_ALONE = only_with("max_tokens", {"const": 0}, "echo")
 _MANY = {"type": "array", "minItems": 1, "maxItems": MOST_CHOICES}
 
 
@@ -46,33 +52,46 @@ def _as_prompts(value: Any) -> list[str | list[int]]:
     """Return a list of prompts, of whatever form they came in."""
     found = [value] if _is_prompt(value) else value
     if found in ("", []):
-        raise PydanticCustomError("no_prompt", "it is empty")
+        raise wrong("must not be empty")
     if not isinstance(found, list):
-        raise PydanticCustomError("no_prompt", "it must be a text, token ids, or a list of these")
+        raise wrong("must be a string, token ids, or an array of these")
     if not all(map(_is_prompt, found)):
-        raise PydanticCustomError("no_prompt", "each prompt must be a text or token ids, not empty")
+        raise wrong("must have strings or token ids in its array, none of them empty")
     if len(found) > MOST_CHOICES:
-        raise PydanticCustomError("prompts", f"there are more than {MOST_CHOICES} prompts")
+        raise wrong(f"must have at most {MOST_CHOICES} prompts")
     return [each if isinstance(each, str) else [*map(int, each)] for each in found]
 
 
 class CompletionBody(AskedForChoices):
-    model_config = ConfigDict(json_schema_extra=OF_STREAMS)
+    model_config = ConfigDict(json_schema_extra={"allOf": [OF_STREAMS, _ECHO_ALONE]})
 
     prompt: Annotated[
         list[str | list[int]],
         PlainValidator(_as_prompts),
         WithJsonSchema({"anyOf": [_TEXT, _MANY | {"items": _TEXT}, _IDS, _MANY | {"items": _IDS}]}),
     ]
-    max_tokens: int | None = Field(_DEFAULT_TOKENS, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool | None = False
+    max_tokens: int | None = Field(_DEFAULT_TOKENS, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=5)
     best_of: int | None = Field(None, ge=1, le=1)
-    suffix: None = None
+    suffix: NoText = None
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _some_unless_echoed(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value == 0 and not info.data.get("echo"):
+            raise wrong("must be at least 1, or 0 where echo is true")
+        return value
 
     @property
     def most_tokens(self) -> int | None:
+        if self.prompts_only:
+            return 1  # there is no prompt without a token behind it
         return self.max_tokens or _DEFAULT_TOKENS
+
+    @property
+    def prompts_only(self) -> bool:
+        return self.max_tokens == 0
 
     @property
     def num_texts(self) -> int:
@@ -114,9 +133,9 @@ class Completion(ChoicesAnswer):
     ) -> None:
         super().__init__(body, generation, token_texts)
         self._wants_logprobs = body.logprobs is not None
+        self._wants_likeliest = bool(body.logprobs)
+        self._offsets = [TextOffsets(token_texts, text) for text in echoed]
         self._echoed = echoed
-        self._ends = [0 if self._wants_logprobs else len(text) for text in echoed]
-        """How far the tokens of each choice have come, in characters."""
 
     def part(self, piece: Piece) -> dict[str, Any] | None:
         says_something = piece.text or self._wants_logprobs or self._echoed[piece.choice]
@@ -126,8 +145,9 @@ class Completion(ChoicesAnswer):
         before, self._echoed[piece.choice] = self._echoed[piece.choice], ""
         logprobs = None
         if self._wants_logprobs:
-            logprobs = self.token_texts.of_completion(piece, self._ends[piece.choice])
-            self._ends[piece.choice] += sum(map(len, logprobs["tokens"]))
+            offsets = self._offsets[piece.choice].of(piece)
+            likeliest = self._wants_likeliest
+            logprobs = self.token_texts.of_completion(piece, offsets, likeliest=likeliest)
         return {
             "index": piece.choice,
             "text": before + piece.text,

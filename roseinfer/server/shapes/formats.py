@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from roseinfer.guided.guide import Guide
 from roseinfer.server.shapes.bodies import Strict
+from roseinfer.server.shapes.wrong_values import wrong
 
 _Name = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -62,10 +63,11 @@ def _kind(value: Any) -> str | None:
     return _KINDS.get(found) if isinstance(found, str) else None
 
 
+_WRONG = wrong("must be of the type 'text', 'json_object' or 'json_schema'")
 _BY_KIND = Discriminator(
     _kind,
-    custom_error_type="no_format",
-    custom_error_message="its type should be 'text', 'json_object' or 'json_schema'",
+    custom_error_type=_WRONG.type,
+    custom_error_message=_WRONG.message(),
 )
 _Text = Annotated[TextFormat, Tag("(text)")]
 _Json = Annotated[JsonFormat, Tag("(json)")]

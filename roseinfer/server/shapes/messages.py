@@ -16,8 +16,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from roseinfer.server.shapes.bodies import LIST, TEXT, TEXT_OR_LIST, NoList, Part, Said
-from roseinfer.server.tools.tool_bodies import ToolCalls  # noqa: TC001 - pydantic reads it
+from roseinfer.server.shapes.bodies import LIST, TEXT, TEXT_OR_LIST, Part, Said
+from roseinfer.server.shapes.neutral import NoList  # noqa: TC001 - pydantic reads it
+from roseinfer.server.shapes.wrong_values import wrong
+from roseinfer.server.tools.tool_bodies import ToolCalls  # noqa: TC001
 
 
 class TextPart(Part):
@@ -44,7 +46,7 @@ class AskingMessage(Said):
         try:
             return check(role)
         except ValidationError:
-            raise PydanticCustomError("role", f"Input should be {_ROLES}") from None
+            raise wrong(f"must be {_ROLES}") from None
 
     def told(self) -> dict[str, Any]:
         told = self.as_told(self.content)
@@ -56,7 +58,7 @@ _SAYS: dict[str, Any] = {
     "required": ["content"],
 }
 _CALLS: dict[str, Any] = {
-    "properties": {"tool_calls": {"type": "array"}},
+    "properties": {"tool_calls": {"type": "array", "minItems": 1}},
     "required": ["tool_calls"],
 }
 

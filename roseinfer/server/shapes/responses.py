@@ -15,13 +15,12 @@ from roseinfer.server.shapes.bodies import (
     TEXT,
     TEXT_OR_LIST,
     Asked,
-    NoList,
-    OnlyFalse,
     Part,
     Said,
     Strict,
 )
 from roseinfer.server.shapes.formats import ResponseFormat  # noqa: TC001 - pydantic reads it
+from roseinfer.server.shapes.neutral import NoList, NoReasoning, OnlyFalse  # noqa: TC001
 from roseinfer.server.streaming import event
 
 if TYPE_CHECKING:
@@ -53,6 +52,7 @@ class InputItem(Said):
 
 class TextOptions(Strict):
     format: ResponseFormat | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class ResponsesStreamOptions(Strict):
@@ -67,12 +67,7 @@ class ResponseBody(Asked):
     ]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    metadata: dict[str, str] | None = None
     text: TextOptions | None = None
-    store: OnlyFalse = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
     background: OnlyFalse = None
     tools: NoList = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -80,8 +75,12 @@ class ResponseBody(Asked):
     truncation: Literal["disabled"] | None = None
     include: NoList = None
     top_logprobs: int | None = Field(None, ge=0, le=0)
+    context_management: NoList = None
+    conversation: None = None
+    max_tool_calls: None = None
     previous_response_id: None = None
-    reasoning: None = None
+    prompt: None = None
+    reasoning: NoReasoning | None = None
     stream_options: ResponsesStreamOptions | None = None
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.text.byte_level import BYTE_OF
+from roseinfer.text.request_text import detokenizers
 
 if TYPE_CHECKING:
     from roseinfer.server.generation import Piece
@@ -16,11 +17,18 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, list[int]]] = {}
+        self.detokenizer = detokenizers(tokenizer)
+        """Makes what decodes one text token by token, as the engine does."""
 
     def __getitem__(self, token: int) -> tuple[str, list[int]]:
         if token not in self._known:
             self._known[token] = self._look_up(token)
         return self._known[token]
+
+    def special(self, token: int) -> str:
+        """Return what a token is written as that only prompts show; nothing for any other."""
+        shown = self._tokenizer.decode([token], skip_special_tokens=True)
+        return "" if shown else self[token][0]
 
     def _look_up(self, token: int) -> tuple[str, list[int]]:
         text: str = self._tokenizer.decode([token])
@@ -41,13 +49,12 @@ class TokenTexts:
         ]
         return {"content": content, "refusal": None}
 
-    def of_completion(self, piece: Piece, offset: int) -> dict[str, Any]:
-        """Return them as a completion has them. ``offset`` is where its tokens begin."""
-        texts = [self[token][0] for token in (*(token for token, _ in piece.echoed), *piece.tokens)]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+    def of_completion(self, piece: Piece, offsets: list[int], *, likeliest: bool) -> dict[str, Any]:
+        """Return them as a completion has them. ``offsets`` are where the tokens begin.
+
+        ``likeliest`` says whether those of other tokens were asked for.
+        """
+        tokens = [*(token for token, _ in piece.echoed), *piece.tokens]
         own = [
             None if logprob is None else {self[token][0]: logprob}
             for token, logprob in piece.echoed
@@ -58,9 +65,9 @@ class TokenTexts:
             for top, at in zip(piece.likeliest, chosen, strict=False)
         ]
         return {
-            "tokens": texts,
+            "tokens": [self[token][0] for token in tokens],
             "token_logprobs": [*(logprob for _, logprob in piece.echoed), *piece.logprobs],
-            "top_logprobs": own + tops if tops else None,
+            "top_logprobs": own + tops if likeliest else None,
             "text_offset": offsets,
         }
 

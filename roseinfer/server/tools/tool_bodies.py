@@ -6,9 +6,9 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, WithJsonSchema
-from pydantic_core import PydanticCustomError
 
 from roseinfer.server.shapes.bodies import Strict
+from roseinfer.server.shapes.wrong_values import wrong
 
 MOST_TOOLS = 128
 Name = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
@@ -16,7 +16,7 @@ Name = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 def _require_object(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
-        raise PydanticCustomError("no_object", "Input should be the schema of an object")
+        raise wrong("must be the schema of an object")
     return schema
 
 
@@ -66,19 +66,19 @@ ToolChoice = Annotated[
 ]
 
 
-def _require_json_object(text: str) -> str:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise PydanticCustomError("no_json_object", "Input should be a JSON object, as a text")
-    return text
-
-
 class CalledFunction(Strict):
     name: Name
-    arguments: Annotated[str, AfterValidator(_require_json_object)]
+    arguments: str
+    """JSON, or its beginning where the call was cut off."""
+
+    @property
+    def arguments_as_told(self) -> dict[str, Any] | str:
+        """The arguments, by which templates mean an object; the text as it is if it is none."""
+        try:
+            found = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return self.arguments
+        return found if isinstance(found, dict) else self.arguments
 
 
 class ToolCall(Strict):
@@ -89,10 +89,9 @@ class ToolCall(Strict):
     function: CalledFunction
 
     def told(self) -> dict[str, Any]:
-        """Return it as chat templates know it, by which arguments are no text."""
-        arguments = json.loads(self.function.arguments)
-        function = {"name": self.function.name, "arguments": arguments}
+        """Return it as chat templates know it."""
+        function = {"name": self.function.name, "arguments": self.function.arguments_as_told}
         return {"id": self.id, "type": "function", "function": function}
 
 
-ToolCalls = Annotated[list[ToolCall], Field(min_length=1, max_length=MOST_TOOLS)]
+ToolCalls = Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)]

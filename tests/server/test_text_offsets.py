@@ -1,0 +1,74 @@
+"""Offsets of tokens index the text that a completion returns, whatever makes its characters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from roseinfer.server.generation import Echoed, Piece
+from roseinfer.server.shapes.text_offsets import TextOffsets
+from roseinfer.server.shapes.token_texts import TokenTexts
+
+if TYPE_CHECKING:
+    from tests.server.served import Server
+
+ROSES = "Röslein, 玫瑰 🌹."
+END = "<|endoftext|>"
+
+
+def told(server: Server, **asked: Any) -> dict[str, Any]:
+    """Return the text of a completion, its tokens and their offsets, whole or put together."""
+    answer = server.post("completions", logprobs=0, seed=1, **asked)
+    found: dict[str, Any] = {"text": "", "tokens": [], "text_offset": []}
+    for each in answer.events if asked.get("stream") else [answer.json]:
+        (choice,) = each["choices"]
+        found["text"] += choice["text"]
+        for name in ("tokens", "text_offset"):
+            found[name] += choice["logprobs"][name]
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_token_stands_at_its_offset(server: Server, echo: bool, stream: bool) -> None:
+    """Among those that the tiny model writes are many parts of characters."""
+    found = told(server, prompt=ROSES, max_tokens=200, echo=echo, stream=stream)
+    text, offsets = found["text"], found["text_offset"]
+    assert sum(token.startswith("bytes:") for token in found["tokens"]) > 20
+    assert offsets == sorted(offsets)
+    assert max(offsets) <= len(text)
+    for token, offset in zip(found["tokens"], offsets, strict=True):
+        shown = not token.startswith("bytes:") and token != END
+        assert not shown or text.startswith(token, offset), (token, offset)
+
+
+def test_the_parts_of_a_character_share_its_offset(server: Server) -> None:
+    found = told(server, prompt=ROSES, max_tokens=1, echo=True)
+    wanted = [at for at, character in enumerate(ROSES) for _ in character.encode()]
+    assert found["text_offset"] == [*wanted, len(ROSES)]
+
+
+def test_special_tokens_count_where_they_are_shown(server: Server) -> None:
+    found = told(server, prompt=f"ab{END}c", max_tokens=1, echo=True)
+    assert found["tokens"][:4] == ["a", "b", END, "c"]
+    assert found["text_offset"] == [0, 1, 2, 2 + len(END), 3 + len(END)]
+
+
+WORDS = ["<s>", "▁a", "b", "<0xC3>", "<0xA9>"]
+
+
+def test_tokens_that_are_not_bytes_and_one_that_the_tokenizer_adds() -> None:
+    """As of Llama 2: a word has its space before it, which the first one's text has not."""
+    made = Tokenizer(models.BPE({word: at for at, word in enumerate(WORDS)}, []))
+    made.add_special_tokens([AddedToken("<s>", special=True)])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>"))
+    offsets = TextOffsets(texts, "abé a")
+    prompt: Echoed = [(token, None) for token in (0, 1, 2, 3, 4, 1)]
+    assert offsets.of(Piece(0, echoed=prompt)) == [0, 0, 1, 2, 2, 4]
+    assert offsets.of(Piece(0, tokens=[1, 3, 4])) == [5, 6, 6]
+    assert offsets.of(Piece(0, tokens=[0, 2])) == [6, 7]
