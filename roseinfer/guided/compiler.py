@@ -94,13 +94,13 @@ def _tokenizer_of(tokenizer: Any, vocabulary: int) -> tuple[Any, int]:
         from llguidance import LLTokenizer
     except ImportError:
         raise ConfigError(
-            "forms of texts need llguidance, which is not installed: pip install '.[guided]' in "
+            "texts of a form need llguidance, which is not installed: pip install '.[guided]' in "
             "the folder of roseinfer's sources adds it"
         ) from None
     from tokenizers import Tokenizer
 
     if tokenizer is None:
-        raise BadArgument("forms of texts need a tokenizer, and this model came without one")
+        raise BadArgument("texts of a form need a tokenizer, and this model came without one")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise _unfit(tokenizer, "it is not one of the library tokenizers")
@@ -124,4 +124,4 @@ def _tokenizer_of(tokenizer: Any, vocabulary: int) -> tuple[Any, int]:
 
 
 def _unfit(tokenizer: Any, why: str) -> BadArgument:
-    return BadArgument(f"forms of texts cannot be followed with {type(tokenizer).__name__}: {why}")
+    return BadArgument(f"no form of text can be followed with {type(tokenizer).__name__}: {why}")

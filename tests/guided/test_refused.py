@@ -121,7 +121,7 @@ def test_a_stream_with_such_a_guide_is_told_why(device: str) -> None:
 def test_without_a_tokenizer_there_are_no_guides(device: str) -> None:
     llm = LLM(tiny_gpt2(device).model, device=device, dtype="float32", kv_cache_tokens=256)
     output = one(llm, [1, 2], SamplingParams(guide=Guide(json_object=True)))
-    assert output.error == "forms of texts need a tokenizer, and this model came without one"
+    assert output.error == "texts of a form need a tokenizer, and this model came without one"
 
 
 def test_grammars_are_made_once_and_not_all_are_kept(
@@ -164,6 +164,7 @@ def test_where_it_is_missing_one_is_told_what_installs_it(
     params = SamplingParams(guide=Guide(json_object=True))
     refused, free = together(llm, [[1], [2]], [params, FREE])
     assert free.error is None
-    assert "forms of texts need llguidance, which is not installed: pip install '.[guided]'" in str(
-        refused.error
+    assert (
+        "texts of a form need llguidance, which is not installed: pip install '.[guided]'"
+        in str(refused.error)
     )

@@ -112,5 +112,5 @@ def test_tokenizers_that_cannot_be_taken_are_refused_by_name(
     assert free.error is None
     assert guided.error is not None
     assert guided.error.startswith(
-        f"forms of texts cannot be followed with {type(tokenizer).__name__}: "
+        f"no form of text can be followed with {type(tokenizer).__name__}: "
     )
