@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.endpoint.promises import broken_promise, near_tie
-from pytest_roseinfer.endpoint.server import Server, ServerError
+from pytest_roseinfer.endpoint.server import Server, ServerError, ServerGone
 from pytest_roseinfer.endpoint.text_stream import Streamed
+from pytest_roseinfer.running.adapter_findings import FoundByAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ _WORDS = _ANIMALS.split()
 _server = lru_cache(maxsize=1)(Server)
 
 
-class BrokenPromise(Exception):
+class BrokenPromise(FoundByAdapter):
     """A request got something else than alone."""
 
 
@@ -76,11 +77,16 @@ class ServedEngine(EngineAdapter):
         """Raise if a stream that has ended is not what its request gets alone."""
         for number, cold, right in self._cold:
             if wrong := broken_promise(cold, right):
-                raise BrokenPromise(f"request {number}, when all came at once, {wrong}")
+                self._fail(f"request {number}, when all came at once, {wrong}")
         self._cold = []
         for number, (stream, right) in enumerate(self._open.items()):
             if stream.over and (wrong := broken_promise(stream, right)):
-                raise BrokenPromise(f"request {number} {wrong}")
+                self._fail(f"request {number} {wrong}")
+
+    def _fail(self, what: str, cause: ServerError | None = None) -> NoReturn:
+        """Say what is wrong, unless it is so because the server is gone."""
+        self.server.require_there()
+        raise BrokenPromise(what) from cause
 
     def _has_news(self) -> bool:
         return self._arrived > self._seen or all(stream.over for stream in self._open)
@@ -88,7 +94,12 @@ class ServedEngine(EngineAdapter):
     def _ask(self, prompt: Sequence[int], sampling: Sampling) -> Streamed:
         text = " ".join(_WORDS[token] for token in prompt)
         silence = settings.current().step_seconds or 600.0
-        return Streamed(self.server, text, sampling.max_new_tokens, silence, self._arrive)
+        try:
+            return Streamed(self.server, text, sampling.max_new_tokens, silence, self._arrive)
+        except ServerGone:
+            raise
+        except ServerError as error:
+            self._fail(f"the prompt {text!r} was refused: {error}", error)
 
     def _arrive(self) -> None:
         with self._news:
@@ -101,7 +112,7 @@ class ServedEngine(EngineAdapter):
             self._right[key] = self._ask(prompt, sampling)
             self._right[key].wait()
         if self._right[key].error:
-            raise ServerError(f"a request alone failed: {self._right.pop(key).error}")
+            self._fail(f"a request alone failed: {self._right.pop(key).error}")
         return self._right[key]
 
     def tokens(self, request: Any) -> list[int]:

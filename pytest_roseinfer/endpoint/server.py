@@ -7,8 +7,10 @@ import time
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
+
+from pytest_roseinfer.running.adapter_findings import StoppedAnswering
 
 if TYPE_CHECKING:
     from pytest_roseinfer.settings import Endpoint
@@ -20,6 +22,12 @@ _HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cach
 
 class ServerError(Exception):
     """The server cannot be asked, or answers with an error."""
+
+
+class ServerGone(ServerError, StoppedAnswering):
+    """Nobody listens there any more, or the engine behind it has stopped."""
+
+    who: ClassVar[str] = "the server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +70,11 @@ class Server:
             self._headers["Authorization"] = f"Bearer {endpoint.key}"
         self._apart = 1 / endpoint.rate
         self._opened = 0.0
+        self._was_there = False
         self.model = endpoint.model or self._first_model()
         self.dialect = self._dialect()
         self._idle = self._holds()
+        self._was_there = True
 
     def open(self, prompt: str, most: int, dialect: Dialect, silence: float) -> HTTPResponse:
         """Ask for a text and return the answer, whose lines are still to be read."""
@@ -75,16 +85,24 @@ class Server:
         body = json.dumps(dialect.body(self.model, prompt, most))
         return self._answer("POST", dialect.path, silence, body)
 
+    def require_there(self) -> None:
+        """Raise an error if the server is gone. That it answers with errors is another matter."""
+        try:
+            with self.open("a", 1, self.dialect, _SETTLES) as answer:
+                answer.read()
+        except ServerGone:
+            raise
+        except (ServerError, OSError, HTTPException):
+            pass
+
     def held(self) -> str:
         """Say what is held beyond what was when nobody asked for anything; nothing is right."""
-        if self._idle is None:
-            return ""
         ends = time.monotonic() + _SETTLES
         while True:
-            now = self._holds() or {}
+            now = self._holds() or {}  # which also shows whether it is still there
             more = [
                 f"{name} {now[name]:g} (it was {was:g})"
-                for name, was in self._idle.items()
+                for name, was in (self._idle or {}).items()
                 if now.get(name, was) > was + 1e-9
             ]
             if not more or time.monotonic() > ends:
@@ -102,12 +120,18 @@ class Server:
             answer = connection.getresponse()
         except (OSError, HTTPException) as error:
             connection.close()
-            raise ServerError(f"{method} {path}: {type(error).__name__}: {error}") from error
+            said = f"{method} {path}: {type(error).__name__}: {error}"
+            raise self._error(said, gone=isinstance(error, ConnectionRefusedError)) from error
         if answer.status != 200:
             said = answer.read(2000).decode(errors="replace")
             connection.close()
-            raise ServerError(f"{method} {path} was answered with {answer.status}: {said}")
+            gone = _has_stopped(answer.status, said)
+            said = f"{method} {path} was answered with {answer.status}: {said}"
+            raise self._error(said, gone=gone)
         return answer
+
+    def _error(self, said: str, *, gone: bool) -> ServerError:
+        return ServerGone(said) if gone and self._was_there else ServerError(said)
 
     def _models(self) -> list[str]:
         with self._answer("GET", "/v1/models", _SETTLES) as answer:
@@ -147,6 +171,8 @@ class Server:
         try:
             with self._answer("GET", "/metrics", _SETTLES) as answer:
                 lines = answer.read().decode().splitlines()
+        except ServerGone:
+            raise
         except ServerError:
             return None
         found: dict[str, float] = {}
@@ -156,3 +182,11 @@ class Server:
             if name in _HELD:
                 found[name] = found.get(name, 0.0) + float(value)
         return found or None
+
+
+def _has_stopped(status: int, said: str) -> bool:
+    """Return True if an error says that the engine behind the server has stopped for good."""
+    try:
+        return status == 503 and json.loads(said)["error"]["code"] == "engine_stopped"
+    except (ValueError, LookupError, TypeError):
+        return False

@@ -18,6 +18,7 @@ from pytest_roseinfer.engines.checks import (
 )
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.adapter_findings import FoundByAdapter, StoppedAnswering
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ class MixRun:
             if step < most:
                 try:
                     self.adapter.step()
+                except FoundByAdapter:
+                    raise
                 except Exception as error:
                     self.fail(f"a step raised {type(error).__name__}: {error}", error)
         else:
@@ -112,6 +115,8 @@ class MixRun:
                 sampling, expected, stops = settle(self.adapter, asked, self.mix)
                 try:
                     request = self.adapter.submit(asked.prompt, sampling)
+                except FoundByAdapter:
+                    raise
                 except Exception as error:
                     said = f"request {number} was refused: {type(error).__name__}: {error}"
                     self.fail(said, error)
@@ -221,15 +226,20 @@ def _paths(engine: EngineAdapter, mix: RequestMix) -> Counter[str]:
 
 def run_mix(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
     """Serve a mix and return the paths it took; raise where a request is served wrongly."""
-    with _coming_back(mix):
+    with _failing_on(mix):
         return MixRun(adapter, mix).run()
 
 
 @contextmanager
-def _coming_back(mix: RequestMix) -> Iterator[None]:
-    """Say of a step that hangs that it does."""
+def _failing_on(mix: RequestMix) -> Iterator[None]:
+    """Say on which mix a step hangs, or what is tested is gone or found wrong by its adapter."""
     try:
         yield
+    except StoppedAnswering as gone:
+        said = f"{gone.who} stopped answering while this mix was served: {gone}"
+        raise MixDivergence(mix, said) from gone
+    except FoundByAdapter as found:
+        raise MixDivergence(mix, str(found)) from found
     except StepHung as hung:
         raise MixDivergence(mix, f"a step {hung}") from hung
 
@@ -237,7 +247,7 @@ def _coming_back(mix: RequestMix) -> Iterator[None]:
 def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
     """Fork the mix's first prompt for each of its samplings; compare the forks with requests."""
     mix = room_for_forks(mix)
-    with _coming_back(mix):
+    with _failing_on(mix):
         engine = _made(adapter)
         for number, fork in enumerate(served_forks(engine, mix)):
             if fork.parted is not None:

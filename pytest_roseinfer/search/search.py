@@ -19,6 +19,7 @@ from pytest_roseinfer.adapters.mix import RequestMix
 from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.adapter_findings import StoppedAnswering
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 from pytest_roseinfer.search import gpu_context, recorder
 from pytest_roseinfer.search.compilations import compiled_so_far
@@ -129,7 +130,15 @@ def _never_again(failure: Exception) -> str:
     """Say why what failed cannot be tried again in this process; nothing if it can."""
     if isinstance(failure, Difference) and isinstance(failure.__cause__, StepHung):
         return "It was not made smaller: every attempt would take as long."
+    if isinstance(failure.__cause__, StoppedAnswering):
+        return "Nothing else was tried, and the mix was not made smaller. Once it answers again,"
     return gpu_context.LOST if _gpu_is_lost() else ""
+
+
+def _ended(failure: Exception, why: str) -> _Ended:
+    if isinstance(failure, Difference):
+        failure.added.append(why)
+    return _Ended(why)
 
 
 def _gpu_is_lost() -> bool:
@@ -150,12 +159,32 @@ def _made_smaller(
     except Exception as failure:
         if not tried or isinstance(failure, Flaky):
             raise
-        smallest = Smallest(tried[0], failure, _watched(check))
+        smallest = Smallest(tried[0], failure, _until_gone(_watched(check), tried))
         passes = _PASSES[type(tried[0])](adapter)
         undisturbed(lambda: smallest.shrink(passes))
         tried[:] = [smallest.example]
         smallest.say_if_cut_short()
         raise smallest.failure from smallest.failure.__cause__
+
+
+def _until_gone(
+    check: Callable[[_Example], None], tried: list[_Example]
+) -> Callable[[_Example], None]:
+    """End the search for the smallest example if what is tested is gone on the way.
+
+    The one in ``tried`` is then that on which it went.
+    """
+
+    def until_gone(example: _Example) -> None:
+        try:
+            check(example)
+        except Difference as failure:
+            if isinstance(failure.__cause__, StoppedAnswering):
+                tried[:] = [example]
+                raise _ended(failure, _never_again(failure)) from failure
+            raise
+
+    return until_gone
 
 
 def _watched(check: Callable[[_Example], object]) -> Callable[[_Example], None]:
@@ -194,9 +223,7 @@ def try_examples(
             why = _never_again(failure)
             if not why:
                 raise
-            if isinstance(failure, Difference):
-                failure.added.append(why)
-            raise _Ended(why) from failure
+            raise _ended(failure, why) from failure
 
     attempt.__qualname__ = f"{name}[{coverage.name_of(adapter)}]"
     test = _drawing(attempt, drawn, examples, salt)

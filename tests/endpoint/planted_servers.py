@@ -171,6 +171,23 @@ def second_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SamplingBatch, "choose", wrong)
 
 
+def stops_in_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ends before another says that a stop was found: the same each time."""
+
+    def change(_: Any, piece: Any) -> None:
+        if piece.finish_reason is not None:
+            piece.finish_reason = "stop"
+
+    to_pieces(monkeypatch, change)
+    step: Any = Engine.step
+
+    def slow(self: Any) -> Any:
+        time.sleep(0.02)  # or the first may end before the second is asked for
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", slow)
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     each.__name__: each
     for each in (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,7 @@ from pytest_roseinfer.endpoint.served_engine import ServedEngine
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.search.reproduce import Saved, save
 from pytest_roseinfer.settings import RATE, Endpoint
-from roseinfer.engine.engine import Engine
-from tests.endpoint.planted_servers import to_pieces
+from tests.endpoint.planted_servers import stops_in_a_crowd
 from tests.server.served import running
 
 if TYPE_CHECKING:
@@ -27,26 +25,8 @@ if TYPE_CHECKING:
 
 WANTED = Sampling(max_new_tokens=24)
 MIX = RequestMix((Asked((3, 4), WANTED), Asked((3,), WANTED)))
-BROKEN = "request 0, when all came at once, ended by 'stop'; alone by 'length'"
-FOUND = f"a step raised BrokenPromise: {BROKEN}"
+FOUND = "request 0, when all came at once, ended by 'stop'; alone by 'length'"
 NOTHING: Any = {"message": "it was so", "what": "another text"}
-
-
-def stops_in_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever ends before another says that a stop was found: the same each time."""
-
-    def change(_: Any, piece: Any) -> None:
-        if piece.finish_reason is not None:
-            piece.finish_reason = "stop"
-
-    to_pieces(monkeypatch, change)
-    step: Any = Engine.step
-
-    def slow(self: Any) -> Any:
-        time.sleep(0.02)  # or the first may end before the second is asked for
-        return step(self)
-
-    monkeypatch.setattr(Engine, "step", slow)
 
 
 @contextmanager

@@ -121,6 +121,7 @@ def test_what_ended_behind_the_last_step_is_checked_too(cold: bool) -> None:
     right: Any = SimpleNamespace(text="a", error="", finish_reason="stop", usage={}, over=True)
     ended: Any = SimpleNamespace(**vars(right) | {"finish_reason": "length"})
     engine = ServedEngine()
+    engine.server = SimpleNamespace(require_there=lambda: None)  # type: ignore[assignment]
     engine._cold = [(0, ended, right)] if cold else []
     engine._open = {} if cold else {_stream(ended): right}
     with pytest.raises(BrokenPromise, match=r"request 0.* ended by 'length'; alone by 'stop'"):
