@@ -31,6 +31,8 @@ class Adapter:
     paths: ClassVar[Mapping[str, Any]] = {}
     conditions: ClassVar[Sequence[str]] = ()
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    replays: ClassVar[int] = 1
+    """So many times what failed is run again: more where that depends on more than what is done."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -40,6 +40,7 @@ class ServedEngine(EngineAdapter):
     vocabulary = len(_WORDS)
     most_tokens = 24
     takes_sampling = False
+    replays = 20
     block_sizes: ClassVar[Sequence[int]] = (1,)
     _right: ClassVar[dict[tuple[Any, ...], Streamed]] = {}
 

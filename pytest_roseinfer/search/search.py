@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,15 +18,17 @@ from hypothesis.errors import Flaky, HypothesisWarning
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.mix import RequestMix
 from pytest_roseinfer.cases.history import History
+from pytest_roseinfer.engines.how_often import how_often
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.adapter_findings import StoppedAnswering
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 from pytest_roseinfer.search import gpu_context, recorder
 from pytest_roseinfer.search.compilations import compiled_so_far
+from pytest_roseinfer.search.reproduce import CHECKS
 from pytest_roseinfer.search.smaller_histories import passes_of_histories
 from pytest_roseinfer.search.smaller_mixes import passes_of_mixes
-from pytest_roseinfer.search.smallest import Smallest
+from pytest_roseinfer.search.smallest import SECONDS, Smallest
 from pytest_roseinfer.search.tried import kept
 
 if TYPE_CHECKING:
@@ -116,6 +119,8 @@ def _saved(
     ended = isinstance(raised, _Ended)
     failure: BaseException = (raised.__cause__ if ended else None) or raised
     found = _difference(failure)
+    if found and adapter.replays > 1 and not ended:
+        found.added += _how_often(adapter, example, replayed_by)
     saved = recorder.record(adapter, example, replayed_by, found or failure, folder)
     if found:
         found.added.append(saved)
@@ -124,6 +129,15 @@ def _saved(
     words = f"\non {example.words()}\n\n{raised if ended else ''}\n{saved}"
     vars(failure)["__notes__"] = [words.rstrip()]
     return failure
+
+
+def _how_often(adapter: type[Adapter], example: History | RequestMix, check: str) -> list[str]:
+    """Say how often an example fails when it is run again. What goes wrong then hides nothing."""
+    again = _watched(partial(CHECKS[check], adapter))
+    with suppress(Exception):
+        often = how_often(partial(again, example), adapter.replays, SECONDS)
+        return [f"Served again, {often.words()}."]
+    return []
 
 
 def _never_again(failure: Exception) -> str:

@@ -45,17 +45,6 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> None:
     to_pieces(monkeypatch, change)
 
 
-def lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = Counter[str]()
-
-    def change(_: Any, piece: Any) -> None:
-        seen["pieces"] += 1
-        if seen["pieces"] % 5 == 0:
-            piece.text = ""
-
-    to_pieces(monkeypatch, change)
-
-
 def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Counter[str]()
 
@@ -169,6 +158,22 @@ def second_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
         return choose(self, logits, *more, **named)
 
     monkeypatch.setattr(SamplingBatch, "choose", wrong)
+
+
+def now_and_then(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    """A piece of a text is lost, so many pieces after the last that was."""
+    seen = Counter[str]()
+
+    def change(_: Any, piece: Any) -> None:
+        seen["pieces"] += 1
+        if seen["pieces"] % every == 0:
+            piece.text = ""
+
+    to_pieces(monkeypatch, change)
+
+
+def lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_and_then(monkeypatch, 5)
 
 
 def stops_in_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
