@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,6 +24,10 @@ _HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cach
 
 class ServerError(Exception):
     """The server cannot be asked, or answers with an error."""
+
+
+class KeyRefused(ServerError):
+    """The server wants a key, or another one."""
 
 
 class ServerGone(ServerError, StoppedAnswering):
@@ -66,6 +72,7 @@ class Server:
     def __init__(self, endpoint: Endpoint) -> None:
         self._where = urlsplit(endpoint.url)
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
+        self._key = endpoint.key
         if endpoint.key:
             self._headers["Authorization"] = f"Bearer {endpoint.key}"
         self._apart = 1 / endpoint.rate
@@ -114,28 +121,43 @@ class Server:
     ) -> HTTPResponse:
         kind = HTTPSConnection if self._where.scheme == "https" else HTTPConnection
         assert self._where.hostname is not None
-        connection = kind(self._where.hostname, self._where.port, timeout=silence)
-        try:
-            connection.request(method, path, body, self._headers)
-            answer = connection.getresponse()
-        except (OSError, HTTPException) as error:
-            connection.close()
-            said = f"{method} {path}: {type(error).__name__}: {error}"
-            raise self._error(said, gone=isinstance(error, ConnectionRefusedError)) from error
-        if answer.status != 200:
-            said = answer.read(2000).decode(errors="replace")
-            connection.close()
-            gone = _has_stopped(answer.status, said)
-            said = f"{method} {path} was answered with {answer.status}: {said}"
-            raise self._error(said, gone=gone)
+        with ExitStack() as stack:
+            try:
+                connection = kind(self._where.hostname, self._where.port, timeout=silence)
+                stack.callback(connection.close)
+                connection.request(method, path, body, self._headers)
+                answer = connection.getresponse()
+                if answer.status != HTTPStatus.OK:
+                    with answer:
+                        said = answer.read(2000).decode(errors="replace")
+            except (OSError, HTTPException) as error:
+                gone = self._was_there and isinstance(error, ConnectionRefusedError)
+                broken = ServerGone if gone else ServerError
+                raise broken(f"{method} {path}: {in_words(error, silence)}") from error
+            if answer.status != HTTPStatus.OK:
+                raise self._refused(f"{method} {path}", answer.status, said)
+            stack.pop_all()
         return answer
 
-    def _error(self, said: str, *, gone: bool) -> ServerError:
-        return ServerGone(said) if gone and self._was_there else ServerError(said)
+    def _refused(self, asked: str, status: int, said: str) -> ServerError:
+        gone = self._was_there and _has_stopped(status, said)
+        shown = said.replace(self._key, "(the key)") if self._key else said
+        said = f"{asked} was answered with {status}: {shown}"
+        if gone:
+            return ServerGone(said)
+        if status == HTTPStatus.UNAUTHORIZED:
+            why = "refuses the key in" if self._key else "wants a key: put it into"
+            return KeyRefused(f"the server {why} ROSEINFER_API_KEY ({said})")
+        return ServerError(said)
 
     def _models(self) -> list[str]:
         with self._answer("GET", "/v1/models", _SETTLES) as answer:
-            return [each["id"] for each in json.load(answer)["data"]]
+            try:
+                return [str(each["id"]) for each in json.load(answer)["data"]]
+            except (OSError, HTTPException, ValueError, LookupError, TypeError):
+                raise ServerError(
+                    "GET /v1/models brought no list of models: --roseinfer-model names one"
+                ) from None
 
     def _first_model(self) -> str:
         if not (models := self._models()):
@@ -146,10 +168,10 @@ class Server:
         """Raise an error if the server lists its models, and not the one that is asked for."""
         try:
             models = self._models()
-        except (ServerError, OSError, HTTPException, ValueError, LookupError, TypeError):
+        except ServerError:
             return  # it may have no such list
         if models and self.model not in models:
-            known = ", ".join(map(str, models))
+            known = ", ".join(models)
             raise ServerError(f"the server has no model {self.model}: it has {known} ({refused})")
 
     def _dialect(self) -> Dialect:
@@ -159,8 +181,12 @@ class Server:
             try:
                 with self.open("a", 1, dialect, 60.0) as answer:
                     answer.read()
+            except KeyRefused:
+                raise
             except ServerError as error:
                 refused = error
+            except (OSError, HTTPException) as error:
+                refused = ServerError(f"POST {dialect.path}: {in_words(error, 60.0)}")
             else:
                 return dialect
         self._refuse_unknown_model(refused)  # not before: some take names that they do not list
@@ -170,23 +196,33 @@ class Server:
         """Return what the metrics say is held; None for a server without them."""
         try:
             with self._answer("GET", "/metrics", _SETTLES) as answer:
-                lines = answer.read().decode().splitlines()
+                lines = answer.read().decode(errors="replace").splitlines()
         except ServerGone:
             raise
-        except ServerError:
+        except (ServerError, OSError, HTTPException):
             return None
         found: dict[str, float] = {}
         for line in lines:
             name, _, value = line.rpartition(" ")
             name = name.partition("{")[0]
             if name in _HELD:
-                found[name] = found.get(name, 0.0) + float(value)
+                with suppress(ValueError):
+                    found[name] = found.get(name, 0.0) + float(value)
         return found or None
+
+
+def in_words(error: Exception, silence: float) -> str:
+    """Say what broke a connection that may be silent for so many seconds."""
+    if isinstance(error, TimeoutError):
+        return f"nothing came for {silence:g} s"
+    return f"{type(error).__name__}: {error}"
 
 
 def _has_stopped(status: int, said: str) -> bool:
     """Return True if an error says that the engine behind the server has stopped for good."""
+    if status != HTTPStatus.SERVICE_UNAVAILABLE:
+        return False
     try:
-        return status == 503 and json.loads(said)["error"]["code"] == "engine_stopped"
+        return bool(json.loads(said)["error"]["code"] == "engine_stopped")
     except (ValueError, LookupError, TypeError):
         return False

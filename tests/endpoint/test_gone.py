@@ -17,6 +17,7 @@ from pytest_roseinfer.adapters.mix import RequestMix
 from pytest_roseinfer.endpoint.served_engine import ServedEngine
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.engines.strategies import request_mixes
+from pytest_roseinfer.running.adapter_findings import StoppedAnswering
 from pytest_roseinfer.running.watchdog import watching
 from pytest_roseinfer.search.search import search
 from pytest_roseinfer.settings import Endpoint
@@ -50,14 +51,23 @@ def found_at(url: str, folder: Path) -> tuple[MixDivergence, list[RequestMix], R
         replace(asked, endpoint=endpoint, step_seconds=5.0, seed=1, failures_dir=str(folder))
     )
     tried: list[RequestMix] = []
+    gone: list[int] = []
+    """How many had been tried when it was gone."""
 
     def check(mix: RequestMix) -> None:
         tried.append(mix)
-        run_mix(ServedEngine, mix)
+        assert not gone
+        try:
+            run_mix(ServedEngine, mix)
+        except MixDivergence as failure:
+            if isinstance(failure.__cause__, StoppedAnswering):
+                gone.append(len(tried))
+            raise
 
     begin = partial(search, replayed_by="run_mix", salt="", ends=math.inf, examples=40)
     with watching(60.0), pytest.raises(MixDivergence) as found:
         begin(ServedEngine, check, request_mixes(ServedEngine))
+    assert gone == [len(tried)]
     (line,) = [each for each in str(found.value).splitlines() if each.startswith("replay with")]
     assert f"--roseinfer-endpoint {url}" in line
     file = shlex.split(line)[shlex.split(line).index("--roseinfer-replay") + 1]
@@ -73,8 +83,7 @@ def test_the_mix_that_was_served_when_nobody_listened_any_more_is_kept(folder: P
     assert failure.what.startswith(GONE)
     assert "ConnectionRefusedError" in failure.what
     assert kept == tried[-1] == failure.mix
-    assert kept.size >= CROWD
-    assert tried.count(kept) == 1
+    assert kept.size > 1  # connections that close are open too
     assert "Nothing else was tried" in str(failure)
 
 
@@ -115,7 +124,6 @@ def test_an_engine_that_has_stopped_is_asked_no_more(
     assert "engine_stopped" in failure.what
     assert kept == tried[-1]
     assert kept.size >= CROWD
-    assert tried.count(kept) == 1
 
 
 def test_a_server_that_goes_while_a_mix_is_made_smaller_is_said_to(
