@@ -32,7 +32,6 @@ class Adapter:
     conditions: ClassVar[Sequence[str]] = ()
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     replays: ClassVar[int] = 1
-    """So many times what failed is run again: more where that depends on more than what is done."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -43,6 +42,11 @@ class Adapter:
             )
             cls.required = tuple(name for name in methods if name not in cls.optional)
         cls.abilities = frozenset(filter(cls.defines, cls.optional))
+
+    @classmethod
+    def in_words(cls, example: Any) -> str:
+        """Return a history or a mix of requests as a failure tells it."""
+        return str(example.words())
 
     @classmethod
     def defines(cls, name: str) -> bool:

@@ -58,7 +58,7 @@ def _found(adapter: type[Adapter], example: Example, check: str, failure: BaseEx
         "check": check,
         "tests": _test(),
         "what": failure.what if isinstance(failure, Difference) else repr(failure),
-        "message": str(failure) if said else f"{failure!r}\non {example.words()}",
+        "message": str(failure) if said else f"{failure!r}\non {adapter.in_words(example)}",
         "expected": contents.expected if contents else "",
         "found": contents.found if contents else "",
         "example": json.loads(json.dumps(example.to_json())),

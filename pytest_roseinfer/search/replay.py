@@ -69,7 +69,7 @@ def replay(file: str, allowed: Allowed) -> int:
         raise
     finally:
         WATCHED.began = WATCHED.example = None
-    print(f"{example.words()}\n\n{often.words()}")
+    print(f"{adapter.in_words(example)}\n\n{often.words()}")
     _say_if_otherwise(trace, "")
     return 0
 

@@ -126,7 +126,7 @@ def _saved(
         found.added.append(saved)
         return found
     # This takes the place of Hypothesis's own note.
-    words = f"\non {example.words()}\n\n{raised if ended else ''}\n{saved}"
+    words = f"\non {adapter.in_words(example)}\n\n{raised if ended else ''}\n{saved}"
     vars(failure)["__notes__"] = [words.rstrip()]
     return failure
 

@@ -77,6 +77,15 @@ def test_the_printed_line_fails_until_the_bug_is_gone(
         passed = pytester.runpytest_subprocess(*words)
     assert failed.ret == pytest.ExitCode.TESTS_FAILED
     failed.stdout.fnmatch_lines([f"FAILED: {FOUND}", "it differed in 20 of 20"])
+    for run in (failed, passed):  # a reader can type what was asked
+        run.stdout.fnmatch_lines(
+            [
+                f"*the likeliest tokens of {server.url}, model tiny, for the prompts",
+                "  0. at step 0: 'dog elk', max_tokens 8",
+                "  1. at step 0: 'dog', max_tokens 8",
+            ]
+        )
+        assert "a cache of" not in run.stdout.str()
     assert "another failure" not in failed.stdout.str()
     assert passed.ret == pytest.ExitCode.OK
     passed.stdout.fnmatch_lines(
