@@ -173,12 +173,27 @@ def _made_smaller(
     except Exception as failure:
         if not tried or isinstance(failure, Flaky):
             raise
-        smallest = Smallest(tried[0], failure, _until_gone(_watched(check), tried))
+        again = _until_gone(_watched(check), tried)
+        each_time = again if adapter.replays == 1 else _failing_twice(again)
+        smallest = Smallest(tried[0], failure, each_time)
         passes = _PASSES[type(tried[0])](adapter)
         undisturbed(lambda: smallest.shrink(passes))
         tried[:] = [smallest.example]
         smallest.say_if_cut_short()
         raise smallest.failure from smallest.failure.__cause__
+
+
+def _failing_twice(check: Callable[[_Example], None]) -> Callable[[_Example], None]:
+    """Fail where the check fails two times: what fails now and then would shrink to what is not
+    to blame."""
+
+    def failing_twice(example: _Example) -> None:
+        try:
+            check(example)
+        except Exception:
+            check(example)
+
+    return failing_twice
 
 
 def _until_gone(

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -132,6 +133,27 @@ def test_what_a_search_finds_is_served_again_and_counted(
                 ends=math.inf,
             )
     assert re.search(r"\n\nServed again, it differed in \d+ of 20\.\n", f"{found.value}\n")
+
+
+def test_a_smaller_mix_that_fails_only_now_and_then_is_not_taken() -> None:
+    times = Counter[str]()
+
+    def check(mix: RequestMix) -> None:
+        times[repr(mix)] += 1
+        if mix == MIX or times[repr(mix)] == 1:
+            raise MixDivergence(ServedEngine, mix, "another text")
+
+    with pytest.raises(MixDivergence) as found:
+        search(
+            ServedEngine,
+            check,
+            just(MIX),
+            examples=1,
+            replayed_by="run_mix",
+            salt="",
+            ends=math.inf,
+        )
+    assert found.value.mix == MIX
 
 
 class _Scripted:
