@@ -31,6 +31,7 @@ class Adapter:
     paths: ClassVar[Mapping[str, Any]] = {}
     conditions: ClassVar[Sequence[str]] = ()
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    replays: ClassVar[int] = 1
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -41,6 +42,11 @@ class Adapter:
             )
             cls.required = tuple(name for name in methods if name not in cls.optional)
         cls.abilities = frozenset(filter(cls.defines, cls.optional))
+
+    @classmethod
+    def in_words(cls, example: Any) -> str:
+        """Return a history or a mix of requests as a failure tells it."""
+        return str(example.words())
 
     @classmethod
     def defines(cls, name: str) -> bool:

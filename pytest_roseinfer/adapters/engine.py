@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.adapters.fast_path import FastPath
-    from pytest_roseinfer.adapters.mix import RequestMix, Sampling
+    from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
 
 
 class EngineAdapter(Adapter):
@@ -47,6 +47,8 @@ class EngineAdapter(Adapter):
     """Requests may ask for a ``min_p`` too."""
     takes_counted_penalties: ClassVar[bool] = False
     """Requests may ask for presence and frequency penalties too."""
+    replays: ClassVar[int] = 1
+    """So many times what failed is run again: more where that depends on more than what is done."""
     rounding: ClassVar[float] = 3e-5
     """How much the engine's logits may differ from ``logits``, relative to the largest."""
 
@@ -76,6 +78,11 @@ class EngineAdapter(Adapter):
     def path_counts(self) -> Mapping[str, int]:
         """Return how often each path ran since ``make``."""
         raise NotImplementedError
+
+    @classmethod
+    def request_in_words(cls, asked: Asked) -> str:
+        """Return one request as a failure tells it."""
+        return asked.words()
 
     @optional
     def alone(self, prompt: Sequence[int], sampling: Sampling, mix: RequestMix) -> list[int]:

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 _NEAR = 0.25
 """Where the log-probabilities of the two likeliest tokens lie nearer, rounding may choose the
 other: between two logits of a dozen, in bfloat16, another batch moved the distance by 0.19."""
+_MOST = 400
+"""A longer text is not shown whole, but so many characters of it around where it parts."""
 _COUNTED = ("prompt_tokens", "completion_tokens")
 """How much of a prompt was known before may differ."""
 
@@ -17,12 +19,13 @@ _COUNTED = ("prompt_tokens", "completion_tokens")
 def broken_promise(stream: Streamed, alone: Streamed) -> str:
     """Say what is wrong with a stream that has ended; nothing is right."""
     if stream.error:
-        return f"failed: {stream.error}"
+        return f"failed: {stream.error}, behind {_around(stream.text, len(stream.text))}"
     at = _parted(stream.text, alone.text)
     if at is not None:
         if near_tie(alone, at):
             return ""
-        return f"got {stream.text!r}; alone it gets {alone.text!r}"
+        got, right = _around(stream.text, at), _around(alone.text, at)
+        return f"parts at character {at} from what it gets alone: got {got}; alone it gets {right}"
     if stream.finish_reason != alone.finish_reason:
         return f"ended by {stream.finish_reason!r}; alone by {alone.finish_reason!r}"
     counts = [(stream.usage.get(name), alone.usage.get(name)) for name in _COUNTED]
@@ -31,6 +34,20 @@ def broken_promise(stream: Streamed, alone: Streamed) -> str:
     if stream.usage and stream.usage["total_tokens"] != sum(found or 0 for found, _ in counts):
         return f"has a usage that does not add up: {stream.usage}"
     return ""
+
+
+def goes_wrong(begun: str, alone: Streamed) -> bool:
+    """Return True if a text that goes on is no longer what its request gets alone."""
+    at = _parted(begun, alone.text[: len(begun)])
+    return at is not None and not near_tie(alone, at)
+
+
+def _around(text: str, at: int) -> str:
+    if len(text) <= _MOST:
+        return repr(text)
+    begin = max(0, at - _MOST // 2)
+    shown = text[begin : begin + _MOST]
+    return f"{shown!r} (from character {begin} on, of {len(text)})"
 
 
 def _parted(found: str, right: str) -> int | None:

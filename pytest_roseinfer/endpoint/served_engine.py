@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import threading
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.endpoint.promises import broken_promise, near_tie
-from pytest_roseinfer.endpoint.server import Server, ServerError
+from pytest_roseinfer.endpoint.promises import broken_promise, goes_wrong, near_tie
+from pytest_roseinfer.endpoint.server import Server, ServerError, ServerGone
 from pytest_roseinfer.endpoint.text_stream import Streamed
+from pytest_roseinfer.running.adapter_findings import FoundByAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_roseinfer.adapters.mix import RequestMix, Sampling
+    from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
 
 _ANIMALS = """
 ant bee cat dog elk fox gnu hen ibex jay kid lark mole newt owl pig quail rat seal toad urial vole
@@ -25,7 +26,15 @@ _WORDS = _ANIMALS.split()
 _server = lru_cache(maxsize=1)(Server)
 
 
-class BrokenPromise(Exception):
+def _text(prompt: Sequence[int]) -> str:
+    return " ".join(_WORDS[token] for token in prompt)
+
+
+def _characters(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+class BrokenPromise(FoundByAdapter):
     """A request got something else than alone."""
 
 
@@ -39,8 +48,23 @@ class ServedEngine(EngineAdapter):
     vocabulary = len(_WORDS)
     most_tokens = 24
     takes_sampling = False
+    replays = 20
     block_sizes: ClassVar[Sequence[int]] = (1,)
     _right: ClassVar[dict[tuple[Any, ...], Streamed]] = {}
+
+    @classmethod
+    def in_words(cls, example: RequestMix) -> str:
+        lines = [f"the likeliest tokens of {settings.current().endpoint}, for the prompts"]
+        lines += [f"{at}. {cls.request_in_words(each)}" for at, each in enumerate(example.requests)]
+        return "\n  ".join(lines)
+
+    @classmethod
+    def request_in_words(cls, asked: Asked) -> str:
+        said = f"at step {asked.arrives}: {_text(asked.prompt)!r}"
+        said += f", max_tokens {asked.sampling.max_new_tokens}"
+        if asked.cancelled_after is not None:
+            said += f", left {asked.cancelled_after} steps later"
+        return said
 
     def make(self, mix: RequestMix) -> None:
         endpoint = settings.current().endpoint
@@ -49,7 +73,11 @@ class ServedEngine(EngineAdapter):
         self.server = _server(endpoint)
         self._news = threading.Condition()
         self._seen = self._arrived = 0
-        self._open: dict[Streamed, Streamed] = {}
+        self._submitted = 0
+        self._open: dict[Streamed, tuple[int, Streamed]] = {}
+        """The number of each request, and what it gets alone."""
+        self._seen_of: dict[Streamed, tuple[str, bool]] = {}
+        """The text of each when it was last looked at, and whether it had ended."""
         first = [self._ask(each.prompt, each.sampling) for each in mix.requests]
         for cold in first:
             cold.wait()
@@ -59,7 +87,8 @@ class ServedEngine(EngineAdapter):
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
         stream = self._ask(prompt, sampling)
-        self._open[stream] = self._alone(prompt, sampling)
+        self._open[stream] = self._submitted, self._alone(prompt, sampling)
+        self._submitted += 1
         return stream
 
     def step(self) -> None:
@@ -73,22 +102,37 @@ class ServedEngine(EngineAdapter):
         self._check()
 
     def _check(self) -> None:
-        """Raise if a stream that has ended is not what its request gets alone."""
+        """Raise if a stream is not what its request gets alone; all of it is shown then."""
         for number, cold, right in self._cold:
             if wrong := broken_promise(cold, right):
-                raise BrokenPromise(f"request {number}, when all came at once, {wrong}")
+                self._fail(f"request {number}, when all came at once, {wrong}")
         self._cold = []
-        for number, (stream, right) in enumerate(self._open.items()):
+        for stream, (number, right) in self._open.items():
+            over, text = stream.over, stream.text
+            if not over and goes_wrong(text, right):
+                stream.wait()
             if stream.over and (wrong := broken_promise(stream, right)):
-                raise BrokenPromise(f"request {number} {wrong}")
+                self._fail(f"request {number} {wrong}")
+
+            self._seen_of[stream] = text, over
+
+    def _fail(self, what: str, cause: ServerError | None = None) -> NoReturn:
+        """Say what is wrong, unless it is so because the server is gone."""
+        self.server.require_there()
+        raise BrokenPromise(what) from cause
 
     def _has_news(self) -> bool:
         return self._arrived > self._seen or all(stream.over for stream in self._open)
 
     def _ask(self, prompt: Sequence[int], sampling: Sampling) -> Streamed:
-        text = " ".join(_WORDS[token] for token in prompt)
+        text = _text(prompt)
         silence = settings.current().step_seconds or 600.0
-        return Streamed(self.server, text, sampling.max_new_tokens, silence, self._arrive)
+        try:
+            return Streamed(self.server, text, sampling.max_new_tokens, silence, self._arrive)
+        except ServerGone:
+            raise
+        except ServerError as error:
+            self._fail(f"the prompt {text!r} was refused: {error}", error)
 
     def _arrive(self) -> None:
         with self._news:
@@ -101,21 +145,22 @@ class ServedEngine(EngineAdapter):
             self._right[key] = self._ask(prompt, sampling)
             self._right[key].wait()
         if self._right[key].error:
-            raise ServerError(f"a request alone failed: {self._right.pop(key).error}")
+            self._fail(f"{_text(prompt)!r}, asked for alone, failed: {self._right.pop(key).error}")
         return self._right[key]
 
     def tokens(self, request: Any) -> list[int]:
-        return [ord(character) for character in request.text]
+        return _characters(self._seen_of.get(request, ("", False))[0])
 
     def spelled(self, token: int) -> str:
         return repr(chr(token))
 
     def ended(self, request: Any) -> bool:
-        return bool(request.over)
+        return self._seen_of.get(request, ("", False))[1]
 
     def cancel(self, request: Any) -> None:
         self._open.pop(request)
         request.leave()
+        self._seen_of[request] = self._seen_of.get(request, ("", False))[0], True
 
     def leftovers(self) -> str:
         """Say what the server still holds; what ended behind the last step is checked first."""
@@ -128,7 +173,7 @@ class ServedEngine(EngineAdapter):
         return {}
 
     def alone(self, prompt: Sequence[int], sampling: Sampling, mix: RequestMix) -> list[int]:  # noqa: ARG002
-        return self.tokens(self._alone(prompt, sampling))
+        return _characters(self._alone(prompt, sampling).text)
 
     def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
         """Return True where the prompt and what came behind it were a near tie alone."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
+
+from pytest_roseinfer.running.adapter_findings import StoppedAnswering
 
 if TYPE_CHECKING:
     from pytest_roseinfer.settings import Endpoint
@@ -20,6 +24,16 @@ _HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cach
 
 class ServerError(Exception):
     """The server cannot be asked, or answers with an error."""
+
+
+class KeyRefused(ServerError):
+    """The server wants a key, or another one."""
+
+
+class ServerGone(ServerError, StoppedAnswering):
+    """Nobody listens there any more, or the engine behind it has stopped."""
+
+    who: ClassVar[str] = "the server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +72,16 @@ class Server:
     def __init__(self, endpoint: Endpoint) -> None:
         self._where = urlsplit(endpoint.url)
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
+        self._key = endpoint.key
         if endpoint.key:
             self._headers["Authorization"] = f"Bearer {endpoint.key}"
         self._apart = 1 / endpoint.rate
         self._opened = 0.0
+        self._was_there = False
         self.model = endpoint.model or self._first_model()
         self.dialect = self._dialect()
         self._idle = self._holds()
+        self._was_there = True
 
     def open(self, prompt: str, most: int, dialect: Dialect, silence: float) -> HTTPResponse:
         """Ask for a text and return the answer, whose lines are still to be read."""
@@ -75,16 +92,24 @@ class Server:
         body = json.dumps(dialect.body(self.model, prompt, most))
         return self._answer("POST", dialect.path, silence, body)
 
+    def require_there(self) -> None:
+        """Raise an error if the server is gone. That it answers with errors is another matter."""
+        try:
+            with self.open("a", 1, self.dialect, _SETTLES) as answer:
+                answer.read()
+        except ServerGone:
+            raise
+        except (ServerError, OSError, HTTPException):
+            pass
+
     def held(self) -> str:
         """Say what is held beyond what was when nobody asked for anything; nothing is right."""
-        if self._idle is None:
-            return ""
         ends = time.monotonic() + _SETTLES
         while True:
-            now = self._holds() or {}
+            now = self._holds() or {}  # which also shows whether it is still there
             more = [
                 f"{name} {now[name]:g} (it was {was:g})"
-                for name, was in self._idle.items()
+                for name, was in (self._idle or {}).items()
                 if now.get(name, was) > was + 1e-9
             ]
             if not more or time.monotonic() > ends:
@@ -96,22 +121,43 @@ class Server:
     ) -> HTTPResponse:
         kind = HTTPSConnection if self._where.scheme == "https" else HTTPConnection
         assert self._where.hostname is not None
-        connection = kind(self._where.hostname, self._where.port, timeout=silence)
-        try:
-            connection.request(method, path, body, self._headers)
-            answer = connection.getresponse()
-        except (OSError, HTTPException) as error:
-            connection.close()
-            raise ServerError(f"{method} {path}: {type(error).__name__}: {error}") from error
-        if answer.status != 200:
-            said = answer.read(2000).decode(errors="replace")
-            connection.close()
-            raise ServerError(f"{method} {path} was answered with {answer.status}: {said}")
+        with ExitStack() as stack:
+            try:
+                connection = kind(self._where.hostname, self._where.port, timeout=silence)
+                stack.callback(connection.close)
+                connection.request(method, path, body, self._headers)
+                answer = connection.getresponse()
+                if answer.status != HTTPStatus.OK:
+                    with answer:
+                        said = answer.read(2000).decode(errors="replace")
+            except (OSError, HTTPException) as error:
+                gone = self._was_there and isinstance(error, ConnectionRefusedError)
+                broken = ServerGone if gone else ServerError
+                raise broken(f"{method} {path}: {in_words(error, silence)}") from error
+            if answer.status != HTTPStatus.OK:
+                raise self._refused(f"{method} {path}", answer.status, said)
+            stack.pop_all()
         return answer
+
+    def _refused(self, asked: str, status: int, said: str) -> ServerError:
+        gone = self._was_there and _has_stopped(status, said)
+        shown = said.replace(self._key, "(the key)") if self._key else said
+        said = f"{asked} was answered with {status}: {shown}"
+        if gone:
+            return ServerGone(said)
+        if status == HTTPStatus.UNAUTHORIZED:
+            why = "refuses the key in" if self._key else "wants a key: put it into"
+            return KeyRefused(f"the server {why} ROSEINFER_API_KEY ({said})")
+        return ServerError(said)
 
     def _models(self) -> list[str]:
         with self._answer("GET", "/v1/models", _SETTLES) as answer:
-            return [each["id"] for each in json.load(answer)["data"]]
+            try:
+                return [str(each["id"]) for each in json.load(answer)["data"]]
+            except (OSError, HTTPException, ValueError, LookupError, TypeError):
+                raise ServerError(
+                    "GET /v1/models brought no list of models: --roseinfer-model names one"
+                ) from None
 
     def _first_model(self) -> str:
         if not (models := self._models()):
@@ -122,10 +168,10 @@ class Server:
         """Raise an error if the server lists its models, and not the one that is asked for."""
         try:
             models = self._models()
-        except (ServerError, OSError, HTTPException, ValueError, LookupError, TypeError):
+        except ServerError:
             return  # it may have no such list
         if models and self.model not in models:
-            known = ", ".join(map(str, models))
+            known = ", ".join(models)
             raise ServerError(f"the server has no model {self.model}: it has {known} ({refused})")
 
     def _dialect(self) -> Dialect:
@@ -135,8 +181,12 @@ class Server:
             try:
                 with self.open("a", 1, dialect, 60.0) as answer:
                     answer.read()
+            except KeyRefused:
+                raise
             except ServerError as error:
                 refused = error
+            except (OSError, HTTPException) as error:
+                refused = ServerError(f"POST {dialect.path}: {in_words(error, 60.0)}")
             else:
                 return dialect
         self._refuse_unknown_model(refused)  # not before: some take names that they do not list
@@ -146,13 +196,33 @@ class Server:
         """Return what the metrics say is held; None for a server without them."""
         try:
             with self._answer("GET", "/metrics", _SETTLES) as answer:
-                lines = answer.read().decode().splitlines()
-        except ServerError:
+                lines = answer.read().decode(errors="replace").splitlines()
+        except ServerGone:
+            raise
+        except (ServerError, OSError, HTTPException):
             return None
         found: dict[str, float] = {}
         for line in lines:
             name, _, value = line.rpartition(" ")
             name = name.partition("{")[0]
             if name in _HELD:
-                found[name] = found.get(name, 0.0) + float(value)
+                with suppress(ValueError):
+                    found[name] = found.get(name, 0.0) + float(value)
         return found or None
+
+
+def in_words(error: Exception, silence: float) -> str:
+    """Say what broke a connection that may be silent for so many seconds."""
+    if isinstance(error, TimeoutError):
+        return f"nothing came for {silence:g} s"
+    return f"{type(error).__name__}: {error}"
+
+
+def _has_stopped(status: int, said: str) -> bool:
+    """Return True if an error says that the engine behind the server has stopped for good."""
+    if status != HTTPStatus.SERVICE_UNAVAILABLE:
+        return False
+    try:
+        return bool(json.loads(said)["error"]["code"] == "engine_stopped")
+    except (ValueError, LookupError, TypeError):
+        return False

@@ -9,7 +9,7 @@ from contextlib import suppress
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.endpoint.server import Dialect, Server, ServerError
+from pytest_roseinfer.endpoint.server import Dialect, Server, ServerError, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +33,7 @@ class Streamed:
         self.over = False
         self._left = False
         self._arrived = arrived
+        self._silence = silence
         self._dialect: Dialect = server.dialect
         self._answer = server.open(prompt, most, server.dialect, silence)
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -54,7 +55,8 @@ class Streamed:
                 self._read_events(answer)
         except (OSError, HTTPException, ValueError, KeyError, ServerError) as error:
             if not self._left:
-                self.error = f"the stream broke off: {type(error).__name__}: {error}"
+                broke = "" if isinstance(error, TimeoutError) else "the stream broke off: "
+                self.error = f"{broke}{in_words(error, self._silence)}"
         self.over = True
         self._arrived()
 

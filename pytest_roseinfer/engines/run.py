@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,6 +19,7 @@ from pytest_roseinfer.engines.checks import (
 )
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.adapter_findings import FoundByAdapter, StoppedAnswering
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 
 if TYPE_CHECKING:
@@ -33,8 +35,8 @@ _SLACK = 20
 class MixDivergence(Difference):
     """A request got something else than it gets alone. The error carries the mix."""
 
-    def __init__(self, mix: RequestMix, what: str) -> None:
-        super().__init__(what, mix.words)
+    def __init__(self, adapter: type[EngineAdapter], mix: RequestMix, what: str) -> None:
+        super().__init__(what, partial(adapter.in_words, mix))
         self.mix = mix
 
 
@@ -100,6 +102,8 @@ class MixRun:
             if step < most:
                 try:
                     self.adapter.step()
+                except FoundByAdapter:
+                    raise
                 except Exception as error:
                     self.fail(f"a step raised {type(error).__name__}: {error}", error)
         else:
@@ -112,6 +116,8 @@ class MixRun:
                 sampling, expected, stops = settle(self.adapter, asked, self.mix)
                 try:
                     request = self.adapter.submit(asked.prompt, sampling)
+                except FoundByAdapter:
+                    raise
                 except Exception as error:
                     said = f"request {number} was refused: {type(error).__name__}: {error}"
                     self.fail(said, error)
@@ -196,7 +202,7 @@ class MixRun:
         each.pieces = pieces
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
-        raise MixDivergence(self.mix, what) from cause
+        raise MixDivergence(type(self.adapter), self.mix, what) from cause
 
 
 def _made(kind: type[EngineAdapter]) -> EngineAdapter:
@@ -210,41 +216,46 @@ def _paths(engine: EngineAdapter, mix: RequestMix) -> Counter[str]:
     twins = (path.equals for path in engine.paths.values())
     declared = {*engine.paths, *twins, *engine.conditions}
     for name in sorted(counts.keys() - declared):
-        raise MixDivergence(mix, f"path {name!r} ran and is not declared")
+        raise MixDivergence(type(engine), mix, f"path {name!r} ran and is not declared")
     for name, path in engine.paths.items():
         for switches in path.never_with:
             if counts[name] and switches.items() <= mix.options.items():
                 what = f"path {name!r} was counted, which {switches} rules out"
-                raise MixDivergence(mix, what)
+                raise MixDivergence(type(engine), mix, what)
     return counts
 
 
 def run_mix(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
     """Serve a mix and return the paths it took; raise where a request is served wrongly."""
-    with _coming_back(mix):
+    with _failing_on(adapter, mix):
         return MixRun(adapter, mix).run()
 
 
 @contextmanager
-def _coming_back(mix: RequestMix) -> Iterator[None]:
-    """Say of a step that hangs that it does."""
+def _failing_on(adapter: type[EngineAdapter], mix: RequestMix) -> Iterator[None]:
+    """Say on which mix a step hangs, or what is tested is gone or found wrong by its adapter."""
     try:
         yield
+    except StoppedAnswering as gone:
+        said = f"{gone.who} stopped answering while this mix was served: {gone}"
+        raise MixDivergence(adapter, mix, said) from gone
+    except FoundByAdapter as found:
+        raise MixDivergence(adapter, mix, str(found)) from found
     except StepHung as hung:
-        raise MixDivergence(mix, f"a step {hung}") from hung
+        raise MixDivergence(adapter, mix, f"a step {hung}") from hung
 
 
 def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
     """Fork the mix's first prompt for each of its samplings; compare the forks with requests."""
     mix = room_for_forks(mix)
-    with _coming_back(mix):
+    with _failing_on(adapter, mix):
         engine = _made(adapter)
         for number, fork in enumerate(served_forks(engine, mix)):
             if fork.parted is not None:
                 got = f"got {fork.found}; alone it gets {fork.expected}"
-                raise MixDivergence(mix, f"fork {number} of request 0's prompt {got}")
+                raise MixDivergence(adapter, mix, f"fork {number} of request 0's prompt {got}")
         if left := engine.leftovers():
-            raise MixDivergence(mix, f"every fork was released, and left are {left}")
+            raise MixDivergence(adapter, mix, f"every fork was released, and left are {left}")
         return _paths(engine, mix)
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 def timeline_of(adapter: type[EngineAdapter], mix: RequestMix) -> Timeline:
     """Return the timeline of a mix, up to where a request is served wrongly."""
     run = MixRun(adapter, mix)
-    lines: list[Line] = [_line(at, each.words()) for at, each in enumerate(mix.requests)]
+    lines: list[Line] = [
+        _line(at, adapter.request_in_words(each)) for at, each in enumerate(mix.requests)
+    ]
     step, ended = -1, False
     with suppress(Exception):  # what is wrong was said by the run that found it
         for step in run.steps():

@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import replace
 from ipaddress import ip_address
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import pytest
 
@@ -26,7 +26,7 @@ def endpoint_of(
         return None
     if rate is not None and not 0 < rate < math.inf:
         raise pytest.UsageError(f"--roseinfer-rate {rate:g}: it must be above 0")
-    parts = urlsplit(url)
+    parts = _parts(url)
     if parts.username or parts.password or parts.query or parts.fragment:
         raise pytest.UsageError(
             "--roseinfer-endpoint is shown to whoever reads of this run: put no key into it, but "
@@ -44,7 +44,7 @@ def endpoint_of(
         )
     if rate is None:
         rate = RATE if here else POLITE_RATE
-    return Endpoint(url, model or "", os.environ.get("ROSEINFER_API_KEY", ""), rate, anywhere)
+    return Endpoint(url, model or "", _key(), rate, anywhere)
 
 
 def require_server(endpoint: Endpoint) -> Endpoint:
@@ -57,11 +57,34 @@ def require_server(endpoint: Endpoint) -> Endpoint:
         raise pytest.UsageError(f"--roseinfer-endpoint {endpoint.url}: {error}") from None
 
 
+def _parts(url: str) -> SplitResult:
+    """Take an address apart. One that is none is not repeated: there may be a key in it."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port, (parts.hostname or "").encode("idna")  # which are looked at when asked for
+    except ValueError:
+        raise pytest.UsageError(
+            "--roseinfer-endpoint is no address: give one such as http://127.0.0.1:8000, whose "
+            "port is a number up to 65535"
+        ) from None
+    return parts
+
+
+def _key() -> str:
+    key = os.environ.get("ROSEINFER_API_KEY", "")
+    if not (key.isascii() and key.isprintable()):
+        raise pytest.UsageError(
+            "ROSEINFER_API_KEY holds a character that no key has, as a line break: leave it out"
+        )
+    return key
+
+
 _ROOTS = ("", "/", "/v1", "/v1/")
 
 
 def _is_this_machine(host: str) -> bool:
     try:
-        return ip_address(host).is_loopback
+        address = ip_address(host)
     except ValueError:
         return host == "localhost"
+    return address.is_loopback or address.is_unspecified  # which leads to the loopback one

@@ -14,6 +14,7 @@ from pytest_roseinfer.engines.watch import timeline_of, timeline_of_forks
 from pytest_roseinfer.findings.divergence import Difference, Divergence
 from pytest_roseinfer.findings.drawn.poster import poster
 from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.adapter_findings import StoppedAnswering
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 from pytest_roseinfer.search import reproduce
 from pytest_roseinfer.search.frames import frames_of
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.findings.finding import Location
     from pytest_roseinfer.findings.found import Found
     from pytest_roseinfer.search.reproduce import Example
+
+_NEVER_AGAIN = (StepHung, StoppedAnswering)
 
 
 def record(
@@ -55,7 +58,7 @@ def _found(adapter: type[Adapter], example: Example, check: str, failure: BaseEx
         "check": check,
         "tests": _test(),
         "what": failure.what if isinstance(failure, Difference) else repr(failure),
-        "message": str(failure) if said else f"{failure!r}\non {example.words()}",
+        "message": str(failure) if said else f"{failure!r}\non {adapter.in_words(example)}",
         "expected": contents.expected if contents else "",
         "found": contents.found if contents else "",
         "example": json.loads(json.dumps(example.to_json())),
@@ -82,8 +85,8 @@ def _drawn(
     location: Location | None,
     failure: BaseException,
 ) -> tuple[list[Frame], Timeline | None]:
-    """Run it once more to draw it; nothing is drawn where it hangs, or cannot even begin."""
-    if isinstance(failure, KeyboardInterrupt) or isinstance(failure.__cause__, StepHung):
+    """Run it once more to draw it; nothing is drawn where it hangs, is gone or cannot begin."""
+    if isinstance(failure, KeyboardInterrupt) or isinstance(failure.__cause__, _NEVER_AGAIN):
         return [], None
     WATCHED.example, WATCHED.began = history, monotonic()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ def replay(file: str, allowed: Allowed) -> int:
     import torch
 
     from pytest_roseinfer.adapters.load_target import load_target
+    from pytest_roseinfer.engines.how_often import how_often
     from pytest_roseinfer.findings.divergence import Difference
     from pytest_roseinfer.running.watchdog import WATCHED
     from pytest_roseinfer.search.reproduce import CHECKS, example_of
@@ -56,7 +58,8 @@ def replay(file: str, allowed: Allowed) -> int:
     adapter = load_target(trace["adapter"], source)
     WATCHED.example, WATCHED.began = example, monotonic()
     try:
-        CHECKS[trace["check"]](adapter, example)
+        often = how_often(partial(CHECKS[trace["check"]], adapter, example), adapter.replays)
+        often.require_none()
     except Difference as failure:
         print(f"FAILED: {failure}")
         _say_if_otherwise(trace, failure.what)
@@ -66,7 +69,7 @@ def replay(file: str, allowed: Allowed) -> int:
         raise
     finally:
         WATCHED.began = WATCHED.example = None
-    print(f"{example.words()}\n\nit ran through: nothing differed")
+    print(f"{adapter.in_words(example)}\n\n{often.words()}")
     _say_if_otherwise(trace, "")
     return 0
 

@@ -65,9 +65,19 @@ from {module} import {check}
 EXAMPLE = {example}
 
 Adapter = load_target({adapter!r}{file})
-{server}{check}(Adapter, {kind.__name__}.from_json(EXAMPLE))
-print("it ran through: nothing differed")
+{server}{run}
 '''
+_RUN = """\
+{check}(Adapter, {kind.__name__}.from_json(EXAMPLE))
+print("it ran through: nothing differed")\
+"""
+_RUN_OFTEN = """\
+from pytest_roseinfer.engines.how_often import how_often
+
+often = how_often(lambda: {check}(Adapter, {kind.__name__}.from_json(EXAMPLE)), Adapter.replays)
+often.require_none()
+print(often.words())\
+"""
 
 
 _SERVER = """\
@@ -98,7 +108,8 @@ def save(
     """Write the trace, the script and the ``drawing``, if there is one."""
     try:
         trace = {**trace_of(adapter, check, folder), "example": example.to_json()}
-        return _write(trace, found, Path(folder), drawing)
+        run = _RUN if adapter.replays == 1 else _RUN_OFTEN
+        return _write(trace, found, Path(folder), drawing, run)
     except (OSError, TypeError) as error:
         # Failing to save must not hide what was found.
         return Saved(words=f"no replay was saved: {error}")
@@ -143,7 +154,7 @@ def _kind(trace: dict[str, Any]) -> type[Example]:
     return RequestMix if CHECKS[trace["check"]] in _OF_MIXES else History
 
 
-def _write(trace: dict[str, Any], found: Found, folder: Path, drawing: str) -> Saved:
+def _write(trace: dict[str, Any], found: Found, folder: Path, drawing: str, run: str) -> Saved:
     make_folder(folder)
     class_name = trace["adapter"].partition(":")[2]
     # What it does names the file, and not what came of it.
@@ -156,6 +167,7 @@ def _write(trace: dict[str, Any], found: Found, folder: Path, drawing: str) -> S
         **{name: trace[name] for name in ("adapter", "check", "environment", "folders")},
         file=f", str(ROOT / {trace['file']!r})" if trace["file"] else "",
         server=_server(trace["adapter"]),
+        run=run.format(check=trace["check"], kind=_kind(trace)),
         kind=_kind(trace),
         module=CHECKS[trace["check"]].__module__,
         message="\n".join(f"# {line}".rstrip() for line in found["message"].splitlines()),

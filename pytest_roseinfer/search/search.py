@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,14 +18,17 @@ from hypothesis.errors import Flaky, HypothesisWarning
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.mix import RequestMix
 from pytest_roseinfer.cases.history import History
+from pytest_roseinfer.engines.how_often import how_often
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.adapter_findings import StoppedAnswering
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 from pytest_roseinfer.search import gpu_context, recorder
 from pytest_roseinfer.search.compilations import compiled_so_far
+from pytest_roseinfer.search.reproduce import CHECKS
 from pytest_roseinfer.search.smaller_histories import passes_of_histories
 from pytest_roseinfer.search.smaller_mixes import passes_of_mixes
-from pytest_roseinfer.search.smallest import Smallest
+from pytest_roseinfer.search.smallest import SECONDS, Smallest
 from pytest_roseinfer.search.tried import kept
 
 if TYPE_CHECKING:
@@ -115,21 +119,40 @@ def _saved(
     ended = isinstance(raised, _Ended)
     failure: BaseException = (raised.__cause__ if ended else None) or raised
     found = _difference(failure)
+    if found and adapter.replays > 1 and not ended:
+        found.added += _how_often(adapter, example, replayed_by)
     saved = recorder.record(adapter, example, replayed_by, found or failure, folder)
     if found:
         found.added.append(saved)
         return found
     # This takes the place of Hypothesis's own note.
-    words = f"\non {example.words()}\n\n{raised if ended else ''}\n{saved}"
+    words = f"\non {adapter.in_words(example)}\n\n{raised if ended else ''}\n{saved}"
     vars(failure)["__notes__"] = [words.rstrip()]
     return failure
+
+
+def _how_often(adapter: type[Adapter], example: History | RequestMix, check: str) -> list[str]:
+    """Say how often an example fails when it is run again. What goes wrong then hides nothing."""
+    again = _watched(partial(CHECKS[check], adapter))
+    with suppress(Exception):
+        often = how_often(partial(again, example), adapter.replays, SECONDS)
+        return [f"Served again, {often.words()}."]
+    return []
 
 
 def _never_again(failure: Exception) -> str:
     """Say why what failed cannot be tried again in this process; nothing if it can."""
     if isinstance(failure, Difference) and isinstance(failure.__cause__, StepHung):
         return "It was not made smaller: every attempt would take as long."
+    if isinstance(failure.__cause__, StoppedAnswering):
+        return "Nothing else was tried, and the mix was not made smaller. Once it answers again,"
     return gpu_context.LOST if _gpu_is_lost() else ""
+
+
+def _ended(failure: Exception, why: str) -> _Ended:
+    if isinstance(failure, Difference):
+        failure.added.append(why)
+    return _Ended(why)
 
 
 def _gpu_is_lost() -> bool:
@@ -150,12 +173,47 @@ def _made_smaller(
     except Exception as failure:
         if not tried or isinstance(failure, Flaky):
             raise
-        smallest = Smallest(tried[0], failure, _watched(check))
+        again = _until_gone(_watched(check), tried)
+        each_time = again if adapter.replays == 1 else _failing_twice(again)
+        smallest = Smallest(tried[0], failure, each_time)
         passes = _PASSES[type(tried[0])](adapter)
         undisturbed(lambda: smallest.shrink(passes))
         tried[:] = [smallest.example]
         smallest.say_if_cut_short()
         raise smallest.failure from smallest.failure.__cause__
+
+
+def _failing_twice(check: Callable[[_Example], None]) -> Callable[[_Example], None]:
+    """Fail where the check fails two times: what fails now and then would shrink to what is not
+    to blame."""
+
+    def failing_twice(example: _Example) -> None:
+        try:
+            check(example)
+        except Exception:
+            check(example)
+
+    return failing_twice
+
+
+def _until_gone(
+    check: Callable[[_Example], None], tried: list[_Example]
+) -> Callable[[_Example], None]:
+    """End the search for the smallest example if what is tested is gone on the way.
+
+    The one in ``tried`` is then that on which it went.
+    """
+
+    def until_gone(example: _Example) -> None:
+        try:
+            check(example)
+        except Difference as failure:
+            if isinstance(failure.__cause__, StoppedAnswering):
+                tried[:] = [example]
+                raise _ended(failure, _never_again(failure)) from failure
+            raise
+
+    return until_gone
 
 
 def _watched(check: Callable[[_Example], object]) -> Callable[[_Example], None]:
@@ -194,9 +252,7 @@ def try_examples(
             why = _never_again(failure)
             if not why:
                 raise
-            if isinstance(failure, Difference):
-                failure.added.append(why)
-            raise _Ended(why) from failure
+            raise _ended(failure, why) from failure
 
     attempt.__qualname__ = f"{name}[{coverage.name_of(adapter)}]"
     test = _drawing(attempt, drawn, examples, salt)

@@ -45,17 +45,6 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> None:
     to_pieces(monkeypatch, change)
 
 
-def lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = Counter[str]()
-
-    def change(_: Any, piece: Any) -> None:
-        seen["pieces"] += 1
-        if seen["pieces"] % 5 == 0:
-            piece.text = ""
-
-    to_pieces(monkeypatch, change)
-
-
 def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Counter[str]()
 
@@ -169,6 +158,39 @@ def second_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
         return choose(self, logits, *more, **named)
 
     monkeypatch.setattr(SamplingBatch, "choose", wrong)
+
+
+def now_and_then(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    """A piece of a text is lost, so many pieces after the last that was."""
+    seen = Counter[str]()
+
+    def change(_: Any, piece: Any) -> None:
+        seen["pieces"] += 1
+        if seen["pieces"] % every == 0:
+            piece.text = ""
+
+    to_pieces(monkeypatch, change)
+
+
+def lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_and_then(monkeypatch, 5)
+
+
+def stops_in_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ends before another says that a stop was found: the same each time."""
+
+    def change(_: Any, piece: Any) -> None:
+        if piece.finish_reason is not None:
+            piece.finish_reason = "stop"
+
+    to_pieces(monkeypatch, change)
+    step: Any = Engine.step
+
+    def slow(self: Any) -> Any:
+        time.sleep(0.02)  # or the first may end before the second is asked for
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", slow)
 
 
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,9 +18,19 @@ from pytest_roseinfer.report.strength import how_strong
 from pytest_roseinfer.settings import POLITE_RATE, PROFILES, RATE, Endpoint, Settings
 from tests.server.served import MODEL, running
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:8000", "http://localhost:1/v1", "http://[::1]:9"]
+    "url",
+    [
+        "http://127.0.0.1:8000",
+        "http://localhost:1/v1",
+        "http://[::1]:9",
+        "http://0.0.0.0:8000",
+        "http://[::]:8000",
+    ],
 )
 def test_this_machine_is_asked(url: str) -> None:
     assert endpoint_of(url, None, None, anywhere=False) == Endpoint(url)
@@ -58,6 +72,10 @@ def test_a_server_of_this_machine_is_asked_more_often(url: str, rate: float) -> 
         ),
         ("127.0.0.1:8000", None, None, "give an address such as"),
         ("http://127.0.0.1:8000/v1/completions", None, None, "give an address such as"),
+        ("http://127.0.0.1:99999", None, None, "give one such as .* up to 65535"),
+        ("http://127.0.0.1:abc", None, None, "give one such as"),
+        ("http://[::1", None, None, "give one such as"),
+        ("http://there..org", None, None, "give one such as"),
         ("http://127.0.0.1:8000", None, 0.0, "--roseinfer-rate 0: it must be above 0"),
         (None, "m", None, "--roseinfer-model is about a server"),
         (None, None, 2.0, "--roseinfer-rate is about a server"),
@@ -75,6 +93,83 @@ def test_a_key_is_none_of_the_variables_that_are_shown(monkeypatch: pytest.Monke
     monkeypatch.setenv("ROSEINFER_SHOWN", "1")
     assert variables().get("ROSEINFER_SHOWN") == "1"
     assert "secret" not in variables().values()
+
+
+@pytest.mark.parametrize("key", ["secret\n", "s\u00e9cret"])
+def test_a_key_that_cannot_be_one_is_refused_and_not_shown(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSEINFER_API_KEY", key)
+    with pytest.raises(pytest.UsageError, match="ROSEINFER_API_KEY holds a character") as refused:
+        endpoint_of("http://127.0.0.1:8000", None, None, anywhere=False)
+    assert "cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("", "wants a key: put it into ROSEINFER_API_KEY"),
+        ("wrong", "refuses the key in ROSEINFER_API_KEY"),
+    ],
+)
+@pytest.mark.parametrize("model", ["", MODEL])
+def test_no_key_is_not_told_as_a_wrong_one(key: str, words: str, model: str) -> None:
+    with (
+        running(config={"api_key": "right"}) as server,
+        pytest.raises(pytest.UsageError, match=rf"\d: the server {words} ") as refused,
+    ):
+        require_server(Endpoint(server.url, model, key))
+    assert "wrong" not in str(refused.value)
+
+
+@contextmanager
+def answering(status: int, said: str) -> Iterator[str]:
+    """Serve a server that says the same to everything, where ``KEY`` is the key it was sent."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            key = self.headers.get("Authorization", "").removeprefix("Bearer ")
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(said.replace("KEY", key).encode())
+
+        do_GET = do_POST = answer  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_server_that_repeats_the_key_does_not_have_it_shown() -> None:
+    with (
+        answering(401, "no such key: KEY") as url,
+        pytest.raises(pytest.UsageError, match=r"no such key: \(the key\)") as refused,
+    ):
+        require_server(Endpoint(url, key="secret"))
+    assert "secret" not in str(refused.value)
+
+
+def test_a_server_of_something_else_is_refused_in_a_sentence() -> None:
+    with (
+        answering(200, "<html>") as url,
+        pytest.raises(pytest.UsageError, match=r"no list of models: --roseinfer-model names one$"),
+    ):
+        require_server(Endpoint(url))
+
+
+def test_what_is_no_address_is_told_in_one_line(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_inprocess("--roseinfer-endpoint", "http://127.0.0.1:99999")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    (line,) = filter(None, result.errlines)
+    assert line.startswith("ERROR: --roseinfer-endpoint is no address: give one such as http://")
 
 
 def test_a_server_that_is_not_there() -> None:

@@ -3,50 +3,41 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shlex
-import time
+import subprocess
+import sys
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis.strategies import just
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
 from pytest_roseinfer.endpoint.served_engine import ServedEngine
+from pytest_roseinfer.engines.how_often import how_often
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
+from pytest_roseinfer.findings.divergence import Difference
+from pytest_roseinfer.running.adapter_findings import StoppedAnswering
 from pytest_roseinfer.search.reproduce import Saved, save
+from pytest_roseinfer.search.search import search
 from pytest_roseinfer.settings import RATE, Endpoint
-from roseinfer.engine.engine import Engine
-from tests.endpoint.planted_servers import to_pieces
+from tests.endpoint.planted_servers import now_and_then, stops_in_a_crowd
 from tests.server.served import running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-WANTED = Sampling(max_new_tokens=24)
+WANTED = Sampling(max_new_tokens=8)
 MIX = RequestMix((Asked((3, 4), WANTED), Asked((3,), WANTED)))
-BROKEN = "request 0, when all came at once, ended by 'stop'; alone by 'length'"
-FOUND = f"a step raised BrokenPromise: {BROKEN}"
+FOUND = "request 0, when all came at once, ended by 'stop'; alone by 'length'"
 NOTHING: Any = {"message": "it was so", "what": "another text"}
-
-
-def stops_in_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever ends before another says that a stop was found: the same each time."""
-
-    def change(_: Any, piece: Any) -> None:
-        if piece.finish_reason is not None:
-            piece.finish_reason = "stop"
-
-    to_pieces(monkeypatch, change)
-    step: Any = Engine.step
-
-    def slow(self: Any) -> Any:
-        time.sleep(0.02)  # or the first may end before the second is asked for
-        return step(self)
-
-    monkeypatch.setattr(Engine, "step", slow)
 
 
 @contextmanager
@@ -86,14 +77,103 @@ def test_the_printed_line_fails_until_the_bug_is_gone(
         planted.undo()
         passed = pytester.runpytest_subprocess(*words)
     assert failed.ret == pytest.ExitCode.TESTS_FAILED
-    failed.stdout.fnmatch_lines([f"FAILED: {FOUND}"])
+    failed.stdout.fnmatch_lines([f"FAILED: {FOUND}", "it differed in 20 of 20"])
+    for run in (failed, passed):  # a reader can type what was asked
+        run.stdout.fnmatch_lines(
+            [
+                f"*the likeliest tokens of {server.url}, model tiny, for the prompts",
+                "  0. at step 0: 'dog elk', max_tokens 8",
+                "  1. at step 0: 'dog', max_tokens 8",
+            ]
+        )
+        assert "a cache of" not in run.stdout.str()
     assert "another failure" not in failed.stdout.str()
     assert passed.ret == pytest.ExitCode.OK
-    passed.stdout.fnmatch_lines(["it ran through: nothing differed", f"*recorded with: {FOUND}"])
+    passed.stdout.fnmatch_lines(
+        ["it ran through 20 times: nothing differed", f"*recorded with: {FOUND}"]
+    )
     for file in (files.trace, files.script):
         assert "secret" not in (pytester.path / file).read_text()
     for run in (failed, passed):
         assert "secret" not in run.stdout.str() + run.stderr.str()
+
+
+def test_what_happens_now_and_then_is_met_by_a_replay_and_counted(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running() as server:
+        now_and_then(monkeypatch, 100)  # about every third time
+        with asking(Endpoint(server.url, rate=1000)):
+            files, words = saved(NOTHING, pytester.path)
+        replayed = pytester.runpytest_subprocess(*words)
+        script = subprocess.run(
+            [sys.executable, pytester.path / files.script], capture_output=True, text=True
+        )
+    assert replayed.ret == pytest.ExitCode.TESTS_FAILED
+    assert script.returncode == 1
+    for said in (replayed.stdout.str(), script.stderr):
+        differed = re.search(r"^it differed in (\d+) of 20$", said, re.MULTILINE)
+        assert differed
+        assert 1 <= int(differed[1]) < 15
+
+
+def test_what_a_search_finds_is_served_again_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with running() as server, asking(Endpoint(server.url, rate=1000)):
+        now_and_then(monkeypatch, 9)
+        with pytest.raises(MixDivergence) as found:
+            search(
+                ServedEngine,
+                partial(run_mix, ServedEngine),
+                just(MIX),
+                examples=1,
+                replayed_by="run_mix",
+                salt="",
+                ends=math.inf,
+            )
+    assert re.search(r"\n\nServed again, it differed in \d+ of 20\.\n", f"{found.value}\n")
+
+
+def test_a_smaller_mix_that_fails_only_now_and_then_is_not_taken() -> None:
+    times = Counter[str]()
+
+    def check(mix: RequestMix) -> None:
+        times[repr(mix)] += 1
+        if mix == MIX or times[repr(mix)] == 1:
+            raise MixDivergence(ServedEngine, mix, "another text")
+
+    with pytest.raises(MixDivergence) as found:
+        search(
+            ServedEngine,
+            check,
+            just(MIX),
+            examples=1,
+            replayed_by="run_mix",
+            salt="",
+            ends=math.inf,
+        )
+    assert found.value.mix == MIX
+
+
+class _Scripted:
+    """A check that fails as it is told, one time after the other."""
+
+    def __init__(self, *causes: BaseException | None) -> None:
+        self.causes = list(causes)
+
+    def __call__(self) -> None:
+        cause = self.causes.pop(0)
+        if cause:
+            raise Difference("it differs", str) from cause
+
+
+def test_a_case_is_run_again_as_often_as_there_is_time_for() -> None:
+    wrong, gone = ValueError(), StoppedAnswering()
+    assert how_often(_Scripted(None, wrong, None), 3).words() == "it differed in 1 of 3"
+    assert how_often(_Scripted(wrong, None), 2, seconds=0.0).words() == "it differed in 1 of 1"
+    assert how_often(_Scripted(None, gone), 20).words() == "it differed in 1 of 2"
+    assert how_often(_Scripted(None), 1).words() == "it ran through: nothing differed"
 
 
 def test_what_makes_no_sense_is_refused_in_one_line(pytester: pytest.Pytester) -> None:

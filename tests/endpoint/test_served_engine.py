@@ -14,6 +14,7 @@ from hypothesis.errors import FlakyFailure
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
+from pytest_roseinfer.endpoint.promises import broken_promise
 from pytest_roseinfer.endpoint.served_engine import BrokenPromise, ServedEngine
 from pytest_roseinfer.endpoint.server import ServerError
 from pytest_roseinfer.endpoint.text_stream import Streamed
@@ -58,7 +59,7 @@ _OTHER_TEXT = "got '.*'; alone it gets '.*'|token \\d+: '.*'; alone|ended after 
 WORDS = {
     "miscounted": "has the usage .*; alone it has|has a usage that does not add up",
     "ended_together": "ended|got '.*'; alone it gets",
-    "hangs": "no stream has brought anything for 3 s|TimeoutError",
+    "hangs": "no stream has brought anything for 3 s|nothing came for 3 s",
     "leaks": "the engine still holds vllm:kv_cache_usage_perc",
 }
 """What is said of bugs that do not make one text another."""
@@ -81,6 +82,68 @@ def test_a_server_with_a_bug_is_found(
     # A server may fail in one way now and in another when the same is sent again.
     said = [str(each) for each in (found.value, *getattr(found.value, "exceptions", ()))]
     assert re.search(WORDS.get(bug, _OTHER_TEXT), "\n".join(said))
+
+
+def _ended_stream(text: str) -> Any:
+    return SimpleNamespace(
+        text=text, error="", finish_reason="length", usage={}, tokens=(), gaps=(), over=True
+    )
+
+
+def test_texts_that_part_are_shown_with_the_place() -> None:
+    said = broken_promise(_ended_stream("owl bat"), _ended_stream("owl cat"))
+    assert said == (
+        "parts at character 4 from what it gets alone: got 'owl bat'; alone it gets 'owl cat'"
+    )
+
+
+def test_of_a_long_text_so_much_is_shown_as_one_can_read() -> None:
+    long = "a" * 5000
+    said = broken_promise(_ended_stream(long + "b"), _ended_stream(long + "c"))
+    assert "parts at character 5000 " in said
+    assert f"got '{'a' * 200}b' (from character 4800 on, of 5001); alone" in said
+
+
+class _Breaking:
+    """An answer that raises an error when it is read."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __enter__(self) -> _Breaking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[bytes]:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (TimeoutError("timed out"), "nothing came for 3 s"),
+        (ConnectionResetError("it"), "the stream broke off: ConnectionResetError: it"),
+    ],
+)
+def test_a_stream_that_brings_nothing_is_not_said_to_break_off(error: Exception, said: str) -> None:
+    stream = object.__new__(Streamed)
+    answer: Any = _Breaking(error)
+    vars(stream).update(_left=False, _silence=3.0, _arrived=lambda: None, _answer=answer)
+    stream._read()
+    assert stream.error == said
+
+
+def test_a_text_that_parts_in_the_middle_is_waited_for_and_shown_whole() -> None:
+    right, begun = _stream(_ended_stream("owl cat")), _stream(_ended_stream("owl b"))
+    begun.over = False
+    begun.wait = lambda: vars(begun).update(over=True, text="owl bat")
+    engine = ServedEngine()
+    engine.server = SimpleNamespace(require_there=lambda: None)  # type: ignore[assignment]
+    engine._cold, engine._open, engine._seen_of = [], {begun: (2, right)}, {}
+    with pytest.raises(BrokenPromise, match=r"^request 2 parts at .* got 'owl bat'; alone"):
+        engine.step()
 
 
 def _stream(like: Any) -> Any:
@@ -121,8 +184,10 @@ def test_what_ended_behind_the_last_step_is_checked_too(cold: bool) -> None:
     right: Any = SimpleNamespace(text="a", error="", finish_reason="stop", usage={}, over=True)
     ended: Any = SimpleNamespace(**vars(right) | {"finish_reason": "length"})
     engine = ServedEngine()
+    engine.server = SimpleNamespace(require_there=lambda: None)  # type: ignore[assignment]
     engine._cold = [(0, ended, right)] if cold else []
-    engine._open = {} if cold else {_stream(ended): right}
+    engine._open = {} if cold else {_stream(ended): (0, right)}
+    engine._seen_of = {}
     with pytest.raises(BrokenPromise, match=r"request 0.* ended by 'length'; alone by 'stop'"):
         engine.leftovers()
 
@@ -135,7 +200,7 @@ def test_a_saved_script_asks_the_same_server(endpoint: Endpoint, tmp_path: Path)
     saved = save(ServedEngine, mix, "run_mix", found, f"{tmp_path}/failures", "")
     script = tmp_path / saved.script
     assert "secret" not in script.read_text()
-    assert replayed(script).stdout == "it ran through: nothing differed\n"
+    assert replayed(script).stdout == "it ran through 20 times: nothing differed\n"
     script.write_text(script.read_text().replace(endpoint.url, "http://127.0.0.1:9"))
     assert "ServerError: GET /v1/models: ConnectionRefusedError" in replayed(script).stderr
 
