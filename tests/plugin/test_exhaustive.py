@@ -35,8 +35,14 @@ KERNELS_OFF = {"triton": False}
 LATER: dict[type[KVCacheAdapter], tuple[Operation, ...]] = {
     broken_text_caches.TakesWhatWasThere: (Prefill(0, 6), Free(0), LookUp(2, 4)),
     broken_text_caches.HitsDoNotRenew: (Prefill(0, 6), Free(0), Prefill(1, 6)),
+    branching_text_caches.WritesUnderAKeptKey: (
+        Prefill(0, 2),
+        Prefill(1, 2),
+        Truncate(0, 1),
+        Free(1),
+    ),
 }
-"""What is found at the fifth step, and not before: the steps from where to walk on."""
+"""What is found at the fifth or sixth step, and not before: the steps from where to walk on."""
 BROKEN = (*broken_text_caches.BROKEN, *branching_text_caches.BROKEN, *namespaced_caches.BROKEN)
 
 
