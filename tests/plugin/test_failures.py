@@ -77,6 +77,13 @@ def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
     assert f'download="{project.saved(".svg").name}"' in page
 
 
+def test_what_is_replayed_is_as_large_as_what_is_said(project: Project) -> None:
+    """What is compared runs on a cache with room for all copies, whatever was drawn."""
+    result = fail(project, "SwapsRows", "-k", "split")
+    spec = json.loads(project.saved(".json").read_text())["example"]["spec"]
+    result.stdout.fnmatch_lines([f"a cache with *, num_blocks={spec['num_blocks']}, *"])
+
+
 def test_an_error_in_the_cache_is_shown_where_it_was_raised(project: Project) -> None:
     result = fail(project, "LosesTheBlock", "-k", "histories")
     result.stdout.fnmatch_lines(
