@@ -128,12 +128,14 @@ def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     report = yield
-    made = "pytest_roseinfer.suite.shipped_tests" in sys.modules
-    if made and report.passed and isinstance(collector, pytest.Module):
-        from pytest_roseinfer.plugin.uncollected import warn_of_uncollected
+    adapters = "pytest_roseinfer.adapters.base" in sys.modules
+    if adapters and report.passed and isinstance(collector, pytest.Module):
+        from pytest_roseinfer.plugin.uncollected import warn_of_uncollected, warn_of_unused
 
         try:
             warn_of_uncollected(collector, report.result)
+            if not report.result:
+                warn_of_unused(collector)
         except Warning as warning:  # where warnings are errors
             report.outcome, report.longrepr = "failed", str(warning)
     return report
