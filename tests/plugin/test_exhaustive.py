@@ -129,6 +129,17 @@ def test_what_is_divided_among_processes_is_the_same(monkeypatch: pytest.MonkeyP
     assert (found.walked.histories, len(found.walked.states), found.wrong) == (33, 20, "")
 
 
+def test_it_says_how_far_it_has_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exhaustive, "_DIVIDED_AT", 2)
+    monkeypatch.setattr(exhaustive, "_SAID_EVERY", 0.0)
+    with ThreadPoolExecutor(1) as pool:
+        exhaustive.every_history(MANAGER, KERNELS_OFF, 3, pool)
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == f"{MANAGER}: {len(said)} of {len(said)} parts, 33 histories"
+
+
 def test_a_process_that_finds_something_ends_the_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exhaustive, "_DIVIDED_AT", 1)
     with ThreadPoolExecutor(1) as pool:
