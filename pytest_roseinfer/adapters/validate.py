@@ -8,6 +8,7 @@ from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
 from pytest_roseinfer.adapters.names.condition_names import refuse_uncounted
 from pytest_roseinfer.adapters.names.misspelt import refuse_misspelt
+from pytest_roseinfer.adapters.names.signatures import refuse_signatures
 from pytest_roseinfer.adapters.reuse_conditions import refuse_what_is_not_shown
 from pytest_roseinfer.adapters.shapes import refuse_shapes, refuse_tolerance
 from pytest_roseinfer.adapters.standard_bad_calls import STANDARD_BAD_CALLS
@@ -45,7 +46,11 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 def refuse_mistakes(adapter: type[Adapter]) -> None:
     """Raise ``TypeError`` for a class that is no usable adapter; the message says why."""
     if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
-        raise TypeError(f"conformance() takes a subclass of KVCacheAdapter, not {adapter!r}")
+        hint = ""
+        if isinstance(adapter, Adapter):
+            made = type(adapter).__name__
+            hint = f": write conformance({made}), for a cache is made anew for every history"
+        raise TypeError(f"conformance() takes a subclass of KVCacheAdapter, not {adapter!r}{hint}")
     name = adapter.__name__
     refuse_misspelt(adapter)
     missing = [method for method in adapter.required if not adapter.defines(method)]
@@ -53,6 +58,7 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
         missing.remove("append")
     if missing:
         raise TypeError(f"{name} must define {', '.join(missing)}")
+    refuse_signatures(adapter)
     if issubclass(adapter, EngineAdapter) and "alone" not in adapter.abilities:
         by_logits = "logits" in adapter.abilities and not adapter.takes_sampling
         if not by_logits:

@@ -11,11 +11,14 @@ from pytest_roseinfer.cases.operations.lookups.look_up import LookUp
 from pytest_roseinfer.cases.operations.operation import Writer
 from pytest_roseinfer.cases.operations.sequences.fork import Fork
 from pytest_roseinfer.cases.operations.sequences.free import Free
+from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.way_back import way_back
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pytest_roseinfer.cases.operations.operation import Operation
 
 
@@ -28,6 +31,9 @@ class Opened(Writer, Protocol):
 
     def take(self, step: Operation) -> None:
         """Add a step."""
+
+    def repeater(self, tokens: int) -> int:
+        """Draw a name that no sequence has, and that says again what was said for so long."""
 
 
 def share_blocks(writer: Opened) -> None:
@@ -77,6 +83,38 @@ def _come_again(writer: Opened) -> None:
     elif which and (others := writer.oracle.pages_free() - 1):
         (seq,) = writer.fresh(1)
         writer.take(Prefill(seq, others * writer.oracle.block_size, writer.layout()))
+
+
+def may_cut_what_is_found(writer: Opened) -> bool:
+    """Return True if a cache may find a block of which its holders may keep a part."""
+    parts, needed = writer.oracle.block_size > 1, Truncate.needs | Free.needs
+    return writer.finds_prompts and parts and needed <= writer.adapter.abilities
+
+
+def cut_what_is_found(writer: Opened) -> None:
+    """Open with two who hold a full block: one is cut in it and writes, the other lets go of it.
+
+    Who then says what it held must not find what was written. Drawn one by one, these steps hardly
+    ever follow each other.
+    """
+    for step in _cut_what_is_found(writer):
+        if writer.over or not step.fits(writer.oracle):
+            return
+        writer.take(step)
+
+
+def _cut_what_is_found(writer: Opened) -> Iterator[Operation]:
+    size, leaves = writer.oracle.block_size, writer.adapter.match_leaves
+    full = writer.pick((1, 2) if writer.oracle.capacity > 3 else (1,)) * size
+    (first,) = writer.fresh(1)
+    yield Prefill(first, full + leaves, writer.layout())
+    second = writer.repeater(full + leaves)
+    yield Prefill(second, full + leaves, writer.layout())
+    cut, other = writer.draw(st.permutations((first, second)))
+    yield Truncate(cut, writer.between(full - size + 1, full - 1))
+    write, let_go = Append((cut,), writer.layout()), Free(other)
+    yield from writer.pick(((let_go, write), (let_go, write), (write, let_go)))
+    yield Prefill(writer.repeater(full + leaves), full + leaves, writer.layout())
 
 
 def free_in_flight(writer: Opened) -> None:

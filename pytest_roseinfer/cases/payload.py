@@ -302,5 +302,5 @@ def token_words(token: int) -> str:
     if seq >= TEXTS:
         within = f" in namespace {life}" if life else ""
         return f"text {seq - TEXTS}{within}, token {position}"
-    again = f" (life {life + 1})" if life else ""
+    again = f" (life {life + 1}: it was freed or cut before)" if life else ""
     return f"sequence {seq}{again}, token {position}"

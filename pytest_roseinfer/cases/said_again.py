@@ -45,8 +45,15 @@ class SaidBefore:
         Those from ``new`` on have a text each. Most often listed is one that may find something,
         and goes another way inside of what was said.
         """
-        names = [*range(new, new + len(self.texts.drawn)), *vacant]
+        names = self._unused(new, vacant)
         return [name for name in names for _ in range(self._often(name))]
+
+    def repeating(self, new: int, vacant: Sequence[int], tokens: int) -> list[int]:
+        """List names under which a new sequence would say again what was said for so long."""
+        return [name for name in self._unused(new, vacant) if self.again(name) >= tokens]
+
+    def _unused(self, new: int, vacant: Sequence[int]) -> list[int]:
+        return [*range(new, new + len(self.texts.drawn)), *vacant]
 
     def _often(self, seq: int) -> int:
         common = self._common(seq)

@@ -20,9 +20,11 @@ from pytest_roseinfer.cases.kernel_inputs import block_tables, strided_views
 from pytest_roseinfer.cases.layer_windows import layer_windows
 from pytest_roseinfer.cases.lengths import boundary_cuts, boundary_lengths
 from pytest_roseinfer.cases.openings import (
+    cut_what_is_found,
     end_absences,
     free_in_flight,
     leave_a_text,
+    may_cut_what_is_found,
     share_blocks,
 )
 from pytest_roseinfer.cases.operations.lookups.take import Take
@@ -237,6 +239,10 @@ class _Writer:
         named = self.said.names(self.names, self.vacant)
         return self.pick(named) if named and self.between(0, 2) else self.fresh(1)[0]
 
+    def repeater(self, tokens: int) -> int:
+        assert self.said
+        return self.pick(self.said.repeating(self.names, self.vacant, tokens))
+
     def batch(self, fresh: Sequence[int]) -> tuple[int, ...]:
         return self.draw(append_batches(self.live, fresh))
 
@@ -353,7 +359,9 @@ def _draw_spec(
 def _begin(writer: _Writer) -> None:
     """Open with what the abilities of the cache are hard to test without."""
     abilities = writer.adapter.abilities
-    if "texts" in abilities:
+    if may_cut_what_is_found(writer) and writer.pick((False,) * 7 + (True,)):
+        cut_what_is_found(writer)
+    elif "texts" in abilities:
         leave_a_text(writer)
     if "use_queue" in abilities:
         free_in_flight(writer)

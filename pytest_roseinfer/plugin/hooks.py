@@ -128,12 +128,14 @@ def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     report = yield
-    made = "pytest_roseinfer.suite.shipped_tests" in sys.modules
-    if made and report.passed and isinstance(collector, pytest.Module):
-        from pytest_roseinfer.plugin.uncollected import warn_of_uncollected
+    adapters = "pytest_roseinfer.adapters.base" in sys.modules
+    if adapters and report.passed and isinstance(collector, pytest.Module):
+        from pytest_roseinfer.plugin.uncollected import warn_of_uncollected, warn_of_unused
 
         try:
             warn_of_uncollected(collector, report.result)
+            if not report.result:
+                warn_of_unused(collector)
         except Warning as warning:  # where warnings are errors
             report.outcome, report.longrepr = "failed", str(warning)
     return report
@@ -203,12 +205,21 @@ def _searching(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show a difference as its message alone: its traceback only leads through the harness."""
-    report = yield
+    """Show a difference as its message alone: its traceback only leads through the harness.
+
+    Of another error, what the user's own code did is shown.
+    """
     divergence = sys.modules.get("pytest_roseinfer.findings.divergence")
     if call.excinfo is None or divergence is None or item.config.getoption("fulltrace"):
-        return report
+        return (yield)
+    from pytest_roseinfer.plugin.own_frames import leave_out_the_harness
+
     failure = call.excinfo.value
+    if markers.is_shipped(item) and isinstance(failure, Exception):  # pytest skips with others
+        for error in filter(None, (failure, failure.__cause__)):
+            leave_out_the_harness(error, item.cls.adapter)  # type: ignore[attr-defined]
+        call.excinfo = pytest.ExceptionInfo.from_exception(failure)
+    report = yield
     if isinstance(failure, divergence.Difference):
         shown = call.excinfo.getrepr(style="value", chain=False)
         if shown.reprcrash:  # what the short summary says

@@ -1,4 +1,4 @@
-"""Finds classes of ``conformance()`` that pytest passes over, since their names begin otherwise."""
+"""Finds what was meant to be tested and is not: classes under other names, and adapters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
 if TYPE_CHECKING:
@@ -23,6 +24,22 @@ def warn_of_uncollected(
                 pytest.PytestCollectionWarning(
                     f"{name} is a class of conformance() that is not run: pytest collects classes "
                     f"whose names begin with {' or '.join(module.config.getini('python_classes'))}"
+                )
+            )
+
+
+def warn_of_unused(module: pytest.Module) -> None:
+    """Warn of each adapter that a module defines which has no tests, and no class for them."""
+    values = vars(module.obj).values()
+    if any(map(_is_made, values)):
+        return
+    for value in values:
+        own = isinstance(value, type) and value.__module__ == module.obj.__name__
+        if own and issubclass(value, Adapter) and not value.__name__.startswith("_"):
+            module.warn(
+                pytest.PytestCollectionWarning(
+                    f"{value.__name__} is an adapter that nothing here tests: write "
+                    f"Test{value.__name__} = conformance({value.__name__})"
                 )
             )
 

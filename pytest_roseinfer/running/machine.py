@@ -104,7 +104,7 @@ class Machine:
         self.seen: dict[int, int] = {}
         """Every token that was ever to be written, and the sequence that was the first to do it."""
         with self._watched("a first look"):
-            self.storage = Storage(self.adapter) if self.can.intersection(STORED) else None
+            self.storage = Storage(self.adapter, spec) if self.can.intersection(STORED) else None
             self.now = self.look()
             """The cache after the latest step."""
         self.free_blocks = FreeBlocks() if "ledger" in self.can else None

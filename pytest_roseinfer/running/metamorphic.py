@@ -25,21 +25,21 @@ Checked = Counter[str]
 
 def check_permuted(adapter: type[KVCacheAdapter], history: History) -> Checked:
     """Appending to sequences in another order changes no sequence."""
-    history = _roomy(adapter, history)
+    history = roomy(adapter, history)
     turned = _with(history, (step.reversed() for step in history.operations))
     return _check_alike(adapter, history, turned, "its batches in reverse order")
 
 
 def check_split(adapter: type[KVCacheAdapter], history: History) -> Checked:
     """Two appends of half the rows each do what one of all rows does."""
-    history = _roomy(adapter, history)
+    history = roomy(adapter, history)
     split = _with(history, (half for step in history.operations for half in step.halves()))
     return _check_alike(adapter, history, split, "its batches split in two")
 
 
 def check_copied(adapter: type[KVCacheAdapter], history: History) -> Checked:
     """A fork behaves as a sequence of its own with the same tokens."""
-    history = _roomy(adapter, history)
+    history = roomy(adapter, history)
     oracle = Oracle(history.spec.block_size, history.spec.num_blocks, branches=history.texts)
     steps: list[Operation] = []
     for step in history.operations:
@@ -66,6 +66,10 @@ def check_every_option(adapter: type[KVCacheAdapter], history: History) -> Check
     return checked
 
 
+ROOMY = frozenset({check_permuted.__name__, check_split.__name__, check_copied.__name__})
+"""The checks that make a history roomy before they run it."""
+
+
 def _allowed_by_all(
     adapter: type[KVCacheAdapter], specs: list[CacheSpec], history: History
 ) -> list[Operation]:
@@ -90,8 +94,11 @@ def _allowed_by_all(
     return steps
 
 
-def _roomy(adapter: type[KVCacheAdapter], history: History) -> History:
-    """Keep what is admitted, on a cache so large that forks would fit as copies too."""
+def roomy(adapter: type[KVCacheAdapter], history: History) -> History:
+    """Keep what is admitted, on a cache so large that forks would fit as copies too.
+
+    It changes nothing more in what it returned.
+    """
     spec = history.spec
     oracle = ORACLES[bool(spec.windows)].of(adapter, spec, history.texts)
     steps: list[Operation] = []

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.adapters.cache import KVCacheAdapter
+    from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
     from pytest_roseinfer.findings.observation import Pair, Snapshot
 
 STORED = {"arena": (5,), "scales": (4, 3)}
@@ -20,15 +20,42 @@ STORED = {"arena": (5,), "scales": (4, 3)}
 
 
 class Storage:
-    def __init__(self, adapter: KVCacheAdapter) -> None:
+    def __init__(self, adapter: KVCacheAdapter, spec: CacheSpec) -> None:
         self.adapter = adapter
+        self._require_shapes(spec)
+        self._require_views()
         for part in self._live():
             poison(part, Poison.NEVER_WRITTEN)
 
-    def _live(self) -> list[torch.Tensor]:
+    def _require_shapes(self, spec: CacheSpec) -> None:
+        """Raise where what is shown is not laid out as the harness will take it to be."""
+        due = {
+            "layers": spec.num_layers,
+            "blocks": None,  # too few are the cache's mistake, and its ledger's
+            "heads": spec.num_heads,
+            "block_size": spec.block_size,
+            # Codes may be packed.
+            "head_dim": None if spec.dtype in self.adapter.tolerance else spec.head_dim,
+        }
+        for name, pair in zip(STORED, self.shown(copied=False), strict=True):
+            for view in pair or ():
+                checked.laid_out(f"{name}()", view, due)
+
+    def _require_views(self) -> None:
+        """Raise where what is shown is not what is stored: poison would go nowhere."""
+        for rank in self._ranks:
+            for name in STORED:
+                one, other = _shown(rank, name), _shown(rank, name)
+                for view, again in zip(one or (), other or (), strict=True):
+                    checked.lies_where_it_did(f"{name}()", view, again)
+
+    @property
+    def _ranks(self) -> Sequence[KVCacheAdapter]:
         sharded = "shards" in self.adapter.abilities
-        ranks: Sequence[KVCacheAdapter] = self.adapter.shards() if sharded else [self.adapter]
-        shown = [_shown(rank, name) for rank in ranks for name in STORED]
+        return self.adapter.shards() if sharded else [self.adapter]
+
+    def _live(self) -> list[torch.Tensor]:
+        shown = [_shown(rank, name) for rank in self._ranks for name in STORED]
         return [part for pair in shown for part in pair or ()]
 
     def shown(self, *, copied: bool) -> list[Pair | None]:

@@ -16,12 +16,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.errors import Flaky, HypothesisWarning
 
 from pytest_roseinfer import settings
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.mix import RequestMix
 from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.engines.how_often import how_often
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.adapter_findings import StoppedAnswering
+from pytest_roseinfer.running.metamorphic import ROOMY, roomy
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 from pytest_roseinfer.search import gpu_context, recorder
 from pytest_roseinfer.search.compilations import compiled_so_far
@@ -121,6 +123,9 @@ def _saved(
     found = _difference(failure)
     if found and adapter.replays > 1 and not ended:
         found.added += _how_often(adapter, example, replayed_by)
+    if replayed_by in ROOMY and isinstance(example, History):  # as the failure says it
+        assert issubclass(adapter, KVCacheAdapter)
+        example = roomy(adapter, example)
     saved = recorder.record(adapter, example, replayed_by, found or failure, folder)
     if found:
         found.added.append(saved)

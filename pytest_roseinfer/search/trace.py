@@ -79,7 +79,10 @@ def read(file: str) -> dict[str, Any]:
     try:
         trace = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
-        raise TraceError(f"{file}: {error.strerror}") from None
+        here = ""
+        if isinstance(error, FileNotFoundError) and not Path(file).is_absolute():
+            here = f" in {Path.cwd()}: replay it in the folder of the run that saved it"
+        raise TraceError(f"{file}: {error.strerror}{here}") from None
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{file} is no trace: {error}") from None
     if not (isinstance(trace, dict) and trace.keys() >= _FIELDS.keys()):

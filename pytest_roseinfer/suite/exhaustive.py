@@ -25,6 +25,8 @@ STEPS = 6
 _PROCESSES = 2
 _DIVIDED_AT = 3
 """So many steps are walked by one process, which leaves what comes after them to all."""
+_SAID_EVERY = 10.0
+"""Seconds between two lines that say how far it has come."""
 _KERNELS_OFF = {"triton": False}
 """Triton's interpreter takes ten times as long; the books are the same without."""
 SHIPPED: Mapping[str, Mapping[str, Any]] = {
@@ -86,8 +88,14 @@ def every_history(name: str, options: Mapping[str, Any], steps: int, pool: Execu
         return found
     # What a process walks on from was run already, and is not counted twice.
     found.walked.histories -= len(parts)
-    for part in pool.map(partial(_walk_on, name, steps), map(History.to_json, parts)):
+    said = time.monotonic()
+    walked = pool.map(partial(_walk_on, name, steps), map(History.to_json, parts))
+    for done, part in enumerate(walked, 1):
         found.add(part)
+        if time.monotonic() - said >= _SAID_EVERY:
+            said = time.monotonic()
+            come = f"{done} of {len(parts)} parts, {found.walked.histories} histories"
+            print(f"{name}: {come}", file=sys.stderr, flush=True)
         if found.wrong:
             pool.shutdown(cancel_futures=True)
             break

@@ -19,6 +19,7 @@ from tests.plugin.caches.branching_text_caches import (
     RIGHT,
     KeepsTheKeyOfWhatWasCut,
     RegistersTheParentsText,
+    WritesUnderAKeptKey,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ def search(cache: type[KVCacheAdapter], number: int, examples: int) -> None:
     look()
 
 
+def search_as_dev(cache: type[KVCacheAdapter], number: int) -> None:
+    for turn in range(8):
+        search(cache, 8 * number + turn, examples=12)
+
+
 @pytest.mark.parametrize("cache", RIGHT)
 def test_one_that_keeps_branches_apart_passes(cache: type[KVCacheAdapter]) -> None:
     search(cache, 1, examples=40)
@@ -50,6 +56,12 @@ def test_one_that_keeps_branches_apart_passes(cache: type[KVCacheAdapter]) -> No
 def test_a_block_under_the_parents_text_is_found(number: int) -> None:
     with pytest.raises(Divergence):
         search(RegistersTheParentsText, number, examples=200)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_block_under_the_key_of_who_let_go_of_it_is_found(number: int) -> None:
+    with pytest.raises(Divergence):
+        search_as_dev(WritesUnderAKeptKey, number)
 
 
 def test_a_cut_block_under_its_old_text_is_found() -> None:

@@ -112,6 +112,43 @@ def test_what_is_no_answer_is_told(method: str, answer: object, said: str) -> No
     assert _what(PagedCache, method, answer) == said
 
 
+class BlocksBeforeHeads(PagedCache):
+    """It forgets to turn its tensors round, which are [layers, blocks, block_size, heads, ...]."""
+
+    def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().arena()
+        return keys.transpose(2, 3), values.transpose(2, 3)
+
+
+class ShowsACopy(PagedCache):
+    def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().arena()
+        return keys.clone(), values.clone()
+
+
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [
+        (
+            BlocksBeforeHeads,
+            "arena() returned a tensor of shape [1, 8, 4, 1, 4]: return views "
+            "[layers=1, blocks, heads=1, block_size=4, head_dim=4]",
+        ),
+        (
+            ShowsACopy,
+            "arena() returned a copy, another one each time: return views of the tensors that the "
+            "cache itself writes to, which the harness poisons where nobody reads",
+        ),
+    ],
+)
+def test_storage_that_is_not_shown_as_it_is_is_told_at_once(
+    cache: type[KVCacheAdapter], said: str
+) -> None:
+    with pytest.raises(Divergence) as found:
+        run_history(cache, History(CacheSpec(), (Append((0,)),)))
+    assert found.value.what == said
+
+
 def test_a_ledger_of_what_can_be_read_once_is_told() -> None:
     once: Any = reversed([1, 2])
     with pytest.raises(TypeError, match=r"whose free is <list_reverseiterator .*>: list block n"):

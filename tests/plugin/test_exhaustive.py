@@ -35,8 +35,14 @@ KERNELS_OFF = {"triton": False}
 LATER: dict[type[KVCacheAdapter], tuple[Operation, ...]] = {
     broken_text_caches.TakesWhatWasThere: (Prefill(0, 6), Free(0), LookUp(2, 4)),
     broken_text_caches.HitsDoNotRenew: (Prefill(0, 6), Free(0), Prefill(1, 6)),
+    branching_text_caches.WritesUnderAKeptKey: (
+        Prefill(0, 2),
+        Prefill(1, 2),
+        Truncate(0, 1),
+        Free(1),
+    ),
 }
-"""What is found at the fifth step, and not before: the steps from where to walk on."""
+"""What is found at the fifth or sixth step, and not before: the steps from where to walk on."""
 BROKEN = (*broken_text_caches.BROKEN, *branching_text_caches.BROKEN, *namespaced_caches.BROKEN)
 
 
@@ -121,6 +127,17 @@ def test_what_is_divided_among_processes_is_the_same(monkeypatch: pytest.MonkeyP
     with ThreadPoolExecutor(1) as pool:
         found = exhaustive.every_history(MANAGER, KERNELS_OFF, 3, pool)
     assert (found.walked.histories, len(found.walked.states), found.wrong) == (33, 20, "")
+
+
+def test_it_says_how_far_it_has_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exhaustive, "_DIVIDED_AT", 2)
+    monkeypatch.setattr(exhaustive, "_SAID_EVERY", 0.0)
+    with ThreadPoolExecutor(1) as pool:
+        exhaustive.every_history(MANAGER, KERNELS_OFF, 3, pool)
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == f"{MANAGER}: {len(said)} of {len(said)} parts, 33 histories"
 
 
 def test_a_process_that_finds_something_ends_the_walk(monkeypatch: pytest.MonkeyPatch) -> None:

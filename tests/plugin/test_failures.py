@@ -77,6 +77,13 @@ def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
     assert f'download="{project.saved(".svg").name}"' in page
 
 
+def test_what_is_replayed_is_as_large_as_what_is_said(project: Project) -> None:
+    """What is compared runs on a cache with room for all copies, whatever was drawn."""
+    result = fail(project, "SwapsRows", "-k", "split")
+    spec = json.loads(project.saved(".json").read_text())["example"]["spec"]
+    result.stdout.fnmatch_lines([f"a cache with *, num_blocks={spec['num_blocks']}, *"])
+
+
 def test_an_error_in_the_cache_is_shown_where_it_was_raised(project: Project) -> None:
     result = fail(project, "LosesTheBlock", "-k", "histories")
     result.stdout.fnmatch_lines(
@@ -89,6 +96,7 @@ def test_an_error_in_the_cache_is_shown_where_it_was_raised(project: Project) ->
             "*block = self.tables.pop(seq + 1)*",
         ]
     )
+    assert "machine.py" not in result.stdout.str()
 
 
 def test_an_error_the_harness_does_not_expect_comes_with_its_history_too(project: Project) -> None:
@@ -102,8 +110,31 @@ def test_an_error_the_harness_does_not_expect_comes_with_its_history_too(project
             "E * replay with: pytest --roseinfer-replay *",
         ]
     )
-    assert "History(" not in result.stdout.str()
+    for noise in ("History(", "conformance.py", "machine.py", "search.py"):
+        assert noise not in result.stdout.str()
     assert "RuntimeError: books are gone" in project.run_script().stderr
+
+
+def test_the_frames_of_the_harness_are_shown_where_that_is_asked_for(project: Project) -> None:
+    result = fail(project, "HasNoBooks", "-k", "histories", "--full-trace")
+    result.stdout.fnmatch_lines(["*machine.py:*", "*broken_caches.py:*"])
+
+
+def test_an_error_of_the_harness_itself_is_shown_as_it_is(project: Project) -> None:
+    project.copy_caches()
+    project.write(
+        test_it=TESTED.format(name="SwapsRows")
+        + """
+    from pytest_roseinfer.running.machine import Machine
+
+    def break_down(self):
+        raise RuntimeError("a bug of ours")
+
+    Machine.steps = break_down
+"""
+    )
+    result = project.pytest("test_it.py", *SEARCH, "-k", "histories")
+    result.stdout.fnmatch_lines(["*conformance.py:*", "E * RuntimeError: a bug of ours"])
 
 
 def test_a_cache_that_fails_once_is_reported_as_such(project: Project) -> None:

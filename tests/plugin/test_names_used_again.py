@@ -162,6 +162,6 @@ def test_tokens_say_whose_they_are() -> None:
     again = token_of(3, 5, life=1)
     assert (token_label(again), token_words(again)) == (
         "3(life 2).5",
-        "sequence 3 (life 2), token 5",
+        "sequence 3 (life 2: it was freed or cut before), token 5",
     )
     assert token_words(padding_token(4)) == "padding row 4"

@@ -81,7 +81,7 @@ def found(adapter: type[Adapter]) -> Difference:
             [
                 "append one token to sequence 0",
                 "preempt sequence 0",
-                "resume sequence 0, with its 1 tokens",
+                "resume sequence 0, with its 1 token",
             ],
         ),
         (

@@ -29,6 +29,31 @@ def test_one_that_is_not_run_is_hinted_at(project: Project) -> None:
     result.stdout.fnmatch_lines([HINT.format("Conf") + "begin with Test"])
 
 
+def test_an_adapter_without_tests_is_hinted_at(project: Project) -> None:
+    classes = """
+        class Mine(ListCache):
+            pass
+        class _Base(ListCache):
+            pass
+    """
+    result = run(project, classes)
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    hint = "* PytestCollectionWarning: Mine is an adapter that nothing here tests: write TestMine"
+    result.stdout.fnmatch_lines([f"{hint} = conformance(Mine)"])
+    assert result.stdout.str().count("is an adapter that") == 1
+
+
+def test_an_adapter_beside_tests_is_not(project: Project) -> None:
+    """They may run histories on it."""
+    classes = """
+        class Mine(ListCache):
+            pass
+        def test_it():
+            assert Mine
+    """
+    assert "is an adapter that" not in run(project, classes).stdout.str()
+
+
 def test_one_that_is_run_otherwise_is_not(project: Project) -> None:
     classes = """
         from pytest_roseinfer.suite.conformance import ConformanceTests

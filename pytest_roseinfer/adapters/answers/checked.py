@@ -73,6 +73,23 @@ def storage(call: str, shown: Any, dimensions: Collection[int]) -> Pair:
     return views
 
 
+def laid_out(call: str, view: torch.Tensor, due: Mapping[str, int | None]) -> None:
+    """Check the sizes of a view that has the first of some dimensions; None is for any size."""
+    sizes = zip(view.shape, due.values(), strict=False)
+    if any(size not in (found, None) for found, size in sizes):
+        names = [name if size is None else f"{name}={size}" for name, size in due.items()]
+        _refuse(call, view, f"views [{', '.join(names[: view.dim()])}]")
+
+
+def lies_where_it_did(call: str, view: torch.Tensor, again: torch.Tensor) -> None:
+    """Check that the same is shown again, and not another copy of it."""
+    if view.data_ptr() != again.data_ptr():
+        raise WrongAnswer(
+            f"{call} returned a copy, another one each time: return views of the tensors that the "
+            "cache itself writes to, which the harness poisons where nobody reads"
+        )
+
+
 def count(call: str, shown: Any) -> int:
     if not _is_number(shown):
         _refuse(call, shown, "a number of tokens")

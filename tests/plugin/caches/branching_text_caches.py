@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_roseinfer import CacheFull
+from pytest_roseinfer import CacheFull, KVCacheAdapter
 from tests.plugin.caches.text_cache import TextCache
 
 if TYPE_CHECKING:
@@ -143,4 +143,20 @@ class KeepsTheKeyOfWhatWasCut(BranchingTextCache):
     def forget(self, block: int) -> None: ...
 
 
-BROKEN = (RegistersTheParentsText, KeepsTheKeyOfWhatWasCut)
+class WritesUnderAKeptKey(CutsWithoutCopies):
+    """S11: who was cut in a block of two, and then has it alone, writes there and keeps its key.
+
+    Nothing is forked or looked up: a prompt must find the block to show it.
+    """
+
+    fork: Any = KVCacheAdapter.fork
+    matched: Any = KVCacheAdapter.matched
+    look_up: Any = KVCacheAdapter.look_up
+    begin_with: Any = KVCacheAdapter.begin_with
+
+    def own_last(self, seq: int) -> None:
+        if self.others(seq, len(self.tables[seq]) - 1):
+            super().own_last(seq)
+
+
+BROKEN = (RegistersTheParentsText, KeepsTheKeyOfWhatWasCut, WritesUnderAKeptKey)

@@ -20,7 +20,8 @@ class Resume(operation.Write):
         return [(self.seq, self.count)]
 
     def words(self) -> str:
-        return f"resume sequence {self.seq}, with its {self.count} tokens{self.laid_out()}"
+        tokens = f"{self.count} token{'s' * (self.count != 1)}"
+        return f"resume sequence {self.seq}, with its {tokens}{self.laid_out()}"
 
     def possible(self, oracle: operation.Oracle) -> bool:
         preempted = oracle.away.stages.get(self.seq) is Stage.PREEMPTED

@@ -17,7 +17,8 @@ class LookUp(operation.Operation):
     needs = frozenset({"texts", "look_up", "begin_with"})
 
     def words(self) -> str:
-        return f"look up the first {self.count} tokens of what sequence {self.seq} will say"
+        tokens = f"{self.count} token{'s' * (self.count != 1)}"
+        return f"look up the first {tokens} of what sequence {self.seq} will say"
 
     def begins(self) -> list[int]:
         return [self.seq]

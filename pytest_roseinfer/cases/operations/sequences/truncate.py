@@ -14,7 +14,7 @@ class Truncate(operation.Operation):
     least = 0
 
     def words(self) -> str:
-        return f"cut sequence {self.seq} down to {self.length} tokens"
+        return f"cut sequence {self.seq} down to {self.length} token{'s' * (self.length != 1)}"
 
     def uses(self) -> list[int]:
         return [self.seq]

@@ -21,7 +21,8 @@ class Copy(operation.Write):
         return [(self.child, self.count)]
 
     def words(self) -> str:
-        return f"write the {self.count} tokens of sequence {self.parent} again as {self.child}"
+        tokens = f"{self.count} token{'s' * (self.count != 1)}"
+        return f"write the {tokens} of sequence {self.parent} again as {self.child}"
 
     def tokens(self, oracle: operation.Oracle) -> operation.Tokens:
         return oracle.tokens(self.parent)

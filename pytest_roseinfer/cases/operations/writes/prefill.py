@@ -17,7 +17,8 @@ class Prefill(operation.Write):
         return [(self.seq, self.count)]
 
     def words(self) -> str:
-        return f"prefill sequence {self.seq} with {self.count} tokens{self.laid_out()}"
+        tokens = f"{self.count} token{'s' * (self.count != 1)}"
+        return f"prefill sequence {self.seq} with {tokens}{self.laid_out()}"
 
     def begins(self) -> list[int]:
         return [self.seq]
