@@ -125,9 +125,12 @@ class Machine:
             self.fail(found[0], also=words_of_others(found))
 
     def _possible_operations(self) -> Iterator[Operation]:
+        """List what can be done. How much was found, and so is copied, this run alone knows."""
+        finds = "begin_with" in self.can
         for operation in self.history.operations:
-            if operation.possible(self.oracle) or not self.shares_prefixes:
-                yield operation
+            step = operation.fitted(self.oracle) if finds else operation
+            if step.possible(self.oracle) or not self.shares_prefixes:
+                yield step
 
     def _step(self, operation: Operation) -> Counter[str]:
         with self._watched("the step"):

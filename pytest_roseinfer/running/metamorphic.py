@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pytest_roseinfer.cases.operations.lookups.take import Take
 from pytest_roseinfer.cases.payload import same_bits
 from pytest_roseinfer.findings.finding import Finding, Location, find_change
 from pytest_roseinfer.oracle.oracle import Oracle
@@ -109,8 +110,13 @@ def roomy(adapter: type[KVCacheAdapter], history: History) -> History:
     endless = Oracle(spec.block_size, capacity=1 << 40, branches=history.texts)
     blocks = 1
     for step in steps:
-        blocks += endless.pages_needed(step.unshared(endless).rows())
+        rows = step.unshared(endless).rows()
+        if isinstance(step, Take):  # of which all may be found
+            rows = [(step.seq, endless.looked_up[step.seq])]
+        blocks += endless.pages_needed(rows)
         step.apply(endless)
+        if isinstance(step, Take):
+            endless.append(rows, endless.new_tokens(rows))
     # Groups of layers with different windows may share one pool.
     blocks *= max(1, len({*spec.windows}))
     return _with(replace(history, spec=replace(spec, num_blocks=blocks)), steps)

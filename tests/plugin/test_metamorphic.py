@@ -10,9 +10,11 @@ from pytest_roseinfer import CacheSpec, History
 from pytest_roseinfer.cases.operations.lookups.look_up import LookUp
 from pytest_roseinfer.cases.operations.lookups.take import Take
 from pytest_roseinfer.cases.operations.sequences.fork import Fork
+from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.running.metamorphic import check_copied, check_permuted, check_split
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
+from tests.plugin.caches.branching_text_caches import BranchingTextCache
 from tests.plugin.caches.text_cache import HashedTextCache
 
 if TYPE_CHECKING:
@@ -58,3 +60,12 @@ def test_what_is_found_may_depend_on_the_order_where_hashes_are_equal() -> None:
     steps = (Append((4, 0)), LookUp(5, 1), Take(5))
     history = History(CacheSpec(block_size=1), steps, texts=((0, 0),) * 5)
     check_permuted(HashedTextCache, history)
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_a_copy_has_as_many_tokens_as_were_found(times: int) -> None:
+    """How many that is nobody knows before the run, and a copy shares no block."""
+    begun = (LookUp(0, times), Take(0), Append((0,)), Fork(0, 1), Append((0, 1)))
+    steps = (*(Append((0,)),) * times, Free(0), *begun)
+    same = (0, 0), (0, 1 << 16)
+    check_copied(BranchingTextCache, History(CacheSpec(block_size=1), steps, texts=same))

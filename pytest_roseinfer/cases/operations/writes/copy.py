@@ -24,6 +24,9 @@ class Copy(operation.Write):
         tokens = f"{self.count} token{'s' * (self.count != 1)}"
         return f"write the {tokens} of sequence {self.parent} again as {self.child}"
 
+    def fitted(self, oracle: operation.Oracle) -> operation.Operation:
+        return Copy(self.parent, self.child, oracle.length(self.parent), self.layout)
+
     def tokens(self, oracle: operation.Oracle) -> operation.Tokens:
         return oracle.tokens(self.parent)
 
