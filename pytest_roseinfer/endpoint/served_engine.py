@@ -30,8 +30,12 @@ def _text(prompt: Sequence[int]) -> str:
     return " ".join(_WORDS[token] for token in prompt)
 
 
-def _characters(text: str) -> list[int]:
-    return [ord(character) for character in text]
+_END = -1
+"""Stands behind the characters of a text that has ended by itself: that may be a near tie too."""
+
+
+def _characters(text: str, finish_reason: str | None) -> list[int]:
+    return [*map(ord, text), *[_END] * (finish_reason == "stop")]
 
 
 class BrokenPromise(FoundByAdapter):
@@ -149,10 +153,11 @@ class ServedEngine(EngineAdapter):
         return self._right[key]
 
     def tokens(self, request: Any) -> list[int]:
-        return _characters(self._seen_of.get(request, ("", False))[0])
+        text, over = self._seen_of.get(request, ("", False))
+        return _characters(text, request.finish_reason if over else None)
 
     def spelled(self, token: int) -> str:
-        return repr(chr(token))
+        return "the end of the text" if token == _END else repr(chr(token))
 
     def ended(self, request: Any) -> bool:
         return self._seen_of.get(request, ("", False))[1]
@@ -173,7 +178,8 @@ class ServedEngine(EngineAdapter):
         return {}
 
     def alone(self, prompt: Sequence[int], sampling: Sampling, mix: RequestMix) -> list[int]:  # noqa: ARG002
-        return _characters(self._alone(prompt, sampling).text)
+        right = self._alone(prompt, sampling)
+        return _characters(right.text, right.finish_reason)
 
     def undecided(self, tokens: Sequence[int], sampling: Sampling, mix: RequestMix) -> bool:
         """Return True where the prompt and what came behind it were a near tie alone."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,7 +19,7 @@ from pytest_roseinfer.endpoint.promises import broken_promise
 from pytest_roseinfer.endpoint.served_engine import BrokenPromise, ServedEngine
 from pytest_roseinfer.endpoint.server import ServerError
 from pytest_roseinfer.endpoint.text_stream import Streamed
-from pytest_roseinfer.engines.run import MixDivergence
+from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.search.reproduce import save
 from pytest_roseinfer.settings import Endpoint
 from tests.endpoint.planted_servers import BUGS, LEAKED
@@ -209,3 +210,42 @@ def replayed(script: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, script], capture_output=True, text=True, timeout=60, check=False
     )
+
+
+@dataclass(eq=False)
+class Told:
+    """A stream whose end has come."""
+
+    text: str
+    finish_reason: str
+    tokens: tuple[str, ...] = ("a", "b", "c")
+    gaps: tuple[float, ...] = (9.0, 9.0, 0.1)
+    error: str = ""
+    over: bool = True
+    usage: Any = field(default_factory=dict)
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize(
+    ("served", "alone", "wrong"),
+    [
+        (Told("ab", "stop"), Told("abc", "length"), ""),
+        (Told("a", "stop"), Told("abc", "length"), "parts at character 1"),
+        (Told("abc", "length"), Told("ab", "stop"), ""),
+        (Told("abc", "length"), Told("a", "stop", ("a", ""), (9.0, 9.0)), "parts at character 1"),
+        (Told("ab", "stop"), Told("ab", "length", ("a", "b"), (9.0, 0.1)), "ended by 'stop'"),
+    ],
+)
+@pytest.mark.usefixtures("endpoint")
+def test_the_end_of_a_text_may_be_a_near_tie(
+    served: Told, alone: Told, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ServedEngine, "_ask", lambda *_: served)
+    monkeypatch.setattr(ServedEngine, "_alone", lambda *_: alone)
+    only = RequestMix(requests=(Asked((1, 2), Sampling(3)),))
+    monkeypatch.setattr(ServedEngine, "_key", lambda *_: "only")
+    monkeypatch.setattr(ServedEngine, "_right", {"only": alone})
+    with pytest.raises(MixDivergence, match=wrong) if wrong else nullcontext():
+        run_mix(ServedEngine, only)
