@@ -132,7 +132,7 @@ def test_what_a_search_finds_is_served_again_and_counted(
                 salt="",
                 ends=math.inf,
             )
-    assert re.search(r"\n\nServed again, it differed in \d+ of 20\.\n", f"{found.value}\n")
+    assert re.search(r"\n\nServed again, it differed in \d+ of \d+\.\n", f"{found.value}\n")
 
 
 def test_a_smaller_mix_that_fails_only_now_and_then_is_not_taken() -> None:
