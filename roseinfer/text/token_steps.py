@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
-"""A byte token. Rust reads a plus sign in a number."""
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
+"""One that stands for a byte. Rust reads a plus sign in a number."""
 
 
 class TokenStep(Protocol):
@@ -55,7 +55,7 @@ class ByteRuns:
         self._spoilt = False
 
     def add(self, token: str) -> Sequence[str]:
-        if not (found := _BYTE.fullmatch(token)):
+        if not (found := BYTE_TOKEN.fullmatch(token)):
             return (*self.flush(), token)
         if self._spoilt:
             return (_REPLACEMENT,)

@@ -72,3 +72,4 @@ def test_tokens_that_are_not_bytes_and_one_that_the_tokenizer_adds() -> None:
     assert offsets.of(Piece(0, echoed=prompt)) == [0, 0, 1, 2, 2, 4]
     assert offsets.of(Piece(0, tokens=[1, 3, 4])) == [5, 6, 6]
     assert offsets.of(Piece(0, tokens=[0, 2])) == [6, 7]
+    assert [texts[token] for token in (3, 4)] == [("bytes:\\xc3", [0xC3]), ("bytes:\\xa9", [0xA9])]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from roseinfer.text.byte_level import BYTE_OF
 from roseinfer.text.request_text import detokenizers
+from roseinfer.text.token_steps import BYTE_TOKEN
 
 if TYPE_CHECKING:
     from roseinfer.server.generation import Piece
@@ -33,9 +34,8 @@ class TokenTexts:
     def _look_up(self, token: int) -> tuple[str, list[int]]:
         text: str = self._tokenizer.decode([token])
         if "\N{REPLACEMENT CHARACTER}" in text:  # part of a character
-            written = self._tokenizer.convert_ids_to_tokens(token) or ""
-            if all(character in BYTE_OF for character in written):
-                data = bytes(BYTE_OF[character] for character in written)
+            data = _bytes_of(self._tokenizer.convert_ids_to_tokens(token) or "")
+            if data:
                 return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), list(data)
         return text, list(text.encode())
 
@@ -74,3 +74,11 @@ class TokenTexts:
     def _told(self, token: int, logprob: float) -> dict[str, Any]:
         text, data = self[token]
         return {"token": text, "logprob": logprob, "bytes": data}
+
+
+def _bytes_of(written: str) -> bytes:
+    """Return the bytes of a token that is a part of a character; none if nobody knows them."""
+    if found := BYTE_TOKEN.fullmatch(written):
+        return bytes([int(found[1], 16)])
+    known = all(character in BYTE_OF for character in written)
+    return bytes(BYTE_OF[character] for character in written) if known else b""
