@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_roseinfer.cases.payload import all_same_bits, as_bits, same_bits
 from pytest_roseinfer.findings.beginnings import same_behind_another
+from pytest_roseinfer.findings.elsewhere import elsewhere
 from pytest_roseinfer.findings.finding import Location
 from pytest_roseinfer.findings.rounded import beyond
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
@@ -85,8 +86,10 @@ def _difference(seen: Observation, compared: _Compared) -> Finding | None:
     same = ""
     if seen.oracle.texts and contents.token is not None:
         same = same_behind_another(seen.oracle.texts, tokens[at], contents.token, seen.seen)
+    arena = None if seen.payload.tolerance else seen.after.arena  # else it has codes
+    lies = elsewhere(arena, layer, kind, head, want[row, head])
     return Finding(
         f"{where}: position {at}, head {head} ({int(wrong.sum())} of {wrong.numel()} wrong): "
-        f"{contents.words()}{same}",
+        f"{contents.words()}{same or lies}",
         Location(layer, {seq: page}, slot=slot, contents=contents),
     )

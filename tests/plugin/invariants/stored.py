@@ -43,6 +43,11 @@ def reading(found: Any) -> Observation:
     return after(reads={("gather", 1, 0): found})
 
 
+def one_slot_late() -> Observation:
+    seen = reading(PAYLOAD.layer([NEW], 0))
+    return replace(seen, after=replace(seen.after, arena=stored((1, 1, token_of(1, 0)))))
+
+
 def padded(*, scratch: frozenset[int]) -> Observation:
     """A row of padding was written into block 3."""
     declared = replace(DECLARED, scratch_blocks=scratch)
@@ -107,6 +112,11 @@ WRONG: Wrong = [
         reading(PAYLOAD.layer([NEW], 0)),
         "gather: sequence 1, layer 0, K: position 0, head 0 (2 of 2 wrong): expected sequence 1, "
         "token 0, layer 0, head 0, K, found sequence 0, token 2, layer 0, head 0, K",
+    ),
+    (
+        read_back,
+        one_slot_late(),
+        "token 2, layer 0, head 0, K; it lies in block 1, position 1",
     ),
     (
         read_back,
