@@ -359,10 +359,11 @@ def _draw_spec(
 def _begin(writer: _Writer) -> None:
     """Open with what the abilities of the cache are hard to test without."""
     abilities = writer.adapter.abilities
-    if may_cut_what_is_found(writer) and writer.pick((False,) * 7 + (True,)):
-        cut_what_is_found(writer)
-    elif "texts" in abilities:
-        leave_a_text(writer)
+    if "texts" in abilities:
+        if may_cut_what_is_found(writer) and writer.pick((False,) * 7 + (True,)):
+            cut_what_is_found(writer)
+        else:
+            leave_a_text(writer)
     if "use_queue" in abilities:
         free_in_flight(writer)
     if "fork" in abilities:

@@ -12,10 +12,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.findings.observation import Pair
 
 
-def elsewhere(arena: Pair | None, layer: int, kind: str, head: int, missing: torch.Tensor) -> str:
-    """Say which slot of a layer holds what is missing; nothing if none does, or none is shown."""
-    if arena is None:
-        return ""
+def elsewhere(arena: Pair, layer: int, kind: str, head: int, missing: torch.Tensor) -> str:
+    """Say which slot of a layer holds what is missing; nothing if none does."""
     held = arena["KV".index(kind)][layer]
     places = (as_bits(held) == as_bits(missing.contiguous())).all(-1).nonzero().tolist()
     for block, other, slot in places:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 GONE = "the server stopped answering while this mix was served: "
-CROWD = 4
+CROWD = 3
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,6 @@ def test_the_mix_that_was_served_when_nobody_listened_any_more_is_kept(folder: P
     assert failure.what.startswith(GONE)
     assert "ConnectionRefusedError" in failure.what
     assert kept == tried[-1] == failure.mix
-    assert kept.size > 1  # connections that close are open too
     assert "Nothing else was tried" in str(failure)
 
 
@@ -113,7 +112,7 @@ def test_an_engine_that_has_stopped_is_asked_no_more(
     step: Any = Engine.step
 
     def breaks(self: Any) -> Any:
-        if self.num_running >= CROWD:
+        if self.num_running > 1:
             raise Panic
         return step(self)
 
@@ -123,7 +122,7 @@ def test_an_engine_that_has_stopped_is_asked_no_more(
     assert failure.what.startswith(GONE)
     assert "engine_stopped" in failure.what
     assert kept == tried[-1]
-    assert kept.size >= CROWD
+    assert kept.size > 1
 
 
 def test_a_server_that_goes_while_a_mix_is_made_smaller_is_said_to(

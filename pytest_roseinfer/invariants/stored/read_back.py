@@ -86,8 +86,9 @@ def _difference(seen: Observation, compared: _Compared) -> Finding | None:
     same = ""
     if seen.oracle.texts and contents.token is not None:
         same = same_behind_another(seen.oracle.texts, tokens[at], contents.token, seen.seen)
-    arena = None if seen.payload.tolerance else seen.after.arena  # else it has codes
-    lies = elsewhere(arena, layer, kind, head, want[row, head])
+    lies = ""
+    if seen.after.arena and not seen.payload.tolerance:  # else it has codes
+        lies = elsewhere(seen.after.arena, layer, kind, head, want[row, head])
     return Finding(
         f"{where}: position {at}, head {head} ({int(wrong.sum())} of {wrong.numel()} wrong): "
         f"{contents.words()}{same or lies}",

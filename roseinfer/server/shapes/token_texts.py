@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from roseinfer.text.byte_level import BYTE_OF
-from roseinfer.text.request_text import detokenizers
 from roseinfer.text.token_steps import BYTE_TOKEN
 
 if TYPE_CHECKING:
@@ -16,6 +15,9 @@ class TokenTexts:
     """The text and the bytes of each token, which are made when it is first asked for."""
 
     def __init__(self, tokenizer: Any) -> None:
+        # It imports transformers, which the process that serves HTTP does not wait for.
+        from roseinfer.text.request_text import detokenizers
+
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, list[int]]] = {}
         self.detokenizer = detokenizers(tokenizer)
