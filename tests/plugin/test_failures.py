@@ -41,7 +41,8 @@ def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
     shown = [line.strip() for line in lines[start + 1 :] if line]
     assert shown[0] == (
         "peek: sequence 0, layer 0, K: position 0, head 0 (1 of 1 wrong): expected sequence 0, "
-        "token 0, layer 0, head 0, K, found sequence 1, token 0, layer 0, head 0, K"
+        "token 0, layer 0, head 0, K, found sequence 1, token 0, layer 0, head 0, K; it lies in "
+        "block 1, position 0"
     )
     assert shown[1] == "after step 1 of"
     assert shown[2].startswith("a cache with num_layers=1, num_heads=1, head_dim=1, block_size=")
