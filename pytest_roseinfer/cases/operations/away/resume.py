@@ -20,7 +20,7 @@ class Resume(operation.Write):
         return [(self.seq, self.count)]
 
     def words(self) -> str:
-        tokens = f"{self.count} token{'s' * (self.count != 1)}"
+        tokens = operation.tokens_in_words(self.count)
         return f"resume sequence {self.seq}, with its {tokens}{self.laid_out()}"
 
     def possible(self, oracle: operation.Oracle) -> bool:

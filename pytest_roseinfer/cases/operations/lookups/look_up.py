@@ -17,7 +17,7 @@ class LookUp(operation.Operation):
     needs = frozenset({"texts", "look_up", "begin_with"})
 
     def words(self) -> str:
-        tokens = f"{self.count} token{'s' * (self.count != 1)}"
+        tokens = operation.tokens_in_words(self.count)
         return f"look up the first {tokens} of what sequence {self.seq} will say"
 
     def begins(self) -> list[int]:

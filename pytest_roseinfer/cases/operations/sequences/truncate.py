@@ -14,7 +14,7 @@ class Truncate(operation.Operation):
     least = 0
 
     def words(self) -> str:
-        return f"cut sequence {self.seq} down to {self.length} token{'s' * (self.length != 1)}"
+        return f"cut sequence {self.seq} down to {operation.tokens_in_words(self.length)}"
 
     def uses(self) -> list[int]:
         return [self.seq]

@@ -21,7 +21,7 @@ class Copy(operation.Write):
         return [(self.child, self.count)]
 
     def words(self) -> str:
-        tokens = f"{self.count} token{'s' * (self.count != 1)}"
+        tokens = operation.tokens_in_words(self.count)
         return f"write the {tokens} of sequence {self.parent} again as {self.child}"
 
     def fitted(self, oracle: operation.Oracle) -> operation.Operation:

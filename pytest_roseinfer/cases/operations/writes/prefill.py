@@ -17,7 +17,7 @@ class Prefill(operation.Write):
         return [(self.seq, self.count)]
 
     def words(self) -> str:
-        tokens = f"{self.count} token{'s' * (self.count != 1)}"
+        tokens = operation.tokens_in_words(self.count)
         return f"prefill sequence {self.seq} with {tokens}{self.laid_out()}"
 
     def begins(self) -> list[int]:
