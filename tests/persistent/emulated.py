@@ -56,9 +56,11 @@ class EmulatedProgram:
         command = [COMPILER, *always, *flags, *defines, str(code), "-o", str(library)]
         subprocess.run(command, check=True, capture_output=True, text=True)
         self._library = ctypes.CDLL(str(library))
-        self._library.launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+        self._library.launch.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 3]
         self.late = -1
         """A program that runs when all others are over."""
+        self.seed = 0
+        """What the turns of a launch are drawn from."""
 
     def encode(self, *given: object) -> None:
         assert self._library.encode(*given) == 0
@@ -79,7 +81,7 @@ class EmulatedProgram:
         room = (ctypes.c_ubyte * (ctypes.sizeof(params) + _ALIGNED))()
         begin = ctypes.addressof(room) + -ctypes.addressof(room) % _ALIGNED
         ctypes.memmove(begin, ctypes.addressof(params), ctypes.sizeof(params))
-        self._library.launch(begin, self.late, programs)
+        self._library.launch(begin, self.late, programs, self.seed)
 
     def shared_bytes(self) -> int:
         return int(self._library.shared_bytes())

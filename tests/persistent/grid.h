@@ -9,11 +9,12 @@ static void body() {
     for (;;) yield();
 }
 extern "C" int shared_bytes() { return (int)sizeof(Shared); }
-// `late` is a program whose threads run when those of all others are over, or -1.
-extern "C" void launch(const Params* p, int late, int programs) {
+// `late` is a program whose threads run when those of all others are over, or -1. Each seed has turns of its own.
+extern "C" void launch(const Params* p, int late, int programs, int seed) {
     const size_t STACK = 16384;
     const int LONG = 20000;  // turns
     int n = programs * THREADS, left = n;
+    srand(seed);
     threads_of_block = THREADS;
     the_params = p;
     the_shared = (char*)aligned_alloc(1024, OWN * programs);

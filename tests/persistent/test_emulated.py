@@ -104,11 +104,11 @@ def test_what_kin_have(tmp_path: Path, normed: bool) -> None:
     check(small_rig(sizes, 200, biased=True, times=0.5), EmulatedProgram(sizes, tmp_path))
 
 
-@pytest.mark.parametrize("late", range(3))
-def test_a_launch_that_is_given_up_makes_no_number(impatient: EmulatedProgram, late: int) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_a_launch_that_is_given_up_makes_no_number(impatient: EmulatedProgram, seed: int) -> None:
     """Others give up waiting for a program that comes late, and the next launch is right."""
     rig = small_rig(small_sizes(16), 20)
-    impatient.late = late
+    impatient.late, impatient.seed = seed % 3, seed
     logits, step = run(rig, impatient)
     assert logits.isnan().all()
     assert step.given_up.tolist() == [0, 1]

@@ -51,7 +51,7 @@ struct Consumer : Words {
         int own = slot;
         u32 own_turn = turn;
         forward(warp, &own, &own_turn);
-        wait_for(s, &s->full[own], own_turn, p->error, 3);
+        wait_for(&s->full[own], own_turn);
         const unsigned char* from = s->ring + own * SLOT;
 #pragma unroll 8
         for (int k = 0; k < groups; k++) {

@@ -1,17 +1,17 @@
 // One thread fetches the program's rows of all matrices, in the order in which they are needed, into a
 // ring of tiles in shared memory: a tile by one instruction. It waits for free tiles alone, since
-// weights depend on nothing.
+// weights depend on nothing. The ring goes round in a launch that is given up too: who did not wait for a
+// tile would take a slot that is still being filled.
 
 struct Producer {
     Shared* s;
-    int* error;
     u64 policy;
     const TensorMap *map, *last;  // of the matrix that is fetched, and of the last one
     int slot, old;                // of the next tile, and of the one IN_FLIGHT before it
     u32 turn, old_turn;
 
     DEV void start(const Params& p, Shared* shared) {
-        s = shared; error = p.error; policy = policy_first();
+        s = shared; policy = policy_first();
         map = p.maps; last = map + p.num_layers * MATRICES;
         // The first time round no barrier is waited for: the phase before its first counts as over.
         slot = 0; old = STAGES - IN_FLIGHT;
@@ -19,9 +19,9 @@ struct Producer {
         acquire_map(map);
     }
     DEV void next(int row, int group, u32 bytes) {
-        wait_for(s, &s->empty[slot], turn, error, 2);
+        wait_for(&s->empty[slot], turn);
         // More requests at a time than this make each other wait (docs/performance.md).
-        wait_for(s, &s->full[old], old_turn, error, 4);
+        wait_for(&s->full[old], old_turn);
         mbar_expect(&s->full[slot], bytes);
         copy_tile(s->ring + slot * SLOT, map, row, group, &s->full[slot], policy);
         forward(1, &slot, &turn);

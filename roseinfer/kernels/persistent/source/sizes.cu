@@ -5,7 +5,7 @@
 // SHARED_BYTES.
 
 #ifndef MOST_POLLS
-#define MOST_POLLS (1 << 22)  // of a word until a program gives up: seconds
+#define MOST_POLLS (1 << 22)  // of words until a program gives up: seconds
 #endif
 
 constexpr int WARPS = 8, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
@@ -61,7 +61,7 @@ struct Params {
     u64 *sums;       // [HEADS, parts + 1, DIM]: what was seen of the own token, then of each part
     u64 *seen;       // [HEADS, parts + 1, 2]: the highest score, and the sum of weights
     u32 *sync;       // [0]: launches, [32]: programs that are done
-    int *error;      // [0]: who gave up waiting in this launch, [1]: launches in which somebody did
+    int *error;      // [0]: whether somebody gave up waiting in this launch, [1]: launches in which somebody did
     long long block_pitch;
     int num_layers, most_parts;
     float epsilon, head_epsilon, embedding_times, added_times, scale;
@@ -108,19 +108,6 @@ DEV int part_of(int position) {
     int doubled = 0;
     while (position >= 4096 << doubled) doubled++;
     return position / (128 << doubled) + doubled * 16;
-}
-
-// Waits until a phase of a barrier in shared memory is over, or gives up and says so to all.
-DEV void wait_for(Shared* s, u64* b, u32 parity, int* error, int code) {
-    if (mbar_try(b, parity)) return;
-#pragma unroll 1
-    for (int i = 0; i < MOST_POLLS; i++) {
-        if (mbar_try(b, parity)) return;
-        if ((i & 63) == 63 && *(volatile int*)&s->dead) return;
-        yield();
-    }
-    *(volatile int*)&s->dead = 1;
-    *(volatile int*)error = code;
 }
 
 // Go so many tiles forward in the ring; barriers' phases take turns.

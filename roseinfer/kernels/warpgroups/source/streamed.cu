@@ -37,9 +37,6 @@ struct Place {
     int output, part;  // a program's first output
 };
 
-DEV void wait_for(u64* b, u32 parity) {
-    while (!mbar_try(b, parity)) yield();
-}
 // Go one tile forward in the ring; barriers' phases take turns.
 DEV void forward(int* slot, u32* turn) {
     if (++*slot < STAGES) return;
