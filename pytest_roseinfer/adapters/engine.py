@@ -23,6 +23,8 @@ class EngineAdapter(Adapter):
     vocabulary: ClassVar[int] = 32
     most_tokens: ClassVar[int] = 48
     """The most tokens of a prompt and what follows it."""
+    most_requests: ClassVar[int | None] = None
+    """How many requests it is made for at a time; None for no bound."""
     lag: ClassVar[int] = 0
     """Steps by which the engine may bring a token later than it could."""
     paths: ClassVar[Mapping[str, FastPath]] = {}

@@ -10,6 +10,7 @@ import torch
 from pytest_roseinfer.adapters.tolerance import MOST, OVER, Tolerance
 
 if TYPE_CHECKING:
+    from pytest_roseinfer.adapters.base import Adapter
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
 
 
@@ -45,12 +46,17 @@ def refuse_shapes(adapter: type[KVCacheAdapter]) -> None:
                 f"the usual first: {example}"
             )
     for name, least in _FEWEST.items():
-        said = getattr(adapter, name)
-        if said is not None and not (_is_size(said) and said >= least):
-            raise TypeError(
-                f"{adapter.__name__}.{name} is {said!r}: write a number from {least} on, or None "
-                "for no bound"
-            )
+        refuse_bound(adapter, name, least)
+
+
+def refuse_bound(adapter: type[Adapter], name: str, least: int) -> None:
+    """Raise ``TypeError`` where a bound is no number, or fewer than what is drawn."""
+    said = getattr(adapter, name)
+    if said is not None and not (_is_size(said) and said >= least):
+        raise TypeError(
+            f"{adapter.__name__}.{name} is {said!r}: write a number from {least} on, or None "
+            "for no bound"
+        )
 
 
 def refuse_tolerance(adapter: type[KVCacheAdapter]) -> None:

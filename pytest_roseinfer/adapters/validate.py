@@ -10,11 +10,13 @@ from pytest_roseinfer.adapters.names.condition_names import refuse_uncounted
 from pytest_roseinfer.adapters.names.misspelt import refuse_misspelt
 from pytest_roseinfer.adapters.names.signatures import refuse_signatures
 from pytest_roseinfer.adapters.reuse_conditions import refuse_what_is_not_shown
-from pytest_roseinfer.adapters.shapes import refuse_shapes, refuse_tolerance
+from pytest_roseinfer.adapters.shapes import refuse_bound, refuse_shapes, refuse_tolerance
 from pytest_roseinfer.adapters.standard_bad_calls import STANDARD_BAD_CALLS
 from pytest_roseinfer.adapters.window_settings import refuse_windows
 from pytest_roseinfer.oracle.declares import FORK_SHARES, SHARING
 
+_FEWEST_REQUESTS = 6
+"""Drawn mixes have so many at a time."""
 _LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {
     "match_granularity": ("block", "token"),
     "match_leaves": (0, 1),
@@ -59,9 +61,10 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
     if missing:
         raise TypeError(f"{name} must define {', '.join(missing)}")
     refuse_signatures(adapter)
-    if issubclass(adapter, EngineAdapter) and "alone" not in adapter.abilities:
+    if issubclass(adapter, EngineAdapter):
+        refuse_bound(adapter, "most_requests", _FEWEST_REQUESTS)
         by_logits = "logits" in adapter.abilities and not adapter.takes_sampling
-        if not by_logits:
+        if "alone" not in adapter.abilities and not by_logits:
             raise TypeError(f"{name} must define alone, or logits where takes_sampling is False")
     if issubclass(adapter, KVCacheAdapter):
         refuse_tolerance(adapter)

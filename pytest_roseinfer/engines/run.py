@@ -72,11 +72,18 @@ class MixRun:
         self.served: list[Served] = []
         self.comparing: Served | None = None
         """The request that is looked at now."""
+        self.largest = Counter(rows=0, tokens=0)
+        """The most rows of a batch, which are requests that got tokens in one step, and the most
+        tokens of a sequence."""
 
     def run(self) -> Counter[str]:
         """Serve all requests; return the paths that the engine took."""
         for _ in self.steps():
             pass
+        return self.finish()
+
+    def finish(self) -> Counter[str]:
+        """Look at what is left behind all requests; return the paths that the engine took."""
         if left := self.adapter.leftovers():
             self.fail(f"every request has ended, and the engine still holds {left}")
         return _paths(self.adapter, self.mix)
@@ -92,10 +99,7 @@ class MixRun:
             WATCHED.began = monotonic()
             self._arrive(step)
             self._cancel(step)
-            for each in self.served:
-                self.comparing = each
-                self._compare(each)
-            self.comparing = None
+            self._compare_all()
             yield step
             if len(self.served) == len(asked) and all(each.ended for each in self.served):
                 break
@@ -131,6 +135,20 @@ class MixRun:
                 self.adapter.cancel(each.request)
                 if not self.adapter.ended(each.request):
                     self.fail(f"request {each.number} was cancelled and goes on")
+
+    def _compare_all(self) -> None:
+        rows = 0
+        for each in self.served:
+            before = each.tokens
+            self.comparing = each
+            self._compare(each)
+            rows += each.tokens > before
+            self._note_largest("tokens", len(each.asked.prompt) + each.tokens)
+        self.comparing = None
+        self._note_largest("rows", rows)
+
+    def _note_largest(self, what: str, size: int) -> None:
+        self.largest[what] = max(size, self.largest[what])
 
     def _compare(self, each: Served) -> None:
         found, name = self.adapter.tokens(each.request), f"request {each.number}"
@@ -227,12 +245,12 @@ def _paths(engine: EngineAdapter, mix: RequestMix) -> Counter[str]:
 
 def run_mix(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
     """Serve a mix and return the paths it took; raise where a request is served wrongly."""
-    with _failing_on(adapter, mix):
+    with failing_on(adapter, mix):
         return MixRun(adapter, mix).run()
 
 
 @contextmanager
-def _failing_on(adapter: type[EngineAdapter], mix: RequestMix) -> Iterator[None]:
+def failing_on(adapter: type[EngineAdapter], mix: RequestMix) -> Iterator[None]:
     """Say on which mix a step hangs, or what is tested is gone or found wrong by its adapter."""
     try:
         yield
@@ -248,7 +266,7 @@ def _failing_on(adapter: type[EngineAdapter], mix: RequestMix) -> Iterator[None]
 def run_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Counter[str]:
     """Fork the mix's first prompt for each of its samplings; compare the forks with requests."""
     mix = room_for_forks(mix)
-    with _failing_on(adapter, mix):
+    with failing_on(adapter, mix):
         engine = _made(adapter)
         for number, fork in enumerate(served_forks(engine, mix)):
             if fork.parted is not None:

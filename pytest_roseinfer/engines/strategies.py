@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
 from pytest_roseinfer.cases.strategies import switches
+from pytest_roseinfer.engines.common_text import common_text
 from pytest_roseinfer.engines.offered import as_offered
 from pytest_roseinfer.engines.wishes import HOTTEST, wishing
 
@@ -23,11 +24,6 @@ _LARGER_BLOCK_SIZES = (8, 4, 8, 3)
 """What still writes behind the end of a request has room to do so in the last of these."""
 _MOST_REQUESTS = 6
 _KINDS = (*("crowded", "uneven", "continued", "ended") * 2, "crowded", "anyhow", "relay")
-
-
-def common_text(length: int, vocabulary: int, branch: int = 0) -> tuple[int, ...]:
-    """Return tokens that look like any others and are the same every time."""
-    return tuple((at * at * 7 + at * 3 + branch * 11 + 5) % vocabulary for at in range(length))
 
 
 @st.composite

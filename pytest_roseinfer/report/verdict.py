@@ -44,9 +44,9 @@ class Target(TypedDict):
     cut_short: str
     """The same in words; empty where none was left out."""
     largest: dict[str, int]
-    """The most rows of a batch, blocks of a table and tokens of a sequence; empty of an engine."""
+    """The most rows of a batch, tokens of a sequence and, of a cache, blocks of a table."""
     large_cut_short: int
-    """How many of the large histories ended early, since their time was over."""
+    """How many of the large histories or mixes ended early, since their time was over."""
     problems: list[str]
     tested: dict[str, int]
     """How often each method was called."""

@@ -85,9 +85,9 @@ class TargetCoverage:
     found: list[Found] = field(default_factory=list)
     """The differences that searches found, each once."""
     largest: dict[str, int] = field(default_factory=dict)
-    """The most rows of a batch, blocks of a table and tokens of a sequence of a cache."""
+    """The most rows of a batch, tokens of a sequence and, of a cache, blocks of a table."""
     large_cut_short: int = 0
-    """How many of the large histories ended early, since their time was over."""
+    """How many of the large histories or mixes ended early, since their time was over."""
 
     def note_found(self, found: Found) -> None:
         add(self.found, found)
@@ -105,19 +105,20 @@ class TargetCoverage:
         seqs = [seq for seq, _ in step.rows() if seq in oracle.sequences]
         for seq in seqs:
             blocks, tokens = len(oracle.sequences[seq]), oracle.length(seq)
-            self._note_largest({"rows": len(seqs), "blocks": blocks, "tokens": tokens})
+            self.note_largest({"rows": len(seqs), "blocks": blocks, "tokens": tokens})
 
-    def _note_largest(self, sizes: Mapping[str, int]) -> None:
+    def note_largest(self, sizes: Mapping[str, int]) -> None:
         for name, size in sizes.items():
             self.largest[name] = max(size, self.largest.get(name, 0))
 
     @property
     def sizes(self) -> str:
-        """The largest sizes in words; empty where no cache was given any."""
+        """The largest sizes in words; empty where nothing was given any."""
         if not self.largest:
             return ""
         of = ", ".join(f"{size} {name}" for name, size in self.largest.items())
-        early = f" (large histories cut short: {self.large_cut_short}, for lack of time)"
+        what = "wide mixes" if self.kind == "engine" else "large histories"
+        early = f" ({what} cut short: {self.large_cut_short}, for lack of time)"
         return f"largest: {of}{early * bool(self.large_cut_short)}"
 
     def searched_for(self, examples: int, left_out: int) -> None:
@@ -218,7 +219,7 @@ class TargetCoverage:
             self.together[name].update(met)
         self.checked.update(seen["checked"])
         self.called.update(seen["called"])
-        self._note_largest(seen["largest"])
+        self.note_largest(seen["largest"])
         for name in ("histories", "seconds", "compiled", "large_cut_short"):
             setattr(self, name, getattr(self, name) + seen[name])
         self.searched |= seen["searched"]

@@ -16,7 +16,7 @@ from pytest_roseinfer.adapters.validate import refuse_mistakes
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.machine import Machine
 from pytest_roseinfer.search.reproduce import CHECKS
-from pytest_roseinfer.suite.large_search import LargeSearch
+from pytest_roseinfer.suite.large_history_search import LargeHistories
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
 if TYPE_CHECKING:
@@ -57,10 +57,7 @@ class ConformanceTests(ShippedTests):
             left_out = self._search(check, "run_history", due, ends, aim, turn)
             target.searched_for(due, left_out)
         # Behind the drawn ones, which show most bugs smaller.
-        large = LargeSearch(self.adapter)
-        for history in large.histories():
-            left_out = self._search_one(large.check, history, ends)
-            target.large_cut_short += left_out  # read behind the search, which adds to it too
+        LargeHistories(self.adapter).run(ends)
         for aim, turn, due in coverage.turns_again(missing, _EXAMPLES_OF_A_TURN, ends):
             self._search(check, "run_history", due, ends, aim, turn)
 
@@ -90,16 +87,6 @@ class ConformanceTests(ShippedTests):
         asked = settings.current()
         examples = max(1, int(asked.examples * share))
         target.searched_for(examples, self._search(compare, name, examples, asked.search_ends()))
-
-    def _search_one(self, check: Callable[[History], object], history: History, ends: float) -> int:
-        """Check a history that is not drawn; return 1 if it would begin after ``ends``."""
-        from hypothesis.strategies import just
-
-        from pytest_roseinfer.search.search import search
-
-        settings.require_plugin()
-        by, drawn = "run_history", just(history)
-        return search(self.adapter, check, drawn, examples=1, replayed_by=by, salt="", ends=ends)
 
     def _search(
         self,

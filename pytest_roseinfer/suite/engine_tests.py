@@ -9,12 +9,13 @@ from time import monotonic
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.engines.run import run_forks, run_mix
+from pytest_roseinfer.engines.run import MixRun, failing_on, run_forks
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
+from pytest_roseinfer.suite.wide_mix_search import WideMixes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from hypothesis.strategies import SearchStrategy
 
@@ -45,11 +46,13 @@ class EngineTests(ShippedTests):
         missing = partial(target.still_missing, since=Counter(target.counts))
         ends = settings.current().search_ends()
         for aim, turn, due in coverage.in_turns(self.adapter, examples, _EXAMPLES_OF_A_TURN):
-            target.searched_for(due, self._search(run_mix, due, aim, turn, ends=ends))
+            target.searched_for(due, self._search("run_mix", due, aim, turn, ends=ends))
+        # Behind the drawn ones, which show most bugs smaller.
+        WideMixes(self.adapter).run(ends)
         for aim, turn, due in coverage.turns_again(missing, _EXAMPLES_OF_A_TURN, ends):
-            self._search(run_mix, due, aim, turn, ends=ends)
+            self._search("run_mix", due, aim, turn, ends=ends)
             if self.adapter.defines("forked"):  # which may be all that takes this path
-                self._search(run_forks, 2, aim, turn, ends=ends)
+                self._search("run_forks", 2, aim, turn, ends=ends)
 
     def test_requests_of_any_size_get_what_they_get_alone(self) -> None:
         """No size of blocks, prompts, batches or the cache changes it (on a GPU alone)."""
@@ -63,19 +66,29 @@ class EngineTests(ShippedTests):
         for turn in count():
             if monotonic() > ends:
                 break
-            self._search(run_mix, _EXAMPLES_OF_A_TURN, turn=f"sizes {turn}", drawn=drawn, ends=ends)
+            self._search(
+                "run_mix", _EXAMPLES_OF_A_TURN, turn=f"sizes {turn}", drawn=drawn, ends=ends
+            )
 
     def test_forks_get_what_requests_of_their_own_get(self) -> None:
         if not self.adapter.defines("forked"):
             _skip(f"{self.adapter.__name__} does not offer forked()")
         asked = settings.current()
         examples = max(1, round(asked.examples * _FORK_SHARE))
-        left_out = self._search(run_forks, examples, ends=asked.search_ends())
+        left_out = self._search("run_forks", examples, ends=asked.search_ends())
         coverage.current().of(self.adapter).searched_for(examples, left_out)
+
+    def _served(self, mix: RequestMix) -> Counter[str]:
+        with failing_on(self.adapter, mix):
+            run = MixRun(self.adapter, mix)
+            try:
+                return run.run()
+            finally:
+                coverage.current().of(self.adapter).note_largest(run.largest)
 
     def _search(
         self,
-        check: Callable[[type[EngineAdapter], RequestMix], Counter[str]],
+        replayed_by: str,
         examples: int,
         aim: str | None = None,
         turn: str = "0",
@@ -95,7 +108,8 @@ class EngineTests(ShippedTests):
             drawn = request_mixes(self.adapter, most_steps=steps, device=asked.device, aim=aim)
 
         def attempt(mix: RequestMix) -> None:
-            target.note(check(self.adapter, mix))
+            forks = replayed_by == "run_forks"
+            target.note(run_forks(self.adapter, mix) if forks else self._served(mix))
             target.histories += 1
 
         return search(
@@ -103,7 +117,7 @@ class EngineTests(ShippedTests):
             attempt,
             drawn,
             examples=examples,
-            replayed_by=check.__name__,
+            replayed_by=replayed_by,
             salt=f"{aim} {turn}",
             ends=ends,
         )

@@ -100,7 +100,7 @@ def test_an_engine_without_sizes_is_left_alone() -> None:
 def test_what_is_drawn(few: int | None) -> None:
     seen: list[RequestMix] = []
 
-    @hypothesis_settings(max_examples=150, deadline=None, database=None)
+    @hypothesis_settings(max_examples=150, deadline=None, database=None, derandomize=True)
     @given(large_mixes(Sized, few=few))
     def draw(drawn: RequestMix) -> None:
         seen.append(drawn)

@@ -19,7 +19,7 @@ OPTION_CHOICES: Mapping[str, Sequence[Any]] = {
     "prefill_admission_policy": ("fifo", "pack"),
     "prefill_max_tokens": (100, 1, 3, 8),
     "prefill_max_batch_size": (8, 1, 2),
-    "max_batch_size": (8, 1, 2, 3),
+    "max_batch_size": (8, 1, 2, 3, 40),
     "chunked_prefill": (True, False),
     "per_layer_kv": (False, True),
     "resident_decode": (False, True),

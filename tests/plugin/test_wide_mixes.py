@@ -1,0 +1,175 @@
+"""Mixes of many requests at a time: what every engine gets, and what they find."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from pytest_roseinfer import MixDivergence, conformance, settings
+from pytest_roseinfer.engines.wide_mixes import REQUESTS, every_value, wide_mix
+from pytest_roseinfer.findings.divergence import Difference
+from pytest_roseinfer.running.coverage import Coverage, current, set_current
+from pytest_roseinfer.search import smallest
+from pytest_roseinfer.suite import large_search
+from tests.plugin.engines.toy_engine import ToyAdapter, ToyEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from tests.plugin.engines.toy_engine import ToyRequest
+
+
+class Wide(ToyAdapter):
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "batch_size": (2, 8, 100),
+        "prefixes": (False, True),
+    }
+
+
+class WrongRow(ToyEngine):
+    """It takes the token of the row before for the last of some rows."""
+
+    rows = 0
+
+    def choose(self, batch: Sequence[ToyRequest]) -> list[int]:
+        tokens = super().choose(batch)
+        if len(tokens) >= self.rows:
+            tokens[self.rows - 1] = tokens[self.rows - 2]
+        return tokens
+
+
+def wrong_from(rows: int) -> type[Wide]:
+    engine = type("WrongFrom", (WrongRow,), {"rows": rows})
+    return type("WrongFromRow", (Wide,), {"engine_type": engine})
+
+
+class Slots(ToyEngine):
+    def submit(self, *asked: Any) -> ToyRequest:
+        if len(self.waiting) + len(self.running) == 16:
+            raise IndexError("no slot left")
+        return super().submit(*asked)
+
+
+class HasSlots(Wide):
+    engine_type = Slots
+
+
+class SaysSo(HasSlots):
+    most_requests = 16
+
+
+@pytest.fixture(autouse=True)
+def _profile_dev(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(smallest, "SECONDS", 2.0)
+    before, seen = settings.current(), current()
+    settings.set_current(replace(settings.Settings(), examples=20, seed=1, failures_dir=None))
+    set_current(Coverage())
+    yield
+    settings.set_current(before)
+    set_current(seen)
+
+
+def search(adapter: type[ToyAdapter]) -> None:
+    made: Any = conformance(adapter)()
+    made.test_requests_get_what_they_get_alone()
+
+
+def test_an_engine_that_is_right_passes_and_the_largest_sizes_are_told() -> None:
+    search(Wide)
+    target = current().of(Wide)
+    assert target.sizes == "largest: 35 rows, 48 tokens"
+    assert target.histories == 32  # those are the drawn ones
+
+
+@pytest.mark.parametrize("rows", [8, 9, 20, 35])
+def test_a_row_that_only_wide_batches_have_is_found(rows: int) -> None:
+    with pytest.raises(MixDivergence) as caught:
+        search(wrong_from(rows))
+    assert "alone it gets" in caught.value.what
+    assert rows <= len(caught.value.mix.requests) <= rows + 1
+
+
+def test_an_engine_that_is_not_made_for_so_many_is_told_how_to_say_so() -> None:
+    with pytest.raises(Difference) as caught:
+        search(HasSlots)
+    assert caught.value.what == "request 16 was refused: IndexError: no slot left"
+    (hint,) = (each for each in caught.value.added if each.startswith("This is a wide mix"))
+    assert "If HasSlots is not made for so many, state what it is made for: most_requests" in hint
+
+
+def test_one_that_says_so_gets_mixes_of_that_size() -> None:
+    search(SaysSo)
+    assert current().of(SaysSo).sizes == "largest: 16 rows, 48 tokens"
+
+
+def test_a_slow_engine_is_given_as_much_as_there_is_time_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+
+    class Slow(ToyEngine):
+        def step(self) -> None:
+            now[0] += 0.1 * (len(self.waiting) + len(self.running) > 6)
+            super().step()
+
+    class IsSlow(Wide):
+        engine_type = Slow
+
+    monkeypatch.setattr(large_search, "monotonic", lambda: now[0])
+    monkeypatch.setattr(large_search, "_SECONDS", 0.6)
+    search(IsSlow)
+    told = current().of(IsSlow).sizes
+    assert told.endswith("(wide mixes cut short: 4, for lack of time)")
+
+
+def test_what_is_left_behind_a_wide_mix_alone_is_found() -> None:
+    class Forgets(ToyEngine):
+        def step(self) -> None:
+            super().step()
+            self.leases += len(self.running) > 20
+
+    class Leaks(Wide):
+        engine_type = Forgets
+
+    with pytest.raises(MixDivergence, match="every request has ended, and the engine still holds"):
+        search(Leaks)
+
+
+@pytest.mark.parametrize("most", [None, 6, 20])
+@pytest.mark.parametrize("tokens", [3, 8, 48])
+def test_every_request_is_one_that_the_engine_takes(tokens: int, most: int | None) -> None:
+    class Bounded(Wide):
+        most_tokens = tokens
+        most_requests = most
+
+    mix = wide_mix(Bounded, {}, "cpu")
+    assert mix.size == (most or REQUESTS)
+    assert all(each.prompt and each.most_tokens <= tokens for each in mix.requests)
+    assert all(0 <= token < 32 for each in mix.requests for token in each.prompt)
+    if tokens == 48:
+        assert len({each.prompt for each in mix.requests}) == mix.size
+
+
+def test_settings_have_every_value_and_most_pairs() -> None:
+    choices = {"a": (1, 2), "b": (1, 2), "c": (1, 2, 3), "d": (1, 2, 3, 4, 5, 6)}
+    found = list(every_value(choices))
+    assert found[0] == dict.fromkeys(choices, 1)
+    assert len(found) == 6
+    for name, values in choices.items():
+        assert {each[name] for each in found} == {*values}
+    for one, other in combinations("abc", 2):
+        pairs = {(each[one], each[other]) for each in found}
+        assert len(pairs) >= 4
+    assert list(every_value({})) == []
+
+
+@pytest.mark.parametrize("said", [5, "many"])
+def test_a_bound_that_makes_no_sense_is_refused(said: object) -> None:
+    adapter = type("Bounded", (Wide,), {"most_requests": said})
+    with pytest.raises(
+        TypeError, match=rf"Bounded\.most_requests is {said!r}: write a number from 6"
+    ):
+        conformance(adapter)
