@@ -93,8 +93,11 @@ class Place(NamedTuple):
     head: int
     kind: str
 
-    def words(self) -> str:
-        return f"{token_words(self.token)}, layer {self.layer}, head {self.head}, {self.kind}"
+    def words(self, here: tuple[int, int, str]) -> str:
+        """Name the token, and its layer, head and kind where these are not those of ``here``."""
+        token, *own = self
+        elsewhere = f", layer {self.layer}, head {self.head}, {self.kind}" * (tuple(own) != here)
+        return token_words(token) + elsewhere
 
     def unlike(self, other: Place) -> str:
         """Say what mistake would leave ``other`` here, if it is a common one."""
@@ -224,9 +227,10 @@ class Payload:
         """Put two rows ``[head_dim]`` in words, as far as ``known`` tokens explain them."""
         place = self._belongs(want, layer, head, known)
         other = self._belongs(got, layer, head, known)
-        found = other.words() if other else self._words(got, want)
+        here = layer, head, kind
+        found = other.words(here) if other else self._words(got, want)
         looks = place.unlike(other) if place and other else ""
-        expected = place.words() if place else self._words(want)
+        expected = place.words(here) if place else self._words(want)
         return Contents(head, kind, expected, found, other.token if other else None, looks)
 
     def _words(self, row: torch.Tensor, right: torch.Tensor | None = None) -> str:

@@ -28,10 +28,13 @@ class Difference(AssertionError):
         """In one line."""
         self.added: list[str] = []
         """Paragraphs for the end of the message, such as how to replay it."""
+        self.shown_by = ""
+        """The test that met the same before, and shows what this one leaves out."""
         self._details = details
 
     def __str__(self) -> str:
-        return "\n\n".join([self.what, self._details(), *self.added])
+        before = f"{self.shown_by} found the same, and shows on what."
+        return "\n\n".join([self.what, before if self.shown_by else self._details(), *self.added])
 
 
 class Divergence(Difference):

@@ -75,12 +75,12 @@ def _involved(oracle: Oracle, location: Location, tables: Tables) -> list[int]:
 
 
 def _legend(location: Location) -> str:
-    """Say what the mark means, and all that is known of what it marks."""
+    """Say what the mark means, and where what it marks is."""
     said = f"> < marks what is wrong in layer {location.layer}"
     if location.block is not None:
         said += f", block {location.block}"
     if contents := location.contents:
-        said += f", head {contents.head}, {contents.kind}: {contents.words()}"
+        said += f", head {contents.head}, {contents.kind}"
     return said
 
 

@@ -41,6 +41,8 @@ def record(
     saved = reproduce.Saved()
     if folder:
         saved = reproduce.save(adapter, example, check, found, folder, poster(found))
+    if isinstance(failure, Difference):
+        failure.shown_by = _first_test(coverage.current().of(adapter).found, found)
     found |= {"trace": saved.trace, "script": saved.script, "drawing": saved.drawing}
     if not isinstance(failure, KeyboardInterrupt):
         coverage.current().of(adapter).note_found(found)
@@ -70,6 +72,12 @@ def _found(adapter: type[Adapter], example: Example, check: str, failure: BaseEx
         "frames": frames,
         "timeline": timeline,
     }
+
+
+def _first_test(known: list[Found], new: Found) -> str:
+    """Name a test of this process that met the same difference, if one did."""
+    tests = (each["tests"] for each in known if each["what"] == new["what"])
+    return next((test for met in tests for test in met if [test] != new["tests"]), "")
 
 
 def _test() -> list[str]:

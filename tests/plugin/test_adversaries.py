@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.plugin.conftest import Project
 
-POISONED = "expected sequence 0, token 0, layer 0, head 0, K, found poison"
+POISONED = "expected sequence 0, token 0, found poison"
 REASONS = {
     "ReturnsItsInputs": POISONED,
     "IgnoresAppends": "expected shape [1, 1, 1], found [0, 1, 1]",

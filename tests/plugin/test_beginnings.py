@@ -36,7 +36,7 @@ BY_0 = "; sequence 0 was the first to write it"
             KnowsTheBlockAtItsPlace,
             (Prefill(0, 4), Prefill(1, 4)),
             PARTING,
-            f"text 0, token 2, layer 0, head 0, K; both say 1, {APART}{BY_0}",
+            f"text 0, token 2; both say 1, {APART}{BY_0}",
         ),
         (
             KnowsTheBlockAtItsPlace,
@@ -49,7 +49,7 @@ BY_0 = "; sequence 0 was the first to write it"
             KnowsTheBlockAlone,
             (Prefill(0, 4),),
             ((0, 0),),
-            f"head 0, K; both say 1, as tokens 2 and 0 of their texts{BY_0}",
+            f"; both say 1, as tokens 2 and 0 of their texts{BY_0}",
         ),
         (
             LeavesTheNamespaceOut,

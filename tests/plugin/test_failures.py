@@ -41,16 +41,13 @@ def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
     shown = [line.strip() for line in lines[start + 1 :] if line]
     assert shown[0] == (
         "peek: sequence 0, layer 0, K: position 0, head 0 (1 of 1 wrong): expected sequence 0, "
-        "token 0, layer 0, head 0, K, found sequence 1, token 0, layer 0, head 0, K; it lies in "
+        "token 0, found sequence 1, token 0; it lies in "
         "block 1, position 0"
     )
     assert shown[1] == "after step 1 of"
     assert shown[2].startswith("a cache with num_layers=1, num_heads=1, head_dim=1, block_size=")
     assert shown[3] == "1. append one token to sequences 0, 1"
-    assert shown[4] == (
-        "> < marks what is wrong in layer 0, head 0, K: expected sequence 0, token 0, layer 0, "
-        "head 0, K, found sequence 1, token 0, layer 0, head 0, K"
-    )
+    assert shown[4] == ("> < marks what is wrong in layer 0, head 0, K")
     assert shown[6:8] == ["sequence 0: [>0.0<]", "sequence 1: [1.0]"]
     assert shown[9:11] == ["sequence 0: >0x1<", "sequence 1: 1x1"]
     named = "--roseinfer-target caches.broken_caches:SwapsRows"
@@ -76,6 +73,15 @@ def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
     page = (project.path / "kv.html").read_text()
     assert found["expected"] in page
     assert f'download="{project.saved(".svg").name}"' in page
+
+
+def test_what_another_test_met_before_is_not_shown_twice(project: Project) -> None:
+    said = fail(project, "SwapsRows").stdout.str()
+    assert said.count("after step 1 of") == 1
+    first = "test_it.py::TestIt::test_histories found the same, and shows on what."
+    assert said.count(first) == said.count("replay with:") - 1 > 0
+    again = project.pytest("test_it.py", *SEARCH, "-k", "permuting")
+    assert again.stdout.str().count("after step 1 of") == 1
 
 
 def test_what_is_replayed_is_as_large_as_what_is_said(project: Project) -> None:

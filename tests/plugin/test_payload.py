@@ -51,8 +51,8 @@ def of(keys: torch.Tensor, layer: int, token: int, head: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("got", "said"),
     [
-        (lambda k, _: of(k, 0, 4, 1), "token 4, layer 0, head 1, K: one position off"),
-        (lambda k, _: of(k, 0, 65536, 1), "sequence 1, token 0, layer 0, head 1, K"),
+        (lambda k, _: of(k, 0, 4, 1), "token 4: one position off"),
+        (lambda k, _: of(k, 0, 65536, 1), "sequence 1, token 0"),
         (lambda k, _: of(k, 1, 3, 1), "token 3, layer 1, head 1, K: another layer's"),
         (lambda k, _: of(k, 0, 3, 0), "token 3, layer 0, head 0, K: another head's"),
         (lambda _, v: of(v, 0, 3, 1), "token 3, layer 0, head 1, V: V in place of K"),
@@ -81,7 +81,7 @@ def test_a_wrong_row_is_said_to_be_what_it_looks_like(got: Row, said: str) -> No
     payload = Payload(LIKE)
     keys, values = payload.all_layers(KNOWN)
     found = payload.contents(of(keys, 0, 3, 1), got(keys, values), 0, 1, "K", KNOWN)
-    assert found.expected == "sequence 0, token 3, layer 0, head 1, K"
+    assert found.expected == "sequence 0, token 3"
     assert re.fullmatch(f"expected .*, found (sequence 0, )?{said}", found.words())
 
 

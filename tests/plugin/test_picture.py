@@ -40,8 +40,7 @@ class ReadsAnotherToken(GroupedManager):
 
 def test_a_token_read_wrong_is_marked_in_a_long_page() -> None:
     assert drawn(ReadsAnotherToken) == [
-        "> < marks what is wrong in layer 1, head 1, V: expected sequence 0, token 6, layer 1, "
-        "head 1, V, found sequence 0, token 2, layer 1, head 1, V",
+        "> < marks what is wrong in layer 1, head 1, V",
         "what should be stored, page by page (sequence.token, x holders where shared):",
         "sequence 0: [0.0 0.1 0.2 0.3 ... 0.13 0.14 0.15]x2 [0.16 0.17]x2",
         "sequence 1: [0.0 0.1 0.2 0.3 ... >0.6< ... 0.13 0.14 0.15]x2 [0.16 0.17]x2",
@@ -71,8 +70,7 @@ class WritesPastTheEnd(WritesElsewhere):
 
 def test_a_write_past_the_end_of_a_block_is_marked_in_all_who_hold_it() -> None:
     legend, _, *rest = drawn(WritesPastTheEnd)
-    assert legend.startswith("> < marks what is wrong in layer 0, block 2, head 1, K: expected ")
-    assert legend.endswith(", found sequence 7, token 2, layer 0, head 1, K")
+    assert legend == "> < marks what is wrong in layer 0, block 2, head 1, K"
     first = "[0.0 0.1 0.2 0.3 ... 0.13 0.14 0.15]x2"
     assert rest == [
         f"sequence 0: {first} [0.16 0.17 >nothing<]x2",
@@ -91,8 +89,7 @@ class WritesToAFreeBlock(WritesElsewhere):
 
 def test_a_block_that_nobody_holds_is_marked_beside_whose_token_it_has() -> None:
     assert drawn(WritesToAFreeBlock) == [
-        "> < marks what is wrong in layer 0, block 5, head 0, K: expected poison (nothing has been "
-        "written there yet), found sequence 7, token 2, layer 0, head 0, K",
+        "> < marks what is wrong in layer 0, block 5, head 0, K",
         "what should be stored, page by page (sequence.token, x holders where shared):",
         "sequence 7: [7.0 7.1 7.2]",
         "other sequences, not drawn: 2",
