@@ -14,12 +14,22 @@ if TYPE_CHECKING:
     from pytest_roseinfer import History, KVCacheAdapter
 
 
+_OF_A_SEED = 25
+"""The histories of one seed are much alike."""
+
+
 def drawn(
     adapter: type[KVCacheAdapter], examples: int, number: int, do: Callable[[History], object]
 ) -> None:
     """Hand drawn histories to a check until it fails."""
+    for begin in range(0, examples, _OF_A_SEED):
+        _drawn(adapter, min(_OF_A_SEED, examples - begin), f"{number} {begin}", do)
 
-    @seed(number)
+
+def _drawn(
+    adapter: type[KVCacheAdapter], examples: int, of_seed: str, do: Callable[[History], object]
+) -> None:
+    @seed(of_seed)
     @settings(
         max_examples=examples,
         deadline=None,

@@ -35,9 +35,12 @@ class TextsOfLongBlocks(TextsOfWindows):
     block_sizes: ClassVar[Any] = (4, 5, 8)
 
 
-@pytest.mark.parametrize("cache", [Texts, TextsOfWindows])
-def test_one_beginning_in_four_finds_something(cache: type[KVCacheAdapter]) -> None:
-    """As ``prefix_found`` counts them. At least one of each history finds nothing: the first."""
+@pytest.mark.parametrize(("cache", "few"), [(Texts, 4), (TextsOfWindows, 5)])
+def test_one_beginning_in_a_few_finds_something(cache: type[KVCacheAdapter], few: int) -> None:
+    """As ``prefix_found`` counts them. At least one of each history finds nothing: the first.
+
+    In the long run it is one in 2.8, and in 3.4 with windows.
+    """
     counted: Counter[str] = Counter()
 
     def count(history: History) -> None:
@@ -47,16 +50,15 @@ def test_one_beginning_in_four_finds_something(cache: type[KVCacheAdapter]) -> N
             counted["begun"] += sum(times == length(seq) for seq, times in rows)
             counted["found"] += met["prefix_found"]
 
-    for number in range(4):  # the histories of one seed are much alike
-        drawn(cache, 25, number, count)
+    for number in range(20):
+        drawn(cache, 5, number, count)
     print(counted)
-    assert counted["found"] >= counted["begun"] / 4
+    assert counted["found"] >= counted["begun"] / few
 
 
 def test_texts_part_at_every_place_of_a_block() -> None:
     kinds: Counter[str] = Counter()
-    for number in range(4):
-        drawn(TextsOfLongBlocks, 40, number, lambda history: kinds.update(kinds_of(history)))
+    drawn(TextsOfLongBlocks, 160, 1, lambda history: kinds.update(kinds_of(history)))
     print(kinds)
     assert kinds.keys() >= {
         "nothing was said before",
