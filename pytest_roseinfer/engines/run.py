@@ -9,6 +9,8 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pytest_roseinfer.adapters.answers.of_engines import refuse_wrong_answers, require_forks
+from pytest_roseinfer.adapters.answers.wrong import WrongAnswer
 from pytest_roseinfer.engines.asking import settle
 from pytest_roseinfer.engines.checks import (
     wrong_choice,
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 _SLACK = 20
 """An engine may take so many steps beyond one for every token of every request."""
+_TOLD = FoundByAdapter, WrongAnswer
+"""Their messages say all of what is wrong, whatever the engine was doing."""
 
 
 class MixDivergence(Difference):
@@ -102,7 +106,7 @@ class MixRun:
             if step < most:
                 try:
                     self.adapter.step()
-                except FoundByAdapter:
+                except _TOLD:
                     raise
                 except Exception as error:
                     self.fail(f"a step raised {type(error).__name__}: {error}", error)
@@ -116,7 +120,7 @@ class MixRun:
                 sampling, expected, stops = settle(self.adapter, asked, self.mix)
                 try:
                     request = self.adapter.submit(asked.prompt, sampling)
-                except FoundByAdapter:
+                except _TOLD:
                     raise
                 except Exception as error:
                     said = f"request {number} was refused: {type(error).__name__}: {error}"
@@ -133,7 +137,7 @@ class MixRun:
                     self.fail(f"request {each.number} was cancelled and goes on")
 
     def _compare(self, each: Served) -> None:
-        found, name = self.adapter.tokens(each.request), f"request {each.number}"
+        found, name = [*self.adapter.tokens(each.request)], f"request {each.number}"
         if each.ended and len(found) > each.tokens:
             late = self.adapter.spelled(found[each.tokens])
             self.fail(f"{name} had ended and got token {each.tokens}: {late}")
@@ -207,6 +211,7 @@ class MixRun:
 
 def _made(kind: type[EngineAdapter]) -> EngineAdapter:
     adapter = kind()
+    refuse_wrong_answers(adapter)
     coverage.current().count_calls(adapter)
     return adapter
 
@@ -241,6 +246,8 @@ def _failing_on(adapter: type[EngineAdapter], mix: RequestMix) -> Iterator[None]
         raise MixDivergence(adapter, mix, said) from gone
     except FoundByAdapter as found:
         raise MixDivergence(adapter, mix, str(found)) from found
+    except WrongAnswer as wrong:
+        raise MixDivergence(adapter, mix, str(wrong)) from None
     except StepHung as hung:
         raise MixDivergence(adapter, mix, f"a step {hung}") from hung
 
@@ -282,9 +289,11 @@ def served_forks(engine: EngineAdapter, mix: RequestMix) -> Iterator[ServedFork]
     engine.make(mix)
     prompt = mix.requests[0].prompt
     samplings = [asked.sampling for asked in mix.requests]
-    for found, sampling in zip(engine.forked(prompt, samplings), samplings, strict=True):
+    forks = engine.forked(prompt, samplings)
+    require_forks(forks, len(samplings))
+    for found, sampling in zip(map(list, forks), samplings, strict=True):
         WATCHED.began = monotonic()
-        expected = engine.alone(prompt, sampling, mix)
+        expected = [*engine.alone(prompt, sampling, mix)]
         same = enumerate(zip(expected, found, strict=False))
         at = next((at for at, (a, b) in same if a != b), None)
         if at is not None and engine.undecided([*prompt, *found[:at]], sampling, mix):
