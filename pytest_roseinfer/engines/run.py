@@ -39,8 +39,15 @@ _TOLD = FoundByAdapter, WrongAnswer
 class MixDivergence(Difference):
     """A request got something else than it gets alone. The error carries the mix."""
 
-    def __init__(self, adapter: type[EngineAdapter], mix: RequestMix, what: str) -> None:
-        super().__init__(what, partial(adapter.in_words, mix))
+    def __init__(
+        self,
+        adapter: type[EngineAdapter],
+        mix: RequestMix,
+        what: str,
+        settled: RequestMix | None = None,
+    ) -> None:
+        """``settled`` is the mix with what it left open, where that is known."""
+        super().__init__(what, partial(adapter.in_words, settled or mix))
         self.mix = mix
 
 
@@ -206,7 +213,15 @@ class MixRun:
         each.pieces = pieces
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
-        raise MixDivergence(type(self.adapter), self.mix, what) from cause
+        raise MixDivergence(type(self.adapter), self.mix, what, self.settled()) from cause
+
+    def settled(self) -> RequestMix:
+        """Return the mix with the seeds and stop strings that its requests were submitted with."""
+        requests = [*self.mix.requests]
+        for each in self.served:
+            asked = replace(each.asked, sampling=each.sampling, stops=(), ends_early=False)
+            requests[each.number] = asked
+        return replace(self.mix, requests=tuple(requests))
 
 
 def _made(kind: type[EngineAdapter]) -> EngineAdapter:
