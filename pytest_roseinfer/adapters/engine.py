@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class EngineAdapter(Adapter):
-    """Override all but the last twelve, which are optional.
+    """Override all but the last thirteen, which are optional.
 
     A token is a number below ``vocabulary``. What a request gets must be what ``alone``
     gives for it, whatever else the engine has to do.
@@ -161,9 +161,17 @@ class EngineAdapter(Adapter):
 
     @optional
     def stage(self, request: Any) -> str:
-        """Return what a request that goes on is at, for the timeline of a failure.
+        """Return what a request that goes on is at, for a failure and its timeline.
 
         That is "waiting", "prefilling", "decoding" or "preempted".
+        """
+        raise NotImplementedError
+
+    @optional
+    def cached_tokens(self, request: Any) -> int:
+        """Return how many of its first tokens were found in the prefix cache, for a failure.
+
+        That is when it last began; one that was preempted begins again.
         """
         raise NotImplementedError
 

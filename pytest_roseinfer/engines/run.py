@@ -19,6 +19,7 @@ from pytest_roseinfer.engines.checks import (
     wrong_text,
     wrong_top,
 )
+from pytest_roseinfer.engines.past import Past
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.adapter_findings import FoundByAdapter, StoppedAnswering
@@ -71,6 +72,7 @@ class Served:
     """Rounding decided this token; those behind it need not be those it gets alone."""
     pieces: list[str] = field(default_factory=list)
     """It had shown these pieces of text when it was last looked at."""
+    past: Past = field(default_factory=Past)
 
 
 class MixRun:
@@ -145,9 +147,11 @@ class MixRun:
 
     def _compare(self, each: Served) -> None:
         found, name = [*self.adapter.tokens(each.request)], f"request {each.number}"
+        if not each.ended:
+            each.past.note(self.adapter, each.request, len(found))
         if each.ended and len(found) > each.tokens:
             late = self.adapter.spelled(found[each.tokens])
-            self.fail(f"{name} had ended and got token {each.tokens}: {late}")
+            self._fail_of(each, f"{name} had ended and got token {each.tokens}: {late}")
         for at, token in enumerate(found[: each.tied]):
             wanted = each.expected[at] if at < len(each.expected) else None
             if token == wanted:
@@ -156,7 +160,8 @@ class MixRun:
             if not self.adapter.undecided(before, each.sampling, self.mix):
                 gets = "" if wanted is None else f"it gets {self.adapter.spelled(wanted)}"
                 right = gets or "it has ended by then"
-                self.fail(f"{name}, token {at}: {self.adapter.spelled(token)}; alone {right}")
+                wrong = f"{name}, token {at}: {self.adapter.spelled(token)}; alone {right}"
+                self._fail_of(each, wrong)
             each.tied = at
             break
         self._check_choices(each, found)
@@ -164,7 +169,8 @@ class MixRun:
         self._check_text(each, found)
         enough = each.cancelled or each.tied is not None or len(found) >= len(each.expected)
         if each.ended and not enough:
-            self.fail(f"{name} ended after {len(found)} tokens; alone it gets {len(each.expected)}")
+            wanted = len(each.expected)
+            self._fail_of(each, f"{name} ended after {len(found)} tokens; alone it gets {wanted}")
 
     def _check_choices(self, each: Served, found: list[int]) -> None:
         """Check the new tokens, and how likely the engine says they were."""
@@ -183,11 +189,11 @@ class MixRun:
                 most = each.sampling.top_logprobs  # type: ignore[attr-defined]
                 wrong = wrong or wrong_top(self.adapter, self.mix, before, top[at], most)
             if wrong:
-                self.fail(f"{name}, token {at}: {wrong}")
+                self._fail_of(each, f"{name}, token {at}: {wrong}")
         if found and not each.tokens and self._asks(each, "prompt_logprobs"):
             prompt = self.adapter.prompt_logprobs(each.request)
             if wrong := wrong_prompt(self.adapter, self.mix, each.asked.prompt, prompt):
-                self.fail(f"{name}: {wrong}")
+                self._fail_of(each, f"{name}: {wrong}")
 
     def _asks(self, each: Served, name: str) -> bool:
         return self.adapter.defines(name) and bool(getattr(each.sampling, name, False))
@@ -209,8 +215,11 @@ class MixRun:
         known = found if each.ended or each.tied is not None else each.expected
         text, pieces = self.adapter.decoded(known), list(self.adapter.pieces(each.request))
         if wrong := wrong_text(each.pieces, pieces, text, each.stops, whole=whole):
-            self.fail(f"request {each.number} {wrong}")
+            self._fail_of(each, f"request {each.number} {wrong}")
         each.pieces = pieces
+
+    def _fail_of(self, each: Served, what: str) -> NoReturn:
+        self.fail(f"{what}{each.past.words()}")
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
         raise MixDivergence(type(self.adapter), self.mix, what, self.settled()) from cause

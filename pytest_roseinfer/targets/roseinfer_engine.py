@@ -117,3 +117,6 @@ class RoseinferEngine(EngineAdapter):
             return "preempted" if request.preempted else "waiting"
         stored = request.session.stored >= request.prompt_length
         return "decoding" if stored or request.in_flight else "prefilling"
+
+    def cached_tokens(self, request: Any) -> int:
+        return int(request.found)

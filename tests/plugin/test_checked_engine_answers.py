@@ -29,6 +29,7 @@ DRAWN = RequestMix((Asked((1, 2), TELLING),), options={"batch": 1})
 TOKENS = "return a list of tokens"
 TRUTH = "return True or False"
 HELD = "return a text, which is empty where nothing is held"
+STAGES = "return one of waiting, prefilling, decoding, preempted"
 LOGITS = "return a list of numbers, one for each token, of which there are 8 or more"
 LOGPROBS = "return a list of numbers, one for each token"
 PAIRS = "return a list of pairs for each token, each of a token and its log-probability"
@@ -71,6 +72,9 @@ class WrongTokens(ToyAdapter):
         ("path_counts", None, "() returned None: return a mapping of names to how often each"),
         ("path_counts", {"together": "3"}, "() returned {'together': '3'}: return a mapping"),
         ("alone", None, f"(prompt, sampling, mix) returned None: {TOKENS}"),
+        ("stage", "running", f"(request) returned 'running': {STAGES}"),
+        ("stage", None, f"(request) returned None: {STAGES}"),
+        ("cached_tokens", None, "(request) returned None: return a number of tokens"),
         ("undecided", None, f"(tokens, sampling, mix) returned None: {TRUTH}"),
     ],
 )

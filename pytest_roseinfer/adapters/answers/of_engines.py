@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     _Answer = tuple[Callable[[Any], bool], str]
     """What an answer must be, as a check and in words."""
 
+STAGES = ("waiting", "prefilling", "decoding", "preempted")
+
 
 def refuse_wrong_answers(adapter: EngineAdapter) -> None:
     """Have each method of an adapter raise from here on where what it returns is no answer."""
@@ -134,5 +136,7 @@ _ANSWERS: dict[str, _Answer] = {
     ),
     "pieces": (partial(_all, _is_text), "a list of texts"),
     "decoded": _TEXT,
+    "stage": (lambda shown: _is_text(shown) and shown in STAGES, f"one of {', '.join(STAGES)}"),
+    "cached_tokens": (is_number, "a number of tokens"),
     "spelled": _TEXT,
 }
