@@ -24,7 +24,10 @@ class EngineAdapter(Adapter):
     most_tokens: ClassVar[int] = 48
     """The most tokens of a prompt and what follows it."""
     lag: ClassVar[int] = 0
-    """Steps by which the engine may bring a token later than it could."""
+    """A mix may take so many steps more, for each of its requests, until all have ended."""
+    never_idles: ClassVar[bool] = False
+    """No more than ``lag`` steps in a row bring no token while all requests are decoding by
+    ``stage``."""
     paths: ClassVar[Mapping[str, FastPath]] = {}
     """Fast paths the engine declares, by their names in ``path_counts``."""
     conditions: ClassVar[Sequence[str]] = ()

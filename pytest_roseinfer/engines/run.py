@@ -19,6 +19,7 @@ from pytest_roseinfer.engines.checks import (
     wrong_text,
     wrong_top,
 )
+from pytest_roseinfer.engines.idle import Idle
 from pytest_roseinfer.engines.past import Past
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
@@ -85,6 +86,7 @@ class MixRun:
         self.served: list[Served] = []
         self.comparing: Served | None = None
         """The request that is looked at now."""
+        self._idle = Idle()
 
     def run(self) -> Counter[str]:
         """Serve all requests; return the paths that the engine took."""
@@ -109,6 +111,7 @@ class MixRun:
                 self.comparing = each
                 self._compare(each)
             self.comparing = None
+            self._refuse_idling()
             yield step
             if len(self.served) == len(asked) and all(each.ended for each in self.served):
                 break
@@ -122,6 +125,11 @@ class MixRun:
         else:
             waiting = [each.number for each in self.served if not each.ended]
             self.fail(f"requests {waiting} have not ended after {most} steps")
+
+    def _refuse_idling(self) -> None:
+        self._idle.note(self.served)
+        if self.adapter.never_idles and self._idle.steps > self.adapter.lag:
+            self.fail(self._idle.words())
 
     def _arrive(self, step: int) -> None:
         for number, asked in enumerate(self.mix.requests):
