@@ -253,7 +253,8 @@ def _paths(engine: EngineAdapter, mix: RequestMix) -> Counter[str]:
     twins = (path.equals for path in engine.paths.values())
     declared = {*engine.paths, *twins, *engine.conditions}
     for name in sorted(counts.keys() - declared):
-        raise MixDivergence(type(engine), mix, f"path {name!r} ran and is not declared")
+        what = f"{name!r} was counted, and is in neither paths nor conditions"
+        raise MixDivergence(type(engine), mix, what)
     for name, path in engine.paths.items():
         for switches in path.never_with:
             if counts[name] and switches.items() <= mix.options.items():
