@@ -241,6 +241,20 @@ def test_a_request_ends_early_by_the_next_seed_with_which_it_does() -> None:
         assert len(before) in (1, 12)
 
 
+def test_what_a_request_gets_alone_goes_on_behind_its_stop_string() -> None:
+    stops: list[object] = []
+
+    class Watched(DrawingEngine):
+        def alone(self, prompt: Any, sampling: Any, mix: RequestMix) -> list[int]:
+            stops.append(getattr(sampling, "stop", ()))
+            return super().alone(prompt, sampling, mix)
+
+    asked = Asked((1, 3), Sampling(6, temperature=3.0, seed=1), stops=((0, 1),))
+    _, expected, (stop,) = settle(Watched(), asked, RequestMix((asked,)))
+    assert stops == [()]
+    assert DrawingEngine().decoded(expected).endswith(stop)
+
+
 def test_what_is_asked_survives_being_saved_and_is_told_in_words() -> None:
     sampling = WiderSampling(3, 1.0, min_p=0.4, logprobs=True, presence_penalty=0.25)
     mix = RequestMix((Asked((1,), sampling, stops=((1, 2),), ends_early=True), Asked((1,))))
