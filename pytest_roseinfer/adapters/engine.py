@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class EngineAdapter(Adapter):
-    """Override all but the last twelve, which are optional.
+    """Override all but the last thirteen, which are optional.
 
     A token is a number below ``vocabulary``. What a request gets must be what ``alone``
     gives for it, whatever else the engine has to do.
@@ -26,7 +26,10 @@ class EngineAdapter(Adapter):
     most_requests: ClassVar[int | None] = None
     """How many requests it is made for at a time; None for no bound."""
     lag: ClassVar[int] = 0
-    """Steps by which the engine may bring a token later than it could."""
+    """A mix may take so many steps more, for each of its requests, until all have ended."""
+    never_idles: ClassVar[bool] = False
+    """No more than ``lag`` steps in a row bring no token while all requests are decoding by
+    ``stage``."""
     paths: ClassVar[Mapping[str, FastPath]] = {}
     """Fast paths the engine declares, by their names in ``path_counts``."""
     conditions: ClassVar[Sequence[str]] = ()
@@ -163,9 +166,17 @@ class EngineAdapter(Adapter):
 
     @optional
     def stage(self, request: Any) -> str:
-        """Return what a request that goes on is at, for the timeline of a failure.
+        """Return what a request that goes on is at, for a failure and its timeline.
 
         That is "waiting", "prefilling", "decoding" or "preempted".
+        """
+        raise NotImplementedError
+
+    @optional
+    def cached_tokens(self, request: Any) -> int:
+        """Return how many of its first tokens were found in the prefix cache, for a failure.
+
+        That is when it last began; one that was preempted begins again.
         """
         raise NotImplementedError
 

@@ -68,6 +68,8 @@ class Asked:
         parts = [f"at step {self.arrives}: {prompt}, up to {sampling.max_new_tokens} new"]
         if sampling.temperature:
             parts.append(f"drawn at temperature {sampling.temperature} from seed {sampling.seed}")
+        parts += [f"top_k {sampling.top_k}"] * (sampling.top_k > 0)
+        parts += [f"top_p {sampling.top_p}"] * (sampling.top_p < 1)
         if sampling.repetition_penalty != 1:
             parts.append(f"repetition penalty {sampling.repetition_penalty}")
         if isinstance(sampling, WiderSampling):
@@ -78,6 +80,7 @@ class Asked:
             for name in ("presence_penalty", "frequency_penalty"):
                 if value := getattr(sampling, name):
                     parts.append(f"{name.replace('_', ' ')} {value}")
+            parts += [f"stopped by {text!r}" for text in sampling.stop]
         for begins, length in self.stops:
             parts.append(f"stopped by {length} characters of its text, from {begins} on")
         if self.ends_early:

@@ -63,9 +63,7 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
     refuse_signatures(adapter)
     if issubclass(adapter, EngineAdapter):
         refuse_bound(adapter, "most_requests", _FEWEST_REQUESTS)
-        by_logits = "logits" in adapter.abilities and not adapter.takes_sampling
-        if "alone" not in adapter.abilities and not by_logits:
-            raise TypeError(f"{name} must define alone, or logits where takes_sampling is False")
+        _refuse_what_says_too_little(adapter)
     if issubclass(adapter, KVCacheAdapter):
         refuse_tolerance(adapter)
         refuse_shapes(adapter)
@@ -100,6 +98,18 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
                 f"{name}.paths[{path_name!r}] names {', '.join(sorted(unknown))}, which "
                 "option_choices has no values for"
             )
+
+
+def _refuse_what_says_too_little(adapter: type[EngineAdapter]) -> None:
+    by_logits = "logits" in adapter.abilities and not adapter.takes_sampling
+    if not by_logits and "alone" not in adapter.abilities:
+        raise TypeError(
+            f"{adapter.__name__} must define alone, or logits where takes_sampling is False"
+        )
+    if adapter.never_idles and "stage" not in adapter.abilities:
+        raise TypeError(
+            f"{adapter.__name__}.never_idles is True and must be judged by stage: define that too"
+        )
 
 
 def _refuse_sharing(adapter: type[Adapter]) -> None:

@@ -21,12 +21,12 @@ def settle(
 ) -> tuple[Sampling, list[int], tuple[str, ...]]:
     """Return a request's parameters, the tokens it must get, and its stop strings."""
     sampling = asked.sampling
-    expected = adapter.alone(asked.prompt, sampling, mix)
+    expected = [*adapter.alone(asked.prompt, sampling, mix)]
     for _ in range(_SEEDS if asked.ends_early else 0):
         if 1 < len(expected) < sampling.max_new_tokens:
             break
         sampling = replace(sampling, seed=sampling.seed + 1)
-        expected = adapter.alone(asked.prompt, sampling, mix)
+        expected = [*adapter.alone(asked.prompt, sampling, mix)]
     if not (asked.stops and adapter.defines("pieces")):
         return sampling, expected, ()
     stops = stop_strings(asked, adapter.decoded(expected))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pytest_roseinfer.adapters.answers.of_engines import floats
 from pytest_roseinfer.engines.sampling import log_probabilities, may_be_chosen
 from pytest_roseinfer.engines.text import shown
 
@@ -62,7 +63,8 @@ def wrong_top(
     right = log_probabilities(logits)
     ids = [token for token, _ in top]
     many = min(most, len(right))
-    if len({*ids}) != len(ids) or len(ids) != many:
+    tokens = {*ids} & {*range(len(right))}
+    if len(tokens) != len(ids) or len(ids) != many:
         return f"{many} likeliest tokens were asked for, and told are {ids}"
     room = _room(adapter, logits)
     for (token, value), least in zip(top, np.sort(right)[::-1], strict=False):
@@ -109,4 +111,4 @@ def _room(adapter: EngineAdapter, logits: Floats) -> float:
 
 
 def _logits(adapter: EngineAdapter, mix: RequestMix, before: Sequence[int]) -> Floats:
-    return np.asarray(adapter.logits(before, mix), dtype=np.float64)
+    return floats(adapter.logits(before, mix))

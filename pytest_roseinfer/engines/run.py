@@ -9,6 +9,8 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pytest_roseinfer.adapters.answers.of_engines import refuse_wrong_answers, require_forks
+from pytest_roseinfer.adapters.answers.wrong import WrongAnswer
 from pytest_roseinfer.engines.asking import settle
 from pytest_roseinfer.engines.checks import (
     wrong_choice,
@@ -17,6 +19,8 @@ from pytest_roseinfer.engines.checks import (
     wrong_text,
     wrong_top,
 )
+from pytest_roseinfer.engines.idle import Idle
+from pytest_roseinfer.engines.past import Past
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.adapter_findings import FoundByAdapter, StoppedAnswering
@@ -30,13 +34,22 @@ if TYPE_CHECKING:
 
 _SLACK = 20
 """An engine may take so many steps beyond one for every token of every request."""
+_TOLD = FoundByAdapter, WrongAnswer
+"""Their messages say all of what is wrong, whatever the engine was doing."""
 
 
 class MixDivergence(Difference):
     """A request got something else than it gets alone. The error carries the mix."""
 
-    def __init__(self, adapter: type[EngineAdapter], mix: RequestMix, what: str) -> None:
-        super().__init__(what, partial(adapter.in_words, mix))
+    def __init__(
+        self,
+        adapter: type[EngineAdapter],
+        mix: RequestMix,
+        what: str,
+        settled: RequestMix | None = None,
+    ) -> None:
+        """``settled`` is the mix with what it left open, where that is known."""
+        super().__init__(what, partial(adapter.in_words, settled or mix))
         self.mix = mix
 
 
@@ -60,6 +73,7 @@ class Served:
     """Rounding decided this token; those behind it need not be those it gets alone."""
     pieces: list[str] = field(default_factory=list)
     """It had shown these pieces of text when it was last looked at."""
+    past: Past = field(default_factory=Past)
 
 
 class MixRun:
@@ -75,6 +89,7 @@ class MixRun:
         self.largest = Counter(rows=0, tokens=0)
         """The most rows of a batch, which are requests that got tokens in one step, and the most
         tokens of a sequence."""
+        self._idle = Idle()
 
     def run(self) -> Counter[str]:
         """Serve all requests; return the paths that the engine took."""
@@ -100,13 +115,14 @@ class MixRun:
             self._arrive(step)
             self._cancel(step)
             self._compare_all()
+            self._refuse_idling()
             yield step
             if len(self.served) == len(asked) and all(each.ended for each in self.served):
                 break
             if step < most:
                 try:
                     self.adapter.step()
-                except FoundByAdapter:
+                except _TOLD:
                     raise
                 except Exception as error:
                     self.fail(f"a step raised {type(error).__name__}: {error}", error)
@@ -114,13 +130,18 @@ class MixRun:
             waiting = [each.number for each in self.served if not each.ended]
             self.fail(f"requests {waiting} have not ended after {most} steps")
 
+    def _refuse_idling(self) -> None:
+        self._idle.note(self.served)
+        if self.adapter.never_idles and self._idle.steps > self.adapter.lag:
+            self.fail(self._idle.words())
+
     def _arrive(self, step: int) -> None:
         for number, asked in enumerate(self.mix.requests):
             if asked.arrives == step:
                 sampling, expected, stops = settle(self.adapter, asked, self.mix)
                 try:
                     request = self.adapter.submit(asked.prompt, sampling)
-                except FoundByAdapter:
+                except _TOLD:
                     raise
                 except Exception as error:
                     said = f"request {number} was refused: {type(error).__name__}: {error}"
@@ -151,10 +172,12 @@ class MixRun:
         self.largest[what] = max(size, self.largest[what])
 
     def _compare(self, each: Served) -> None:
-        found, name = self.adapter.tokens(each.request), f"request {each.number}"
+        found, name = [*self.adapter.tokens(each.request)], f"request {each.number}"
+        if not each.ended:
+            each.past.note(self.adapter, each.request, len(found))
         if each.ended and len(found) > each.tokens:
             late = self.adapter.spelled(found[each.tokens])
-            self.fail(f"{name} had ended and got token {each.tokens}: {late}")
+            self._fail_of(each, f"{name} had ended and got token {each.tokens}: {late}")
         for at, token in enumerate(found[: each.tied]):
             wanted = each.expected[at] if at < len(each.expected) else None
             if token == wanted:
@@ -163,7 +186,8 @@ class MixRun:
             if not self.adapter.undecided(before, each.sampling, self.mix):
                 gets = "" if wanted is None else f"it gets {self.adapter.spelled(wanted)}"
                 right = gets or "it has ended by then"
-                self.fail(f"{name}, token {at}: {self.adapter.spelled(token)}; alone {right}")
+                wrong = f"{name}, token {at}: {self.adapter.spelled(token)}; alone {right}"
+                self._fail_of(each, wrong)
             each.tied = at
             break
         self._check_choices(each, found)
@@ -171,7 +195,8 @@ class MixRun:
         self._check_text(each, found)
         enough = each.cancelled or each.tied is not None or len(found) >= len(each.expected)
         if each.ended and not enough:
-            self.fail(f"{name} ended after {len(found)} tokens; alone it gets {len(each.expected)}")
+            wanted = len(each.expected)
+            self._fail_of(each, f"{name} ended after {len(found)} tokens; alone it gets {wanted}")
 
     def _check_choices(self, each: Served, found: list[int]) -> None:
         """Check the new tokens, and how likely the engine says they were."""
@@ -190,11 +215,11 @@ class MixRun:
                 most = each.sampling.top_logprobs  # type: ignore[attr-defined]
                 wrong = wrong or wrong_top(self.adapter, self.mix, before, top[at], most)
             if wrong:
-                self.fail(f"{name}, token {at}: {wrong}")
+                self._fail_of(each, f"{name}, token {at}: {wrong}")
         if found and not each.tokens and self._asks(each, "prompt_logprobs"):
             prompt = self.adapter.prompt_logprobs(each.request)
             if wrong := wrong_prompt(self.adapter, self.mix, each.asked.prompt, prompt):
-                self.fail(f"{name}: {wrong}")
+                self._fail_of(each, f"{name}: {wrong}")
 
     def _asks(self, each: Served, name: str) -> bool:
         return self.adapter.defines(name) and bool(getattr(each.sampling, name, False))
@@ -216,15 +241,27 @@ class MixRun:
         known = found if each.ended or each.tied is not None else each.expected
         text, pieces = self.adapter.decoded(known), list(self.adapter.pieces(each.request))
         if wrong := wrong_text(each.pieces, pieces, text, each.stops, whole=whole):
-            self.fail(f"request {each.number} {wrong}")
+            self._fail_of(each, f"request {each.number} {wrong}")
         each.pieces = pieces
 
+    def _fail_of(self, each: Served, what: str) -> NoReturn:
+        self.fail(f"{what}{each.past.words()}")
+
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
-        raise MixDivergence(type(self.adapter), self.mix, what) from cause
+        raise MixDivergence(type(self.adapter), self.mix, what, self.settled()) from cause
+
+    def settled(self) -> RequestMix:
+        """Return the mix with the seeds and stop strings that its requests were submitted with."""
+        requests = [*self.mix.requests]
+        for each in self.served:
+            asked = replace(each.asked, sampling=each.sampling, stops=(), ends_early=False)
+            requests[each.number] = asked
+        return replace(self.mix, requests=tuple(requests))
 
 
 def _made(kind: type[EngineAdapter]) -> EngineAdapter:
     adapter = kind()
+    refuse_wrong_answers(adapter)
     coverage.current().count_calls(adapter)
     return adapter
 
@@ -234,7 +271,8 @@ def _paths(engine: EngineAdapter, mix: RequestMix) -> Counter[str]:
     twins = (path.equals for path in engine.paths.values())
     declared = {*engine.paths, *twins, *engine.conditions}
     for name in sorted(counts.keys() - declared):
-        raise MixDivergence(type(engine), mix, f"path {name!r} ran and is not declared")
+        what = f"{name!r} was counted, and is in neither paths nor conditions"
+        raise MixDivergence(type(engine), mix, what)
     for name, path in engine.paths.items():
         for switches in path.never_with:
             if counts[name] and switches.items() <= mix.options.items():
@@ -259,6 +297,8 @@ def failing_on(adapter: type[EngineAdapter], mix: RequestMix) -> Iterator[None]:
         raise MixDivergence(adapter, mix, said) from gone
     except FoundByAdapter as found:
         raise MixDivergence(adapter, mix, str(found)) from found
+    except WrongAnswer as wrong:
+        raise MixDivergence(adapter, mix, str(wrong)) from None
     except StepHung as hung:
         raise MixDivergence(adapter, mix, f"a step {hung}") from hung
 
@@ -300,9 +340,11 @@ def served_forks(engine: EngineAdapter, mix: RequestMix) -> Iterator[ServedFork]
     engine.make(mix)
     prompt = mix.requests[0].prompt
     samplings = [asked.sampling for asked in mix.requests]
-    for found, sampling in zip(engine.forked(prompt, samplings), samplings, strict=True):
+    forks = engine.forked(prompt, samplings)
+    require_forks(forks, len(samplings))
+    for found, sampling in zip(map(list, forks), samplings, strict=True):
         WATCHED.began = monotonic()
-        expected = engine.alone(prompt, sampling, mix)
+        expected = [*engine.alone(prompt, sampling, mix)]
         same = enumerate(zip(expected, found, strict=False))
         at = next((at for at, (a, b) in same if a != b), None)
         if at is not None and engine.undecided([*prompt, *found[:at]], sampling, mix):

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 def timeline_of(adapter: type[EngineAdapter], mix: RequestMix) -> Timeline:
     """Return the timeline of a mix, up to where a request is served wrongly."""
     run = MixRun(adapter, mix)
-    lines: list[Line] = [
-        _line(at, adapter.request_in_words(each)) for at, each in enumerate(mix.requests)
-    ]
+    lines: list[Line] = [_line(at) for at in range(mix.size)]
     step, ended = -1, False
     with suppress(Exception):  # what is wrong was said by the run that found it
         for step in run.steps():
@@ -30,6 +28,8 @@ def timeline_of(adapter: type[EngineAdapter], mix: RequestMix) -> Timeline:
         _note(run, lines, step)
         if run.comparing:
             lines[run.comparing.number]["wrong"] = True
+    for line, asked in zip(lines, run.settled().requests, strict=True):
+        line["words"] = adapter.request_in_words(asked)
     return {"steps": step + 1, "requests": lines}
 
 
@@ -46,7 +46,7 @@ def timeline_of_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Timeline
     return {"steps": 2, "requests": lines}
 
 
-def _line(number: int, words: str) -> Line:
+def _line(number: int, words: str = "") -> Line:
     return {
         "number": number,
         "words": words,

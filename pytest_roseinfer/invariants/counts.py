@@ -41,7 +41,7 @@ def _undeclared(seen: Observation) -> Iterator[str]:
     declared = {*seen.declared.paths, *seen.declared.twins, *seen.declared.conditions}
     for name, times in seen.ran.items():
         if name not in declared:
-            yield f"path {name!r} ran and is not declared"
+            yield f"{name!r} was counted, and is in neither paths nor conditions"
         if times < 0:
             yield f"the count of {name!r} went down by {-times}"
 

@@ -62,8 +62,9 @@ class Strength:
             f"; {name} with {found} of them" for name, found in self.unreliable.items()
         )
         return (
-            f"when it was last measured (roseinfer {self.version}, {self.date}), {self.profile} "
-            f"found {self.found} of {self.planted} planted bugs with {of_seeds} seeds{left_out}"
+            f"when it was last measured (roseinfer {self.version}, {self.date}), on roseinfer's "
+            f"own engine and caches, {self.profile} found {self.found} of {self.planted} planted "
+            f"bugs with {of_seeds} seeds{left_out}"
         )
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import product
 from time import monotonic
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
+from pytest_roseinfer.adapters.answers.through import send_through
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.names.condition_names import COUNTED
 from pytest_roseinfer.findings.found import add
@@ -263,8 +263,13 @@ class Coverage:
     def count_calls(self, adapter: Adapter) -> None:
         """Count from here on how often each method of an adapter is called."""
         called = self._called[name_of(type(adapter))]
+
+        def counting(name: str, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+            called[name] += 1
+            return method(*arguments, **named)
+
         for name in (*adapter.required, *adapter.abilities):
-            vars(adapter)[name] = _counted(getattr(adapter, name), name, called)
+            send_through(partial(counting, name), adapter, name)
 
     def problems(self, *, require_paths: bool) -> dict[str, list[str]]:
         return {
@@ -281,17 +286,6 @@ class Coverage:
             names = ("paths", "conditions", "tested", "not_offered", "kind")
             declared = (seen[each] for each in names)
             self._targets.setdefault(name, TargetCoverage(*declared)).add(seen)
-
-
-def _counted(method: Callable[..., Any], name: str, called: Counter[str]) -> Callable[..., Any]:
-    # A cache that held itself would keep its tensors until the next garbage collection.
-    found: Any = weakref.WeakMethod(method) if isinstance(method, MethodType) else lambda: method
-
-    def counted(*arguments: Any, **named: Any) -> Any:
-        called[name] += 1
-        return found()(*arguments, **named)
-
-    return counted
 
 
 _current = Coverage()

@@ -17,6 +17,7 @@ import torch
 
 from pytest_roseinfer import invariants
 from pytest_roseinfer.adapters.answers import checked
+from pytest_roseinfer.adapters.answers.wrong import WrongAnswer
 from pytest_roseinfer.adapters.names.condition_names import OWN_CONDITIONS
 from pytest_roseinfer.adapters.reuse_conditions import USED_AGAIN
 from pytest_roseinfer.cases.operations.device.read import Read
@@ -199,7 +200,7 @@ class Machine:
             operation.refuse(oracle, admitted)
             behind = f" behind its first {len(admitted.rows())} rows" if admitted else ""
             self.refused[len(self.done)] = f"refused{behind}: {refused}"
-        except checked.WrongAnswer:
+        except WrongAnswer:
             raise
         except Exception as error:
             what = f"the {name} raised {in_words(error)}"
@@ -270,7 +271,7 @@ class Machine:
         self._finish()
         try:
             after = self.look(copies=False)
-        except checked.WrongAnswer as wrong:
+        except WrongAnswer as wrong:
             return Finding(f"behind {bad.words}, {wrong}")
         outcome = Outcome(True, self.driven.options)
         seen = self.observation(
@@ -370,7 +371,7 @@ class Machine:
     def fail(self, finding: Finding, also: str = "") -> NoReturn:
         try:
             books = self._books(self.adapter)
-        except checked.WrongAnswer:  # what was found before is told
+        except WrongAnswer:  # what was found before is told
             books = Snapshot()
         divergence = self._divergence(finding, books)
         if also:
@@ -388,7 +389,7 @@ class Machine:
             yield
         except StepHung as hung:
             raise self._divergence(Finding(f"{what} {hung}"), Snapshot()) from hung
-        except checked.WrongAnswer as wrong:
+        except WrongAnswer as wrong:
             raise self._divergence(Finding(str(wrong)), Snapshot()) from wrong.__cause__
 
     def _divergence(self, finding: Finding, shown: Snapshot) -> Divergence:

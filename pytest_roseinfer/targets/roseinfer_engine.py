@@ -30,6 +30,7 @@ class RoseinferEngine(EngineAdapter):
     vocabulary = shapes.VOCABULARY
     most_tokens = shapes.POSITIONS
     lag = max(RUN_AHEAD)
+    never_idles = True
     takes_min_p = True
     takes_counted_penalties = True
     paths = PATHS
@@ -115,5 +116,7 @@ class RoseinferEngine(EngineAdapter):
     def stage(self, request: Any) -> str:
         if not (request.session.stored or request.in_flight):
             return "preempted" if request.preempted else "waiting"
-        stored = request.session.stored >= request.prompt_length
-        return "decoding" if stored or request.in_flight else "prefilling"
+        return "decoding" if request.pending == 1 else "prefilling"
+
+    def cached_tokens(self, request: Any) -> int:
+        return int(request.found)

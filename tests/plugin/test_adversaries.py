@@ -23,7 +23,7 @@ REASONS = {
     "ClaimsAPathItsSwitchesRuleOut": "path 'all_rows' was counted, which batched=False rules out",
     "ClaimsAPathForNothing": "paths ['all_rows'] were counted though nothing was written",
     "ClaimsNoPath": "tokens were written and no path was counted",
-    "TakesAnUndeclaredPath": "path 'shortcut' ran and is not declared",
+    "TakesAnUndeclaredPath": "'shortcut' was counted, and is in neither paths nor conditions",
 }
 SEARCH = ("-k", "histories", "--roseinfer-examples=40", "--roseinfer-seed=1")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from pytest_roseinfer.engines.asking import settle
 from pytest_roseinfer.engines.sampling import distribution, may_be_chosen
 from pytest_roseinfer.engines.strategies import request_mixes
 from pytest_roseinfer.engines.text import shown, stop, stop_strings, up_to_stop
+from pytest_roseinfer.engines.watch import timeline_of
 from pytest_roseinfer.targets.own.engine_tokenizers import tokenizer
 from roseinfer import SamplingBatch, SamplingParams
 from tests.plugin.engines.drawing_engine import (
@@ -240,6 +241,20 @@ def test_a_request_ends_early_by_the_next_seed_with_which_it_does() -> None:
         assert len(before) in (1, 12)
 
 
+def test_what_a_request_gets_alone_goes_on_behind_its_stop_string() -> None:
+    stops: list[object] = []
+
+    class Watched(DrawingEngine):
+        def alone(self, prompt: Any, sampling: Any, mix: RequestMix) -> list[int]:
+            stops.append(getattr(sampling, "stop", ()))
+            return super().alone(prompt, sampling, mix)
+
+    asked = Asked((1, 3), Sampling(6, temperature=3.0, seed=1), stops=((0, 1),))
+    _, expected, (stop,) = settle(Watched(), asked, RequestMix((asked,)))
+    assert stops == [()]
+    assert DrawingEngine().decoded(expected).endswith(stop)
+
+
 def test_what_is_asked_survives_being_saved_and_is_told_in_words() -> None:
     sampling = WiderSampling(3, 1.0, min_p=0.4, logprobs=True, presence_penalty=0.25)
     mix = RequestMix((Asked((1,), sampling, stops=((1, 2),), ends_early=True), Asked((1,))))
@@ -252,6 +267,40 @@ def test_what_is_asked_survives_being_saved_and_is_told_in_words() -> None:
         "seed that ends",
     ):
         assert words in mix.words()
+
+
+@pytest.mark.parametrize("field", [each.name for each in fields(WiderSampling)])
+def test_whatever_a_request_asks_for_is_told(field: str) -> None:
+    others: dict[str, Any] = {"stop": ("a\0",), "repetition_penalty": 1.5, "top_p": 0.25}
+    plain = WiderSampling(3, temperature=1.0, top_logprobs=2)
+    asked = replace(plain, **{field: others.get(field, 7)})
+    assert Asked((1,), asked).words() != Asked((1,), plain).words()
+    assert "\0" not in Asked((1,), asked).words()
+
+
+class TakesAnotherFirst(DrawingEngine):
+    """The first token of every request comes out as the one beside the right one."""
+
+    def take(self, request: Any, token: int) -> None:
+        super().take(request, token ^ (not request.tokens))
+
+
+def test_a_failure_tells_the_seed_and_the_stop_string_that_were_used() -> None:
+    asked = Asked((1, 3), Sampling(12, temperature=3.0, top_k=5), stops=((1, 2),), ends_early=True)
+    later = replace(asked, arrives=9)
+    mix = RequestMix((asked, later), options={"batch": 1})
+    sampling, _, stops = settle(DrawingEngine(), asked, mix)
+    with pytest.raises(MixDivergence) as caught:
+        run_mix(TakesAnotherFirst, mix)
+    first, second = str(caught.value).splitlines()[3:5]
+    assert f"temperature 3.0 from seed {sampling.seed}, top_k 5" in first
+    assert sampling.seed > 0
+    assert first.endswith(f"stopped by {stops[0]!r}")
+    # Of the other nothing was settled when the first had failed.
+    assert "with the next seed that ends the text early" in second
+    assert caught.value.mix is mix
+    drawn = timeline_of(TakesAnotherFirst, mix)["requests"]
+    assert [f"  {at}. {line['words']}" for at, line in enumerate(drawn)] == [first, second]
 
 
 def test_a_trace_from_before_is_read() -> None:

@@ -156,7 +156,10 @@ def test_forks_take_declared_paths_only() -> None:
     class Undeclared(ToyForks):
         paths: ClassVar[Mapping[str, FastPath]] = {}
 
-    with pytest.raises(MixDivergence, match="path 'from the start' ran and is not declared"):
+    with pytest.raises(
+        MixDivergence,
+        match="'from the start' was counted, and is in neither paths nor conditions",
+    ):
         run_forks(Undeclared, mix(asked(1)))
 
 

@@ -45,7 +45,7 @@ REASONS = {
     RaisesInAStep: "a step raised IndexError: no row 2",
     RefusesWhatFits: r"request \d was refused: ValueError: too long",
     KeepsALease: r"every request has ended, and the engine still holds -?\d+ leases",
-    CountsAnUndeclaredPath: "path 'shortcut' ran and is not declared",
+    CountsAnUndeclaredPath: "'shortcut' was counted, and is in neither paths nor conditions",
     ForksShareTheirDraws: r"fork [1-9] of request 0's prompt got \[.*\]; alone it gets \[.*\]",
     ForksKeepALease: "every fork was released, and left are 1 leases",
 }

@@ -35,8 +35,9 @@ def asked(profile: str) -> Settings:
 def test_a_bug_is_found_where_nine_of_ten_seeds_find_it() -> None:
     measure(missed={"mostly-found": 9, "luck": 8, "too-rare": 0})
     assert how_strong(asked("dev"), cut_short=False) == (
-        "when it was last measured (roseinfer 1.2, 2026-01-31), dev found 38 of 40 planted bugs "
-        "with at least 90% of 10 seeds; luck with 8 of them; too-rare with 0 of them"
+        "when it was last measured (roseinfer 1.2, 2026-01-31), on roseinfer's own engine and "
+        "caches, dev found 38 of 40 planted bugs with at least 90% of 10 seeds; luck with 8 of "
+        "them; too-rare with 0 of them"
     )
 
 

@@ -7,49 +7,52 @@ the mistake is.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any
 
 import torch
 
+from pytest_roseinfer.adapters.answers.wrong import (
+    COUNTS,
+    WrongAnswer,
+    are_counts,
+    are_numbers,
+    in_words,
+    is_number,
+    refuse,
+)
 from pytest_roseinfer.adapters.cache import Ledger
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-_MOST = 80
-"""More characters of an answer say no more."""
-
-
-class WrongAnswer(TypeError):
-    """A method of an adapter returned what it must not; the message says what it should."""
 
 
 def table(call: str, shown: Any) -> list[int | None]:
     listed = isinstance(shown, Iterable) and not isinstance(shown, str | bytes | Mapping)
     blocks = list(shown) if listed else [shown]
-    if not (listed and all(block is None or _is_number(block) for block in blocks)):
-        _refuse(call, shown, "a list of block numbers")
+    if not (listed and all(block is None or is_number(block) for block in blocks)):
+        refuse(call, shown, "a list of block numbers")
     return blocks
 
 
 def ledger(call: str, shown: Any) -> Ledger:
     if not isinstance(shown, Ledger):
-        _refuse(call, shown, "a Ledger")
+        refuse(call, shown, "a Ledger")
     refcounts = shown.refcounts
-    if not (isinstance(refcounts, Mapping) and _are_numbers((*refcounts, *refcounts.values()))):
+    if not (isinstance(refcounts, Mapping) and are_numbers((*refcounts, *refcounts.values()))):
         raise WrongAnswer(
-            f"{call} returned a Ledger whose refcounts are {_in_words(refcounts)}: "
+            f"{call} returned a Ledger whose refcounts are {in_words(refcounts)}: "
             "map each block that is held to the number of its holders"
         )
     for name in ("free", "cached"):
         blocks = getattr(shown, name)
-        if not (isinstance(blocks, Collection) and _are_numbers(blocks)):
+        if not (isinstance(blocks, Collection) and are_numbers(blocks)):
             raise WrongAnswer(
-                f"{call} returned a Ledger whose {name} is {_in_words(blocks)}: list block numbers"
+                f"{call} returned a Ledger whose {name} is {in_words(blocks)}: list block numbers"
             )
     for name in ("total", "swapped", "num_free"):
         blocks = getattr(shown, name)
-        if not (_is_number(blocks) or (blocks is None and name != "total")):
+        if not (is_number(blocks) or (blocks is None and name != "total")):
             raise WrongAnswer(
-                f"{call} returned a Ledger whose {name} is {_in_words(blocks)}: a number of blocks"
+                f"{call} returned a Ledger whose {name} is {in_words(blocks)}: a number of blocks"
             )
     return shown
 
@@ -59,7 +62,7 @@ def pair(call: str, shown: Any) -> Pair:
     if not (isinstance(shown, torch.Tensor) and shown.dim() == 4 and len(shown) == 2):
         listed = isinstance(shown, tuple | list) and len(shown) == 2
         if not (listed and all(isinstance(each, torch.Tensor) for each in shown)):
-            _refuse(call, shown, "keys and values, two tensors")
+            refuse(call, shown, "keys and values, two tensors")
     keys, values = shown
     return keys, values
 
@@ -69,7 +72,7 @@ def storage(call: str, shown: Any, dimensions: Collection[int]) -> Pair:
     in_one = isinstance(shown, torch.Tensor) and shown.dim() and len(shown) == 2
     views = (shown[0], shown[1]) if in_one else pair(call, shown)
     if not all(view.dim() in dimensions for view in views):
-        _refuse(call, shown, f"views of {' or '.join(map(str, dimensions))} dimensions")
+        refuse(call, shown, f"views of {' or '.join(map(str, dimensions))} dimensions")
     return views
 
 
@@ -78,7 +81,7 @@ def laid_out(call: str, view: torch.Tensor, due: Mapping[str, int | None]) -> No
     sizes = zip(view.shape, due.values(), strict=False)
     if any(size not in (found, None) for found, size in sizes):
         names = [name if size is None else f"{name}={size}" for name, size in due.items()]
-        _refuse(call, view, f"views [{', '.join(names[: view.dim()])}]")
+        refuse(call, view, f"views [{', '.join(names[: view.dim()])}]")
 
 
 def lies_where_it_did(call: str, view: torch.Tensor, again: torch.Tensor) -> None:
@@ -91,20 +94,20 @@ def lies_where_it_did(call: str, view: torch.Tensor, again: torch.Tensor) -> Non
 
 
 def count(call: str, shown: Any) -> int:
-    if not _is_number(shown):
-        _refuse(call, shown, "a number of tokens")
+    if not is_number(shown):
+        refuse(call, shown, "a number of tokens")
     return int(shown)
 
 
 def counts(call: str, shown: Any) -> Mapping[str, int]:
-    if not (isinstance(shown, Mapping) and _are_numbers(shown.values())):
-        _refuse(call, shown, "a mapping of names to how often each was counted")
+    if not are_counts(shown):
+        refuse(call, shown, COUNTS)
     return shown
 
 
 def attention(call: str, shown: Any) -> torch.Tensor:
     if not isinstance(shown, torch.Tensor):
-        _refuse(call, shown, "a tensor like the query")
+        refuse(call, shown, "a tensor like the query")
     return shown
 
 
@@ -117,28 +120,3 @@ def reservation(shown: object, error: Exception) -> WrongAnswer | None:
             "return from reserve what fill needs"
         )
     return None
-
-
-def _is_number(value: object) -> bool:
-    """Return True for an integer, be it NumPy's; a tensor is no key of a dictionary."""
-    return type(value) is int or (
-        isinstance(value, SupportsIndex) and not isinstance(value, bool | torch.Tensor)
-    )
-
-
-def _are_numbers(values: Iterable[object]) -> bool:
-    return all(map(_is_number, values))
-
-
-def _refuse(call: str, shown: object, due: str) -> NoReturn:
-    raise WrongAnswer(f"{call} returned {_in_words(shown)}: return {due}")
-
-
-def _in_words(shown: object) -> str:
-    """Return what was shown, cut short; of tensors their shapes."""
-    if isinstance(shown, torch.Tensor):
-        return f"a tensor of shape {list(shown.shape)}"
-    if isinstance(shown, tuple | list) and any(isinstance(each, torch.Tensor) for each in shown):
-        return f"a {type(shown).__name__} of {', '.join(map(_in_words, shown))}"
-    said = " ".join(repr(shown).split())
-    return said if len(said) <= _MOST else f"{said[:_MOST]}..."

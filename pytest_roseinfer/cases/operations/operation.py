@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, dataclass_transform
 
-from pytest_roseinfer.adapters.answers.checked import WrongAnswer
+from pytest_roseinfer.adapters.answers.wrong import WrongAnswer
 from pytest_roseinfer.cases.poison import NANS, Poison
 from pytest_roseinfer.oracle.pages import Written as Written
 

@@ -37,6 +37,17 @@ def adapter_of_paged_kv() -> str:
     return code
 
 
+def with_any_numbers(shown: str) -> list[str]:
+    """Leave open what differs from run to run: seeds, seconds and counts."""
+    changing = re.compile(r"(?<=seed )\d+$|(?<= in )\d+(?= s,)|(?<=make |pend |peek )\d+")
+    return [changing.sub("*", line) for line in shown.splitlines()]
+
+
+def anywhere(output: str) -> str:
+    """Take out of the names of files what differs from run to run."""
+    return re.sub(r"(\.roseinfer/\w+)-\w{10}\.", r"\1-N.", output)
+
+
 def harness_on(library: Any) -> Any:
     """Return the tutorial's tests of a cache, for a module in place of ``paged_kv``."""
     there: dict[str, Any] = {"__name__": "test_paged_kv"}

@@ -12,7 +12,7 @@ import pytest
 
 import pytest_roseinfer
 from tests.plugin.first_minutes.planted_bugs import PLANTED
-from tests.plugin.first_minutes.printed import blocks, list_cache, page
+from tests.plugin.first_minutes.printed import anywhere, blocks, list_cache, page, with_any_numbers
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import Project
@@ -60,23 +60,12 @@ def test_the_first_run_is_green_and_quick(of_list_cache: Project) -> None:
     assert float(seconds) < MOST_SECONDS
 
 
-def with_any_numbers(shown: str) -> list[str]:
-    """Leave open what differs from run to run: seeds, seconds and counts."""
-    changing = re.compile(r"(?<=seed )\d+$|(?<= in )\d+(?= s,)|(?<=make |pend |peek )\d+")
-    return [changing.sub("*", line) for line in shown.splitlines()]
-
-
 def test_the_failure_reads_as_it_is_shown(of_list_cache: Project) -> None:
     of_list_cache.write(test_my_cache=list_cache().replace("key[:, i]", "key[:, 0]"))
     result = of_list_cache.pytest("-k", "histories")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     (shown,) = blocks(TUTORIAL, "Break it")
     assert anywhere(shown) in anywhere(result.stdout.str())
-
-
-def anywhere(output: str) -> str:
-    """Take out of the names of files what differs from run to run."""
-    return re.sub(r"(\.roseinfer/\w+)-\w{10}\.", r"\1-N.", output)
 
 
 def test_the_docstring_of_the_package_has_the_same_code() -> None:

@@ -105,7 +105,11 @@ WRONG: Wrong = [
         "found 2, though 3 of them are stored",
     ),
     (refused, refusing(tables=observed().after.tables), "found no room changed the books"),
-    (counts, counting(fast=5, fresh=2, full=1, odd=1), "path 'odd' ran and is not declared"),
+    (
+        counts,
+        counting(fast=5, fresh=2, full=1, odd=1),
+        "'odd' was counted, and is in neither paths nor conditions",
+    ),
     (counts, counting(fast=5, fresh=1, full=1), "the count of 'fresh' went down by 1"),
     (counts, counting(fast=4, fresh=2, full=1), "tokens were written and no path was counted"),
     (counts, counting(fast=5, fresh=3), "counted as {'fresh': 1, 'full': 0}; the rows met"),

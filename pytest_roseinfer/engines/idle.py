@@ -1,0 +1,33 @@
+"""Notices steps in which an engine had nothing to do but decode, and brought no token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pytest_roseinfer.engines.run import Served
+
+
+@dataclass(slots=True)
+class Idle:
+    """How many steps in a row brought no token."""
+
+    steps: int = 0
+    _before: dict[int, int] = field(default_factory=dict)
+    """How many tokens each request that goes on had, if all were decoding."""
+
+    def note(self, served: Iterable[Served]) -> None:
+        """Look at all requests behind a step."""
+        going = [each for each in served if not each.ended]
+        decoding = all(each.past.stage == "decoding" for each in going)
+        now = {each.number: each.tokens for each in going} if decoding else {}
+        self.steps = self.steps + 1 if now and now == self._before else 0
+        self._before = now
+
+    def words(self) -> str:
+        """Return what is wrong with that."""
+        many = f"{self.steps} steps in a row" if self.steps > 1 else "a step"
+        return f"requests {[*self._before]} were decoding, and {many} brought none of them a token"
