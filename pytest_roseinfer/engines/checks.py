@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pytest_roseinfer.adapters.answers.of_engines import floats
+from pytest_roseinfer.engines.answers import floats
 from pytest_roseinfer.engines.sampling import log_probabilities, may_be_chosen
 from pytest_roseinfer.engines.text import shown
 

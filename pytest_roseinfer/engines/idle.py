@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from pytest_roseinfer.engines.run import Served
+    from collections.abc import Mapping
 
 
 @dataclass(slots=True)
@@ -16,14 +14,11 @@ class Idle:
     """How many steps in a row brought no token."""
 
     steps: int = 0
-    _before: dict[int, int] = field(default_factory=dict)
-    """How many tokens each request that goes on had, if all were decoding."""
+    _before: Mapping[int, int] = field(default_factory=dict)
+    """What was noted behind the last step."""
 
-    def note(self, served: Iterable[Served]) -> None:
-        """Look at all requests behind a step."""
-        going = [each for each in served if not each.ended]
-        decoding = all(each.past.stage == "decoding" for each in going)
-        now = {each.number: each.tokens for each in going} if decoding else {}
+    def note(self, now: Mapping[int, int]) -> None:
+        """Look at how many tokens each request that goes on has, if all are decoding."""
         self.steps = self.steps + 1 if now and now == self._before else 0
         self._before = now
 

@@ -9,8 +9,8 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pytest_roseinfer.adapters.answers.of_engines import refuse_wrong_answers, require_forks
 from pytest_roseinfer.adapters.answers.wrong import WrongAnswer
+from pytest_roseinfer.engines.answers import refuse_wrong_answers, require_forks
 from pytest_roseinfer.engines.asking import settle
 from pytest_roseinfer.engines.checks import (
     wrong_choice,
@@ -131,7 +131,9 @@ class MixRun:
             self.fail(f"requests {waiting} have not ended after {most} steps")
 
     def _refuse_idling(self) -> None:
-        self._idle.note(self.served)
+        going = [each for each in self.served if not each.ended]
+        decoding = all(each.past.stage == "decoding" for each in going)
+        self._idle.note({each.number: each.tokens for each in going if decoding})
         if self.adapter.never_idles and self._idle.steps > self.adapter.lag:
             self.fail(self._idle.words())
 

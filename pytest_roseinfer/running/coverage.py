@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import product
 from time import monotonic
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapters.answers.through import send_through
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.names.condition_names import COUNTED
 from pytest_roseinfer.findings.found import add
@@ -264,9 +265,9 @@ class Coverage:
         """Count from here on how often each method of an adapter is called."""
         called = self._called[name_of(type(adapter))]
 
-        def counting(name: str, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        def counting(name: str, method: Callable[[], Any], *arguments: Any, **named: Any) -> Any:
             called[name] += 1
-            return method(*arguments, **named)
+            return method()(*arguments, **named)
 
         for name in (*adapter.required, *adapter.abilities):
             send_through(partial(counting, name), adapter, name)
@@ -286,6 +287,14 @@ class Coverage:
             names = ("paths", "conditions", "tested", "not_offered", "kind")
             declared = (seen[each] for each in names)
             self._targets.setdefault(name, TargetCoverage(*declared)).add(seen)
+
+
+def send_through(watching: Callable[..., Any], adapter: Adapter, name: str) -> None:
+    """Have ``watching`` called from here on, with what returns the method before its arguments."""
+    method = getattr(adapter, name)
+    # A cache that held itself would keep its tensors until the next garbage collection.
+    found: Any = weakref.WeakMethod(method) if isinstance(method, MethodType) else lambda: method
+    vars(adapter)[name] = partial(watching, found)
 
 
 _current = Coverage()

@@ -12,7 +12,7 @@ from pytest_roseinfer.targets.own import model_shapes as shapes
 from pytest_roseinfer.targets.own.alone import alone, undecided
 from pytest_roseinfer.targets.own.engine_fast_paths import PATHS
 from pytest_roseinfer.targets.own.engine_switches import OPTION_CHOICES, RUN_AHEAD, SIZES
-from pytest_roseinfer.targets.own.engine_tokenizers import tokenizer
+from pytest_roseinfer.targets.own.engine_tokenizers import text_of, tokenizer
 from pytest_roseinfer.targets.own.forked_sequences import forked, params
 from pytest_roseinfer.targets.own.held_blocks import held_blocks
 
@@ -108,10 +108,7 @@ class RoseinferEngine(EngineAdapter):
         return self._shown[request.id]
 
     def decoded(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
+        return text_of(tokens, self._tokenizer)
 
     def stage(self, request: Any) -> str:
         if not (request.session.stored or request.in_flight):

@@ -70,8 +70,8 @@ def test_the_wrong_token_is_marked_in_the_last_frame_alone() -> None:
     assert [(each["position"], each["found"]) for each in wrong] == [(1, "3.1")]
     assert "expected sequence 0, token 1" in wrong[0]["words"]
     assert (found["expected"], found["found"]) == (
-        "sequence 0, token 1, layer 0, head 0, K",
-        "sequence 3, token 1, layer 0, head 0, K",
+        "sequence 0, token 1",
+        "sequence 3, token 1",
     )
     assert not any(each["wrong"] or each["marked"] for one in before for each in one["sequences"])
     assert not row(last, 3)["wrong"]

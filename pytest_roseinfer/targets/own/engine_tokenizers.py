@@ -27,6 +27,14 @@ def tokenizer(*, byte_level: bool) -> Any:
     return _built(_WORDS, decoders.Metaspace())
 
 
+def text_of(tokens: Sequence[int], by: Any) -> str:
+    """Return the text of a whole request's tokens, by one of these tokenizers alone."""
+    text: str = by.decode(
+        list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
 def _built(pieces: Sequence[str], decoder: Any) -> Any:
     from transformers import PreTrainedTokenizerFast  # it takes seconds
 

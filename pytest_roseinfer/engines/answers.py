@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pytest_roseinfer.adapters.answers.through import send_through
 from pytest_roseinfer.adapters.answers.wrong import COUNTS, are_counts, is_number, refuse
 from pytest_roseinfer.adapters.engine import EngineAdapter
+from pytest_roseinfer.running.coverage import send_through
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,11 +55,11 @@ def _answered(
     name: str,
     is_answer: Callable[[Any], bool],
     due: str,
-    method: Callable[..., Any],
+    method: Callable[[], Any],
     *arguments: Any,
     **named: Any,
 ) -> Any:
-    shown = method(*arguments, **named)
+    shown = method()(*arguments, **named)
     if not is_answer(shown):
         refuse(_call(name), shown, due)
     return shown
