@@ -72,7 +72,7 @@ def test_equal_texts_store_the_same_and_others_do_not() -> None:
 def test_what_stands_behind_another_beginning_is_another_though_it_says_the_same() -> None:
     history = History(SPEC, (Prefill(0, 4), Prefill(1, 4)), texts=((0, 0), (0, 1)))
     run_history(TextCache, history)
-    with pytest.raises(Divergence, match=r"expected text 1, token 2, .* found text 0"):
+    with pytest.raises(Divergence, match=r"expected text 1, token 2, found text 0"):
         run_history(broken_text_caches.KnowsTheBlockAtItsPlace, history)
 
 

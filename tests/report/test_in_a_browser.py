@@ -59,8 +59,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_it_says_what_was_found_and_who_met_it(seen: dict[str, Any]) -> None:
     for said in (
-        "sequence 0, token 1, layer 0, head 0, K",
-        "sequence 3, token 1, layer 0, head 0, K",
+        "sequence 0, token 1",
+        "sequence 3, token 1",
         "test_kv.py::test_a",
         "test_kv.py::test_b",
         "refused: no room (3 blocks needed, 2 free)",
