@@ -23,6 +23,7 @@ from pytest_roseinfer.gates.time.started_ahead import MOST_PAIRS, started_ahead
 from pytest_roseinfer.gates.time.timing_gate import NEXT_TO_OTHERS, TimingGate
 from pytest_roseinfer.gates.time.timing_report import Timed, facts, judged
 from pytest_roseinfer.gates.time.worker_process import (
+    LacksFactory,
     Side,
     WorkerProcess,
     cpus_for,
@@ -67,11 +68,23 @@ class Tpot:
             pytest.skip(NEXT_TO_OTHERS)
         try:
             if asked.paired:
-                self._compare(factory)
+                self._compare_unless_new(factory)
             if asked.tpot:
                 self._hold_to_baseline(factory, Path(asked.tpot))
         except CannotCompare as error:
             raise pytest.fail.Exception(str(error), pytrace=False) from None
+
+    def _compare_unless_new(self, factory: str) -> None:
+        """Compare the sides; a step that the other does not have is new, and passes."""
+        _, here = self._gate.sides
+        try:
+            self._compare(factory)
+        except LacksFactory as lacking:
+            if lacking.side is here:
+                raise
+            self._gate.new_step(f"{self._test}: new, nothing to compare with: {lacking}")
+            if self._asked.timing.folder:
+                HistoryGate.of(self._request.config).found_new = True
 
     def _compare(self, factory: str) -> None:
         asked = self._asked.timing

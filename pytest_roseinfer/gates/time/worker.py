@@ -78,13 +78,18 @@ def import_from(name: str, file: str) -> Any:
     return module
 
 
-def describe(target: dict[str, Any], roots: list[str]) -> dict[str, Any]:
-    """Return what ``Ready`` holds about the step and where it runs."""
+def own_modules(roots: list[str]) -> list[str]:
+    """Return the top-level modules that were imported from the side's tree."""
     own = set()
     for name, module in [*sys.modules.items()]:
         file = os.path.realpath(getattr(module, "__file__", None) or "")
         if any(file.startswith(root + os.sep) for root in roots):
             own.add(name.partition(".")[0])
+    return sorted(own)
+
+
+def describe(target: dict[str, Any], roots: list[str]) -> dict[str, Any]:
+    """Return what ``Ready`` holds about the step and where it runs."""
     versions = {"python": sys.version.split()[0]}
     if imported := [name for name in _NAMES if name in sys.modules]:
         from importlib import metadata  # this import takes longer than many a worker lives
@@ -94,7 +99,7 @@ def describe(target: dict[str, Any], roots: list[str]) -> dict[str, Any]:
     return {
         "tokens": target["tokens"],
         "floor_seconds": target["floor_seconds"],
-        "own_modules": sorted(own),
+        "own_modules": own_modules(roots),
         "device": torch.cuda.get_device_name() if torch and torch.cuda.is_initialized() else "cpu",
         "versions": versions,
     }
@@ -117,7 +122,11 @@ def main() -> None:
 
     try:
         module, _, function = asked["factory"].partition(":")
-        target = make_target(getattr(import_from(module, asked["file"]), function))
+        found = import_from(module, asked["file"])
+        if not hasattr(found, function):
+            answer({"lacks": asked["factory"], "own_modules": own_modules(asked["roots"])})
+            return
+        target = make_target(getattr(found, function))
         measure = cuda_seconds if asked["cuda"] else host_seconds
         answer(describe(target, asked["roots"]))
         while line := sys.stdin.readline():

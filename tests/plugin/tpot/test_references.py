@@ -71,6 +71,33 @@ def test_a_revision_older_than_the_benchmark_is_timed_with_it(timed: Project) ->
         result.stdout.fnmatch_lines(["*SLOWER than HEAD: 1.100 times*"])
 
 
+def test_a_step_that_the_other_side_does_not_have_is_new(
+    timed: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its module is there, so the file from here would hide what else has changed in it."""
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(timed.path / "summary.md"))
+    timed.write(engine=engine(1000).replace("decode", "zero"))
+    timed.write(test_speed=marked().replace(":decode", ":zero"))
+    result = against(timed, "--roseinfer-timings=kept")
+    result.assert_outcomes(passed=1)
+    assert result.ret == pytest.ExitCode.OK
+    said = (
+        "test_speed.py::test_decode: new, nothing to compare with: before: engine has no "
+        "function 'zero'"
+    )
+    result.stdout.fnmatch_lines([said])
+    summary = (timed.path / "summary.md").read_text()
+    assert summary == f"### roseinfer: decode steps against before\n\n- {said}\n"
+
+
+def test_a_step_that_neither_side_has_is_misspelt(timed: Project) -> None:
+    timed.write(test_speed=marked().replace(":decode", ":decodes"))
+    for option in ("--roseinfer-against=before", "--roseinfer-noise-floor"):
+        result = timed.pytest(option)
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines(["*here: engine has no function 'decodes'"])
+
+
 def test_a_version_is_installed_apart(timed: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     with zipfile.ZipFile(timed.path / "engine-1.2-py3-none-any.whl", "w") as wheel:
         wheel.writestr("engine.py", dedent(engine(500)))
