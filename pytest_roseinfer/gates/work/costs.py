@@ -80,8 +80,10 @@ class Costs:
 
         The step runs three times, each time after ``before``, which brings it to the same
         contexts. ``weights`` are modules or tensors, and ``cache`` the tensors of keys and
-        values. ``context_bytes`` is called behind a step and returns how many bytes the keys and
-        values of its sequences take, the new ones included: the least is worked out from it.
+        values, which a step writes in place: one that it replaces is no longer known as theirs.
+        ``context_bytes`` is called behind a step and returns how many bytes the keys and values
+        of its sequences take, the new ones included: the least is worked out from it, and a step
+        that moves less fails.
         """
         with self._checking(name, tokens):
             memory = StepMemory(weights, cache, context_bytes)

@@ -35,7 +35,8 @@ class StepMemory:
             weights = [weights]
         self._weights = [*weights]
         self._groups = {address(tensor): WEIGHTS for tensor in self._tensors()}
-        self._groups |= {address(tensor): KEYS_AND_VALUES for tensor in tensors_in(list(cache))}
+        self._cache = tensors_in(list(cache))  # kept: other tensors must not get its addresses
+        self._groups |= {address(tensor): KEYS_AND_VALUES for tensor in self._cache}
         self._context_bytes = context_bytes
 
     def group_of(self, of: int) -> str:
