@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -130,3 +131,24 @@ def test_a_reference_that_is_nothing(timed: Project) -> None:
     git(timed, "tag", "v9.9")
     result = against(timed, reference="v99")
     assert [line for line in result.errlines if line] == [f"{error}; did you mean v9.9?"]
+
+
+def test_a_shallow_clone_is_told_how_to_get_the_other_revision(timed: Project) -> None:
+    git(timed, "init", "-q", "-b", "main", "all")
+    timed.write(**{"all/engine": engine(800)})
+    git(timed, "-C", "all", "add", "engine.py")
+    git(timed, "-C", "all", "commit", "-qm", "a step")
+    git(timed, "-C", "all", "commit", "-q", "--allow-empty", "-m", "another commit")
+    git(timed, "-C", "all", "branch", "change")
+    git(timed, "init", "-q")
+    git(timed, "remote", "add", "origin", f"file://{timed.path / 'all'}")
+    git(timed, "fetch", "-q", "--depth=1", "origin", "change")
+    result = against(timed, reference="origin/main")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    (error,) = filter(None, result.errlines)
+    said, _, command = error.partition("fetch-depth: 0, or run git ")
+    assert "no revision of git" in said
+    git(timed, *shlex.split(command))
+    result = against(timed, reference="origin/main")
+    result.stdout.fnmatch_lines(["*SLOWER than origin/main: 1.250 times*"])
+    assert "shallow" not in against(timed, reference="origin/man").stderr.str()
