@@ -248,16 +248,54 @@ def test_a_baseline_that_is_not_there_fails(gated: Project) -> None:
     recorded[TORCH] = recorded["torch 1.0"]
     write(gated, found)
     gated.pytest().stdout.fnmatch_lines(["*brings 4 tokens, and its baseline is of 3: *"])
-    for broken, said in (("{", "cannot be read"), ({"format": 9}, "is not of format 1")):
-        write(gated, broken)
-        gated.pytest().stdout.fnmatch_lines([f"*{FILE} {said}*"])
-    result = gated.pytest(UPDATE)
-    assert result.ret == pytest.ExitCode.TESTS_FAILED, "what others recorded is not thrown away"
-    result.stdout.fnmatch_lines([f"FAILED: {UPDATE}: *{FILE} is not of format 1*"])
     (gated.path / FILE).unlink()
     result = gated.pytest()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([f"*no baseline for 'steady' of * on cpu in *: {UPDATE} records*"])
+
+
+BROKEN = {
+    "{": " cannot be read: ",
+    '{"format": 9}': " is not of format 1. ",
+    '{"format": 1, "steps": {"test": 3}}': ": steps.test must be an object. ",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_broken_file_fails_the_test_and_is_not_written_over(gated: Project, text: str) -> None:
+    write(gated, text)
+    for options in ((), (UPDATE,)):
+        result = gated.pytest(*options)
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines([f"*steady: *{FILE}{BROKEN[text]}*Restore it from git, or *"])
+    assert (gated.path / FILE).read_text() == text
+
+
+def test_a_counter_that_must_not_drop_is_one_when_its_baseline_is_written(gated: Project) -> None:
+    written = (gated.path / FILE).read_text()
+    for counters in ("must_not_drop=['fastpath']", "must_not_drop=['fast_path', 'fastpath']"):
+        gated.write(test_costs=TEST.replace('must_not_drop=["fast_path"]', counters))
+        for options in ((), (UPDATE,)):
+            result = gated.pytest(*options)
+            result.assert_outcomes(failed=1)
+            result.stdout.fnmatch_lines(
+                [
+                    "*must_not_drop names no counter of the step: fastpath. counters= returned "
+                    "fast_path, rows_uploaded*"
+                ]
+            )
+    assert (gated.path / FILE).read_text() == written
+
+
+def test_a_step_that_does_nothing_gets_no_baseline(project: Project) -> None:
+    test = TEST.replace("engine.step", "lambda: None").replace(
+        ", counters=lambda: engine.counts", ""
+    )
+    test = test.replace('(packages=["my_engine"], must_not_drop=["fast_path"])', "")
+    project.write(my_engine=ENGINE, test_costs=test)
+    result = project.pytest(UPDATE)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*steady: the step was called, and did nothing else that is *"])
 
 
 def test_an_update_leaves_other_versions_tests_and_devices_as_they_are(gated: Project) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import settings
+from pytest_roseinfer.gates.baselines import read_steps
 from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.work.cost_file import NAME, UPDATE, as_entry, read_baseline
 from pytest_roseinfer.gates.work.cost_gate import CostGate
@@ -17,7 +18,7 @@ from pytest_roseinfer.gates.work.measure_work import Step, measure_work
 from pytest_roseinfer.gates.work.moved.measure_bytes import measure_bytes
 from pytest_roseinfer.gates.work.moved.step_memory import StepMemory
 from pytest_roseinfer.gates.work.python_calls import OwnCode
-from pytest_roseinfer.gates.work.step_work import judge, versions_here
+from pytest_roseinfer.gates.work.step_work import judge, require_counters, versions_here
 from pytest_roseinfer.running.interpreter.remembering import remembering
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class Costs:
             raise ValueError(f"{self._test} has checked a step by the name {name!r} already")
         self.checked.add(name)
         try:
+            read_steps(self._file)  # a broken file fails this test, and not the end of the run
             with remembering():
                 yield
         except CannotCompare as error:
@@ -110,6 +112,7 @@ class Costs:
         where = (self._test, name, self._device)
         versions = versions_here(self._marked.get("keyed_by", ()))
         if self._asked.update_costs:
+            require_counters(must_not_drop, work.groups["counters"])
             self._gate.measured.append((str(self._file), where, as_entry(work, versions)))
             self._keep(where, work, None)
             return
