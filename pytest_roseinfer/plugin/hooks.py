@@ -158,6 +158,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # Raised in a worker of pytest-xdist, it would show as an internal error of its controller.
         output[_WORKER_ERROR] = str(error)
         items.clear()
+    if settings.current().update_costs:
+        from pytest_roseinfer.gates.work.cost_gate import CostGate
+
+        CostGate.of(config).note_collected(items)
     if not settings.current().gpu:
         markers.skip_without_gpu(items)
     elif hasattr(config, "workerinput"):

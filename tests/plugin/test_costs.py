@@ -309,6 +309,47 @@ def test_an_update_leaves_other_versions_tests_and_devices_as_they_are(gated: Pr
     assert costs(gated) == found
 
 
+def said_of_left_behind(result: pytest.RunResult) -> list[str]:
+    lines = [line for line in result.outlines if "that nothing checks" in line]
+    return [line.partition("that nothing checks: ")[2] for line in lines]
+
+
+@pytest.mark.parametrize("workers", [(), ("-n1",)])
+def test_an_update_names_what_was_renamed(gated: Project, workers: tuple[str, ...]) -> None:
+    """A test, a file of tests, or a step; what is not in this run is left alone."""
+    gated.write(test_gone=TEST, test_costs=TEST + TEST.replace("_decode", "_again"))
+    gated.pytest(UPDATE).assert_outcomes(passed=3)
+    (gated.path / "test_gone.py").unlink()
+    gated.write(test_costs=TEST.replace("_decode", "_decoding"), test_more=TEST)
+    old = ("test_costs.py::test_again", "test_costs.py::test_decode")
+    gone = "test_gone.py::test_decode"
+    some = gated.pytest(UPDATE, *workers, "test_costs.py::test_decoding")
+    assert said_of_left_behind(some) == [f"{gone}. Delete them there"]
+    result = gated.pytest(UPDATE, *workers, "-k", "test_decoding or test_more")
+    result.assert_outcomes(passed=2)
+    assert said_of_left_behind(result) == [f"{'; '.join([*old, gone])}. Delete them there"]
+    found = costs(gated)
+    for name in (*old, gone):
+        del found["steps"][name]
+    write(gated, found)
+    assert said_of_left_behind(gated.pytest(UPDATE, *workers, "-k", "more")) == []
+    gated.write(test_more=TEST.replace("steady", "decode"))
+    result = gated.pytest(UPDATE, *workers)
+    assert said_of_left_behind(result) == ["test_more.py::test_decode, steady. Delete them there"]
+
+
+def test_what_only_the_last_failures_leave_out_is_not_renamed(project: Project) -> None:
+    project.write(my_engine=ENGINE, test_costs=TEST + TEST.replace("_decode", "_again"))
+    project.pytest(UPDATE).assert_outcomes(passed=2)
+    failing = TEST.replace("_decode", "_again").replace("tokens=4", "tokens=0")
+    project.write(test_costs=TEST + failing)
+    project.pytest("-p", "cacheprovider").assert_outcomes(passed=1, failed=1)
+    project.write(test_costs=TEST + TEST.replace("_decode", "_again"))
+    result = project.pytest(UPDATE, "-p", "cacheprovider", "--lf")
+    result.assert_outcomes(passed=1)
+    assert said_of_left_behind(result) == []
+
+
 TWO = """
     import pytest
     from my_engine import Engine

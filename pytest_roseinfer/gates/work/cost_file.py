@@ -6,6 +6,7 @@ writes the entries of its own versions and leaves the others as they are.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.gates.baselines import read_steps, write_steps
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 NAME = "roseinfer-costs.json"
 TOKENS = "tokens"
 UPDATE = "--roseinfer-update-costs"
+
+
+def name_of(file: Path, test_file: Path, test: str) -> str:
+    """Return the name of a test in a file of baselines, which is the same wherever both lie."""
+    return f"{os.path.relpath(test_file, file.parent).replace(os.sep, '/')}::{test}"
 
 
 def read_baseline(file: Path, where: Where, versions: Mapping[str, str]) -> StepWork:

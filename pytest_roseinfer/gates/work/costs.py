@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ import pytest
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates.baselines import read_steps
 from pytest_roseinfer.gates.gate import CannotCompare
-from pytest_roseinfer.gates.work.cost_file import NAME, UPDATE, as_entry, read_baseline
+from pytest_roseinfer.gates.work.cost_file import NAME, UPDATE, as_entry, name_of, read_baseline
 from pytest_roseinfer.gates.work.cost_gate import CostGate
 from pytest_roseinfer.gates.work.measure_work import Step, measure_work
 from pytest_roseinfer.gates.work.moved.measure_bytes import measure_bytes
@@ -43,8 +42,7 @@ class Costs:
         self._device = self._asked.device.partition(":")[0]
         self._marked = marked
         self._file = Path(self._asked.costs or item.path.parent / NAME)
-        test_file = os.path.relpath(item.path, self._file.parent).replace(os.sep, "/")
-        self._test = f"{test_file}::{item.nodeid.partition('::')[2]}"
+        self._test = name_of(self._file, item.path, item.nodeid.partition("::")[2])
 
     def check(
         self,
