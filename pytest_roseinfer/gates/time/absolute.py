@@ -57,7 +57,7 @@ def exceeded(timings: Timings, file: Path, test: str) -> str:
     if now <= (1 + TOLERATED) * was:
         return ""
     return (
-        f"TPOT on {device}: {now:.1f} us, baseline {was:.1f} us in {file}, which is "
+        f"a step on {device}: {now:.1f} us, baseline {was:.1f} us in {file}, which is "
         f"{now / was - 1:.0%} more; {TOLERATED:.0%} are tolerated. If that is meant, {UPDATE} "
         "makes it the baseline"
     )

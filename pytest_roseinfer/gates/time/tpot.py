@@ -109,7 +109,7 @@ class Tpot:
         tolerated = asked.noise_floor or asked.report_slower
         if comparison.verdict is Verdict.SLOWER and not tolerated:
             pytest.fail(
-                f"SLOWER than {there.label}: {comparison.ratio:.3f} times its TPOT "
+                f"SLOWER than {there.label}: a step takes {comparison.ratio:.3f} times as long "
                 f"({comparison.interval}), and {1 + plan.margin:.3f} are tolerated",
                 pytrace=False,
             )

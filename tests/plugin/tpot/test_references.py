@@ -49,7 +49,7 @@ def test_a_revision_is_built_apart(timed: Project) -> None:
     git(timed, "commit", "-qam", "a slow step")
     timed.write(engine=engine(1100))
     result = against(timed, reference="HEAD~1")
-    result.stdout.fnmatch_lines(["*SLOWER than HEAD~1: 1.100 times*"])
+    result.stdout.fnmatch_lines(["*SLOWER than HEAD~1: a step takes 1.100 times*"])
     listed = subprocess.run(
         ["git", "worktree", "list"], cwd=timed.path, capture_output=True, text=True, check=True
     )
@@ -69,7 +69,7 @@ def test_a_revision_older_than_the_benchmark_is_timed_with_it(timed: Project) ->
         name = module.replace("/", ".")
         timed.write(**{module: speed, "test_speed": marked().replace("engine:", f"{name}:")})
         result = against(timed, reference="HEAD")
-        result.stdout.fnmatch_lines(["*SLOWER than HEAD: 1.100 times*"])
+        result.stdout.fnmatch_lines(["*SLOWER than HEAD: a step takes 1.100 times*"])
 
 
 def test_a_step_that_the_other_side_does_not_have_is_new(
@@ -109,7 +109,7 @@ def test_a_version_is_installed_apart(timed: Project, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(timed.path))
     result = against(timed, reference="engine==1.2")
-    result.stdout.fnmatch_lines(["*SLOWER than engine==1.2: 2.000 times*"])
+    result.stdout.fnmatch_lines(["*SLOWER than engine==1.2: a step takes 2.000 times*"])
     result = against(timed, reference="engine==1.3")
     result.stdout.fnmatch_lines(["*--roseinfer-against engine==1.3: *"])
 
@@ -150,5 +150,5 @@ def test_a_shallow_clone_is_told_how_to_get_the_other_revision(timed: Project) -
     assert "no revision of git" in said
     git(timed, *shlex.split(command))
     result = against(timed, reference="origin/main")
-    result.stdout.fnmatch_lines(["*SLOWER than origin/main: 1.250 times*"])
+    result.stdout.fnmatch_lines(["*SLOWER than origin/main: a step takes 1.250 times*"])
     assert "shallow" not in against(timed, reference="origin/man").stderr.str()
