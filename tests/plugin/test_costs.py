@@ -163,6 +163,56 @@ def test_more_bytes_fail_and_the_least_is_shown(project: Project) -> None:
     )
 
 
+OF_MODULES = "weights= must hold torch.Module or torch.Tensor, and has a"
+WRONG_BYTES = {
+    "step=engine.step()": "step= must be a function, and is None",
+    "step=lambda rows: engine.step()": "step= is called without arguments: *'rows'",
+    "before=0": "before= must be a function, and is 0",
+    "context_bytes=1000": "context_bytes= must be a function, and is 1000",
+    "context_bytes=lambda: 0.5": "context_bytes= must return a whole number, and returned a float",
+    "weights=engine": f"{OF_MODULES} Engine",
+    "weights=engine.model.state_dict()": f"{OF_MODULES} str",
+    "cache=engine": "cache= must hold torch.Tensor, and has a Engine",
+    "cache=[engine.keys, 'values']": "cache= must hold torch.Tensor, and has a str",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_BYTES)
+def test_what_bytes_cannot_be_counted_of_is_said_in_a_sentence(
+    project: Project, wrong: str
+) -> None:
+    arguments = {
+        "step": "engine.step",
+        "before": "engine.rewind",
+        "weights": "engine.model",
+        "cache": "[engine.keys]",
+        "context_bytes": "lambda: 64",
+    }
+    name, _, value = wrong.partition("=")
+    arguments[name] = value
+    given = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    project.write(
+        my_engine=BYTES,
+        test_costs=f"""
+            from my_engine import Engine
+
+            def test_decode(roseinfer_costs):
+                engine = Engine(4)
+                roseinfer_costs.check_bytes("decode", tokens=4, {given})
+        """,
+    )
+    result = project.pytest(UPDATE)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"decode: {WRONG_BYTES[wrong]}"])
+    assert "gates/work" not in str(result.stdout)
+
+
+def test_counters_are_a_function_too(gated: Project) -> None:
+    gated.write(test_costs=TEST.replace("lambda: engine.counts", "engine.counts"))
+    result = gated.pytest()
+    result.stdout.fnmatch_lines(["*steady: counters= must be a function, and is {*"])
+
+
 def test_a_workflow_shows_what_was_compared(
     gated: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

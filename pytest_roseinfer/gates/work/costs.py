@@ -13,6 +13,7 @@ from pytest_roseinfer.gates.baselines import read_steps
 from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.work.cost_file import NAME, UPDATE, as_entry, name_of, read_baseline
 from pytest_roseinfer.gates.work.cost_gate import CostGate
+from pytest_roseinfer.gates.work.given_calls import require_calls
 from pytest_roseinfer.gates.work.measure_work import Step, measure_work
 from pytest_roseinfer.gates.work.moved.measure_bytes import measure_bytes
 from pytest_roseinfer.gates.work.moved.step_memory import StepMemory
@@ -60,6 +61,7 @@ class Costs:
         counts itself, numbers that only ever rise. ``name`` tells the steps of a test apart.
         """
         with self._checking(name, tokens):
+            require_calls({"step": step}, {"before": before, "counters": counters})
             own = OwnCode(self._marked.get("packages", ()))
             work = measure_work(Step(step, tokens, before, counters), own, self._device)
             self._compare(name, work, self._marked.get("must_not_drop", ()))
@@ -85,6 +87,7 @@ class Costs:
         that moves less fails.
         """
         with self._checking(name, tokens):
+            require_calls({"step": step, "context_bytes": context_bytes}, {"before": before})
             memory = StepMemory(weights, cache, context_bytes)
             found = measure_bytes(Step(step, tokens, before), memory, self._device)
             said = "\n".join(found.in_words())
