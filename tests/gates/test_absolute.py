@@ -43,6 +43,11 @@ def test_another_gpu_and_another_test_have_no_baseline(file: Path) -> None:
         exceeded(timings(1000, "NVIDIA L4"), file, TEST)
     with pytest.raises(CannotCompare, match="it names no GPU"):
         exceeded(timings(1000), file, "test_speed.py::test_other")
+    file.unlink()
+    with pytest.raises(
+        CannotCompare, match=r"^--roseinfer-tpot: .*json is not there; .* writes it"
+    ):
+        exceeded(timings(1000), file, TEST)
 
 
 def test_an_update_leaves_other_gpus_and_tests_alone(file: Path) -> None:

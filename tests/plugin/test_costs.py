@@ -301,7 +301,27 @@ def test_a_baseline_that_is_not_there_fails(gated: Project) -> None:
     (gated.path / FILE).unlink()
     result = gated.pytest()
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines([f"*no baseline for 'steady' of * on cpu in *: {UPDATE} records*"])
+    lost = (
+        f"*no baseline for 'steady' of * on cpu since *{FILE} is not there: {UPDATE} records one*"
+    )
+    result.stdout.fnmatch_lines([lost])
+    result = gated.pytest("--roseinfer-costs", "misspelt.json")
+    result.stdout.fnmatch_lines(["*no baseline for * since *misspelt.json is not there: *"])
+
+
+def test_a_baseline_of_another_device_is_named(gated: Project) -> None:
+    found, recorded = entry(gated)
+    found["steps"]["test_costs.py::test_decode"]["steady"] = {"cuda": recorded}
+    write(gated, found)
+    result = gated.pytest()
+    result.assert_outcomes(failed=1)
+    said = f"*no baseline for 'steady' of * on cpu in *{FILE}, which has one on cuda: {UPDATE} *"
+    result.stdout.fnmatch_lines([said])
+    found["steps"]["test_costs.py::test_decode"] = {}
+    write(gated, found)
+    gated.pytest().stdout.fnmatch_lines(
+        [f"*no baseline for * on cpu in *{FILE}: {UPDATE} records*"]
+    )
 
 
 BROKEN = {

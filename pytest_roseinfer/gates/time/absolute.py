@@ -46,6 +46,8 @@ def measure_alone(
 def exceeded(timings: Timings, file: Path, test: str) -> str:
     """Say by how much the step exceeds its baseline; return "" if it does not."""
     device = timings.ready.device
+    if not file.exists():
+        raise CannotCompare(f"{OPTION}: {file} is not there; {UPDATE} writes it")
     known = read_steps(file).get(test, {})
     if device not in known:
         raise CannotCompare(

@@ -67,6 +67,8 @@ class Tpot:
         if hasattr(self._request.config, "workerinput"):
             pytest.skip(NEXT_TO_OTHERS)
         try:
+            if not all(factory.partition(":")):
+                raise CannotCompare(f"check('module:function') was given {factory!r}")
             if asked.paired:
                 self._compare_unless_new(factory)
             if asked.tpot:

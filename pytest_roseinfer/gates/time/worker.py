@@ -27,15 +27,21 @@ OFFERS = {"step", "tokens", *_DEFAULTS}
 """The keys of what a factory returns."""
 
 
+class Refused(Exception):
+    """The step cannot be made; the message says all that there is to say about it."""
+
+
 def make_target(factory: Callable[[], Any]) -> dict[str, Any]:
     """Return what the factory offers, with a default for each key it may leave out."""
     offered = factory()
     if not isinstance(offered, dict) or not {"step", "tokens"} <= offered.keys():
-        raise TypeError(f"the factory returned {offered!r}: expected 'step' and 'tokens'")
+        raise Refused(f"the factory returned {offered!r}: expected 'step' and 'tokens'")
     if unknown := offered.keys() - OFFERS:
-        raise TypeError(f"the factory returned {sorted(unknown)}, which mean nothing here")
+        raise Refused(f"the factory returned {sorted(unknown)}, which mean nothing here")
+    if not callable(offered["step"]):
+        raise Refused(f"the factory returned a step that is no function, but {offered['step']!r}")
     if not isinstance(offered["tokens"], int) or offered["tokens"] < 1:
-        raise TypeError(f"a step that brings {offered['tokens']!r} tokens is no decode step")
+        raise Refused(f"a step that brings {offered['tokens']!r} tokens is no decode step")
     return {**_DEFAULTS, **offered}
 
 
@@ -67,8 +73,10 @@ def import_from(name: str, file: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if not (file and error.name and f"{name}.".startswith(f"{error.name}.")):
+        if not (error.name and f"{name}.".startswith(f"{error.name}.")):
             raise
+        if not file:
+            raise Refused(f"there is no module {error.name!r}") from None
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec
     assert spec.loader
@@ -132,6 +140,8 @@ def main() -> None:
         while line := sys.stdin.readline():
             steps = json.loads(line)
             answer(measure(target, steps) if steps else dict(target["path_counts"]()))
+    except Refused as refused:
+        answer({"error": str(refused)})
     except Exception:
         answer({"error": traceback.format_exc()})
 

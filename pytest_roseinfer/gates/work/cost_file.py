@@ -33,10 +33,13 @@ def name_of(file: Path, test_file: Path, test: str) -> str:
 def read_baseline(file: Path, where: Where, versions: Mapping[str, str]) -> StepWork:
     """Return the work that was recorded for ``where`` with these versions."""
     test, step, device = where
-    entry = read_steps(file).get(test, {}).get(step, {}).get(device)
+    devices = read_steps(file).get(test, {}).get(step, {})
+    entry = devices.get(device)
     if entry is None:
+        others = f", which has one on {', '.join(sorted(devices))}" if devices else ""
+        where_looked = f"in {file}{others}" if file.exists() else f"since {file} is not there"
         raise CannotCompare(
-            f"no baseline for {step!r} of {test} on {device} in {file}: {UPDATE} records one"
+            f"no baseline for {step!r} of {test} on {device} {where_looked}: {UPDATE} records one"
         )
     if not isinstance(entry, dict) or TOKENS not in entry:
         raise CannotCompare(

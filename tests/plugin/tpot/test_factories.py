@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.plugin.tpot.timed_project import FEW_PROCESSES, against, engine
+from tests.plugin.tpot.timed_project import FEW_PROCESSES, against, engine, marked
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def test_what_a_factory_raises_is_shown(timed: Project) -> None:
     ("offered", "said"),
     [
         ("(print, 4)", "*expected 'step' and 'tokens'*"),
+        ("{'step': print(), 'tokens': 4}", "*returned a step that is no function, but None*"),
         ("{'step': print, 'tokens': 0}", "*brings 0 tokens*"),
         ("{'step': print, 'tokens': 1, 'colour': 2}", "*'colour'*mean nothing*"),
     ],
@@ -107,6 +108,31 @@ def test_what_a_factory_must_return(timed: Project, offered: str, said: str) -> 
     result = against(timed)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([said])
+    assert "Traceback" not in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("engin:decode", "here: there is no module 'engin'"),
+        ("engine.fast:decode", "here: there is no module 'engine.fast'"),
+        ("engine", "check('module:function') was given 'engine'"),
+        ("engine:", "check('module:function') was given 'engine:'"),
+    ],
+)
+def test_a_step_that_is_misspelt_is_so_here(timed: Project, named: str, said: str) -> None:
+    timed.write(test_speed=marked().replace("engine:decode", named))
+    result = against(timed)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([said])
+    assert "Traceback" not in result.stdout.str()
+
+
+def test_a_module_that_lacks_another_is_not_replaced_by_the_one_here(timed: Project) -> None:
+    timed.write(**{"before/engine": "import nowhere"})
+    result = against(timed)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*before: Traceback*", "ModuleNotFoundError: *'nowhere'"])
 
 
 def test_what_a_step_prints_is_no_answer(timed: Project) -> None:
