@@ -60,8 +60,8 @@ def require_known(reference: str, folder: Path) -> None:
     try:
         _run("", *git, "rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}")
     except CannotCompare:
-        what = f"{_NOTHING}{did_you_mean(reference, _names(git))}{_shallow(git)}"
-        raise Mistake(f"{OPTION} {reference}: {what}") from None
+        more = _shallow(git) or did_you_mean(reference, _names(git))
+        raise Mistake(f"{OPTION} {reference}: {_NOTHING}{more}") from None
 
 
 def _shallow(git: Sequence[str]) -> str:

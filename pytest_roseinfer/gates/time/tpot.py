@@ -23,7 +23,7 @@ from pytest_roseinfer.gates.time.started_ahead import MOST_PAIRS, started_ahead
 from pytest_roseinfer.gates.time.timing_gate import NEXT_TO_OTHERS, TimingGate
 from pytest_roseinfer.gates.time.timing_report import Timed, facts, judged
 from pytest_roseinfer.gates.time.worker_process import (
-    LacksFactory,
+    LacksStep,
     Side,
     WorkerProcess,
     cpus_for,
@@ -81,7 +81,7 @@ class Tpot:
         _, here = self._gate.sides
         try:
             self._compare(factory)
-        except LacksFactory as lacking:
+        except LacksStep as lacking:
             if lacking.side is here:
                 raise
             self._gate.new_step(f"{self._test}: new, nothing to compare with: {lacking}")

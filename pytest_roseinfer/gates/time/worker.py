@@ -27,6 +27,10 @@ OFFERS = {"step", "tokens", *_DEFAULTS}
 """The keys of what a factory returns."""
 
 
+class Lacking(Exception):
+    """The side does not have the step, or what the step is made of; the message says what."""
+
+
 class Refused(Exception):
     """The step cannot be made; the message says all that there is to say about it."""
 
@@ -82,8 +86,20 @@ def import_from(name: str, file: str) -> Any:
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise Lacking(f"{name} of this project needs what is not there: {error}") from None
     return module
+
+
+def find_factory(said: str, file: str) -> Any:
+    """Return the side's own function, by ``module:function``."""
+    name, _, function = said.partition(":")
+    module = import_from(name, file)
+    if not hasattr(module, function):
+        raise Lacking(f"{name} has no function {function!r}")
+    return getattr(module, function)
 
 
 def own_modules(roots: list[str]) -> list[str]:
@@ -129,17 +145,14 @@ def main() -> None:
         answers.flush()
 
     try:
-        module, _, function = asked["factory"].partition(":")
-        found = import_from(module, asked["file"])
-        if not hasattr(found, function):
-            answer({"lacks": asked["factory"], "own_modules": own_modules(asked["roots"])})
-            return
-        target = make_target(getattr(found, function))
+        target = make_target(find_factory(asked["factory"], asked["file"]))
         measure = cuda_seconds if asked["cuda"] else host_seconds
         answer(describe(target, asked["roots"]))
         while line := sys.stdin.readline():
             steps = json.loads(line)
             answer(measure(target, steps) if steps else dict(target["path_counts"]()))
+    except Lacking as lacking:
+        answer({"lacks": str(lacking), "own_modules": own_modules(asked["roots"])})
     except Refused as refused:
         answer({"error": str(refused)})
     except Exception:

@@ -47,12 +47,11 @@ class Side:
     """Folders of this project, for what the side lacks: the file of the benchmark, say."""
 
 
-class LacksFactory(CannotCompare):
-    """The module of a step has no function of that name on this side."""
+class LacksStep(CannotCompare):
+    """A side does not have the function that makes the step, or what that function imports."""
 
-    def __init__(self, side: Side, factory: str) -> None:
-        module, _, function = factory.partition(":")
-        super().__init__(f"{side.label}: {module} has no function {function!r}")
+    def __init__(self, side: Side, what: str) -> None:
+        super().__init__(f"{side.label}: {what}")
         self.side = side
 
 
@@ -103,7 +102,7 @@ class WorkerProcess:
                 "so this would not measure it"
             )
         if "lacks" in answer:
-            raise LacksFactory(self._side, answer["lacks"])
+            raise LacksStep(self._side, answer["lacks"])
         return Ready(**answer)
 
     def seconds(self, steps: int) -> list[float]:

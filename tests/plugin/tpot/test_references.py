@@ -91,6 +91,23 @@ def test_a_step_that_the_other_side_does_not_have_is_new(
     assert summary == f"### roseinfer: decode steps against before\n\n- {said}\n"
 
 
+def test_a_module_that_needs_what_the_other_side_does_not_have_is_new(timed: Project) -> None:
+    for folder in ("tools", "before/tools"):
+        (timed.path / folder).mkdir()
+        timed.write(**{f"{folder}/__init__": ""})
+    speed = "import engine, tools.fast\ndecode = engine.decode"
+    timed.write(**{"tools/speed": speed, "tools/fast": ""})
+    timed.write(test_speed=marked().replace("engine:", "tools.speed:"))
+    result = against(timed)
+    result.assert_outcomes(passed=1)
+    said = "tools.speed of this project needs what is not there: No module named 'tools.fast'"
+    result.stdout.fnmatch_lines([f"*::test_decode: new, nothing to compare with: before: {said}"])
+    timed.write(**{"tools/fast": "import nowhere"})
+    result = against(timed)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["here: Traceback*", "ModuleNotFoundError: *'nowhere'"])
+
+
 def test_a_step_that_neither_side_has_is_misspelt(timed: Project) -> None:
     timed.write(test_speed=marked().replace(":decode", ":decodes"))
     for option in ("--roseinfer-against=before", "--roseinfer-noise-floor"):
