@@ -163,7 +163,7 @@ def test_more_bytes_fail_and_the_least_is_shown(project: Project) -> None:
     )
 
 
-OF_MODULES = "weights= must hold torch.Module or torch.Tensor, and has a"
+OF_MODULES = "weights= must hold torch.Module or torch.Tensor, and not"
 WRONG_BYTES = {
     "step=engine.step()": "step= must be a function, and is None",
     "step=lambda rows: engine.step()": "step= is called without arguments: *'rows'",
@@ -172,8 +172,8 @@ WRONG_BYTES = {
     "context_bytes=lambda: 0.5": "context_bytes= must return a whole number, and returned a float",
     "weights=engine": f"{OF_MODULES} Engine",
     "weights=engine.model.state_dict()": f"{OF_MODULES} str",
-    "cache=engine": "cache= must hold torch.Tensor, and has a Engine",
-    "cache=[engine.keys, 'values']": "cache= must hold torch.Tensor, and has a str",
+    "cache=engine": "cache= must hold torch.Tensor, and not Engine",
+    "cache=[engine.keys, 'values']": "cache= must hold torch.Tensor, and not str",
 }
 
 
@@ -406,6 +406,15 @@ def test_an_update_names_what_was_renamed(gated: Project, workers: tuple[str, ..
     gated.write(test_more=TEST.replace("steady", "decode"))
     result = gated.pytest(UPDATE, *workers)
     assert said_of_left_behind(result) == ["test_more.py::test_decode, steady. Delete them there"]
+
+
+def test_what_a_conftest_leaves_out_is_not_renamed(project: Project) -> None:
+    project.write(my_engine=ENGINE, test_costs=TEST + TEST.replace("_decode", "_again"))
+    project.pytest(UPDATE).assert_outcomes(passed=2)
+    project.write(conftest="def pytest_collection_modifyitems(items): del items[-1]")
+    result = project.pytest(UPDATE)
+    result.assert_outcomes(passed=1)
+    assert said_of_left_behind(result) == []
 
 
 def test_what_only_the_last_failures_leave_out_is_not_renamed(project: Project) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates.gate import CannotCompare, Gate, show_problems
 from pytest_roseinfer.gates.work.cost_file import UPDATE, update
-from pytest_roseinfer.gates.work.left_behind import left_behind, tests_of_whole_files
+from pytest_roseinfer.gates.work.left_behind import is_of_whole_file, left_behind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -43,9 +43,10 @@ class CostGate(Gate):
         self._written: list[str] = []
         self._left_behind: list[str] = []
 
-    def note_collected(self, items: Iterable[pytest.Item]) -> None:
-        """Note which tests there are; ``items`` are those before any was deselected."""
-        self.tests = tests_of_whole_files(self.config, items)
+    def note_collected(self, item: pytest.Item) -> None:
+        """Note that there is such a test."""
+        if is_of_whole_file(item):
+            self.tests.append((str(item.path), item.nodeid.partition("::")[2]))
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _COLLECTED}

@@ -19,17 +19,11 @@ if TYPE_CHECKING:
     """The file of a test, and its name in there."""
 
 
-def tests_of_whole_files(config: pytest.Config, items: Iterable[pytest.Item]) -> list[Test]:
-    """Return the tests of those files of which all tests were collected."""
-    if config.getoption("lf", False):
-        return []
-    here = config.invocation_params.dir
-    in_part = {(here / said.partition("::")[0]).resolve() for said in config.args if "::" in said}
-    return [
-        (str(item.path), item.nodeid.partition("::")[2])
-        for item in items
-        if item.path.resolve() not in in_part
-    ]
+def is_of_whole_file(item: pytest.Item) -> bool:
+    """Return True if all tests of this one's file are collected, whatever is deselected later."""
+    said, here = item.config.args, item.config.invocation_params.dir
+    in_part = {(here / each.partition("::")[0]).resolve() for each in said if "::" in each}
+    return not item.config.getoption("lf", False) and item.path.resolve() not in in_part
 
 
 def left_behind(file: Path, tests: Iterable[Test], measured: Collection[Where]) -> Iterator[str]:

@@ -111,5 +111,5 @@ def _all_of(name: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
         found = [given]
     if wrong := [each for each in found if not isinstance(each, kinds)]:
         wanted = " or ".join(f"torch.{kind.__name__}" for kind in kinds)
-        raise CannotCompare(f"{name}= must hold {wanted}, and has a {type(wrong[0]).__name__}")
+        raise CannotCompare(f"{name}= must hold {wanted}, and not {type(wrong[0]).__name__}")
     return found
