@@ -16,6 +16,8 @@ FORMAT = 1
 _LEAST_DEPTH = 3
 """The steps, a test's, and what is known of one are objects."""
 
+_REMEDY = "Restore it from git, or delete it and record all of its steps anew"
+
 
 def read_steps(file: Path) -> dict[str, Any]:
     """Return what a file says about steps; a file that does not exist says nothing."""
@@ -24,12 +26,12 @@ def read_steps(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise CannotCompare(f"{file} cannot be read: {error}") from None
+        raise CannotCompare(f"{file} cannot be read: {error}. {_REMEDY}") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT or "steps" not in found:
-        raise CannotCompare(f"{file} is not of format {FORMAT}: record it anew without that file")
+        raise CannotCompare(f"{file} is not of format {FORMAT}. {_REMEDY}")
     steps: dict[str, Any] = found["steps"]
     if wrong := _wrong(steps, "steps", _LEAST_DEPTH):
-        raise CannotCompare(f"{file}: {wrong}")
+        raise CannotCompare(f"{file}: {wrong}. {_REMEDY}")
     return steps
 
 

@@ -148,6 +148,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         parts.cut_up(metafunc)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if settings.current().update_costs:
+        from pytest_roseinfer.gates.work.cost_gate import CostGate
+
+        CostGate.of(item.config).note_collected(item)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     try:
         markers.check(items)

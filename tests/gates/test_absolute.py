@@ -34,8 +34,8 @@ def file(tmp_path: Path) -> Path:
 def test_it_is_quiet_within_the_tolerance_and_trips_beyond(file: Path) -> None:
     assert exceeded(timings(1099), file, TEST) == ""
     assert exceeded(timings(500), file, TEST) == ""
-    said = exceeded(timings(1120), file, TEST)
-    assert said.startswith(f"TPOT on {GPU}: 1120.0 us, baseline 1000.0 us in {file}, which is 12%")
+    said = f"a step on {GPU}: 1120.0 us, baseline 1000.0 us in {file}, which is 12% more; "
+    assert exceeded(timings(1120), file, TEST).startswith(said)
 
 
 def test_another_gpu_and_another_test_have_no_baseline(file: Path) -> None:
@@ -43,6 +43,11 @@ def test_another_gpu_and_another_test_have_no_baseline(file: Path) -> None:
         exceeded(timings(1000, "NVIDIA L4"), file, TEST)
     with pytest.raises(CannotCompare, match="it names no GPU"):
         exceeded(timings(1000), file, "test_speed.py::test_other")
+    file.unlink()
+    with pytest.raises(
+        CannotCompare, match=r"^--roseinfer-tpot: .*json is not there; .* writes it"
+    ):
+        exceeded(timings(1000), file, TEST)
 
 
 def test_an_update_leaves_other_gpus_and_tests_alone(file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -311,6 +312,41 @@ def test_a_step_that_reads_no_weights_compares_nothing() -> None:
     memory = StepMemory([torch.ones(3)], [], lambda: 0)
     with pytest.raises(CannotCompare, match="reads any of weights=; what was not counted: nothing"):
         measure_bytes(Step(lambda: ONES + 1, 1), memory, "cpu")
+
+
+def test_a_cache_that_is_replaced_compares_nothing() -> None:
+    """Its new tensors are nobody's, and those that were named are not touched."""
+    cache = [torch.zeros((3, 2))]
+    memory = StepMemory(ONES, cache, lambda: 3 * WIDTH)
+
+    def step() -> None:
+        cache[0] = torch.cat([cache[0][:2], NEW[:1]])
+        (cache[0] * ONES).sum()
+
+    said = r"0 bytes, 0\.00 times the least of 24, and .* replaces tensors that cache= names"
+    with pytest.raises(CannotCompare, match=said):
+        measure_bytes(Step(step, 1), memory, "cpu")
+
+
+def test_no_other_tensor_gets_the_address_of_a_cache() -> None:
+    keys = torch.zeros((3, 2))
+    seen = weakref.ref(keys)
+    memory = StepMemory(ONES, [keys], lambda: 0)
+    del keys
+    assert seen() is not None
+    del memory
+    assert seen() is None
+
+
+def test_less_than_the_least_may_be_what_is_not_counted() -> None:
+    sparse = TABLE.to_sparse()
+
+    def step() -> None:
+        ONES.sum()
+        _ = sparse * 2
+
+    found = measure_bytes(Step(step, 1), StepMemory(ONES, [TABLE], lambda: 8), "cpu")
+    assert found.moved("keys_and_values") == 0
 
 
 def test_contexts_that_grow_compare_nothing() -> None:

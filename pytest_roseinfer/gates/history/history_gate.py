@@ -31,6 +31,8 @@ class HistoryGate(Gate):
     def __init__(self, config: pytest.Config) -> None:
         super().__init__(config)
         self.timed: list[Timed] = []
+        self.found_new = False
+        """A step of this run has nothing to be compared with, and so no figures."""
         self._work: list[dict[str, Any]] = []
         self._lines: list[str] = []
         self._chart = ""
@@ -62,7 +64,8 @@ class HistoryGate(Gate):
         folder = settings.current().timing.folder
         assert folder
         if not (self.timed or self._work):
-            return [f"{OPTION}: no test of this run timed or counted a step"] if passed else []
+            missing = passed and not self.found_new
+            return [f"{OPTION}: no test of this run timed or counted a step"] if missing else []
         try:
             self._keep(Path(folder))
         except (CannotCompare, OSError) as error:

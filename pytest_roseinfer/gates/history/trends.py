@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.gates.history.kept_runs import KeptRun
 
-TIME = "TPOT (us)"
+TIME = "time of a step (us)"
 RATIO = "here / there"
 
 

@@ -46,6 +46,8 @@ def measure_alone(
 def exceeded(timings: Timings, file: Path, test: str) -> str:
     """Say by how much the step exceeds its baseline; return "" if it does not."""
     device = timings.ready.device
+    if not file.exists():
+        raise CannotCompare(f"{OPTION}: {file} is not there; {UPDATE} writes it")
     known = read_steps(file).get(test, {})
     if device not in known:
         raise CannotCompare(
@@ -57,7 +59,7 @@ def exceeded(timings: Timings, file: Path, test: str) -> str:
     if now <= (1 + TOLERATED) * was:
         return ""
     return (
-        f"TPOT on {device}: {now:.1f} us, baseline {was:.1f} us in {file}, which is "
+        f"a step on {device}: {now:.1f} us, baseline {was:.1f} us in {file}, which is "
         f"{now / was - 1:.0%} more; {TOLERATED:.0%} are tolerated. If that is meant, {UPDATE} "
         "makes it the baseline"
     )

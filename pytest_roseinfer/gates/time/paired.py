@@ -44,7 +44,7 @@ class Plan:
     """How hard to compare, and with which margin. docs/gates.md has the reason of each number."""
 
     margin: float = 0.02
-    """A token may take so much more time."""
+    """A step may take so much more time."""
     seconds: float = 300
     """A comparison that is undecided after so long stays so; the first look is always afforded."""
     hard_end: bool = False

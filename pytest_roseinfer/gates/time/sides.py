@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 OPTION = "--roseinfer-against"
+_NOTHING = "no path, no NAME==VERSION, and no revision of git"
+_FETCH_MORE = (
+    "this clone is shallow and lacks most revisions: give actions/checkout fetch-depth: 0, or run "
+    "git fetch --unshallow origin '+refs/heads/*:refs/remotes/origin/*'"
+)
 
 
 def this_side(folder: Path, found_in: Sequence[str]) -> Side:
@@ -55,10 +60,17 @@ def require_known(reference: str, folder: Path) -> None:
     try:
         _run("", *git, "rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}")
     except CannotCompare:
-        what = "no path, no NAME==VERSION, and no revision of git"
-        raise Mistake(
-            f"{OPTION} {reference}: {what}{did_you_mean(reference, _names(git))}"
-        ) from None
+        more = _shallow(git) or did_you_mean(reference, _names(git))
+        raise Mistake(f"{OPTION} {reference}: {_NOTHING}{more}") from None
+
+
+def _shallow(git: Sequence[str]) -> str:
+    """Say how a shallow clone gets more revisions; return nothing for any other."""
+    try:
+        shallow = _run("", *git, "rev-parse", "--is-shallow-repository") == "true"
+    except CannotCompare:
+        return ""
+    return f"; {_FETCH_MORE}" if shallow else ""
 
 
 def _names(git: Sequence[str]) -> list[str]:
@@ -91,7 +103,7 @@ def _run(about: str, *command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", "") or "no path, no NAME==VERSION, and no revision of git"
+        said = getattr(error, "stderr", "") or _NOTHING
         raise CannotCompare(f"{about}: {said.strip()}") from error
     return done.stdout.strip()
 

@@ -34,8 +34,8 @@ def started_ahead(start: Callable[[int], Pair], pairs: int) -> Iterator[Callable
         if not waiting:
             for ahead in range(pairs):
                 waiting.append(start(number + ahead))
-            for worker in (worker for pair in waiting for worker in pair):
-                _ = worker.ready
+            for there, here in waiting:
+                _ = here.ready, there.ready  # what neither side has is misspelt, and not new
         return waiting.popleft()
 
     try:

@@ -37,6 +37,7 @@ class TimingGate(Gate):
         self.results: list[Timed] = []
         self._lines: list[str] = []
         self._held_to_baseline = False
+        self._found_new = False
 
     @cached_property
     def sides(self) -> tuple[Side, Side]:
@@ -63,6 +64,11 @@ class TimingGate(Gate):
         self._held_to_baseline = True
         self._lines.append(line)
 
+    def new_step(self, line: str) -> None:
+        """Note a step that the other side does not have."""
+        self._found_new = True
+        self._lines.append(line)
+
     def judge(self, *, passed: bool) -> Sequence[str]:
         self._lines += filter(None, (timed.in_words() for timed in self.results))
         problem = self._nothing_done() if passed else ""
@@ -72,7 +78,7 @@ class TimingGate(Gate):
         """Return why a run that asked for this gate did not apply it, if so."""
         asked = settings.current().timing
         problem = ""
-        if asked.paired and not self.results:
+        if asked.paired and not (self.results or self._found_new):
             option = "--roseinfer-against" if asked.against else "--roseinfer-noise-floor"
             problem = f"{option}: no test of this run compared a step"
         elif asked.tpot and not self._held_to_baseline:
@@ -85,10 +91,12 @@ class TimingGate(Gate):
         return timing_report.table([timing_report.entry_of(each) for each in self.results], form)
 
     def in_markdown(self) -> Iterable[str]:
+        if not (self.results or self._found_new):
+            return
+        yield from (f"### roseinfer: decode steps against {self.sides[0].label}", "")
         if self.results:
-            yield f"### roseinfer: decode steps against {self.results[0].there}"
-            yield from ("", self._table("github"), "")
-            yield from (f"- {line}" for line in self._lines)
+            yield from (self._table("github"), "")
+        yield from (f"- {line}" for line in self._lines)
 
     def show(self, reporter: pytest.TerminalReporter) -> None:
         if not (self.results or self._lines or self.problems):

@@ -54,7 +54,7 @@ def _draw_turns(axes: Axes, timed: Timed, result: dict[str, Any]) -> None:
     axes.set_title(
         f"{result['test']}\n{result['verdict']}: {result['ratio']:.3f}{within}", fontsize=9
     )
-    axes.set_xlabel("TPOT of a turn (us)")
+    axes.set_xlabel("median step of a turn (us)")
     axes.legend(fontsize=8)
 
 

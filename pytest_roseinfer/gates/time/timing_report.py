@@ -115,7 +115,7 @@ def table(entries: Sequence[dict[str, Any]], form: str) -> str:
     rows = [
         {
             "test": each["test"],
-            **{f"TPOT {side}": f"{each[side]['paired_tpot_us']:.1f} us" for side in _SIDES},
+            **{f"step {side}": f"{each[side]['paired_tpot_us']:.1f} us" for side in _SIDES},
             "here / there": f"{each['ratio']:.3f}",
             "interval": "{:.3f} to {:.3f}".format(*each["interval"])
             if each["interval"]

@@ -23,6 +23,7 @@ from pytest_roseinfer.gates.time.started_ahead import MOST_PAIRS, started_ahead
 from pytest_roseinfer.gates.time.timing_gate import NEXT_TO_OTHERS, TimingGate
 from pytest_roseinfer.gates.time.timing_report import Timed, facts, judged
 from pytest_roseinfer.gates.time.worker_process import (
+    LacksStep,
     Side,
     WorkerProcess,
     cpus_for,
@@ -66,12 +67,26 @@ class Tpot:
         if hasattr(self._request.config, "workerinput"):
             pytest.skip(NEXT_TO_OTHERS)
         try:
+            if not all(factory.partition(":")):
+                raise CannotCompare(f"check('module:function') was given {factory!r}")
             if asked.paired:
-                self._compare(factory)
+                self._compare_unless_new(factory)
             if asked.tpot:
                 self._hold_to_baseline(factory, Path(asked.tpot))
         except CannotCompare as error:
             raise pytest.fail.Exception(str(error), pytrace=False) from None
+
+    def _compare_unless_new(self, factory: str) -> None:
+        """Compare the sides; a step that the other does not have is new, and passes."""
+        _, here = self._gate.sides
+        try:
+            self._compare(factory)
+        except LacksStep as lacking:
+            if lacking.side is here:
+                raise
+            self._gate.new_step(f"{self._test}: new, nothing to compare with: {lacking}")
+            if self._asked.timing.folder:
+                HistoryGate.of(self._request.config).found_new = True
 
     def _compare(self, factory: str) -> None:
         asked = self._asked.timing
@@ -96,7 +111,7 @@ class Tpot:
         tolerated = asked.noise_floor or asked.report_slower
         if comparison.verdict is Verdict.SLOWER and not tolerated:
             pytest.fail(
-                f"SLOWER than {there.label}: {comparison.ratio:.3f} times its TPOT "
+                f"SLOWER than {there.label}: a step takes {comparison.ratio:.3f} times as long "
                 f"({comparison.interval}), and {1 + plan.margin:.3f} are tolerated",
                 pytrace=False,
             )

@@ -27,15 +27,25 @@ OFFERS = {"step", "tokens", *_DEFAULTS}
 """The keys of what a factory returns."""
 
 
+class Lacking(Exception):
+    """The side does not have the step, or what the step is made of; the message says what."""
+
+
+class Refused(Exception):
+    """The step cannot be made; the message says all that there is to say about it."""
+
+
 def make_target(factory: Callable[[], Any]) -> dict[str, Any]:
     """Return what the factory offers, with a default for each key it may leave out."""
     offered = factory()
     if not isinstance(offered, dict) or not {"step", "tokens"} <= offered.keys():
-        raise TypeError(f"the factory returned {offered!r}: expected 'step' and 'tokens'")
+        raise Refused(f"the factory returned {offered!r}: expected 'step' and 'tokens'")
     if unknown := offered.keys() - OFFERS:
-        raise TypeError(f"the factory returned {sorted(unknown)}, which mean nothing here")
+        raise Refused(f"the factory returned {sorted(unknown)}, which mean nothing here")
+    if not callable(offered["step"]):
+        raise Refused(f"the factory returned a step that is no function, but {offered['step']!r}")
     if not isinstance(offered["tokens"], int) or offered["tokens"] < 1:
-        raise TypeError(f"a step that brings {offered['tokens']!r} tokens is no decode step")
+        raise Refused(f"a step that brings {offered['tokens']!r} tokens is no decode step")
     return {**_DEFAULTS, **offered}
 
 
@@ -67,24 +77,43 @@ def import_from(name: str, file: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if not (file and error.name and f"{name}.".startswith(f"{error.name}.")):
+        if not (error.name and f"{name}.".startswith(f"{error.name}.")):
             raise
+        if not file:
+            raise Refused(f"there is no module {error.name!r}") from None
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise Lacking(f"{name} of this project needs what is not there: {error}") from None
     return module
 
 
-def describe(target: dict[str, Any], roots: list[str]) -> dict[str, Any]:
-    """Return what ``Ready`` holds about the step and where it runs."""
+def find_factory(said: str, file: str) -> Any:
+    """Return the side's own function, by ``module:function``."""
+    name, _, function = said.partition(":")
+    module = import_from(name, file)
+    if not hasattr(module, function):
+        raise Lacking(f"{name} has no function {function!r}")
+    return getattr(module, function)
+
+
+def own_modules(roots: list[str]) -> list[str]:
+    """Return the top-level modules that were imported from the side's tree."""
     own = set()
     for name, module in [*sys.modules.items()]:
         file = os.path.realpath(getattr(module, "__file__", None) or "")
         if any(file.startswith(root + os.sep) for root in roots):
             own.add(name.partition(".")[0])
+    return sorted(own)
+
+
+def describe(target: dict[str, Any], roots: list[str]) -> dict[str, Any]:
+    """Return what ``Ready`` holds about the step and where it runs."""
     versions = {"python": sys.version.split()[0]}
     if imported := [name for name in _NAMES if name in sys.modules]:
         from importlib import metadata  # this import takes longer than many a worker lives
@@ -94,7 +123,7 @@ def describe(target: dict[str, Any], roots: list[str]) -> dict[str, Any]:
     return {
         "tokens": target["tokens"],
         "floor_seconds": target["floor_seconds"],
-        "own_modules": sorted(own),
+        "own_modules": own_modules(roots),
         "device": torch.cuda.get_device_name() if torch and torch.cuda.is_initialized() else "cpu",
         "versions": versions,
     }
@@ -116,13 +145,16 @@ def main() -> None:
         answers.flush()
 
     try:
-        module, _, function = asked["factory"].partition(":")
-        target = make_target(getattr(import_from(module, asked["file"]), function))
+        target = make_target(find_factory(asked["factory"], asked["file"]))
         measure = cuda_seconds if asked["cuda"] else host_seconds
         answer(describe(target, asked["roots"]))
         while line := sys.stdin.readline():
             steps = json.loads(line)
             answer(measure(target, steps) if steps else dict(target["path_counts"]()))
+    except Lacking as lacking:
+        answer({"lacks": str(lacking), "own_modules": own_modules(asked["roots"])})
+    except Refused as refused:
+        answer({"error": str(refused)})
     except Exception:
         answer({"error": traceback.format_exc()})
 

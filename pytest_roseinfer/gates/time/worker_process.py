@@ -47,6 +47,14 @@ class Side:
     """Folders of this project, for what the side lacks: the file of the benchmark, say."""
 
 
+class LacksStep(CannotCompare):
+    """A side does not have the function that makes the step, or what that function imports."""
+
+    def __init__(self, side: Side, what: str) -> None:
+        super().__init__(f"{side.label}: {what}")
+        self.side = side
+
+
 class Worker(Protocol):
     """The part of a worker that a comparison needs; tests bring others."""
 
@@ -87,13 +95,15 @@ class WorkerProcess:
     @cached_property
     def ready(self) -> Ready:
         """Wait until the step is built."""
-        ready = Ready(**self._answer())
-        if not ready.own_modules:
+        answer = self._answer()
+        if not answer["own_modules"]:
             raise CannotCompare(
                 f"{self._side.label}: nothing was imported from {', '.join(self._side.roots)}, "
                 "so this would not measure it"
             )
-        return ready
+        if "lacks" in answer:
+            raise LacksStep(self._side, answer["lacks"])
+        return Ready(**answer)
 
     def seconds(self, steps: int) -> list[float]:
         return list(self._ask(steps))

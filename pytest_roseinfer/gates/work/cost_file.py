@@ -6,6 +6,7 @@ writes the entries of its own versions and leaves the others as they are.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.gates.baselines import read_steps, write_steps
@@ -24,13 +25,21 @@ TOKENS = "tokens"
 UPDATE = "--roseinfer-update-costs"
 
 
+def name_of(file: Path, test_file: Path, test: str) -> str:
+    """Return the name of a test in a file of baselines, which is the same wherever both lie."""
+    return f"{os.path.relpath(test_file, file.parent).replace(os.sep, '/')}::{test}"
+
+
 def read_baseline(file: Path, where: Where, versions: Mapping[str, str]) -> StepWork:
     """Return the work that was recorded for ``where`` with these versions."""
     test, step, device = where
-    entry = read_steps(file).get(test, {}).get(step, {}).get(device)
+    devices = read_steps(file).get(test, {}).get(step, {})
+    entry = devices.get(device)
     if entry is None:
+        others = f", which has one on {', '.join(sorted(devices))}" if devices else ""
+        where_looked = f"in {file}{others}" if file.exists() else f"since {file} is not there"
         raise CannotCompare(
-            f"no baseline for {step!r} of {test} on {device} in {file}: {UPDATE} records one"
+            f"no baseline for {step!r} of {test} on {device} {where_looked}: {UPDATE} records one"
         )
     if not isinstance(entry, dict) or TOKENS not in entry:
         raise CannotCompare(

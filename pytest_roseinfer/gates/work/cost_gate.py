@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates.gate import CannotCompare, Gate, show_problems
 from pytest_roseinfer.gates.work.cost_file import UPDATE, update
+from pytest_roseinfer.gates.work.left_behind import is_of_whole_file, left_behind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
     import pytest
 
     from pytest_roseinfer.gates.work.cost_file import Where
+    from pytest_roseinfer.gates.work.left_behind import Test
 
 _TITLE = "roseinfer: work of steps"
-_COLLECTED = ("compared", "less", "more", "bytes", "measured")
+_COLLECTED = ("compared", "less", "more", "bytes", "measured", "tests")
 
 
 class CostGate(Gate):
@@ -36,7 +38,15 @@ class CostGate(Gate):
         """What steps moved, beside the least, in words."""
         self.measured: list[tuple[str, Where, dict[str, Any]]] = []
         """The baselines to write at the end of the run, each with its file."""
+        self.tests: list[Test] = []
+        """The tests of this run's files, where all of a file's were collected."""
         self._written: list[str] = []
+        self._left_behind: list[str] = []
+
+    def note_collected(self, item: pytest.Item) -> None:
+        """Note that there is such a test."""
+        if is_of_whole_file(item):
+            self.tests.append((str(item.path), item.nodeid.partition("::")[2]))
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _COLLECTED}
@@ -46,11 +56,14 @@ class CostGate(Gate):
             setattr(self, name, getattr(self, name) + seen[name])
 
     def judge(self, *, passed: bool) -> Sequence[str]:
-        problem = self._write() or (self._nothing_done() if passed else "")
+        problem = self._write(passed=passed) or (self._nothing_done() if passed else "")
         return [problem] if problem else []
 
-    def _write(self) -> str:
-        """Write what was measured; return why not all of it was, if so."""
+    def _write(self, *, passed: bool) -> str:
+        """Write what was measured; return why not all of it was, if so.
+
+        If all passed, each test has measured all of its steps, and those that it has no more show.
+        """
         by_file = defaultdict(list)
         for file, where, entry in self.measured:
             by_file[file].append((where, entry))
@@ -60,6 +73,12 @@ class CostGate(Gate):
             except (CannotCompare, OSError) as error:
                 return f"{UPDATE}: {error}"
             self._written.append(file)
+            gone = left_behind(Path(file), self.tests, [where for where, _ in entries])
+            names = "; ".join(gone) if passed else ""
+            if names:
+                self._left_behind.append(
+                    f"{file} has baselines that nothing checks: {names}. Delete them there"
+                )
         return ""
 
     def _nothing_done(self) -> str:
@@ -91,6 +110,8 @@ class CostGate(Gate):
             reporter.line(f"{UPDATE} makes these their baselines", yellow=True)
         for file in self._written:
             reporter.line(f"written: {file}")
+        for line in self._left_behind:
+            reporter.line(line, yellow=True)
         show_problems(reporter, self.problems)
 
     def _count(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,14 +9,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import settings
+from pytest_roseinfer.gates.baselines import read_steps
 from pytest_roseinfer.gates.gate import CannotCompare
-from pytest_roseinfer.gates.work.cost_file import NAME, UPDATE, as_entry, read_baseline
+from pytest_roseinfer.gates.work.cost_file import NAME, UPDATE, as_entry, name_of, read_baseline
 from pytest_roseinfer.gates.work.cost_gate import CostGate
+from pytest_roseinfer.gates.work.given_calls import require_calls
 from pytest_roseinfer.gates.work.measure_work import Step, measure_work
 from pytest_roseinfer.gates.work.moved.measure_bytes import measure_bytes
 from pytest_roseinfer.gates.work.moved.step_memory import StepMemory
 from pytest_roseinfer.gates.work.python_calls import OwnCode
-from pytest_roseinfer.gates.work.step_work import judge, versions_here
+from pytest_roseinfer.gates.work.step_work import judge, require_counters, versions_here
 from pytest_roseinfer.running.interpreter.remembering import remembering
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ class Costs:
         self._device = self._asked.device.partition(":")[0]
         self._marked = marked
         self._file = Path(self._asked.costs or item.path.parent / NAME)
-        test_file = os.path.relpath(item.path, self._file.parent).replace(os.sep, "/")
-        self._test = f"{test_file}::{item.nodeid.partition('::')[2]}"
+        self._test = name_of(self._file, item.path, item.nodeid.partition("::")[2])
 
     def check(
         self,
@@ -61,6 +61,7 @@ class Costs:
         counts itself, numbers that only ever rise. ``name`` tells the steps of a test apart.
         """
         with self._checking(name, tokens):
+            require_calls({"step": step}, {"before": before, "counters": counters})
             own = OwnCode(self._marked.get("packages", ()))
             work = measure_work(Step(step, tokens, before, counters), own, self._device)
             self._compare(name, work, self._marked.get("must_not_drop", ()))
@@ -80,10 +81,13 @@ class Costs:
 
         The step runs three times, each time after ``before``, which brings it to the same
         contexts. ``weights`` are modules or tensors, and ``cache`` the tensors of keys and
-        values. ``context_bytes`` is called behind a step and returns how many bytes the keys and
-        values of its sequences take, the new ones included: the least is worked out from it.
+        values, which a step writes in place: one that it replaces is no longer known as theirs.
+        ``context_bytes`` is called behind a step and returns how many bytes the keys and values
+        of its sequences take, the new ones included: the least is worked out from it, and a step
+        that moves less fails.
         """
         with self._checking(name, tokens):
+            require_calls({"step": step, "context_bytes": context_bytes}, {"before": before})
             memory = StepMemory(weights, cache, context_bytes)
             found = measure_bytes(Step(step, tokens, before), memory, self._device)
             said = "\n".join(found.in_words())
@@ -99,6 +103,7 @@ class Costs:
             raise ValueError(f"{self._test} has checked a step by the name {name!r} already")
         self.checked.add(name)
         try:
+            read_steps(self._file)  # a broken file fails this test, and not the end of the run
             with remembering():
                 yield
         except CannotCompare as error:
@@ -108,6 +113,7 @@ class Costs:
         where = (self._test, name, self._device)
         versions = versions_here(self._marked.get("keyed_by", ()))
         if self._asked.update_costs:
+            require_counters(must_not_drop, work.groups["counters"])
             self._gate.measured.append((str(self._file), where, as_entry(work, versions)))
             self._keep(where, work, None)
             return

@@ -51,6 +51,11 @@ def measure_work(step: Step, own: OwnCode, device: str) -> StepWork:
             f"the step made no call of {', '.join(sorted(own.packages)) or 'code of your own'}: "
             "packages=[...] of the marker roseinfer_costs says whose calls count"
         )
+    if sum(sum(counts.values()) for counts in first.groups.values()) == 1:
+        raise CannotCompare(
+            "the step was called, and did nothing else that is counted: is it the right function? "
+            "What it does in plain Python, roseinfer_tpot times"
+        )
     return first
 
 

@@ -82,8 +82,7 @@ def judge(now: StepWork, was: StepWork, must_not_drop: Collection[str]) -> CostV
             f"the step brings {now.tokens} tokens, and its baseline is of {was.tokens}: their "
             "work says nothing about each other"
         )
-    if unknown := set(must_not_drop) - {*now.groups["counters"], *was.groups["counters"]}:
-        raise CannotCompare(f"must_not_drop names no counter of the step: {sorted(unknown)}")
+    require_counters(must_not_drop, {*now.groups["counters"], *was.groups["counters"]})
     verdict = CostVerdict([], [])
     for name, group in GROUPS.items():
         new, old = now.groups[name], was.groups[name]
@@ -99,6 +98,15 @@ def judge(now: StepWork, was: StepWork, must_not_drop: Collection[str]) -> CostV
             else:
                 verdict.less.append(f"less: {line}")
     return verdict
+
+
+def require_counters(must_not_drop: Collection[str], known: Collection[str]) -> None:
+    """Raise where ``must_not_drop`` names a counter that there is not."""
+    if unknown := sorted({*must_not_drop} - {*known}):
+        raise CannotCompare(
+            f"must_not_drop names no counter of the step: {', '.join(unknown)}. "
+            f"counters= returned {', '.join(sorted(known)) or 'none'}"
+        )
 
 
 def _judge_sum(

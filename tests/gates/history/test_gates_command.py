@@ -49,7 +49,7 @@ def test_history_draws_and_names_changes(folder: str, capsys: pytest.CaptureFixt
     at = "at 070000000 (2026-11-07T10:00:00+00:00), the run before was 060000000"
     assert capsys.readouterr().out.splitlines() == [
         f"runs: 11, figures: 3, drawn: 3, in {folder}/history.svg",
-        f"{TEST} on cpu, TPOT (us): 1000 -> 1200 (+20.0%) {at}",
+        f"{TEST} on cpu, time of a step (us): 1000 -> 1200 (+20.0%) {at}",
         "  torch: 2.13.0 -> 2.14.0",
         f"{TEST} against v1, here / there: 1 -> 1.2 (+20.0%) {at}",
         "  torch: 2.13.0 -> 2.14.0",

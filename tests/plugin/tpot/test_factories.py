@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.plugin.tpot.timed_project import FEW_PROCESSES, against, engine
+from tests.plugin.tpot.timed_project import FEW_PROCESSES, against, engine, marked
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
@@ -44,6 +44,49 @@ def test_the_ten_lines_of_the_how_to(timed: Project) -> None:
     result.stdout.fnmatch_lines(["*test_speed.py::test_decode * SAME"])
 
 
+ENGINE = """
+    class Engine:
+        def __init__(self, batch_size, context):
+            self.tokens = [0] * context
+
+        def step(self):
+            {more}return sum(range(2000))
+"""
+WORK = """
+    import pytest
+    from my_engine import Engine
+
+    @pytest.mark.roseinfer_costs(packages=["my_engine"])
+    def test_work(roseinfer_costs):
+        roseinfer_costs.check("long", Engine(4, 8192).step, tokens=4)
+"""
+
+
+def test_the_how_to_finds_a_loop_over_a_long_context_which_no_count_does(timed: Project) -> None:
+    page = (ROOT / "docs" / "how-to.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(# my_engine/contexts.py.*?)```", page, re.DOTALL)
+    contexts, test = code.split("# test_contexts.py\n")
+    as_it_was = ENGINE.format(more="")
+    for folder in ("my_engine", "before/my_engine"):
+        (timed.path / folder).mkdir()
+        timed.write(**{f"{folder}/contexts": contexts, f"{folder}/__init__": as_it_was})
+    few = f"pytestmark = pytest.mark.roseinfer_tpot(margin=0.9, {FEW_PROCESSES})"
+    timed.write(test_speed=test.replace("import pytest\n", f"import pytest\n{few}\n"))
+    timed.write(test_work=WORK)
+    timed.pytest("--roseinfer-update-costs").assert_outcomes(passed=1, skipped=2)
+    loop = "for token in self.tokens: token + 1\n" + " " * 12
+    timed.write(**{"my_engine/__init__": ENGINE.format(more=loop)})
+    result = against(timed)
+    result.assert_outcomes(failed=1, passed=2)
+    result.stdout.fnmatch_lines(
+        [
+            "*test_speed.py::test_decode[[]short] * SAME",
+            "*test_speed.py::test_decode[[]long] * SLOWER",
+            "1 did no more than their baselines say",
+        ]
+    )
+
+
 def test_what_a_factory_raises_is_shown(timed: Project) -> None:
     timed.write(**{"before/engine": "def decode():\n    raise OSError('no weights')"})
     result = against(timed)
@@ -55,6 +98,7 @@ def test_what_a_factory_raises_is_shown(timed: Project) -> None:
     ("offered", "said"),
     [
         ("(print, 4)", "*expected 'step' and 'tokens'*"),
+        ("{'step': print(), 'tokens': 4}", "*returned a step that is no function, but None*"),
         ("{'step': print, 'tokens': 0}", "*brings 0 tokens*"),
         ("{'step': print, 'tokens': 1, 'colour': 2}", "*'colour'*mean nothing*"),
     ],
@@ -64,6 +108,31 @@ def test_what_a_factory_must_return(timed: Project, offered: str, said: str) -> 
     result = against(timed)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([said])
+    assert "Traceback" not in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("engin:decode", "here: there is no module 'engin'"),
+        ("engine.fast:decode", "here: there is no module 'engine.fast'"),
+        ("engine", "check('module:function') was given 'engine'"),
+        ("engine:", "check('module:function') was given 'engine:'"),
+    ],
+)
+def test_a_step_that_is_misspelt_is_so_here(timed: Project, named: str, said: str) -> None:
+    timed.write(test_speed=marked().replace("engine:decode", named))
+    result = against(timed)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([said])
+    assert "Traceback" not in result.stdout.str()
+
+
+def test_a_module_that_lacks_another_is_not_replaced_by_the_one_here(timed: Project) -> None:
+    timed.write(**{"before/engine": "import nowhere"})
+    result = against(timed)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*before: Traceback*", "ModuleNotFoundError: *'nowhere'"])
 
 
 def test_what_a_step_prints_is_no_answer(timed: Project) -> None:

@@ -86,7 +86,7 @@ def test_it_holds_a_step_to_the_time_of_its_gpu(on_a_gpu: Project) -> None:
     on_a_gpu.write(engine=GPU_ENGINE.format(microseconds=1200))
     result = on_a_gpu.pytest("--roseinfer-gpu", BASELINE)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*TPOT on Imaginary GPU: 1200.0 us, baseline 1000.0 us in *"])
+    result.stdout.fnmatch_lines(["*a step on Imaginary GPU: 1200.0 us, baseline 1000.0 us in *"])
 
 
 def test_it_takes_its_time_as_it_did_after_a_comparison_too(on_a_gpu: Project) -> None:

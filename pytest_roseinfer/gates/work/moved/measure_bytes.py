@@ -31,9 +31,12 @@ class StepBytes:
     least: Mapping[str, int]
     """For each group, the least that any such step must move."""
 
+    def moved(self, group: str) -> int:
+        return sum(self.work.groups[group].values())
+
     def in_words(self) -> Iterator[str]:
         """Say how much was moved, beside the least, and what was not looked at."""
-        moved = {group: sum(self.work.groups[group].values()) for group in _SHARES}
+        moved = {group: self.moved(group) for group in _SHARES}
         skipped = self.work.groups[NOT_COUNTED]
         at_least = "at least " if skipped else ""
         yield f"{at_least}{_beside(sum(moved.values()), sum(self.least.values()))}"
@@ -60,7 +63,22 @@ def measure_bytes(step: Step, memory: StepMemory, device: str) -> StepBytes:
         raise CannotCompare(
             f"nothing that was counted reads any of weights=; what was not counted: {skipped}"
         )
+    _refuse_less_than_the_least(first)
     return first
+
+
+def _refuse_less_than_the_least(found: StepBytes) -> None:
+    """Raise if fewer keys and values were moved than any such step must move.
+
+    Weights may be fewer: a step of a model with experts does not read them all.
+    """
+    moved, least = found.moved(KEYS_AND_VALUES), found.least[KEYS_AND_VALUES]
+    if moved < least and not found.work.groups[NOT_COUNTED]:
+        raise CannotCompare(
+            f"keys and values: {_beside(moved, least)}, and no step can move less. Probably it "
+            "replaces tensors that cache= names, as torch.cat does: they must stay the same "
+            "tensors, which are written in place. Else context_bytes= returns more than it reads"
+        )
 
 
 def _moved(step: Step, memory: StepMemory, device: str) -> StepBytes:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from operator import index
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from pytest_roseinfer.gates.work.moved.operation_bytes import address, spanned, tensors_in
+from pytest_roseinfer.gates.gate import CannotCompare
+from pytest_roseinfer.gates.work.moved.operation_bytes import address, spanned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,9 +36,11 @@ class StepMemory:
         """``context_bytes`` says what the keys and values of the step's sequences take."""
         if isinstance(weights, (torch.nn.Module, torch.Tensor)):
             weights = [weights]
-        self._weights = [*weights]
+        self._weights = _all_of("weights", weights, (torch.nn.Module, torch.Tensor))
         self._groups = {address(tensor): WEIGHTS for tensor in self._tensors()}
-        self._groups |= {address(tensor): KEYS_AND_VALUES for tensor in tensors_in(list(cache))}
+        # Kept, so that no other tensor gets an address of theirs.
+        self._cache = _all_of("cache", cache, (torch.Tensor,))
+        self._groups |= {address(tensor): KEYS_AND_VALUES for tensor in self._cache}
         self._context_bytes = context_bytes
 
     def group_of(self, of: int) -> str:
@@ -50,9 +55,18 @@ class StepMemory:
         """
         return {
             WEIGHTS: sum(self._least_weights(tokens)),
-            KEYS_AND_VALUES: self._context_bytes(),
+            KEYS_AND_VALUES: self._context_size(),
             ACTIVATIONS: 2 * _TOKEN_BYTES * tokens,
         }
+
+    def _context_size(self) -> int:
+        size = self._context_bytes()
+        try:
+            return index(size)
+        except TypeError:
+            raise CannotCompare(
+                f"context_bytes= must return a whole number, and returned a {type(size).__name__}"
+            ) from None
 
     def _tensors(self) -> Iterator[Tensor]:
         for given in self._weights:
@@ -87,3 +101,15 @@ class StepMemory:
                         yield tensor, is_table
             else:
                 yield given, False
+
+
+def _all_of(name: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """Return what was given one by one, and raise for anything of another kind."""
+    try:
+        found = tree_leaves([*given])
+    except TypeError:
+        found = [given]
+    if wrong := [each for each in found if not isinstance(each, kinds)]:
+        wanted = " or ".join(f"torch.{kind.__name__}" for kind in kinds)
+        raise CannotCompare(f"{name}= must hold {wanted}, and not {type(wrong[0]).__name__}")
+    return found
