@@ -26,8 +26,7 @@ STEP_SECONDS = 60.0
 """Some thousand times what a step usually takes: the first one may compile kernels."""
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(NamedTuple):
     """How hard to look."""
 
     examples: int
