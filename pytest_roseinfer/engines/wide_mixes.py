@@ -12,11 +12,11 @@ from pytest_roseinfer.engines.common_text import common_text
 from pytest_roseinfer.engines.offered import as_offered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.adapters.engine import EngineAdapter
 
-_WAVES = ((0, 9, 12), (2, 8, 9), (4, 18, 7))
+_WAVES = ((0, 9, 16), (2, 8, 14), (4, 18, 9))
 """The step at which requests arrive, how many do, and the most tokens each gets: 9, 17 and 35 at a
 time, one or more beyond what a program often takes."""
 REQUESTS = sum(many for _, many, _ in _WAVES)
@@ -57,14 +57,20 @@ def _request(
     return as_offered(adapter, Asked(prompt[:longest], sampling, arrives))
 
 
-def every_value(choices: Mapping[str, Sequence[Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield settings of all switches, as many as the longest has values, the usual one first.
+def wide_settings(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return settings that have every value of every switch, but of numbers the largest alone.
 
-    Each has every value once or more. Switches with as many values as each other come together in
-    other ways the next time round.
+    A batch is as wide as the least of its bounds. Switches with as many values as each other come
+    together in other ways the next time round.
     """
-    for turn in range(max(map(len, choices.values()), default=0)):
-        yield {
+    wide = {
+        name: [max(values)] if all(type(value) is int for value in values) else values
+        for name, values in choices.items()
+    }
+    return [
+        {
             name: values[(turn + at * (turn // len(values))) % len(values)]
-            for at, (name, values) in enumerate(choices.items())
+            for at, (name, values) in enumerate(wide.items())
         }
+        for turn in range(max(map(len, wide.values()), default=1))
+    ]

@@ -10,7 +10,7 @@ from pytest_roseinfer.cases.large.histories import SEQUENCES, large_histories
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.findings.finding import in_words
 from pytest_roseinfer.running.machine import Machine
-from pytest_roseinfer.suite.large_search import LargeSearch, settings_of
+from pytest_roseinfer.suite.large_search import LargeSearch, for_paths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,9 +20,12 @@ class LargeHistories(LargeSearch[History]):
     """Two histories for each setting that paths need."""
 
     replayed_by = "run_history"
+    seconds = 6.0
+    """A small cache takes less than one; each choice of switches adds as much again."""
 
     def examples(self) -> Iterator[History]:
-        for options in settings_of(self.adapter):
+        usual = {name: values[0] for name, values in self.adapter.option_choices.items()}
+        for options in for_paths(self.adapter, usual):
             yield from large_histories(self.adapter, options, settings.current().device)
 
     def steps(self, example: History) -> Iterator[None]:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.mix import RequestMix
     from pytest_roseinfer.cases.history import History
 
-_SECONDS = 6.0
-"""A small cache takes less than one; each choice of switches that paths need adds as much again."""
 _Large = TypeVar("_Large", "History", "RequestMix")
 
 
@@ -27,6 +25,8 @@ class LargeSearch(Generic[_Large]):
 
     replayed_by: ClassVar[str]
     """The one of ``reproduce.CHECKS`` that is to run again what failed."""
+    seconds: ClassVar[float]
+    """The time for all of them."""
 
     def __init__(self, adapter: type[Any]) -> None:
         self.adapter = adapter
@@ -79,7 +79,7 @@ class LargeSearch(Generic[_Large]):
             raise
 
     def _in_turn(self, due: Sequence[_Large]) -> Iterator[_Large]:
-        left = _SECONDS
+        left = self.seconds
         for done, example in enumerate(due):
             began = monotonic()
             self.ends = began + left * 2 / (len(due) - done + 1)
@@ -87,16 +87,15 @@ class LargeSearch(Generic[_Large]):
             left = max(0.0, left - (monotonic() - began))
 
 
-def settings_of(
-    adapter: type[Adapter], others: Sequence[Mapping[str, Any]] = ()
+def for_paths(
+    adapter: type[Adapter], usual: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()
 ) -> list[Mapping[str, Any]]:
-    """List what the adapter's paths need, and others, with the usual values of all else.
+    """List what the adapter's paths need, on top of what is usual, and others.
 
     What two of them need is run once, in the part of the test that has the first of these.
     """
-    usual = {name: values[0] for name, values in adapter.option_choices.items()}
     paths = [adapter.paths[name] for name in coverage.current().of(adapter).paths]
     needed: list[Mapping[str, Any]] = [next(iter(path.runs_with), {}) for path in paths]
-    due = [{**usual, **each} for each in (*needed, *others)] or [usual]
+    due = [*({**usual, **each} for each in needed), *others] or [usual]
     own = settings.current().part.share_of(range(len(due)))
     return [due[at] for at in own if due[at] not in due[:at]]

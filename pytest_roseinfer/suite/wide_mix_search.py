@@ -7,21 +7,23 @@ from typing import TYPE_CHECKING
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.mix import RequestMix
 from pytest_roseinfer.engines.run import MixRun, failing_on
-from pytest_roseinfer.engines.wide_mixes import REQUESTS, every_value, wide_mix
-from pytest_roseinfer.suite.large_search import LargeSearch, settings_of
+from pytest_roseinfer.engines.wide_mixes import REQUESTS, wide_mix, wide_settings
+from pytest_roseinfer.suite.large_search import LargeSearch, for_paths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
 class WideMixes(LargeSearch[RequestMix]):
-    """One mix for each setting that paths need, and some that have all values of all switches."""
+    """One mix for each setting that paths need, and some with all values of all switches."""
 
     replayed_by = "run_mix"
+    seconds = 12.0
+    """Of roseinfer's own engine, most of them reach all of their requests in that."""
 
     def examples(self) -> Iterator[RequestMix]:
-        others = list(every_value(self.adapter.option_choices))
-        for options in settings_of(self.adapter, others):
+        wide = wide_settings(self.adapter.option_choices)
+        for options in for_paths(self.adapter, wide[0], wide):
             yield wide_mix(self.adapter, options, settings.current().device)
 
     def steps(self, example: RequestMix) -> Iterator[None]:

@@ -22,6 +22,7 @@ from pytest_roseinfer.oracle.windowed import ORACLES
 from pytest_roseinfer.running.coverage import Coverage, current, set_current
 from pytest_roseinfer.search import smallest
 from pytest_roseinfer.suite import large_search
+from pytest_roseinfer.suite.large_history_search import LargeHistories
 from tests.plugin.first_minutes.paged_kv import NoBlocks, PagedKV, Seq
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def test_a_slow_cache_is_given_as_much_as_there_is_time_for(
             super().append(seqs, key, value)
 
     monkeypatch.setattr(large_search, "monotonic", lambda: now[0])
-    monkeypatch.setattr(large_search, "_SECONDS", 0.4)
+    monkeypatch.setattr(LargeHistories, "seconds", 0.4)
     search(Slow)
     told = current().of(Slow).sizes
     assert told.startswith("largest: 33 rows")

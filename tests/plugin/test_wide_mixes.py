@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from pytest_roseinfer import MixDivergence, conformance, settings
-from pytest_roseinfer.engines.wide_mixes import REQUESTS, every_value, wide_mix
+from pytest_roseinfer.engines.wide_mixes import REQUESTS, wide_mix, wide_settings
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running.coverage import Coverage, current, set_current
 from pytest_roseinfer.search import smallest
 from pytest_roseinfer.suite import large_search
+from pytest_roseinfer.suite.wide_mix_search import WideMixes
 from tests.plugin.engines.toy_engine import ToyAdapter, ToyEngine
 
 if TYPE_CHECKING:
@@ -119,10 +120,10 @@ def test_a_slow_engine_is_given_as_much_as_there_is_time_for(
         engine_type = Slow
 
     monkeypatch.setattr(large_search, "monotonic", lambda: now[0])
-    monkeypatch.setattr(large_search, "_SECONDS", 0.6)
+    monkeypatch.setattr(WideMixes, "seconds", 0.6)
     search(IsSlow)
     told = current().of(IsSlow).sizes
-    assert told.endswith("(wide mixes cut short: 4, for lack of time)")
+    assert told.endswith("(wide mixes cut short: 2, for lack of time)")
 
 
 def test_what_is_left_behind_a_wide_mix_alone_is_found() -> None:
@@ -154,16 +155,41 @@ def test_every_request_is_one_that_the_engine_takes(tokens: int, most: int | Non
 
 
 def test_settings_have_every_value_and_most_pairs() -> None:
-    choices = {"a": (1, 2), "b": (1, 2), "c": (1, 2, 3), "d": (1, 2, 3, 4, 5, 6)}
-    found = list(every_value(choices))
-    assert found[0] == dict.fromkeys(choices, 1)
+    choices = dict.fromkeys("ab", "wx") | {"c": "xyz", "d": "uvwxyz", "rows": (4, 40, 8)}
+    found = wide_settings(choices)
+    assert found[0] == {"a": "w", "b": "w", "c": "x", "d": "u", "rows": 40}
     assert len(found) == 6
-    for name, values in choices.items():
-        assert {each[name] for each in found} == {*values}
+    for name in "abcd":
+        assert {each[name] for each in found} == {*choices[name]}
+    assert {each["rows"] for each in found} == {40}
     for one, other in combinations("abc", 2):
-        pairs = {(each[one], each[other]) for each in found}
-        assert len(pairs) >= 4
-    assert list(every_value({})) == []
+        assert len({(each[one], each[other]) for each in found}) >= 4
+
+
+def test_only_numbers_are_compared() -> None:
+    choices = {"kernels": (False, True), "ahead": (None, 3), "rows": (4,)}
+    assert wide_settings(choices) == [
+        {"kernels": False, "ahead": None, "rows": 4},
+        {"kernels": True, "ahead": 3, "rows": 4},
+    ]
+    assert wide_settings({}) == [{}]
+
+
+def test_another_bound_does_not_keep_a_wide_batch_away() -> None:
+    class Bounded(ToyEngine):
+        def __init__(self, *, tokens: int, **options: Any) -> None:
+            super().__init__(**options)
+            self.batch_size = min(self.batch_size, tokens)
+
+    class TwoBounds(Wide):
+        engine_type = Bounded
+        option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+            **Wide.option_choices,
+            "tokens": (64, 1, 3),
+        }
+
+    search(TwoBounds)
+    assert current().of(TwoBounds).sizes == "largest: 35 rows, 48 tokens"
 
 
 @pytest.mark.parametrize("said", [5, "many"])
