@@ -41,7 +41,7 @@ class NanoVllmEngine(EngineAdapter):
     }
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         "max_num_batched_tokens": (64, 3, 8),
-        "max_num_seqs": (8, 1, 2),
+        "max_num_seqs": (8, 1, 2, 40),
     }
 
     def make(self, mix: RequestMix) -> None:

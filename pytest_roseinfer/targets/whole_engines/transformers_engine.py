@@ -42,7 +42,7 @@ class TransformersEngine(EngineAdapter):
         "scheduler_type": ("fifo", "prefill_first"),
         "allow_block_sharing": (True, False),
         "max_batch_tokens": (64, 3, 8),
-        "max_requests_per_batch": (3, 1, 2),
+        "max_requests_per_batch": (3, 1, 2, 40),
     }
 
     def make(self, mix: RequestMix) -> None:

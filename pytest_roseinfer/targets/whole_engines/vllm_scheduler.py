@@ -36,7 +36,7 @@ class VllmScheduler(EngineAdapter):
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         "windows": ((None,), (5,), (None, 3), (2, 6, None)),
         "max_num_batched_tokens": (64, 3, 8),
-        "max_num_seqs": (8, 1, 2),
+        "max_num_seqs": (8, 1, 2, 40),
         "policy": ("fcfs", "priority"),
         "long_prefill_token_threshold": (0, 4),
         "async_scheduling": (False, True),
