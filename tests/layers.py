@@ -41,7 +41,7 @@ ENGINE_LAYERS = (
     | {"benchmark_scheduler", "benchmark_streaming"},
 )
 PLUGIN_LAYERS = (
-    {"settings", "mistakes", "discover", "target_source"},
+    {"settings", "mistakes", "discover", "target_source", "plural"},
     {"oracle"},
     {"environment"},
     {"adapters"},

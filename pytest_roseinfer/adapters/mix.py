@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pytest_roseinfer.plural import some
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -64,7 +66,7 @@ class Asked:
 
     def words(self) -> str:
         sampling = self.sampling
-        prompt = f"{len(self.prompt)} tokens {list(self.prompt)}"
+        prompt = f"{some(len(self.prompt), 'token')} {list(self.prompt)}"
         parts = [f"at step {self.arrives}: {prompt}, up to {sampling.max_new_tokens} new"]
         if sampling.temperature:
             parts.append(f"drawn at temperature {sampling.temperature} from seed {sampling.seed}")
@@ -82,13 +84,13 @@ class Asked:
                     parts.append(f"{name.replace('_', ' ')} {value}")
             parts += [f"stopped by {text!r}" for text in sampling.stop]
         for begins, length in self.stops:
-            parts.append(f"stopped by {length} characters of its text, from {begins} on")
+            parts.append(f"stopped by {some(length, 'character')} of its text, from {begins} on")
         if self.ends_early:
             parts.append("with the next seed that ends the text early")
         if sampling.ignore_eos:
             parts.append("past the end of the text")
         if self.cancelled_after is not None:
-            parts.append(f"cancelled {self.cancelled_after} steps later")
+            parts.append(f"cancelled {some(self.cancelled_after, 'step')} later")
         return ", ".join(parts)
 
 

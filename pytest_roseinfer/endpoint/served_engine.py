@@ -11,6 +11,7 @@ from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.endpoint.promises import broken_promise, goes_wrong, near_tie
 from pytest_roseinfer.endpoint.server import Server, ServerError, ServerGone
 from pytest_roseinfer.endpoint.text_stream import Streamed
+from pytest_roseinfer.plural import some
 from pytest_roseinfer.running.adapter_findings import FoundByAdapter
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class ServedEngine(EngineAdapter):
         said = f"at step {asked.arrives}: {_text(asked.prompt)!r}"
         said += f", max_tokens {asked.sampling.max_new_tokens}"
         if asked.cancelled_after is not None:
-            said += f", left {asked.cancelled_after} steps later"
+            said += f", left {some(asked.cancelled_after, 'step')} later"
         return said
 
     def make(self, mix: RequestMix) -> None:

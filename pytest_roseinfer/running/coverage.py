@@ -17,6 +17,7 @@ from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.names.condition_names import COUNTED
 from pytest_roseinfer.findings.found import add
 from pytest_roseinfer.mistakes import did_you_mean
+from pytest_roseinfer.plural import some
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -194,7 +195,7 @@ class TargetCoverage:
         early = f"; {self.cut_short}" if self.left_out else ""
         for row in self.rows():
             if require_paths and row.verdict == "NOT REACHED":
-                reached = f"reached {row.times} time{'s' * (row.times > 1)}"
+                reached = f"reached {some(row.times, 'time')}"
                 problems.append(
                     f"{row.kind} {row.name!r} was {reached if row.times else 'never reached'} and "
                     f"must be {REQUIRED_TIMES} times: a check that did not run is no pass{early}"

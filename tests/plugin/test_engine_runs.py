@@ -73,7 +73,7 @@ def test_a_failure_tells_its_mix_in_words() -> None:
         "a cache of 30 tokens in blocks of 4, batch_size=2, prefixes=False",
         "  0. at step 0: 2 tokens [1, 2], up to 3 new, drawn at temperature 1.0 from seed 2, "
         "repetition penalty 1.5",
-        "  1. at step 1: 1 tokens [3], up to 4 new, past the end of the text, cancelled 2 steps "
+        "  1. at step 1: 1 token [3], up to 4 new, past the end of the text, cancelled 2 steps "
         "later",
     ]
     assert caught.value.mix is SHOWN

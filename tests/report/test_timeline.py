@@ -142,7 +142,7 @@ def test_it_is_drawn_with_the_parted_token_marked() -> None:
     assert ">request 1</text>" in marks
     assert "another token 1 than alone at step" in timeline_words(timeline)
     ElementTree.fromstring(poster(found))
-    assert "request 2: at step 1: 1 tokens [4]" in poster(found)
+    assert "request 2: at step 1: 1 token [4]" in poster(found)
     assert timeline_words(timeline) in findings_html([found], {})
 
 

@@ -35,10 +35,6 @@ _T = TypeVar("_T")
 _Kind = TypeVar("_Kind", bound="Operation")
 
 
-def tokens_in_words(count: int) -> str:
-    return f"{count} token{'s' * (count != 1)}"
-
-
 class Device:
     """The device that a cache works on. This one does at once all that it is asked for."""
 

@@ -16,6 +16,7 @@ from pytest_roseinfer.findings.drawn.marks import (
     width_of,
 )
 from pytest_roseinfer.findings.drawn.style import COLOURS_OF_SEQUENCES
+from pytest_roseinfer.plural import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -108,7 +109,7 @@ class _Picture:
 
     def _sequence(self, row: Row) -> None:
         count = len(row["tokens"])
-        tokens = f"{count} token{'s' * (count != 1)}"
+        tokens = some(count, "token")
         name = f"sequence {row['name']}"
         self._label(
             [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypedDict
 
 from pytest_roseinfer.findings.drawn.marks import Drawing, box, centred, text, titled, width_of
+from pytest_roseinfer.plural import some
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +106,7 @@ def _row(line: Line, kept: Sequence[int], y: float) -> list[str]:
         drawn += centred(x + _STEP / 2, y + _ROW / 2, said, "" if tokens else "faint")
         if step == line["parted_step"]:
             drawn += box(x, y, _STEP, _ROW, "wrong")
-        count = f"{tokens} token{'s' * (tokens != 1)}"
+        count = some(tokens, "token")
         marks.append(titled(f"before step {step}: {stage}, {count}", drawn))
     return marks
 

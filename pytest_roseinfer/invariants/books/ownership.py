@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pytest_roseinfer.findings.finding import Location, location_of_block
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
+from pytest_roseinfer.plural import some
 
 if TYPE_CHECKING:
     from pytest_roseinfer.oracle.pages import Page
@@ -27,7 +28,7 @@ def _wrong_books(seen: Observation, layer: int) -> Finding | None:
     if held != dict(owners):
         first = min(block for block, _ in held.items() ^ owners.items())
         where = location_of_block(seen, layer, first)
-        times = f"{owners[first]} time{'s' * (owners[first] != 1)}"
+        times = some(owners[first], "time")
         counts = f"refcount {held.get(first, 0)}, and tables name it {times}{_by(where)}"
         return Finding(f"layer {layer}: block {first} has {counts}", where)
     if len(set(ledger.free)) < len(ledger.free):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pytest_roseinfer.cases.flood import floods
 from pytest_roseinfer.cases.operations import operation
 from pytest_roseinfer.oracle.away import Stage
+from pytest_roseinfer.plural import some
 
 
 @operation.register
@@ -20,7 +21,7 @@ class Resume(operation.Write):
         return [(self.seq, self.count)]
 
     def words(self) -> str:
-        tokens = operation.tokens_in_words(self.count)
+        tokens = some(self.count, "token")
         return f"resume sequence {self.seq}, with its {tokens}{self.laid_out()}"
 
     def possible(self, oracle: operation.Oracle) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pytest_roseinfer.cases.operations import operation
+from pytest_roseinfer.plural import some
 
 _MOST = 8
 """Calls at a time; more follow from one step after the other."""
@@ -17,7 +18,7 @@ class RunQueued(operation.Operation):
     needs = frozenset({"use_queue"})
 
     def words(self) -> str:
-        calls = f"{self.count} call{'s' * (self.count != 1)}"
+        calls = some(self.count, "call")
         return f"the device makes the next {calls} of stream {self.stream}"
 
     def drive(self, cache: operation.Driven) -> None:

@@ -7,6 +7,7 @@ found.
 from __future__ import annotations
 
 from pytest_roseinfer.cases.operations import operation
+from pytest_roseinfer.plural import some
 
 
 @operation.register
@@ -17,7 +18,7 @@ class LookUp(operation.Operation):
     needs = frozenset({"texts", "look_up", "begin_with"})
 
     def words(self) -> str:
-        tokens = operation.tokens_in_words(self.count)
+        tokens = some(self.count, "token")
         return f"look up the first {tokens} of what sequence {self.seq} will say"
 
     def begins(self) -> list[int]:

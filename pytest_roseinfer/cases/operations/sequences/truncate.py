@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pytest_roseinfer.cases.operations import operation
+from pytest_roseinfer.plural import some
 
 
 @operation.register
@@ -14,7 +15,7 @@ class Truncate(operation.Operation):
     least = 0
 
     def words(self) -> str:
-        return f"cut sequence {self.seq} down to {operation.tokens_in_words(self.length)}"
+        return f"cut sequence {self.seq} down to {some(self.length, 'token')}"
 
     def uses(self) -> list[int]:
         return [self.seq]

@@ -6,6 +6,7 @@ It is never drawn. Histories with forks are compared with the same ones with cop
 from __future__ import annotations
 
 from pytest_roseinfer.cases.operations import operation
+from pytest_roseinfer.plural import some
 
 
 @operation.register
@@ -21,7 +22,7 @@ class Copy(operation.Write):
         return [(self.child, self.count)]
 
     def words(self) -> str:
-        tokens = operation.tokens_in_words(self.count)
+        tokens = some(self.count, "token")
         return f"write the {tokens} of sequence {self.parent} again as {self.child}"
 
     def fitted(self, oracle: operation.Oracle) -> operation.Operation:

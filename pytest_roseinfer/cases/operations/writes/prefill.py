@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pytest_roseinfer.cases.operations import operation
+from pytest_roseinfer.plural import some
 
 
 @operation.register
@@ -17,7 +18,7 @@ class Prefill(operation.Write):
         return [(self.seq, self.count)]
 
     def words(self) -> str:
-        tokens = operation.tokens_in_words(self.count)
+        tokens = some(self.count, "token")
         return f"prefill sequence {self.seq} with {tokens}{self.laid_out()}"
 
     def begins(self) -> list[int]:
