@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pytest_roseinfer import conformance, settings
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.suite.engine_tests import EngineTests
+from tests.plugin.fresh_run import fresh_run
 
 if TYPE_CHECKING:
     from pytest_roseinfer import EngineAdapter
@@ -14,14 +15,8 @@ if TYPE_CHECKING:
 
 def verdicts_of(adapter: type[EngineAdapter], *, examples: int, steps: int = 8) -> list[str]:
     """Return what a search says of each path; raise where it finds a difference."""
-    asked, seen = settings.current(), coverage.current()
-    settings.set_current(settings.Settings(examples=examples, steps=steps, seed=1))
-    coverage.set_current(coverage.Coverage())
-    try:
+    with fresh_run(settings.Settings(examples=examples, steps=steps, seed=1)):
         tests = conformance(adapter)()
         assert isinstance(tests, EngineTests)
         tests.test_requests_get_what_they_get_alone()
         return [row.verdict for row in coverage.current().of(adapter).rows()]
-    finally:
-        settings.set_current(asked)
-        coverage.set_current(seen)

@@ -2,72 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.plugin.costs_project import (
+    ENGINE,
+    FILE,
+    PYTHON,
+    TEST,
+    TORCH,
+    UPDATE,
+    change,
+    costs,
+)
+from tests.plugin.costs_project import gated as gated
+
 if TYPE_CHECKING:
     from tests.plugin.conftest import Project
-
-FILE = "roseinfer-costs.json"
-UPDATE = "--roseinfer-update-costs"
-ENGINE = """
-    import torch
-
-    def look_up(row):
-        return row + 1
-
-    class Engine:
-        def __init__(self):
-            self.tokens = torch.zeros(4)
-            self.counts = {"rows_uploaded": 0, "fast_path": 0}
-
-        def step(self):
-            for row in range(4):
-                look_up(row)
-            self.tokens.add_(1)
-            self.counts["rows_uploaded"] += 1
-            self.counts["fast_path"] += 1
-"""
-TEST = """
-    import pytest
-    from my_engine import Engine
-
-    @pytest.mark.roseinfer_costs(packages=["my_engine"], must_not_drop=["fast_path"])
-    def test_decode(roseinfer_costs):
-        engine = Engine()
-        roseinfer_costs.check(
-            "steady", engine.step, tokens=4, counters=lambda: engine.counts
-        )
-"""
-PYTHON = f"python {sys.version_info.major}.{sys.version_info.minor}"
-TORCH = "torch " + ".".join(metadata.version("torch").split(".")[:2])
-
-
-@pytest.fixture
-def gated(project: Project) -> Project:
-    """A project with an engine, a gate, and a baseline."""
-    project.write(my_engine=ENGINE, test_costs=TEST)
-    result = project.pytest(UPDATE)
-    result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines([f"written: *{FILE}"])
-    return project
-
-
-def change(project: Project, old: str, new: str) -> None:
-    file = project.path / "my_engine.py"
-    text = file.read_text()
-    assert old in text
-    file.write_text(text.replace(old, new))
-
-
-def costs(project: Project, file: str = FILE) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((project.path / file).read_text())
-    return found
 
 
 def test_the_file_says_what_a_step_does(gated: Project) -> None:
@@ -274,188 +227,6 @@ def test_fewer_of_what_must_not_drop_fails(gated: Project) -> None:
     result = gated.pytest()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["  counters of its own, fast_path: 0, baseline 1"])
-
-
-def entry(project: Project) -> tuple[dict[str, Any], dict[str, Any]]:
-    found = costs(project)
-    return found, found["steps"]["test_costs.py::test_decode"]["steady"]["cpu"]
-
-
-def write(project: Project, found: Any) -> None:
-    (project.path / FILE).write_text(found if isinstance(found, str) else json.dumps(found))
-
-
-def test_a_baseline_that_is_not_there_fails(gated: Project) -> None:
-    found, recorded = entry(gated)
-    recorded["torch 1.0"] = recorded.pop(TORCH)
-    write(gated, found)
-    shown = gated.pytest().stdout
-    shown.fnmatch_lines(
-        [f"*no baseline for 'steady' of * with {TORCH} in *{FILE}, which has torch 1.0: {UPDATE} *"]
-    )
-    shown.no_fnmatch_line("*another exception occurred*")
-    recorded["tokens"] = 3
-    recorded[TORCH] = recorded["torch 1.0"]
-    write(gated, found)
-    gated.pytest().stdout.fnmatch_lines(["*brings 4 tokens, and its baseline is of 3: *"])
-    (gated.path / FILE).unlink()
-    result = gated.pytest()
-    result.assert_outcomes(failed=1)
-    lost = (
-        f"*no baseline for 'steady' of * on cpu since *{FILE} is not there: {UPDATE} records one*"
-    )
-    result.stdout.fnmatch_lines([lost])
-    result = gated.pytest("--roseinfer-costs", "misspelt.json")
-    result.stdout.fnmatch_lines(["*no baseline for * since *misspelt.json is not there: *"])
-
-
-def test_a_baseline_of_another_device_is_named(gated: Project) -> None:
-    found, recorded = entry(gated)
-    found["steps"]["test_costs.py::test_decode"]["steady"] = {"cuda": recorded}
-    write(gated, found)
-    result = gated.pytest()
-    result.assert_outcomes(failed=1)
-    said = f"*no baseline for 'steady' of * on cpu in *{FILE}, which has one on cuda: {UPDATE} *"
-    result.stdout.fnmatch_lines([said])
-    found["steps"]["test_costs.py::test_decode"] = {}
-    write(gated, found)
-    gated.pytest().stdout.fnmatch_lines(
-        [f"*no baseline for * on cpu in *{FILE}: {UPDATE} records*"]
-    )
-
-
-BROKEN = {
-    "{": " cannot be read: ",
-    '{"format": 9}': " is not of format 1. ",
-    '{"format": 1, "steps": {"test": 3}}': ": steps.test must be an object. ",
-}
-
-
-@pytest.mark.parametrize("text", BROKEN)
-def test_a_broken_file_fails_the_test_and_is_not_written_over(gated: Project, text: str) -> None:
-    write(gated, text)
-    for options in ((), (UPDATE,)):
-        result = gated.pytest(*options)
-        result.assert_outcomes(failed=1)
-        result.stdout.fnmatch_lines([f"*steady: *{FILE}{BROKEN[text]}*Restore it from git, or *"])
-    assert (gated.path / FILE).read_text() == text
-
-
-def test_a_counter_that_must_not_drop_is_one_when_its_baseline_is_written(gated: Project) -> None:
-    written = (gated.path / FILE).read_text()
-    for counters in ("must_not_drop=['fastpath']", "must_not_drop=['fast_path', 'fastpath']"):
-        gated.write(test_costs=TEST.replace('must_not_drop=["fast_path"]', counters))
-        for options in ((), (UPDATE,)):
-            result = gated.pytest(*options)
-            result.assert_outcomes(failed=1)
-            result.stdout.fnmatch_lines(
-                [
-                    "*must_not_drop names no counter of the step: fastpath. counters= returned "
-                    "fast_path, rows_uploaded*"
-                ]
-            )
-    assert (gated.path / FILE).read_text() == written
-
-
-def test_a_step_that_does_nothing_gets_no_baseline(project: Project) -> None:
-    test = TEST.replace("engine.step", "lambda: None").replace(
-        ", counters=lambda: engine.counts", ""
-    )
-    test = test.replace('(packages=["my_engine"], must_not_drop=["fast_path"])', "")
-    project.write(my_engine=ENGINE, test_costs=test)
-    result = project.pytest(UPDATE)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*steady: the step was called, and did nothing else that is *"])
-
-
-def test_an_update_leaves_other_versions_tests_and_devices_as_they_are(gated: Project) -> None:
-    found, recorded = entry(gated)
-    recorded["python 2.7"] = {"python_calls": {"reduce": 1}}
-    found["steps"]["test_other.py::test"] = {"steady": {"cuda": {"tokens": 1}}}
-    write(gated, found)
-    change(gated, "range(4)", "range(2)")
-    gated.pytest(UPDATE).assert_outcomes(passed=1)
-    recorded[PYTHON]["python_calls"]["my_engine.look_up"] = 2
-    assert costs(gated) == found
-
-
-def said_of_left_behind(result: pytest.RunResult) -> list[str]:
-    lines = [line for line in result.outlines if "that nothing checks" in line]
-    return [line.partition("that nothing checks: ")[2] for line in lines]
-
-
-@pytest.mark.parametrize("workers", [(), ("-n1",)])
-def test_an_update_names_what_was_renamed(gated: Project, workers: tuple[str, ...]) -> None:
-    """A test, a file of tests, or a step; what is not in this run is left alone."""
-    gated.write(test_gone=TEST, test_costs=TEST + TEST.replace("_decode", "_again"))
-    gated.pytest(UPDATE).assert_outcomes(passed=3)
-    (gated.path / "test_gone.py").unlink()
-    gated.write(test_costs=TEST.replace("_decode", "_decoding"), test_more=TEST)
-    old = ("test_costs.py::test_again", "test_costs.py::test_decode")
-    gone = "test_gone.py::test_decode"
-    some = gated.pytest(UPDATE, *workers, "test_costs.py::test_decoding")
-    assert said_of_left_behind(some) == [f"{gone}. Delete them there"]
-    result = gated.pytest(UPDATE, *workers, "-k", "test_decoding or test_more")
-    result.assert_outcomes(passed=2)
-    assert said_of_left_behind(result) == [f"{'; '.join([*old, gone])}. Delete them there"]
-    found = costs(gated)
-    for name in (*old, gone):
-        del found["steps"][name]
-    write(gated, found)
-    assert said_of_left_behind(gated.pytest(UPDATE, *workers, "-k", "more")) == []
-    gated.write(test_more=TEST.replace("steady", "decode"))
-    result = gated.pytest(UPDATE, *workers)
-    assert said_of_left_behind(result) == ["test_more.py::test_decode, steady. Delete them there"]
-
-
-def test_what_a_conftest_leaves_out_is_not_renamed(project: Project) -> None:
-    project.write(my_engine=ENGINE, test_costs=TEST + TEST.replace("_decode", "_again"))
-    project.pytest(UPDATE).assert_outcomes(passed=2)
-    project.write(conftest="def pytest_collection_modifyitems(items): del items[-1]")
-    result = project.pytest(UPDATE)
-    result.assert_outcomes(passed=1)
-    assert said_of_left_behind(result) == []
-
-
-def test_what_only_the_last_failures_leave_out_is_not_renamed(project: Project) -> None:
-    project.write(my_engine=ENGINE, test_costs=TEST + TEST.replace("_decode", "_again"))
-    project.pytest(UPDATE).assert_outcomes(passed=2)
-    failing = TEST.replace("_decode", "_again").replace("tokens=4", "tokens=0")
-    project.write(test_costs=TEST + failing)
-    project.pytest("-p", "cacheprovider").assert_outcomes(passed=1, failed=1)
-    project.write(test_costs=TEST + TEST.replace("_decode", "_again"))
-    result = project.pytest(UPDATE, "-p", "cacheprovider", "--lf")
-    result.assert_outcomes(passed=1)
-    assert said_of_left_behind(result) == []
-
-
-TWO = """
-    import pytest
-    from my_engine import Engine
-
-    @pytest.mark.parametrize("name", "abcdef")
-    def test_decode(roseinfer_costs, name):
-        roseinfer_costs.check(name, Engine().step, tokens=4)
-"""
-
-
-def test_workers_of_xdist_compare_and_lose_no_update(project: Project) -> None:
-    project.write(my_engine=ENGINE, test_costs=TWO)
-    project.pytest(UPDATE, "-n", "2").assert_outcomes(passed=6)
-    assert len(costs(project)["steps"]) == 6
-    result = project.pytest("--roseinfer-costs", FILE, "-n", "2")
-    result.assert_outcomes(passed=6)
-    result.stdout.fnmatch_lines(["6 did no more than their baselines say"])
-
-
-def test_a_file_of_another_name_and_place(project: Project) -> None:
-    project.ini("roseinfer_costs = kept/by-ini.json")
-    project.write(my_engine=ENGINE, test_costs=TEST)
-    project.pytest(UPDATE).assert_outcomes(passed=1)
-    assert list(costs(project, "kept/by-ini.json")["steps"]) == ["../test_costs.py::test_decode"]
-    project.pytest(UPDATE, "--roseinfer-costs", "asked.json").assert_outcomes(passed=1)
-    assert list(costs(project, "asked.json")["steps"]) == ["test_costs.py::test_decode"]
-    assert not (project.path / FILE).exists()
 
 
 NOTHING_COMPARED = {

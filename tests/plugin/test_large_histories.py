@@ -19,11 +19,12 @@ from pytest_roseinfer import (
 from pytest_roseinfer.cases.large.histories import large_histories
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.oracle.windowed import ORACLES
-from pytest_roseinfer.running.coverage import Coverage, current, set_current
+from pytest_roseinfer.running.coverage import current
 from pytest_roseinfer.search import smallest
 from pytest_roseinfer.suite import large_search
 from pytest_roseinfer.suite.large_history_search import LargeHistories
 from tests.plugin.first_minutes.paged_kv import NoBlocks, PagedKV, Seq
+from tests.plugin.fresh_run import fresh_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -113,12 +114,8 @@ class ForgetsRow65(Cache):
 @pytest.fixture(autouse=True)
 def _profile_dev(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(smallest, "SECONDS", 4.0)
-    before, seen = settings.current(), current()
-    settings.set_current(replace(settings.Settings(), seed=1, failures_dir=None))
-    set_current(Coverage())
-    yield
-    settings.set_current(before)
-    set_current(seen)
+    with fresh_run(settings.Settings(seed=1, failures_dir=None)):
+        yield
 
 
 def search(adapter: type[KVCacheAdapter]) -> None:

@@ -12,11 +12,12 @@ from hypothesis import settings as hypothesis_settings
 from pytest_roseinfer import MixDivergence, conformance, settings
 from pytest_roseinfer.engines.run import run_mix
 from pytest_roseinfer.engines.strategies import large_mixes
-from pytest_roseinfer.running.coverage import Coverage, current, set_current
+from pytest_roseinfer.running.coverage import current
 from pytest_roseinfer.search import search as search_module
 from pytest_roseinfer.suite import engine_tests as checks
 from pytest_roseinfer.targets.roseinfer_engine import RoseinferEngine
 from tests.plugin.engines.toy_engine import ToyAdapter, ToyEngine
+from tests.plugin.fresh_run import fresh_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -43,13 +44,9 @@ class ForgetsLongPrompts(Sized):
 
 @pytest.fixture
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before, seen = settings.current(), current()
-    settings.set_current(replace(before, gpu=True, seed=1, failures_dir=None))
-    set_current(Coverage())
     monkeypatch.setattr(checks, "_SECONDS_OF_LARGE_MIXES", 2.0)
-    yield
-    settings.set_current(before)
-    set_current(seen)
+    with fresh_run(replace(settings.current(), gpu=True, seed=1, failures_dir=None)):
+        yield
 
 
 def search(adapter: type[ToyAdapter]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,11 +10,12 @@ import pytest
 from pytest_roseinfer import MixDivergence, conformance, settings
 from pytest_roseinfer.engines.wide_mixes import REQUESTS, wide_mix, wide_settings
 from pytest_roseinfer.findings.divergence import Difference
-from pytest_roseinfer.running.coverage import Coverage, current, set_current
+from pytest_roseinfer.running.coverage import current
 from pytest_roseinfer.search import smallest
 from pytest_roseinfer.suite import large_search
 from pytest_roseinfer.suite.wide_mix_search import WideMixes
 from tests.plugin.engines.toy_engine import ToyAdapter, ToyEngine
+from tests.plugin.fresh_run import fresh_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -65,12 +65,8 @@ class SaysSo(HasSlots):
 @pytest.fixture(autouse=True)
 def _profile_dev(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(smallest, "SECONDS", 2.0)
-    before, seen = settings.current(), current()
-    settings.set_current(replace(settings.Settings(), examples=20, seed=1, failures_dir=None))
-    set_current(Coverage())
-    yield
-    settings.set_current(before)
-    set_current(seen)
+    with fresh_run(settings.Settings(examples=20, seed=1, failures_dir=None)):
+        yield
 
 
 def search(adapter: type[ToyAdapter]) -> None:
