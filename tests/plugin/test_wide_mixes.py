@@ -81,6 +81,17 @@ def test_an_engine_that_is_right_passes_and_the_largest_sizes_are_told() -> None
     assert target.histories == 32  # those are the drawn ones
 
 
+def test_rows_are_those_of_a_batch_and_not_all_requests() -> None:
+    class Narrow(Wide):
+        option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+            **Wide.option_choices,
+            "batch_size": (2, 8),
+        }
+
+    search(Narrow)
+    assert current().of(Narrow).sizes == "largest: 8 rows, 48 tokens"
+
+
 @pytest.mark.parametrize("rows", [8, 9, 20, 35])
 def test_a_row_that_only_wide_batches_have_is_found(rows: int) -> None:
     with pytest.raises(MixDivergence) as caught:
