@@ -69,6 +69,8 @@ _STILL_HAS_IT = """
     llm = LLM("tiny", device="cuda", tensor_parallel_size=2, kv_cache_tokens=400)
     print(len(llm.generate("Once upon", progress=False)))
 """
+_LETS_GO_AT_ITS_END = _STILL_HAS_IT + "    del llm\n"
+_LETS_GO_OF_NCCL_AT_ITS_END = _LETS_GO_AT_ITS_END.replace("=400", "=400, exchange=False")
 _CANNOT_LOAD = """
     import roseinfer.llm
     def engine(*given):
@@ -79,7 +81,13 @@ _CANNOT_LOAD = """
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "said"), [(_STILL_HAS_IT, 0, "1\n"), (_CANNOT_LOAD, 1, "")]
+    ("code", "status", "said"),
+    [
+        (_STILL_HAS_IT, 0, "1\n"),
+        (_LETS_GO_AT_ITS_END, 0, "1\n"),
+        (_LETS_GO_OF_NCCL_AT_ITS_END, 0, "1\n"),
+        (_CANNOT_LOAD, 1, ""),
+    ],
 )
 def test_a_process_exits(code: str, status: int, said: str) -> None:
     """Its end waits for no other rank, which may be gone."""
