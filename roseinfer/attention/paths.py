@@ -10,6 +10,8 @@ class AttentionPath(StrEnum):
 
     DECODE_TRITON = "attention_decode_triton"
     CHUNK_TRITON = "attention_chunk_triton"
+    PROMPTS = "attention_prompts"
+    """Warpgroups do the same for prompts of many tokens, with the same bits."""
     APPEND_AND_ATTEND = "attention_append_and_attend"
     """This kernel also stores the token that it attends from."""
     SLOTS_REFERENCE = "attention_slots_reference"

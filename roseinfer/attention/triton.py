@@ -36,6 +36,9 @@ class AttentionKernels:
     """Attends for sequences that have one new token."""
     chunks: Callable[..., Tensor]
     """Attends for those that have more."""
+    prompts: Callable[..., Tensor]
+    """Attends for those that have many more, so many tokens a tile as ``prompt_tile`` says."""
+    prompt_tile: Callable[..., int]
     append_and_attend: Callable[..., Tensor]
     """Stores the new tokens of resident sequences and attends from them."""
     append: Callable[..., None]
@@ -52,10 +55,13 @@ def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
     from roseinfer.kernels.attend_chunks import paged_attention_chunks
     from roseinfer.kernels.attend_decode import append_and_attend, paged_attention_decode
     from roseinfer.kernels.rotary import rotate
+    from roseinfer.kernels.warpgroups.prompt_attention import attend_prompts, prompt_tile
 
     return AttentionKernels(
         decode=paged_attention_decode,
         chunks=paged_attention_chunks,
+        prompts=attend_prompts,
+        prompt_tile=prompt_tile,
         append_and_attend=append_and_attend,
         append=launch_identity_pos,
         rotate=rotate,
@@ -85,7 +91,7 @@ class TritonAttention(AttentionBackend):
         self._batch = batch
         self._tables: dict[int, Tensor] = {}
         self._lengths: Tensor | None = None
-        self._tiles: tuple[int, tuple[Tensor, ...]] | None = None
+        self._tiles: dict[int, tuple[Tensor, ...]] = {}
         self._places: dict[int, tuple[Tensor, Tensor]] = {}
 
     def lone_row(self) -> ResidentBatch | None:
@@ -158,21 +164,25 @@ class TritonAttention(AttentionBackend):
 
     def _chunks(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
         """Compute the attention of the sequences behind, which have several new tokens."""
-        self.path_counts[AttentionPath.CHUNK_TRITON] += 1
-        if self._tiles is None:
-            self._tiles = self._cut(batch, query.shape[1] // self.kv.num_heads)
-        tile_q, tiles = self._tiles
         caches, table = self.kv.caches(layer), self._table(batch, layer)
-        longest = max(batch.lengths)
+        traits, longest, most = self.traits[layer], max(batch.lengths), max(batch.counts)
+        tile_q = self._kernels.prompt_tile(query, *caches, traits, most=most, longest=longest)
+        if tile_q:
+            self.path_counts[AttentionPath.PROMPTS] += 1
+            return self._kernels.prompts(query, *caches, table, self._cut(batch, tile_q), traits)
+        self.path_counts[AttentionPath.CHUNK_TRITON] += 1
+        heads = 1 << (query.shape[1] // self.kv.num_heads - 1).bit_length()
+        wanted = 1 << (most - 1).bit_length()
+        tile_q = max(1, _LEAST_ROWS // heads, min(_MOST_ROWS // heads, wanted))
+        tiles = self._cut(batch, tile_q)
         return self._kernels.chunks(
-            query, *caches, table, tiles, self.traits[layer], tile_q=tile_q, longest=longest
+            query, *caches, table, tiles, traits, tile_q=tile_q, longest=longest
         )
 
-    def _cut(self, batch: StepBatch, group_size: int) -> tuple[int, tuple[Tensor, ...]]:
+    def _cut(self, batch: StepBatch, tile_q: int) -> tuple[Tensor, ...]:
         """Cut the sequences behind the single tokens into tiles of tokens, one for a program."""
-        heads = 1 << (group_size - 1).bit_length()
-        wanted = 1 << (max(batch.counts) - 1).bit_length()
-        tile_q = max(1, _LEAST_ROWS // heads, min(_MOST_ROWS // heads, wanted))
+        if tile_q in self._tiles:
+            return self._tiles[tile_q]
         tiles: list[tuple[int, int, int, int]] = []
         row = 0
         for at in range(batch.singles, len(batch.counts)):
@@ -182,7 +192,8 @@ class TritonAttention(AttentionBackend):
                 tiles.append((at, row + begin, min(tile_q, count - begin), first + begin))
             row += count
         columns = [list(column) for column in zip(*tiles, strict=True)]
-        return tile_q, self.staging.stage(columns).columns
+        self._tiles[tile_q] = self.staging.stage(columns).columns
+        return self._tiles[tile_q]
 
     def _table(self, batch: StepBatch, layer: int) -> Tensor:
         """Bring the blocks of every sequence in a group of layers to the device, once a step."""

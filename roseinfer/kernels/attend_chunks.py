@@ -38,7 +38,7 @@ _STAGES = 2
 """Tiles of tokens on their way at once."""
 
 
-def _chunks_moved(given: Given) -> dict[str, int | Callable[[], int]]:
+def chunks_moved(given: Given) -> dict[str, int | Callable[[], int]]:
     """Count every sequence's keys and values up to its last new token, however many read them."""
     query, tables, k_cache = (given[name] for name in ("query", "tables", "k_cache"))
     columns = [given[name] for name in ("sequences", "rows", "counts", "positions")]
@@ -75,7 +75,7 @@ def _chunks_moved(given: Given) -> dict[str, int | Callable[[], int]]:
     }
 
 
-@moves(_chunks_moved)
+@moves(chunks_moved)
 @triton.jit
 def _chunk_kernel(
     query, k_cache, v_cache, tables, sequences, rows, counts, positions, out,

@@ -21,7 +21,7 @@ extern "C" void launch(const Params* p, int late, int programs, int seed) {
     memset(the_shared, 0xff, OWN * programs);
     fibers = new Fiber[n]();
     lanes = new Lane[n]();
-    named = new Named[programs * 2]();
+    named = new Named[programs * MOST_NAMED]();
     char* stacks = (char*)mmap(0, STACK * n, PROT_READ | PROT_WRITE,
                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     for (int i = 0; i < n; i++) {

@@ -23,6 +23,7 @@ struct uint4 { u32 x, y, z, w; };
 struct Lane { u32 seq; u64 value[2][2]; };
 struct Fiber { ucontext_t context; void* left_at[5]; int block, thread; bool begun, over; };
 struct Named { int count; u32 generation; };
+static const int MOST_NAMED = 3;  // barriers of a program
 static Fiber* fibers;
 static int here, threads_of_block;
 static Lane* lanes;
@@ -68,7 +69,7 @@ static void mbar_arrive(u64* b) {
 static void mbar_expect(u64* b, u32 bytes) { ((Mbar*)b)->bytes += bytes; mbar_arrive(b); }
 static void fence_init() {}
 static void bar_sync(int id, int n) {
-    Named* b = &named[BLOCK * 2 + id];
+    Named* b = &named[BLOCK * MOST_NAMED + id];
     u32 before = b->generation;
     if (++b->count == n) { b->count = 0; b->generation++; progress++; return; }
     while (b->generation == before) yield();
@@ -158,6 +159,7 @@ static u16 to_bf16(float v) {
     if ((b & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
     return (u16)((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);
 }
+static u32 two_bf16(float first, float second) { return to_bf16(first) | (u32)to_bf16(second) << 16; }
 static float exp2_flushed(float v) { return exp2f(v); }
 static float exp2_full(float v) { return exp2f(v); }
 static float over(float a, float b) { return a / b; }

@@ -62,8 +62,8 @@ WRONG = {
 def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
     """In a process of its own, for the machine ends that when it refuses something."""
     find, replace = WRONG[bug]
-    assert complaint(find, replace, tmp_path)
+    assert complaint("products", find, replace, tmp_path)
 
 
 def test_nothing_is_wrong_with_it(tmp_path: Path) -> None:
-    assert not complaint("", "", tmp_path)
+    assert not complaint("products", "", "", tmp_path)

@@ -1,13 +1,16 @@
-"""Products that stream tell those who count bytes what they move."""
+"""Kernels of warpgroups tell those who count bytes what they move."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.gates.work.moved.byte_recorder import ByteRecorder
 from pytest_roseinfer.gates.work.moved.operation_bytes import address
+from roseinfer.kernels.warpgroups import prompt_attention
 from roseinfer.kernels.warpgroups.streamed_products import KERNEL, stream
 from tests.warpgroups.products import Product, Shape
+from tests.warpgroups.prompts import Attention, Prompts
 
 if TYPE_CHECKING:
     import ctypes
@@ -23,7 +26,7 @@ class Nothing:
         pass
 
 
-def test_all_is_moved_once() -> None:
+def test_a_product_moves_all_once() -> None:
     shape = Shape(256, 72, biased=True)
     product = Product(shape, 3)
     out = product.room[:, :3]
@@ -37,4 +40,22 @@ def test_all_is_moved_once() -> None:
         address(product.bias): 72 * 2,
         address(out): 3 * 72 * 2,
     }
+    assert not recorder.not_counted
+
+
+def test_attention_moves_what_its_tokens_see_once() -> None:
+    attention = Attention(Prompts([(10, 90), (0, 65)]))
+    tokens, of_token = 100 + 65, 2 * 64 * 2
+    with ByteRecorder("cpu") as recorder:
+        attention.computed(Nothing(), 1)
+    told: Counter[int] = Counter()
+    for move in recorder.moves:
+        if move.by == prompt_attention.KERNEL:
+            assert isinstance(move.amount, int)
+            told[move.address] += move.amount
+    assert told.pop(address(attention.k_cache)) == 2 * tokens * of_token  # both have one storage
+    assert told.pop(address(attention.query)) == attention.query.numel() * 2
+    assert told.pop(address(attention.tables)) == 4 * 8
+    columns = 4 * (3 + 3) * 8  # of three tiles of 32 tokens and of three more
+    assert sum(told.values()) == columns + attention.query.numel() * 2
     assert not recorder.not_counted

@@ -1,4 +1,4 @@
-"""What an emulated machine says of the kernel with something in its source replaced."""
+"""What an emulated machine says of a kernel with something in its source replaced."""
 
 from __future__ import annotations
 
@@ -8,48 +8,91 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roseinfer.kernels.warpgroups.tiles import tiles_for
+from tests.warpgroups import prompts
 from tests.warpgroups.products import Product, Shape, emulated
+from tests.warpgroups.prompts import Attention, Prompts
 
 if TYPE_CHECKING:
-    from tests.persistent.emulated import EmulatedProgram
+    from collections.abc import Callable, Iterator
+
+    from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
+    from roseinfer.kernels.warpgroups.tiles import Tiles
 
 _SHAPES = (Shape(2688, 104), Shape(5120, 72, parts=2), Shape(1472, 72, strips=2))
 """Of more tiles than have room at a time."""
+_PROMPTS = (Prompts([(0, 390), (70, 130), (5, 33)]), Prompts([(300, 90)], group=3, block_size=16))
+_SEEDS = 4
 _ROWS = 13
 _READY = "ready"
 
 
-def complaint(find: str, replace: str, folder: Path) -> str:
-    """Compute some products in another process; return what is wrong there, or nothing.
+def complaint(kernel: str, find: str, replace: str, folder: Path) -> str:
+    """Compute something in another process; return what is wrong there, or nothing.
 
     The machine ends its process when it refuses something, and so may what is written elsewhere.
     """
-    command = [sys.executable, "-m", "tests.warpgroups.wrong", find, replace, str(folder)]
+    command = [sys.executable, "-m", "tests.warpgroups.wrong", kernel, find, replace, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.startswith(_READY), done.stderr
     ended = f"ended with {done.returncode}" if done.returncode else ""
     return done.stdout.removeprefix(_READY).strip() or ended
 
 
-def main(find: str, replace: str, folder: str) -> None:
-    programs = {strips: _program(find, replace, Path(folder), strips) for strips in (1, 2)}
-    print(_READY, flush=True)
+class Replaced:
+    """Sources in which something is replaced, each compiled in a folder of its own."""
+
+    def __init__(self, find: str, replace: str, folder: Path) -> None:
+        self.find, self.replace, self.folder = find, replace, folder
+
+    def source(self, sizes: Tiles | PromptSizes) -> str:
+        text = sizes.source(machine=False)
+        assert not self.find or text.count(self.find) == 1, self.find
+        return text.replace(self.find, self.replace) if self.find else text
+
+    def room(self) -> Path:
+        room = self.folder / str(len(list(self.folder.iterdir())))
+        room.mkdir()
+        return room
+
+
+def _products(replaced: Replaced) -> Iterator[str]:
+    tiles = {strips: tiles_for(_ROWS, strips) for strips in (1, 2)}
+    programs = {
+        strips: emulated(own, replaced.room(), replaced.source(own))
+        for strips, own in tiles.items()
+    }
+    yield _READY
     for shape in _SHAPES:
         product = Product(shape, _ROWS)
         off = (product.computed(programs[shape.strips]).double() - product.expected()).abs().max()
         if product.spoilt():
-            print("numbers are written behind the last row")
+            yield "numbers are written behind the last row"
         if not float(off) < 0.05:
-            print(f"{shape}: off by {off}")
+            yield f"{shape}: off by {off}"
 
 
-def _program(find: str, replace: str, folder: Path, strips: int) -> EmulatedProgram:
-    tiles = tiles_for(_ROWS, strips)
-    text = tiles.source(machine=False)
-    assert not find or text.count(find) == 1, find
-    room = folder / str(strips)
-    room.mkdir()
-    return emulated(tiles, room, text.replace(find, replace) if find else text)
+def _prompts(replaced: Replaced) -> Iterator[str]:
+    programs = [
+        prompts.emulated(own.sizes, replaced.room(), replaced.source(own.sizes)) for own in _PROMPTS
+    ]
+    yield _READY
+    for own, program in zip(_PROMPTS, programs, strict=True):
+        for program.seed in range(_SEEDS):
+            attention = Attention(own, sharp=3.0)
+            off = (attention.computed(program, 3).double() - attention.expected()).abs().max()
+            if not float(off) < prompts.TOLERANCE:
+                yield f"{own}: off by {off}"
+
+
+_KERNELS: dict[str, Callable[[Replaced], Iterator[str]]] = {
+    "products": _products,
+    "prompts": _prompts,
+}
+
+
+def main(kernel: str, find: str, replace: str, folder: str) -> None:
+    for line in _KERNELS[kernel](Replaced(find, replace, Path(folder))):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

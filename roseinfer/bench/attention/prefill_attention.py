@@ -94,8 +94,8 @@ class PrefillRig:
             self.kv, layer, self.query, self.lists, counts, self.traits
         )
 
-    def kernel(self) -> Callable[[int], Tensor]:
-        """Return what attends in a layer as the engine's step of prompts does."""
+    def kernel(self) -> tuple[str, Callable[[int], Tensor]]:
+        """Return what attends in a layer as the engine's step of prompts does, and its path."""
         from roseinfer.attention.triton import TritonAttention
 
         shape, kv = self.shape, self.kv
@@ -104,9 +104,12 @@ class PrefillRig:
         new = StepAppend(kv, lists, counts, one_each=False)
         batch = StepBatch(new, lists, counts, lengths, singles=0)
         staging = IndexStaging(kv.device, kv.work_counts)
-        backend = TritonAttention([self.traits] * self.layers, kv, staging, Counter())
+        paths: Counter[str] = Counter()
+        backend = TritonAttention([self.traits] * self.layers, kv, staging, paths)
         backend.prepare(batch)
-        return lambda layer: backend.attend(batch, layer, self.query)
+        backend.attend(batch, 0, self.query)
+        (path,) = paths
+        return path, lambda layer: backend.attend(batch, layer, self.query)
 
     def torch_attention(self) -> Callable[[int], Tensor]:
         """Return torch's attention of the same keys and values, which it has side by side.
@@ -181,7 +184,8 @@ def time_prefill(
 def _ways(rig: PrefillRig, *, kernels: bool) -> dict[str, Callable[[int], Tensor]]:
     ways: dict[str, Callable[[int], Tensor]] = {}
     if kernels:
-        ways[AttentionPath.CHUNK_TRITON] = rig.kernel()
+        path, attend = rig.kernel()
+        ways[path] = attend
     else:
         ways[AttentionPath.REFERENCE] = rig.reference
     if not rig.shape.stored:

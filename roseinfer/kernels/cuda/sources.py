@@ -19,4 +19,4 @@ def machine(*names: str) -> list[str]:
 
 def shared() -> list[str]:
     """Return the parts that all kernels have, on any machine."""
-    return [part(__package__, name) for name in ("arithmetic", "norm", "barriers")]
+    return [part(__package__, name) for name in ("arithmetic", "norm", "barriers", "context_parts")]

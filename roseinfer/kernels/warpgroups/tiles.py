@@ -7,6 +7,7 @@ from functools import cache
 
 from roseinfer.kernels.cuda import sources
 from roseinfer.kernels.cuda.tensor_maps import SIDE
+from roseinfer.kernels.warpgroups.instructions import add_product
 
 OUTPUTS = 64
 """Of a tile of weights: a warpgroup's product has no fewer."""
@@ -70,7 +71,7 @@ class Tiles:
         """Return the kernel's source; without the machine's part, another must stand in for it."""
         own = sources.machine("machine", "warpgroup") if machine else []
         if machine:
-            own.append(_product_of(self.columns))
+            own.append(add_product(self.columns))
         return "\n".join([*own, *sources.shared(), sources.part(__package__, "streamed")])
 
 
@@ -83,19 +84,3 @@ def tiles_for(rows: int, strips: int) -> Tiles:
     stages = _ROOM // one.stage_bytes
     in_flight = min(stages, _IN_FLIGHT // one.weights_bytes)
     return Tiles(one.columns, groups, strips, one.depth, stages, in_flight)
-
-
-def _product_of(columns: int) -> str:
-    """Return the function that multiplies a tile of weights by one of so many rows."""
-    numbers = columns // 2
-    places = ", ".join(f"%{i}" for i in range(numbers))
-    sums = ", ".join(f'"+f"(d[{i}])' for i in range(numbers))
-    return f"""
-template <>
-DEV void multiply_tiles<{columns}>(float* d, const void* a, const void* b) {{
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
-        "{{{places}}}, %{numbers}, %{numbers + 1}, 1, 1, 1, 0, 0;"
-        : {sums} : "l"(tile_at(a)), "l"(tile_at(b)));
-}}
-"""

@@ -7,6 +7,7 @@ DEV constexpr int power_of_two(int least) {
     while (power < least) power *= 2;
     return power;
 }
+DEV float larger_of(float a, float b) { return fmaxf(a, b); }
 DEV float wide(u16 v) { return as_float((u32)v << 16); }
 DEV float rounded(float v) { return wide(to_bf16(v)); }
 // silu(gate) * up, rounded where the model's own modules round.

@@ -128,6 +128,11 @@ DEV u16 to_bf16(float v) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));
     return r;
 }
+DEV u32 two_bf16(float first, float second) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
+    return r;
+}
 DEV float exp2_flushed(float v) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));

@@ -15,12 +15,51 @@ DEV void copy_rows(void* to, const TensorMap* map, int row, int group, u64* b) {
 }
 
 // Where tensor cores find a tile of rows of 128 bytes, in the order that the copy engine lays them.
-DEV u64 tile_at(const void* p) {
+typedef u64 TilePlace;
+DEV TilePlace tile_at(const void* p) {
     return 1ull << 62 | (u64)(1024 >> 4) << 32 | 1ull << 16 | (at(p) & 0x3ffff) >> 4;
 }
 DEV void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEV void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT>
 DEV void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
+// Where they find a tile of so many columns, in strips of 64, that is added up over its rows.
+DEV TilePlace columns_at(const void* p, int strip) {
+    return 1ull << 62 | (u64)(1024 >> 4) << 32 | (u64)(strip >> 4) << 16 | (at(p) & 0x3ffff) >> 4;
+}
+DEV TilePlace further(TilePlace place, int bytes) { return place + (bytes >> 4); }
+// Multiply 64 rows of 16 numbers by as many columns as the sums are wide, and add that; or forget what was.
 template <int WIDE>
-DEV void multiply_tiles(float* d, const void* a, const void* b);
+DEV void multiply_places(float* d, TilePlace a, TilePlace b);
+template <int WIDE>
+DEV void multiply_places_afresh(float* d, TilePlace a, TilePlace b);
+template <int WIDE>
+DEV void multiply_tiles(float* d, const void* a, const void* b) { multiply_places<WIDE>(d, tile_at(a), tile_at(b)); }
+// The same with what threads hold of the rows.
+template <int WIDE>
+DEV void multiply_held(float* d, const u32* a, TilePlace b);
+
+// What threads have written to shared memory is seen by tensor cores from here on, and by the copy engine.
+DEV void show_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Numbers that products were made of, or have made: the compiler must use them here and not before.
+template <int COUNT>
+DEV void settled(float* numbers) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(numbers[i])::"memory");
+}
+template <int COUNT>
+DEV void settled(u32* numbers) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(numbers[i])::"memory");
+}
+// A number that all threads of a warp have alike, which the compiler does not know else.
+DEV int uniform(int v) { return __shfl_sync(0xffffffffu, v, 0); }
+// True for a warp where it is true in one of its threads.
+DEV bool any(bool v) { return __any_sync(0xffffffffu, v); }
+// What is read soon comes to the first-level cache.
+DEV void ask_for(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+// How many registers each thread of a warpgroup has: those that one gives, another one may take.
+template <int COUNT>
+DEV void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT>
+DEV void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }

@@ -83,7 +83,6 @@ struct alignas(128) Shared {
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives as much");
 
-DEV float larger_of(float a, float b) { return a > b ? a : b; }
 
 // A layer has two halves: attention, and the MLP. A half has a first product, attention or nothing, and
 // a second product, which is added to the residual stream. The head is one more first product.
@@ -96,18 +95,6 @@ DEV void share(int n, int phase, int* first, int* count) {
     int a = rank * n / PROGRAMS;
     *first = a;
     *count = (rank + 1) * n / PROGRAMS - a;
-}
-
-// Where a context is cut into parts, as kernels/context_parts.py has it.
-DEV int part_begin(int part) {
-    int doubled = part / 16 - 1;
-    doubled = doubled > 0 ? doubled : 0;
-    return (part - doubled * 16) * (128 << doubled);
-}
-DEV int part_of(int position) {
-    int doubled = 0;
-    while (position >= 4096 << doubled) doubled++;
-    return position / (128 << doubled) + doubled * 16;
 }
 
 // Go so many tiles forward in the ring; barriers' phases take turns.

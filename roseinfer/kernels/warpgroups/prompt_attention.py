@@ -1,0 +1,205 @@
+"""Launching the attention of prompts by warpgroups, which has the bits of the chunk kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer.kernels.attend_chunks import chunks_moved
+from roseinfer.kernels.cuda.gpu_program import GpuProgram, compiled, early
+from roseinfer.kernels.cuda.nvrtc import CannotCompile
+from roseinfer.kernels.cuda.tensor_maps import MAP_BYTES, SIDE, encoded
+from roseinfer.kernels.moves import announced
+from roseinfer.kernels.scores import score_arguments
+from roseinfer.kernels.warpgroups.prompt_sizes import ROWS, THREADS, TILE_TOKENS, PromptSizes
+from roseinfer.kernels.warpgroups.streamed_products import has_warpgroups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from roseinfer.kernels.warpgroups.streamed_products import Program
+    from roseinfer.layer_traits import LayerTraits
+
+KERNEL = "attend_prompts"
+"""Its name in the source."""
+_LOG = logging.getLogger("roseinfer")
+_FROM = {64: 2048}
+"""Tokens of a context from which on the kernel is faster than Triton's, by the size of heads."""
+_PIECE = 8
+"""Numbers that are read at once, which begin at a multiple of as many."""
+_MOST_CACHE_ROWS = 1 << 31
+_Map = ctypes.c_ubyte * MAP_BYTES
+_PLAIN = {"WINDOW": 0, "SINKING": False, "SLOPED": False}
+
+
+class PromptParams(ctypes.Structure):
+    """The kernel's argument, ``Params`` in its source, which ends at a multiple of 64 bytes."""
+
+    _fields_ = (
+        ("keys", _Map),
+        ("values", _Map),
+        *((name, ctypes.c_void_p) for name in ("query", "k_cache", "v_cache", "out")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("tables", "sequences", "rows", "counts", "positions")
+        ),
+        *(
+            (name, ctypes.c_longlong)
+            for name in ("query_token", "query_head", "out_token", "out_head")
+        ),
+        *((name, ctypes.c_longlong) for name in ("block_rows", "head_rows", "table_width")),
+        *((name, ctypes.c_int) for name in ("tiles", "kv_heads", "programs")),
+        ("scale", ctypes.c_float),
+        ("unused", ctypes.c_ubyte * 48),
+    )
+
+
+def tokens_of_tile(group: int) -> int:
+    """Return how many tokens a program takes."""
+    return ROWS >> (group - 1).bit_length()
+
+
+def prompt_tile(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    traits: LayerTraits,
+    *,
+    most: int,
+    longest: int,
+) -> int:
+    """Return how many tokens a tile has where the kernel is the fastest, and compile it then.
+
+    It is 0 where another attends. A sequence has ``most`` new tokens or fewer, and ``longest`` or
+    fewer in all.
+    """
+    plain = (
+        traits.window is None
+        and traits.cap is None
+        and traits.sinks is None
+        and traits.slopes is None
+    )
+    sizes = _sizes(query, k_cache)
+    tokens = tokens_of_tile(sizes.group)
+    fit = (
+        plain
+        and most > tokens // 2
+        and longest >= _FROM.get(sizes.dim, 0)
+        and has_warpgroups(query.device, query.dtype)
+        and k_cache.dtype is query.dtype
+        and sizes.fit()
+        and _query_lies_well(query)
+        and k_cache.stride() == v_cache.stride()
+        and _cache_lies_well(k_cache)
+        and _cache_lies_well(v_cache)
+    )
+    return tokens if fit and program_of(sizes, query.device) is not None else 0
+
+
+def attend_prompts(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    tiles: tuple[Tensor, ...],
+    traits: LayerTraits,
+    *,
+    program: Program | None = None,
+    programs: int | None = None,
+) -> Tensor:
+    """Compute what ``paged_attention_chunks`` does, with ``tokens_of_tile`` tokens in a tile.
+
+    ``program`` is one that is not that of the device, and ``programs`` how many of it are launched.
+    """
+    sizes = _sizes(query, k_cache)
+    program = program or program_of(sizes, query.device)
+    assert program is not None
+    out = query.new_empty(query.shape)
+    kv_heads, (block_rows, head_rows) = k_cache.shape[1], _rows_between(k_cache)
+    items = len(tiles[0]) * kv_heads
+    programs = min(items, programs or _multiprocessors(query.device))
+    params = PromptParams(
+        _map(program, k_cache), _map(program, v_cache),
+        *(each.data_ptr() for each in (query, k_cache, v_cache, out, tables, *tiles)),
+        *query.stride()[:2], *out.stride()[:2], block_rows, head_rows, tables.stride(0),
+        len(tiles[0]), kv_heads, programs, score_arguments(traits, query).scale,
+    )  # fmt: skip
+    names = "query", "k_cache", "v_cache", "out", "tables", "sequences", "rows", "counts"
+    given = dict(
+        zip((*names, "positions"), (query, k_cache, v_cache, out, tables, *tiles), strict=True)
+    )
+    with announced(KERNEL, partial(_moved, given, sizes)):
+        program.launch(params, programs)
+    return out
+
+
+def _moved(
+    given: Mapping[str, Tensor], sizes: PromptSizes
+) -> list[tuple[Tensor, int | Callable[[], int]]]:
+    more = {"D": sizes.dim, "BLOCK": sizes.block_size, **_PLAIN}
+    return [(given[name], amount) for name, amount in chunks_moved({**given, **more}).items()]
+
+
+def _sizes(query: Tensor, k_cache: Tensor) -> PromptSizes:
+    _, kv_heads, block_size, dim = k_cache.shape
+    return PromptSizes(dim, query.shape[1] // kv_heads, block_size)
+
+
+def _map(program: Program, cache: Tensor) -> ctypes.Array[ctypes.c_ubyte]:
+    """Return the map of a cache as a matrix, of which a tile is tokens that lie in one block."""
+    _, _, block_size, dim = cache.shape
+    rows, at_once = _cache_rows(cache), min(block_size, TILE_TOKENS)
+    where = cache.data_ptr(), rows, dim, dim, at_once, SIDE
+    return _Map.from_buffer_copy(encoded(program.encode, *where))
+
+
+def _rows_between(cache: Tensor) -> tuple[int, int]:
+    """Return how many rows of a matrix lie between blocks, and between heads."""
+    return cache.stride(0) // cache.shape[3], cache.stride(1) // cache.shape[3]
+
+
+def _cache_rows(cache: Tensor) -> int:
+    blocks, kv_heads, block_size, _ = cache.shape
+    block_rows, head_rows = _rows_between(cache)
+    return (blocks - 1) * block_rows + (kv_heads - 1) * head_rows + block_size
+
+
+def _query_lies_well(query: Tensor) -> bool:
+    return (
+        query.stride(2) == 1
+        and query.data_ptr() % (_PIECE * query.element_size()) == 0
+        and all(stride % _PIECE == 0 for stride in query.stride()[:2])
+    )
+
+
+def _cache_lies_well(cache: Tensor) -> bool:
+    dim = cache.shape[3]
+    return (
+        cache.stride()[2:] == (dim, 1)
+        and cache.data_ptr() % (_PIECE * cache.element_size()) == 0
+        and all(stride % dim == 0 for stride in cache.stride()[:2])
+        and _cache_rows(cache) < _MOST_CACHE_ROWS
+    )
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def program_of(sizes: PromptSizes, device: torch.device) -> GpuProgram | None:
+    """Compile and load the kernel, or return None where it cannot be."""
+    try:
+        cubin = compiled(sizes.source(), sizes.defines(), device)
+        return GpuProgram(cubin, KERNEL, THREADS, sizes.shared_bytes, device, early())
+    except CannotCompile as error:
+        first = str(error).partition("\n")[0]
+        _LOG.warning("prompts are attended to in Triton's kernel: %s", first)
+        return None

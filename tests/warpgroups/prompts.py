@@ -1,0 +1,119 @@
+"""Prompts that are attended to, and what their attention should be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from roseinfer.kernels.warpgroups.prompt_attention import attend_prompts, tokens_of_tile
+from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
+from roseinfer.layer_traits import LayerTraits
+from tests.persistent.emulated import EmulatedProgram
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from roseinfer.kernels.warpgroups.streamed_products import Program
+
+TOLERANCE = 2e-2
+_MACHINE = Path(__file__).parent / "warpgroup.h"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Sequences as (tokens stored before, new ones), and the heads that look at them."""
+
+    sequences: Sequence[tuple[int, int]]
+    kv_heads: int = 2
+    group: int = 4
+    dim: int = 64
+    block_size: int = 64
+
+    @property
+    def sizes(self) -> PromptSizes:
+        return PromptSizes(self.dim, self.group, self.block_size)
+
+
+class Attention:
+    """A cache whose blocks lie in any order, with NaN wherever no token is stored, and queries."""
+
+    def __init__(self, prompts: Prompts, device: str = "cpu", *, sharp: float = 1.0) -> None:
+        draw = torch.Generator().manual_seed(len(prompts.sequences) + prompts.block_size)
+
+        def numbers(*size: int) -> Tensor:
+            return torch.randn(size, generator=draw).bfloat16().to(device)
+
+        self.prompts = prompts
+        heads, size, dim = prompts.kv_heads, prompts.block_size, prompts.dim
+        lengths = [before + new for before, new in prompts.sequences]
+        held = [-(-length // size) for length in lengths]
+        # As layers are of a whole cache: blocks of both lie further apart than they are long.
+        room = torch.full((2, sum(held) + 1, heads, size, dim), float("nan"), dtype=torch.bfloat16)
+        self.k_cache, self.v_cache = room.to(device)
+        blocks = iter((torch.randperm(sum(held), generator=draw) + 1).tolist())
+        self.tables = torch.zeros((len(held), max(held)), dtype=torch.int64)
+        for at, (length, count) in enumerate(zip(lengths, held, strict=True)):
+            for block in range(count):
+                own = self.tables[at, block] = next(blocks)
+                inside = min(size, length - block * size)
+                for cache in (self.k_cache, self.v_cache):
+                    cache[own, :, :inside] = numbers(heads, inside, dim)
+        self.tables = self.tables.to(device)
+        new = sum(count for _, count in prompts.sequences)
+        # Queries lie beside keys and values.
+        wide = numbers(new, heads * (prompts.group + 2), dim) * sharp
+        self.query = wide[:, : heads * prompts.group]
+        self.traits = LayerTraits(dim**-0.5)
+        self.device = device
+
+    def tiles(self, tokens: int) -> tuple[Tensor, ...]:
+        """Cut the sequences into tiles of so many tokens, as a forward pass does it."""
+        sequences = self.prompts.sequences
+        begins = accumulate((new for _, new in sequences), initial=0)
+        found = [
+            (at, row + begin, min(tokens, new - begin), before + begin)
+            for at, ((before, new), row) in enumerate(
+                zip(self.prompts.sequences, begins, strict=False)
+            )
+            for begin in reversed(range(0, new, tokens))
+        ]
+        return tuple(torch.tensor(found, device=self.device).T.contiguous())
+
+    def computed(self, program: Program | None = None, programs: int | None = None) -> Tensor:
+        """Have the kernel compute it."""
+        given = self.query, self.k_cache, self.v_cache, self.tables
+        tiles = self.tiles(tokens_of_tile(self.prompts.group))
+        return attend_prompts(*given, tiles, self.traits, program=program, programs=programs)
+
+    def expected(self) -> Tensor:
+        """Compute it in float64."""
+        out = torch.empty(self.query.shape, dtype=torch.float64)
+        row = 0
+        for (before, new), table in zip(self.prompts.sequences, self.tables.cpu(), strict=True):
+            length = before + new
+            keys, values = (
+                cache.cpu()[table].transpose(1, 2).flatten(0, 1)[:length].double()
+                for cache in (self.k_cache, self.v_cache)
+            )
+            seen = torch.arange(length)[None] <= torch.arange(before, length)[:, None]
+            for head in range(out.shape[1]):
+                kv_head = head // self.prompts.group
+                scores = self.query[row : row + new, head].cpu().double() @ keys[:, kv_head].T
+                weights = (scores * self.traits.scale).masked_fill(~seen, -torch.inf).softmax(1)
+                out[row : row + new, head] = weights @ values[:, kv_head]
+            row += new
+        return out
+
+
+def emulated(
+    sizes: PromptSizes, folder: Path, text: str | None = None, **more: object
+) -> EmulatedProgram:
+    """Return the kernel for an emulated machine; ``text`` is what runs in place of its source."""
+    source = text or sizes.source(machine=False)
+    return EmulatedProgram(sizes, folder, text="\n".join([_MACHINE.read_text(), source]), **more)  # type: ignore[arg-type]

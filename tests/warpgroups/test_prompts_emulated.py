@@ -1,0 +1,82 @@
+"""Attention of prompts by warpgroups, on an emulated machine, against float64."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.persistent.emulated import COMPILER
+from tests.warpgroups.prompts import TOLERANCE, Attention, Prompts, emulated
+from tests.warpgroups.wrong import complaint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+
+CASES = {
+    "a prompt": Prompts([(0, 200)]),
+    "one token": Prompts([(0, 1), (64, 1), (63, 1)]),
+    "at the ends of tiles": Prompts([(0, 63), (0, 64), (0, 65), (1, 63), (64, 64)]),
+    "behind what is stored": Prompts([(70, 130), (4100, 20), (127, 3), (5, 33)]),
+    "small blocks": Prompts([(0, 150), (300, 90)], group=3, block_size=16),
+    "large blocks": Prompts([(0, 150), (130, 70)], group=1, kv_heads=1, block_size=128),
+    "large heads": Prompts([(0, 150), (30, 33)], dim=128, group=8, block_size=32),
+    "one token a warpgroup": Prompts([(60, 9)], group=16, block_size=8),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_of_prompts(case: str, tmp_path: Path) -> None:
+    prompts = CASES[case]
+    program = emulated(prompts.sizes, tmp_path)
+    attention = Attention(prompts, sharp=3.0)
+    want = attention.expected()
+    for programs in (1, 2, 5):
+        for program.seed in range(3):
+            got = attention.computed(program, programs).double()
+            assert float((got - want).abs().max()) < TOLERANCE
+
+
+WRONG = {
+    "keys are not waited for": (
+        "        wait_for(&s->keys_there[k.slot], k.parity);\n        wait_for(&s->values_there",
+        "        wait_for(&s->values_there",
+    ),
+    "keys are given back before they are read": (
+        "        wait_for_products<1>();\n",
+        "        give_back(s->keys_read, &k);\n        wait_for_products<1>();\n",
+    ),
+    "some of a warp still wait when it says that they have": (
+        "            sync_warp();  // before one of it says for all that they have waited\n",
+        "",
+    ),
+    "what is stored behind the last token counts": (
+        "if (begin + TILE_T > item.last()) clear_behind",
+        "if (false) clear_behind",
+    ),
+    "a token sees itself twice": (">= position[i / 2 % 2]", "> position[i / 2 % 2]"),
+    "a token does not see itself": ("all_total[half] = 1;", "all_total[half] = 0;"),
+    "the next item's queries come too soon": (
+        "        meet();  // the last item's queries are read\n",
+        "",
+    ),
+    "a part begins with what is left of the one before": (
+        "            for (int i = 0; i < SUMS; i++) sums[i] = 0;\n        } else",
+        "            for (int i = 0; i < 0; i++) sums[i] = 0;\n        } else",
+    ),
+    "an item is left out": ("if (i < items)", "if (i + 1 < items)"),
+    "heads behind the group are stored": (" && own_row % TILE_G < GROUP", ""),
+}
+
+
+@pytest.mark.parametrize("bug", WRONG)
+def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
+    """In a process of its own, for the machine ends that when it refuses something."""
+    find, replace = WRONG[bug]
+    assert complaint("prompts", find, replace, tmp_path)
+
+
+def test_nothing_is_wrong_with_it(tmp_path: Path) -> None:
+    assert not complaint("prompts", "", "", tmp_path)
