@@ -98,7 +98,6 @@ static void give_registers() {}
 template <int COUNT>
 static void take_registers() {}
 static void ask_for(const void*) {}
-static int uniform(int v) { return v; }
 static bool any(bool v) {
     u64 all[32][2], one = 0;
     post(v, 0, all);

@@ -14,6 +14,7 @@ TILE_TOKENS = 64
 """Tokens that are looked at together."""
 THREADS = 3 * 128
 """Two warpgroups compute, and of a third one a thread fetches. It gives most registers away."""
+_FILES = ("prompt_items", "prompt_fetching", "prompt_attending", "prompts")
 _DIMS = (64, 128)
 _LEAST_BLOCK = 8
 """Tokens: fewer do not begin where the copy engine's order of pieces does."""
@@ -61,4 +62,5 @@ class PromptSizes:
         if machine:
             own += [product(TILE_TOKENS), add_product(TILE_TOKENS)]
             own.append(add_product_of_held(self.dim + _ONES))
-        return "\n".join([*own, *sources.shared(), sources.part(__package__, "prompts")])
+        parts = [sources.part(__package__, name) for name in _FILES]
+        return "\n".join([*own, *sources.shared(), *parts])

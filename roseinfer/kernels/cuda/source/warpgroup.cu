@@ -52,8 +52,6 @@ DEV void settled(u32* numbers) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(numbers[i])::"memory");
 }
-// A number that all threads of a warp have alike, which the compiler does not know else.
-DEV int uniform(int v) { return __shfl_sync(0xffffffffu, v, 0); }
 // True for a warp where it is true in one of its threads.
 DEV bool any(bool v) { return __any_sync(0xffffffffu, v); }
 // What is read soon comes to the first-level cache.

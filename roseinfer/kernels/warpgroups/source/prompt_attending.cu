@@ -1,0 +1,312 @@
+// A warpgroup. Of every 16 rows a thread has two, `row` and `row + 8`, and of every 8 columns two.
+struct Attending {
+    const Params& p;
+    Shared* s;
+    int group, t, warp, lane, row, pair;
+    Turn k, v;
+    Item item;
+    int position[2];        // of its rows' tokens
+    float scores[TILE_T / 2];
+    float top[2], sums[SUMS];  // of the part of the context that is looked at
+    float all_top[2], all_total[2], all[DIM / 2];
+
+    DEV Attending(const Params& params, Shared* shared) : p(params), s(shared), k{0, 0}, v{0, 0} {
+        group = THREAD / 128, t = THREAD % 128, warp = t / 32, lane = t % 32, row = lane / 4, pair = lane % 4;
+    }
+    DEV void meet() const { bar_sync(1 + group, 128); }
+    DEV int token_of(int own_row) const { return (group * ROWS + own_row) / TILE_G; }
+    DEV bool real(int own_row) const { return token_of(own_row) < item.count && own_row % TILE_G < GROUP; }
+    DEV int own_row(int half) const { return warp * 16 + row + half * 8; }
+    DEV long long head_of(int own_row) const { return item.kv_head * GROUP + own_row % TILE_G; }
+
+    DEV void attend(const Item& given, const Item& next) {
+        item = given;
+        t = THREAD % 128;
+        afresh(t);  // what follows from it takes no registers else
+        warp = t / 32, lane = t % 32, row = lane / 4, pair = lane % 4;
+#pragma unroll
+        for (int half = 0; half < 2; half++) position[half] = item.position + token_of(own_row(half));
+        u32 keys[EIGHTS][DIM / 8], two[DIM / 4];
+        uint4 pieces[PIECES];
+        read_queries(pieces);
+        read_own(keys, two);
+        meet();  // the last item's queries are read
+        write_queries(pieces);
+        meet();
+        look_at_own(keys, two);
+        ask_for_queries(next);
+        int tiles = item.tiles(), mine = own_tiles();
+        begin_part();
+        if (mine) look_at_keys();
+        int part = 0, end = part_begin(1);
+        u32 weights[TILE_T / 4];
+        float shrink[2];
+        if (mine) {
+            weigh(0, shrink);
+            round_weights(weights);
+        }
+#pragma unroll 1
+        for (int i = 0; i + 1 < mine; i++) {
+            look_at_tiles(i * TILE_T, weights, (i + 1) * TILE_T == end);
+            if ((i + 1) * TILE_T == end) end = part_begin(++part + 1);
+        }
+        if (mine) {
+            look_at_values((mine - 1) * TILE_T, weights);
+            fold(top);
+        }
+        // Others see more than this warpgroup.
+        for (int i = mine; i < tiles; i++) {
+            wait_for(&s->keys_there[k.slot], k.parity);
+            wait_for(&s->values_there[v.slot], v.parity);
+            sync_warp();  // before one of it says for all that they have waited
+            give_back(s->keys_read, &k);
+            give_back(s->values_read, &v);
+        }
+        store();
+    }
+    DEV int own_tiles() const {
+        int tokens = item.count - group * TOKENS;
+        if (tokens <= 0) return 0;
+        int last = item.position + group * TOKENS + (tokens < TOKENS ? tokens : TOKENS) - 1;
+        return (last + TILE_T - 1) / TILE_T;
+    }
+    DEV void give_back(u64* read, Turn* turn) const {
+        if (lane == 0) mbar_arrive(&read[turn->slot]);
+        turn->forward();
+    }
+
+    // Those of the next item come to the second-level cache meanwhile.
+    DEV void ask_for_queries(const Item& next) const {
+        int token = t / 2 / TILE_G + group * TOKENS, member = t / 2 % TILE_G;
+        if (token >= next.count || member >= GROUP) return;
+        ask_for(p.query + (next.row + token) * p.query_token + (next.kv_head * GROUP + member) * p.query_head + t % 2 * (DIM / 2));
+        if (t % 128 == 0) ask_for(next.table + next.position / BLOCK_SIZE);
+    }
+    // Rows that are no query's have another one's numbers, and are not stored.
+    DEV void read_queries(uint4* pieces) const {
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+            int own = (i * 128 + t) / (DIM / 8), piece = t % (DIM / 8), member = own % TILE_G;
+            member = member < GROUP ? member : 0;
+            pieces[i] = *(const uint4*)(p.query + (item.row + there(token_of(own))) * p.query_token +
+                                        (item.kv_head * GROUP + member) * p.query_head + piece * 8);
+        }
+    }
+    DEV void write_queries(const uint4* pieces) {
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+            int own = (i * 128 + t) / (DIM / 8), piece = t % (DIM / 8);
+            *(uint4*)place_in_queries(own, piece) = pieces[i];
+        }
+        show_copy_engine();
+    }
+    DEV int there(int token) const { return token < item.count ? token : item.count - 1; }
+    DEV void query_fragment(u32* a, int deep) const {
+        load_matrices(a, place_in_queries(warp * 16 + lane % 16, deep * 2 + lane / 16));
+    }
+
+    // Read the keys of a warp's tokens, and the values of a thread's rows' tokens.
+    DEV void read_own(u32 (*keys)[DIM / 8], u32* two) {
+#pragma unroll
+        for (int e = 0; e < EIGHTS; e++) {
+            int token = there(token_of(warp * 16) + e * 8 + row);
+            const u16* key = p.k_cache + item.cache_row(p, item.position + token) * DIM + pair * 2;
+#pragma unroll
+            for (int i = 0; i < DIM / 8; i++) keys[e][i] = cached2(key + i * 8);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int token = there(token_of(own_row(half)));
+            const u16* value = p.v_cache + item.cache_row(p, item.position + token) * DIM + pair * 2;
+#pragma unroll
+            for (int n = 0; n < DIM / 8; n++) two[n * 2 + half] = cached2(value + n * 8);
+        }
+    }
+    // Look at the rows' own tokens, whose products are the diagonal of one with all of the warp's tokens.
+    DEV void look_at_own(const u32 (*keys)[DIM / 8], const u32* two) {
+        int first = token_of(warp * 16);
+        float d[EIGHTS][4];
+#pragma unroll
+        for (int i = 0; i < EIGHTS * 4; i++) d[i / 4][i % 4] = 0;
+#pragma unroll
+        for (int deep = 0; deep < DIM / 16; deep++) {
+            u32 a[4];
+            query_fragment(a, deep);
+#pragma unroll
+            for (int e = 0; e < EIGHTS; e++) mma(d[e], a[0], a[1], a[2], a[3], keys[e][deep * 2], keys[e][deep * 2 + 1]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int token = token_of(own_row(half));
+            float product = 0;
+#pragma unroll
+            for (int i = 0; i < EIGHTS * 2; i++)
+                if (token - first == i / 2 * 8 + pair * 2 + i % 2) product = d[i / 2][half * 2 + i % 2];
+            product += shfl(product, 1);
+            product += shfl(product, 2);
+            all_top[half] = product * p.scale;
+            all_total[half] = 1;
+        }
+#pragma unroll
+        for (int i = 0; i < DIM / 4; i++) {
+            all[i * 2] = wide((u16)two[i]);
+            all[i * 2 + 1] = wide((u16)(two[i] >> 16));
+        }
+    }
+
+    DEV void begin_part() {
+#pragma unroll
+        for (int half = 0; half < 2; half++) top[half] = as_float(0xff800000u);  // minus infinity
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) sums[i] = 0;
+    }
+    // Look at the first tile's keys, behind which there is nothing to be multiplied yet.
+    DEV void look_at_keys() {
+        wait_for(&s->keys_there[k.slot], k.parity);
+        begin_products();
+        multiply_keys();
+        end_products();
+        wait_for_products<0>();
+        settled<TILE_T / 2>(scores);
+        give_back(s->keys_read, &k);
+    }
+    DEV void multiply_keys() {
+        TilePlace queries = tile_at(s->queries[group]), keys = tile_at(s->keys[k.slot]);
+#pragma unroll
+        for (int i = 0; i < DIM / 16; i++) {
+            int bytes = i / 4 * STRIP + i % 4 * 32;
+            if (i) multiply_places<TILE_T>(scores, further(queries, bytes), further(keys, bytes));
+            else multiply_places_afresh<TILE_T>(scores, queries, keys);
+        }
+    }
+    // Multiply a tile's weights by its values, and make weights of the next one's scores meanwhile.
+    DEV void look_at_tiles(int begin, u32* weights, bool ends) {
+        wait_for(&s->keys_there[k.slot], k.parity);
+        wait_for(&s->values_there[v.slot], v.parity);
+        begin_products();
+        multiply_keys();
+        end_products();
+        begin_products();
+        multiply_values(weights);
+        end_products();
+        wait_for_products<1>();
+        settled<TILE_T / 2>(scores);
+        give_back(s->keys_read, &k);
+        float shrink[2], before[2] = {top[0], top[1]};
+        if (ends) top[0] = top[1] = as_float(0xff800000u);
+        weigh(begin + TILE_T, shrink);
+        wait_for_products<0>();
+        settled<SUMS>(sums);
+        settled<TILE_T / 4>(weights);
+        give_back(s->values_read, &v);
+        if (ends) {
+            fold(before);
+#pragma unroll
+            for (int i = 0; i < SUMS; i++) sums[i] = 0;
+        } else if (any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+#pragma unroll
+            for (int i = 0; i < SUMS; i++) sums[i] *= shrink[i / 2 % 2];
+        }
+        round_weights(weights);
+    }
+    DEV void multiply_values(const u32* weights) {
+        TilePlace values = columns_at(s->values[v.slot], STRIP);
+#pragma unroll
+        for (int i = 0; i < TILE_T / 16; i++)
+            multiply_held<DIM + ONES>(sums, weights + i * 4, further(values, i * 16 * SIDE * 2));
+    }
+    // The last tile.
+    DEV void look_at_values(int begin, u32* weights) {
+        wait_for(&s->values_there[v.slot], v.parity);
+        if (begin + TILE_T > item.last()) clear_behind(item.last() - begin);
+        begin_products();
+        multiply_values(weights);
+        end_products();
+        wait_for_products<0>();
+        settled<SUMS>(sums);
+        settled<TILE_T / 4>(weights);
+        give_back(s->values_read, &v);
+    }
+    // What is stored behind the last token that is seen may be anything, and nothing times that NaN.
+    DEV void clear_behind(int tokens) {
+        const uint4 nothing = {0, 0, 0, 0};
+        for (int i = tokens * 8 + t; i < TILE_T * 8; i += 128)
+#pragma unroll
+            for (int deep = 0; deep < DEEP; deep++) *(uint4*)(s->values[v.slot] + deep * STRIP + i * 16) = nothing;
+        show_copy_engine();
+        meet();
+    }
+    // Make weights of a tile's scores, and shrink what was seen before.
+    DEV void weigh(int begin, float* shrink) {
+        const float NOTHING = as_float(0xff800000u);  // minus infinity
+        if (begin + TILE_T > item.position + group * TOKENS) {
+#pragma unroll
+            for (int i = 0; i < TILE_T / 2; i++)
+                if (begin + i / 4 * 8 + pair * 2 + i % 2 >= position[i / 2 % 2]) scores[i] = NOTHING;
+        }
+        float less[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float some[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) some[i] = larger_of(scores[i * 4 + half * 2], scores[i * 4 + half * 2 + 1]);
+#pragma unroll
+            for (int i = 4; i < TILE_T / 8; i++)
+                some[i % 4] = larger_of(some[i % 4], larger_of(scores[i * 4 + half * 2], scores[i * 4 + half * 2 + 1]));
+            float most = larger_of(larger_of(some[0], some[1]), larger_of(some[2], some[3]));
+            most = larger_of(most, shfl(most, 1));
+            most = larger_of(most, shfl(most, 2));
+            float higher = larger_of(top[half], most * p.scale);
+            less[half] = higher == NOTHING ? 0.0f : higher;
+            shrink[half] = exp2_flushed(top[half] - less[half]);
+            top[half] = higher;
+        }
+#pragma unroll
+        for (int i = 0; i < TILE_T / 2; i++) scores[i] = exp2_flushed(times_plus(scores[i], p.scale, -less[i / 2 % 2]));
+    }
+    DEV void round_weights(u32* weights) const {
+#pragma unroll
+        for (int i = 0; i < TILE_T / 4; i++) weights[i] = two_bf16(scores[i * 2], scores[i * 2 + 1]);
+    }
+    // Add what was seen of a part to what was seen before it.
+    DEV void fold(const float* top) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float higher = larger_of(all_top[half], top[half]);
+            float shrink = exp2_flushed(all_top[half] - higher), weight = exp2_flushed(top[half] - higher);
+            all_top[half] = higher;
+            all_total[half] = all_total[half] * shrink + sums[DIM / 2 + half * 2] * weight;
+#pragma unroll
+            for (int i = 0; i < DIM / 4; i++) {
+                int at = i / 2 * 4 + half * 2 + i % 2;
+                all[at] = all[at] * shrink + sums[at] * weight;
+            }
+        }
+    }
+    // The queries have been read: what comes of them goes where they lay, and then row by row.
+    DEV void store() {
+        meet();
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int n = 0; n < DIM / 8; n++) {
+                const float* two = all + n * 4 + half * 2;
+                *(u32*)(place_in_queries(own_row(half), n) + pair * 4) =
+                    two_bf16(over(two[0], all_total[half]), over(two[1], all_total[half]));
+            }
+        }
+        sync_warp();
+        constexpr int LANES = DIM / 8;  // of a row
+#pragma unroll
+        for (int i = 0; i < 16; i += 32 / LANES) {
+            int own = warp * 16 + i + lane / LANES, piece = lane % LANES;
+            uint4 numbers = *(const uint4*)place_in_queries(own, piece);
+            if (real(own))
+                *(uint4*)(p.out + (item.row + token_of(own)) * p.out_token + head_of(own) * p.out_head + piece * 8) = numbers;
+        }
+    }
+    // Where 8 numbers of a row lie, in the order that the copy engine would lay them.
+    DEV unsigned char* place_in_queries(int own, int piece) const {
+        return s->queries[group] + piece / 8 * STRIP + own * SIDE * 2 + ((piece % 8 ^ own % 8) << 4);
+    }
+};
