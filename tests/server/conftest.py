@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from roseinfer import LLM
 from tests.server.served import running
 
 if TYPE_CHECKING:
@@ -24,3 +25,9 @@ def _shared_server() -> Iterator[Server]:
 def server(_shared_server: Server) -> Iterator[Server]:
     yield _shared_server
     _shared_server.await_idleness()
+
+
+@pytest.fixture(scope="session")
+def alone() -> LLM:
+    """Generates what a server has to, without one."""
+    return LLM("tiny", device="cpu", dtype="float32", kv_cache_tokens=8192, prefix_cache=False)

@@ -88,20 +88,24 @@ def test_a_developer_is_the_system(server: Server) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_of_a_chat(server: Server, stream: bool) -> None:
+def test_log_probabilities_of_a_chat_say_which_bytes_a_token_has(
+    server: Server, stream: bool
+) -> None:
+    asked: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": 24}
     with server.client() as client:
         answer = client.chat.completions.create(
-            model=MODEL, messages=MESSAGES, seed=3, max_tokens=24, logprobs=True, stream=stream
+            model=MODEL, **asked, logprobs=True, top_logprobs=1, stream=stream
         )
         found = [
             token
             for each in (answer if stream else [answer])
             for token in each.choices[0].logprobs.content
         ]
-    assert len(found) == 24
     data = b"".join(bytes(token.bytes) for token in found)
-    assert data.decode(errors="replace") == continued(server)
-    assert all(token.logprob <= 0 and token.top_logprobs == [] for token in found)
+    assert data.decode(errors="replace") == continued(server, temperature=0)
+    for token in found:
+        (likeliest,) = token.top_logprobs
+        assert (likeliest.token, likeliest.bytes) == (token.token, token.bytes)
 
 
 def test_choices_of_a_chat_stream_side_by_side(server: Server) -> None:

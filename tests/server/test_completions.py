@@ -1,99 +1,33 @@
-"""``/v1/completions`` by OpenAI's own client, and beside what the engine generates alone."""
+"""``/v1/completions`` by OpenAI's own client."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from openai import NOT_GIVEN
 
-from roseinfer import LLM, SamplingParams
+from roseinfer import SamplingParams
+from tests.server.clients import Asking, by_both_clients
 from tests.server.served import MODEL
 
 if TYPE_CHECKING:
+    from roseinfer import LLM
     from tests.server.served import Server
 
 PROMPT = "Once upon a time"
-EXTENSIONS: list[dict[str, Any]] = [
-    {"top_k": 3},
-    {"top_k": -1},
-    {"min_p": 0.2},
-    {"repetition_penalty": 1.3},
-    {"ignore_eos": True},
-]
-OPTIONS: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"temperature": 1.5},
-    {"top_p": 0.5},
-    {"max_tokens": 40},
-    {"stop": "a"},
-    {"stop": ["b", "\n", "the"]},
-    {"seed": -5},
-    {"user": "somebody"},
-    {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1},
-    *({"extra_body": each} for each in EXTENSIONS),
-]
 
 
-@pytest.fixture(scope="module")
-def alone() -> LLM:
-    return LLM("tiny", device="cpu", dtype="float32", kv_cache_tokens=8192, prefix_cache=False)
-
-
-def expected(llm: LLM, prompt: Any, options: dict[str, Any]) -> tuple[str | None, str]:
-    """Generate without a server what these options ask one for."""
-    given = {"temperature": 1.0, "seed": 7, "max_tokens": 16} | options
-    given |= given.pop("extra_body", {})
-    for unused in ("user", "presence_penalty", "frequency_penalty", "logit_bias", "best_of"):
-        given.pop(unused, None)
-    if given.get("top_k") == -1:
-        del given["top_k"]
-    stop = given.pop("stop", ())
-    params = SamplingParams(
-        max_new_tokens=given.pop("max_tokens"),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        **given,
-    )
-    (output,) = llm.generate([prompt], params)
-    return output.text, output.finish_reason
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=repr)
-@pytest.mark.parametrize("stream", [False, True])
-def test_every_option_means_what_the_engine_means_by_it(
-    server: Server, alone: LLM, options: dict[str, Any], stream: bool
-) -> None:
-    asked = {"model": MODEL, "prompt": PROMPT, "seed": 7, "stream": stream} | options
-    with server.client() as client:
-        answer = client.completions.create(**asked)
-        if stream:
-            choices = [chunk.choices[0] for chunk in answer]
-            got = "".join(each.text for each in choices), choices[-1].finish_reason
-            assert all(each.finish_reason is None for each in choices[:-1])
-        else:
-            (choice,) = answer.choices
-            got = choice.text, choice.finish_reason
-    assert got == expected(alone, PROMPT, options)
-
-
-def test_the_async_client_gets_the_same(server: Server, alone: LLM) -> None:
-    async def ask() -> tuple[str, str]:
-        async with server.async_client() as client:
-            asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "seed": 7}
-            whole = await client.completions.create(**asked)
-            stream = await client.completions.create(**asked, stream=True)
-            parts = [chunk.choices[0].text async for chunk in stream]
-            return whole.choices[0].text, "".join(parts)
-
-    text, _ = expected(alone, PROMPT, {})
-    assert asyncio.run(ask()) == (text, text)
+def continued(llm: LLM, prompt: str, seed: int = 7) -> str:
+    """Return what follows a prompt without a server."""
+    params = SamplingParams(temperature=1.0, seed=seed, max_new_tokens=16)
+    return llm.generate([prompt], params)[0].text or ""
 
 
 def test_many_choices_for_many_prompts(server: Server, alone: LLM) -> None:
     """Choice ``i`` of a prompt has the seed plus ``i``."""
-    prompts: list[Any] = [PROMPT, "A rose is"]
-    wanted = [expected(alone, prompt, {"seed": 7 + at})[0] for prompt in prompts for at in range(3)]
+    prompts = [PROMPT, "A rose is"]
+    wanted = [continued(alone, prompt, 7 + at) for prompt in prompts for at in range(3)]
     assert len(set(wanted)) == len(wanted)
     with server.client() as client:
         asked: dict[str, Any] = {"model": MODEL, "prompt": prompts, "n": 3, "seed": 7}
@@ -128,7 +62,7 @@ def test_choices_share_what_is_stored_of_their_prompt(server: Server) -> None:
 def test_token_ids_are_prompts_too(server: Server, alone: LLM, prompt: Any) -> None:
     with server.client() as client:
         answer = client.completions.create(model=MODEL, prompt=prompt, seed=7, echo=True)
-    assert answer.choices[0].text == PROMPT + (expected(alone, PROMPT, {})[0] or "")
+    assert answer.choices[0].text == PROMPT + continued(alone, PROMPT)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -152,29 +86,26 @@ def test_top_p_0_leaves_the_likeliest_token(server: Server) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_have_openais_shape(server: Server, alone: LLM, stream: bool) -> None:
-    params = SamplingParams(temperature=0, max_new_tokens=12, logprobs=True)
-    (output,) = alone.generate([PROMPT], params)
+def test_log_probabilities_say_which_bytes_a_token_has_and_where_it_begins(
+    server: Server, stream: bool
+) -> None:
+    text = ""
     tokens: list[str] = []
-    logprobs: list[float] = []
     offsets: list[int] = []
     with server.client() as client:
         asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0}
         answer = client.completions.create(**asked, max_tokens=12, logprobs=0, stream=stream)
         for each in answer if stream else [answer]:
-            found = each.choices[0].logprobs
-            assert found is not None
-            tokens += found.tokens or []
-            logprobs += found.token_logprobs or []
-            offsets += found.text_offset or []
-    assert logprobs == pytest.approx(output.logprobs, abs=1e-4)
+            text += each.choices[0].text
+            tokens += each.choices[0].logprobs.tokens
+            offsets += each.choices[0].logprobs.text_offset
     data = b"".join(
         bytes.fromhex(token[6:].replace("\\x", ""))
         if token.startswith("bytes:")
         else token.encode()
         for token in tokens
     )
-    assert data.decode(errors="replace") == output.text
+    assert data.decode(errors="replace") == text
     assert offsets == sorted(offsets)
     assert offsets[0] == 0
 
@@ -202,14 +133,23 @@ def test_usage_comes_last_and_only_if_it_is_asked_for(server: Server) -> None:
                 assert chunks[-1].choices == []
 
 
-def test_usage_so_far_is_in_every_chunk_if_it_is_asked_for(server: Server) -> None:
+@pytest.mark.parametrize(
+    ("method", "prompt"),
+    [
+        ("completions.create", {"prompt": "x"}),
+        ("chat.completions.create", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+@by_both_clients
+def test_usage_so_far_is_in_every_chunk_if_it_is_asked_for(
+    server: Server, asking: Asking, method: str, prompt: dict[str, Any]
+) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    asked = {"prompt": "x", "max_tokens": 9, "temperature": 0, "stream": True}
-    answer = server.post("completions", **asked, stream_options=options)
-    counts = [event["usage"]["completion_tokens"] for event in answer.events]
+    asked = {"model": MODEL, "max_tokens": 9, "temperature": 0, "stream_options": options}
+    parts = asking(server, method, **asked | prompt, stream=True)
+    counts = [part.usage.completion_tokens for part in parts]
     assert counts == sorted(counts)
     assert counts[-1] == 9
-    assert answer.data.endswith(b"data: [DONE]\n\n")
 
 
 def test_tokens_found_in_the_prefix_cache_are_said(server: Server) -> None:

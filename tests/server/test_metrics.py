@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer import __version__
 from roseinfer.server.metrics import Seconds
+from tests.server.clients import Asking, by_both_clients
 from tests.server.served import MODEL, running
 
 if TYPE_CHECKING:
@@ -165,12 +166,16 @@ def test_it_can_be_left_out(capfd: pytest.CaptureFixture[str]) -> None:
 # --------------------------------------------------------------------------------- small things
 
 
-def test_models_and_version(server: Server) -> None:
-    with server.client() as client:
-        (model,) = client.models.list().data
-        assert model == client.models.retrieve(MODEL)
+@by_both_clients
+def test_models(server: Server, asking: Asking) -> None:
+    (page,) = asking(server, "models.list")
+    (model,) = page.data
+    assert asking(server, "models.retrieve", model=MODEL) == [model]
     assert (model.id, model.object, model.owned_by) == (MODEL, "model", "roseinfer")
     assert model.max_model_len == 1024
+
+
+def test_version(server: Server) -> None:
     assert server.ask("GET", "/version").json == {"version": __version__}
 
 

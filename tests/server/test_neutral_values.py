@@ -23,6 +23,7 @@ EVERYWHERE: list[dict[str, Any]] = [
     {"store": False},
     {"stream": False},
     {"temperature": 1},
+    {"top_k": -1},
     {"top_p": 1},
     {"user": "somebody"},
 ]

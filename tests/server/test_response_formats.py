@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from tests.server.clients import Asking, by_both_clients
 from tests.server.served import MODEL
 
 if TYPE_CHECKING:
@@ -54,14 +55,12 @@ def test_a_stream_says_the_same(server: Server) -> None:
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_the_clients_own_parser(server: Server) -> None:
-    with server.client() as client:
-        chat = client.chat.completions.parse(
-            model=MODEL, messages=MESSAGES, response_format=Person, max_tokens=300, seed=2
-        )
-        response = client.responses.parse(
-            model=MODEL, input="Who?", text_format=Person, max_output_tokens=300
-        )
+@by_both_clients
+def test_the_clients_own_parser(server: Server, asking: Asking) -> None:
+    chats: dict[str, Any] = {"messages": MESSAGES, "response_format": Person, "max_tokens": 300}
+    (chat,) = asking(server, "chat.completions.parse", model=MODEL, **chats, seed=2)
+    responses = {"input": "Who?", "text_format": Person, "max_output_tokens": 300}
+    (response,) = asking(server, "responses.parse", model=MODEL, **responses)
     assert isinstance(chat.choices[0].message.parsed, Person)
     assert isinstance(response.output_parsed, Person)
 

@@ -1,4 +1,4 @@
-"""Penalties, and log-probabilities of the likeliest tokens and of prompts, by the engine."""
+"""Log-probabilities of prompts, which are the engine's."""
 
 from __future__ import annotations
 
@@ -6,73 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roseinfer import LLM, SamplingParams
+from roseinfer import SamplingParams
+from tests.server.clients import Asking, by_both_clients
 from tests.server.served import MODEL
 
 if TYPE_CHECKING:
+    from roseinfer import LLM
     from tests.server.served import Server
 
 PROMPT = "Once upon a time"
-
-
-@pytest.fixture(scope="module")
-def alone() -> LLM:
-    return LLM("tiny", device="cpu", dtype="float32", kv_cache_tokens=8192, prefix_cache=False)
-
-
-def output(llm: LLM, **options: Any) -> Any:
-    params = SamplingParams(temperature=0, max_new_tokens=12, **options)
-    return llm.generate([PROMPT], params)[0]
-
-
-@pytest.mark.parametrize("options", [{"presence_penalty": 2}, {"frequency_penalty": -1.5}])
-def test_penalties_are_those_of_the_engine(
-    server: Server, alone: LLM, options: dict[str, Any]
-) -> None:
-    with server.client() as client:
-        answer = client.completions.create(
-            model=MODEL, prompt=PROMPT, temperature=0, max_tokens=12, **options
-        )
-    assert answer.choices[0].text == output(alone, **options).text
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_likeliest_tokens_of_a_completion(server: Server, alone: LLM, stream: bool) -> None:
-    wanted = output(alone, top_logprobs=3)
-    texts = server.service.token_texts
-    found: list[dict[str, float]] = []
-    with server.client() as client:
-        asked = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 12}
-        answer = client.completions.create(**asked, logprobs=3, stream=stream)
-        for each in answer if stream else [answer]:
-            found += each.choices[0].logprobs.top_logprobs
-    for top, own in zip(found, wanted.top_logprobs, strict=True):
-        assert top == pytest.approx({texts[token][0]: value for token, value in own}, abs=1e-4)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_likeliest_tokens_of_a_chat(server: Server, stream: bool) -> None:
-    with server.client() as client:
-        answer = client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": "x"}],
-            logprobs=True,
-            top_logprobs=4,
-            max_tokens=9,
-            temperature=0,
-            stream=stream,
-        )
-        found = [
-            token
-            for each in (answer if stream else [answer])
-            for token in each.choices[0].logprobs.content
-        ]
-    assert len(found) == 9
-    for token in found:
-        tops = token.top_logprobs
-        assert len(tops) == 4
-        assert (tops[0].token, tops[0].bytes) == (token.token, token.bytes)
-        assert [top.logprob for top in tops] == sorted((t.logprob for t in tops), reverse=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -109,26 +51,26 @@ def test_a_prompt_may_be_scored_alone(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@by_both_clients
 def test_an_echo_has_the_prompts_log_probabilities(
-    server: Server, alone: LLM, stream: bool
+    server: Server, alone: LLM, asking: Asking, stream: bool
 ) -> None:
-    wanted = output(alone, logprobs=True, prompt_logprobs=True)
-    with server.client() as client:
-        asked = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 12, "n": 2}
-        answer = client.completions.create(**asked, logprobs=1, echo=True, stream=stream)
-        values: list[list[float | None]] = [[], []]
-        tokens: list[list[str]] = [[], []]
-        offsets: list[list[int]] = [[], []]
-        tops: list[list[Any]] = [[], []]
-        texts = ["", ""]
-        for each in answer if stream else [answer]:
-            for choice in each.choices:
-                at, told = choice.index, choice.logprobs
-                texts[at] += choice.text
-                values[at] += told.token_logprobs
-                tokens[at] += told.tokens
-                offsets[at] += told.text_offset
-                tops[at] += told.top_logprobs
+    params = SamplingParams(temperature=0, max_new_tokens=12, logprobs=True, prompt_logprobs=True)
+    wanted: Any = alone.generate([PROMPT], params)[0]
+    asked = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 12, "n": 2}
+    parts = asking(server, "completions.create", **asked, logprobs=1, echo=True, stream=stream)
+    values: list[list[float | None]] = [[], []]
+    tokens: list[list[str]] = [[], []]
+    offsets: list[list[int]] = [[], []]
+    tops: list[list[Any]] = [[], []]
+    texts = ["", ""]
+    for choice in (choice for part in parts for choice in part.choices):
+        at, told = choice.index, choice.logprobs
+        texts[at] += choice.text
+        values[at] += told.token_logprobs
+        tokens[at] += told.tokens
+        offsets[at] += told.text_offset
+        tops[at] += told.top_logprobs
     for at in range(2):
         assert texts[at] == PROMPT + wanted.text
         expected = [*wanted.prompt_logprobs, *wanted.logprobs]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roseinfer.server.tools.tool_bodies import CalledFunction
+from roseinfer import SamplingParams
+from roseinfer.server.tools.tool_bodies import CalledFunction, Tool
+from roseinfer.server.tools.tool_guide import call_guide
+from tests.server.clients import CLIENTS, Asking, by_both_clients
 from tests.server.served import MODEL, running
 
 if TYPE_CHECKING:
+    from roseinfer import LLM
     from tests.server.served import Server
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather?"}]
@@ -51,17 +56,12 @@ def ask(server: Server, **given: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=str)
-def test_a_function_that_must_be_called_is(server: Server, choice: Any) -> None:
-    with server.client() as client:
-        answer = client.chat.completions.create(
-            model=MODEL,
-            messages=MESSAGES,
-            tools=[NOW, WEATHER],
-            tool_choice=choice,
-            max_tokens=300,
-            n=8,
-            seed=1,
-        )
+@by_both_clients
+def test_a_function_that_must_be_called_is(server: Server, asking: Asking, choice: Any) -> None:
+    asked = {"messages": MESSAGES, "tools": [NOW, WEATHER], "tool_choice": choice}
+    (answer,) = asking(
+        server, "chat.completions.create", model=MODEL, **asked, max_tokens=300, n=8, seed=1
+    )
     names, ids = set(), set()
     for each in answer.choices:
         assert each.finish_reason == "tool_calls"
@@ -76,6 +76,26 @@ def test_a_function_that_must_be_called_is(server: Server, choice: Any) -> None:
             assert json.loads(call.function.arguments) == {}
     assert len(ids) == 8
     assert names == ({"weather"} if choice is NAMED else {"weather", "now"})
+
+
+def test_a_call_is_what_the_engine_writes_for_it(server: Server, alone: LLM) -> None:
+    tools = [WEATHER, NOW]
+    guide = call_guide([Tool(**tool).function for tool in tools], required=True)
+    params = SamplingParams(temperature=1.0, seed=1, max_new_tokens=300, guide=guide)
+    prompt = f"tools: {json.dumps(tools, ensure_ascii=False)}\nuser: Weather?\nassistant:"
+    (output,) = alone.generate([prompt], params)
+    assert output.text is not None
+    asked = {"messages": MESSAGES, "tools": tools, "tool_choice": "required", "max_tokens": 300}
+    asked |= {"model": MODEL, "seed": 1}
+    for asking, stream in product(CLIENTS, (False, True)):
+        name, arguments = "", ""
+        for part in asking(server, "chat.completions.create", **asked, stream=stream):
+            (choice,) = part.choices
+            for call in (choice.delta if stream else choice.message).tool_calls or ():
+                name += call.function.name or ""
+                arguments += call.function.arguments
+        called = [*json.loads(output.text).values()]
+        assert called == [name, json.loads(arguments)], (asking, stream)
 
 
 def test_a_stream_says_the_same_in_parts(server: Server) -> None:
