@@ -15,7 +15,8 @@ import pytest
 from tests.engine.continuations import TEXTS, greedy, one, small_llm
 from tests.replicas.replica_processes import below, runs
 from tests.server.serve_process import PATIENCE, Serving, serving
-from tests.server.test_ends import LONG, MODEL, await_status, client_of, status_of
+from tests.server.served import MODEL
+from tests.server.test_ends import LONG, await_status, client_of, status_of
 
 _SECONDS = 10.0
 """Within so long all know of a rank that was killed, even if cores are shared with other tests."""
@@ -46,6 +47,7 @@ def test_it_answers_as_one_process_and_ends_a_stream_with_the_rank_that_was_kill
             list(stream)
         await_status(f"{server.url}/health", 503)
         assert time.monotonic() - killed < _SECONDS
+        assert status_of(f"{server.url}/ready") == 503
         assert not runs(rank)
         with pytest.raises(openai.InternalServerError, match="rank 1 has ended") as refused:
             client.completions.create(model=MODEL, prompt="later")
