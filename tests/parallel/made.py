@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
+from roseinfer.models import loading
 from tests.parallel.followers import build
 from tests.parallel.test_shares import MODELS
 
@@ -13,3 +15,10 @@ if TYPE_CHECKING:
 
 def made(device: torch.device, model: str) -> Any:
     return build(MODELS[model]).to(device)
+
+
+def made_with_room(device: torch.device, model: str, leader: int, room: int) -> Any:
+    """Make a model; in any process but the leader's, leave so many bytes for a cache."""
+    if os.getpid() != leader:
+        loading._MOST_ON_CPU = room
+    return made(device, model)

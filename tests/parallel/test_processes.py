@@ -38,7 +38,9 @@ SIZES: dict[str, Any] = {
     "kv_cache_tokens": 2000,
 }
 _SECONDS = 5.0
-"""A rank that dies ends the others, and all streams, within so long."""
+"""A rank that dies ends the others within so long."""
+_STREAMS_S = 10.0
+"""Within so long all streams have ended, even if they compete for the cores with other tests."""
 LONG = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
 
 
@@ -86,26 +88,26 @@ def test_texts_in_streams_end_with_the_rank_that_was_killed(llm: LLM) -> None:
     outputs = llm.generate(TEXTS, greedy(), progress=False)
     for prompt, output in zip(TEXTS, outputs, strict=True):
         assert output.token_ids == by_transformers("cpu", prompt, 16)
-    served = AsyncLLM(llm)
+    served, killed = AsyncLLM(llm), list[float]()
 
-    async def read(prompt: str) -> str:
+    async def read(prompt: str) -> tuple[str, float]:
+        """Return why the stream ended, and how long after the kill."""
         try:
             async for update in served.stream(prompt, LONG):
                 if len(update.request.token_ids) == 20 and prompt == TEXTS[0]:
                     os.kill(other_process(llm), signal.SIGKILL)
+                    killed.append(time.monotonic())
         except EngineStopped as error:
-            return str(error)
-        return "ended"
+            return str(error), time.monotonic() - killed[0]
+        return "its text is whole", 0.0
 
-    async def main() -> list[str]:
+    async def main() -> list[tuple[str, float]]:
         streams = [asyncio.wait_for(read(prompt), 60) for prompt in TEXTS]
         return [*await asyncio.gather(*streams), await asyncio.wait_for(read("later"), 5)]
 
-    begun = time.monotonic()
-    said = asyncio.run(main())
-    assert time.monotonic() - begun < 60
-    assert len(said) == len(TEXTS) + 1
-    assert all("rank 1 has ended" in why for why in said), said
+    ends = asyncio.run(main())
+    assert len(ends) == len(TEXTS) + 1
+    assert all("rank 1 has ended" in why and after < _STREAMS_S for why, after in ends), ends
     served.close()
     with pytest.raises(RanksFailed, match="rank 1 has ended"):
         llm.generate(TEXTS, greedy(), progress=False)

@@ -1,9 +1,7 @@
-"""Ranks compute a model together: its texts, tables and caches are those of one process."""
+"""Ranks compute a model together: its texts are those of one process."""
 
 from __future__ import annotations
 
-from copy import deepcopy
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -110,87 +108,6 @@ def test_an_embedding_stays_whole_and_the_head_that_was_tied_to_it_is_cut(
     assert head.shape[0] < VOCABULARY
     assert torch.equal(head, whole[: len(head)])
     assert head.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
-
-
-def tables_of(llm: LLM) -> list[Any]:
-    """Return what the leader has on its device of the slots' blocks."""
-    rows = llm.engine._runner._resident.slots.rows  # type: ignore[union-attr]
-    return [table.tolist() for table in rows.tables(len(rows.tokens))]
-
-
-@pytest.mark.parametrize("model", ["llama", "mistral"])
-def test_tables_are_equal_on_all_ranks_after_every_step(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The cache is too small for all, and some begin alike."""
-    in_threads(monkeypatch)
-    sizes = SIZES | {"kv_cache_tokens": 72, "max_batch_size": 4}
-    llm = LLM(build(MODELS[model]), tensor_parallel_size=2, resident_decode=True, **sizes)
-    assert llm.ranks is not None
-    forwards: list[Any] = []
-    prepare = llm.engine.sessions.attention.prepare
-
-    def noted(batch: Any) -> None:
-        if hasattr(batch, "block_lists"):
-            forwards.append(deepcopy(batch.block_lists))
-        prepare(batch)
-
-    monkeypatch.setattr(llm.engine.sessions.attention, "prepare", noted)
-    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
-        llm.engine.submit(prompt, params)
-    steps = 0
-    while llm.engine.has_work:
-        llm.engine.step()
-        steps += 1
-        ((lists, slots),) = llm.ranks.ask(Tell("tables"))
-        assert lists == forwards[-1]
-        assert slots == tables_of(llm)
-    assert steps > 30
-    assert llm.engine.num_preemptions or model == "mistral"
-
-
-@pytest.mark.parametrize("model", ["llama", "mistral"])
-def test_the_shares_of_the_cache_are_the_whole(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_threads(monkeypatch)
-    way = WAYS["resident"]
-    alone = LLM(build(MODELS[model]), **SIZES, **way)
-    shared = LLM(build(MODELS[model]), tensor_parallel_size=2, **SIZES, **way)
-    assert shared.ranks is not None
-    for llm in (alone, shared):
-        assert len([*islice(llm.stream(PROMPTS[2], PARAMS[4]), 12)]) == 12
-    whole, own = alone.engine.sessions.kv, shared.engine.sessions.kv
-    (others,) = shared.ranks.ask(Tell("caches"))
-    for kind, mine, theirs in zip(
-        (whole.keys, whole.values), (own.keys, own.values), others, strict=True
-    ):
-        assert kind.any()
-        # The scratch block has what padding wrote last.
-        together = torch.cat([mine, theirs], 2)[:, 1:]
-        torch.testing.assert_close(together, kind[:, 1:], atol=1e-4, rtol=1e-4)
-
-
-def test_the_rank_with_the_least_memory_says_how_many_blocks_there_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from roseinfer.models import loading
-
-    class _ByThread(int):
-        """Room in main memory, of which another rank has less."""
-
-        def __floordiv__(self, other: int) -> int:
-            import threading
-
-            here = threading.current_thread().name
-            return (40_000 if here == "rank 1" else 400_000) // other
-
-    in_threads(monkeypatch)
-    monkeypatch.setattr(loading, "_MOST_ON_CPU", _ByThread())
-    sizes = SIZES | {"kv_cache_tokens": None}
-    llm = LLM(build(MODELS["llama"]), tensor_parallel_size=2, max_batch_size=64, **sizes)
-    kv = llm.engine.sessions.kv
-    token_bytes = 2 * 2 * 2 * 12 * 4  # keys and values, layers, heads of this rank, width, bytes
-    assert kv.max_blocks_per_layer == -(-(40_000 // token_bytes) // 4) + 1
-    assert len(texts(llm)[0]) == 24
 
 
 def test_numbers_that_come_after_a_rank_has_ended_are_not_told(
