@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections import deque
 from dataclasses import dataclass
 from math import inf
@@ -23,6 +24,7 @@ from roseinfer.errors import (
     StepFailed,
 )
 from roseinfer.guided.compiler import GuideCompiler
+from roseinfer.histogram import STEP_BOUNDS, Histogram
 from roseinfer.ranks.ranks import leader_of
 from roseinfer.sampling_params import SamplingParams
 from roseinfer.text.request_text import RequestText, detokenizers
@@ -131,6 +133,8 @@ class Engine:
         """Prompt tokens that the prefix cache was asked for."""
         self.prefix_hits = 0
         """Those of them that it had."""
+        self.step_tokens = Histogram(STEP_BOUNDS)
+        """How many tokens of prompts each step computed, and tokens of texts it brought."""
 
     @property
     def has_work(self) -> bool:
@@ -250,6 +254,8 @@ class Engine:
         if not self._scheduler.running:
             self._in_flight.clear()  # their tokens follow the ends of requests
         updates, self._updates = self._updates, []
+        if tokens := len(updates) + sum(count for _, count in step.chunks):
+            self.step_tokens.add(tokens)
         return updates
 
     def fail_step(self, error: Exception) -> list[Update]:
@@ -306,10 +312,13 @@ class Engine:
         tokens = request.session.token_ids
         tokens.append(token)
         length, guide = len(tokens), request.guide
+        first = length == request.prompt_length + 1
+        if first:
+            request.first_at = time.monotonic()
         if self._supply.listens:
             # Requests take turns, each once a block.
             turn = (length - request.id) % self._block_size == 0
-            if turn or length == request.prompt_length + 1:
+            if turn or first:
                 self._supply.note_stored(request)
         ends = token in self._end_tokens and not request.params.ignore_eos
         if ends and (guide is None or guide.may_end):
@@ -339,6 +348,7 @@ class Engine:
         self._scheduler.remove(request)
         self._runner.forget()
         request.finish_reason = reason
+        request.ended_at = time.monotonic()
         try:
             return request.text.finish() if request.text else ""
         except (KeyboardInterrupt, SystemExit):
@@ -359,6 +369,8 @@ class Engine:
         if step.decoding and step.chunks:
             counts[EnginePath.MIXED] += 1
         for request, count in step.chunks:
+            if request.begun_at is None:
+                request.begun_at = time.monotonic()
             first = request.session.stored == request.found
             if count < request.pending:
                 counts[EnginePath.CHUNKED] += 1

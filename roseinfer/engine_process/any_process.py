@@ -45,6 +45,15 @@ class Figures(NamedTuple):
     prefix_queries: int
     prefix_hits: int
     preemptions: int
+    steps: tuple[int, ...]
+    """How many steps had how many tokens, by the bounds of the engine's histogram."""
+    step_tokens: float
+    """The tokens of all steps."""
+
+    @classmethod
+    def at_first(cls, blocks: int) -> Figures:
+        """Return those of an engine that has done nothing."""
+        return cls(blocks, 0, 0, 0, 0, 0, 0, 0, (), 0.0)
 
     @classmethod
     def of(cls, engine: Engine) -> Figures:
@@ -55,6 +64,8 @@ class Figures(NamedTuple):
             engine.prefix_queries,
             engine.prefix_hits,
             engine.num_preemptions,
+            tuple(engine.step_tokens.counts),
+            engine.step_tokens.total,
         )
 
 

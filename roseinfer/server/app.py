@@ -122,7 +122,7 @@ async def _version(_: Service, __: Request) -> Response:
 
 
 async def _metrics(service: Service, _: Request) -> Response:
-    return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(service.metrics_page.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _openapi(service: Service, _: Request) -> Response:

@@ -8,11 +8,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from roseinfer.server.metrics import Ended
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from roseinfer.engine_process.any_process import ServedEngine, Texts
-    from roseinfer.engine_process.part import Likeliest, Part
+    from roseinfer.engine_process.part import Likeliest, Part, Start
     from roseinfer.sampling_params import SamplingParams
     from roseinfer.server.metrics import Metrics
     from roseinfer.server.prompts import Prompt
@@ -69,9 +71,15 @@ class _Choice:
 
     number: int
     prompt: int
+    most_tokens: int
     tokens: int = 0
+    start: Start | None = None
+    first: float = 0.0
+    """When its first token came."""
     newest: float = 0.0
     """When its newest token came."""
+    decode_s: float | None = None
+    """From its first token to its last, where the engine has said so."""
     ended: bool = False
 
 
@@ -151,6 +159,7 @@ class Generation:
             for choice in self._choices:
                 if not choice.ended:
                     self._end(choice, why, time.perf_counter())
+            self._note_prompts()
 
     def _pause(self) -> float:
         """Return how long to let tokens come together, since each chunk takes time to send.
@@ -165,8 +174,9 @@ class Generation:
 
     def _begin(self, texts: Texts, prompt: int, number: int) -> None:
         asked = self.prompts[prompt]
-        texts.add(asked.token_ids, self._params_of(asked, number))
-        self._choices.append(_Choice(prompt * self._wanted + number, prompt))
+        params = self._params_of(asked, number)
+        texts.add(asked.token_ids, params)
+        self._choices.append(_Choice(prompt * self._wanted + number, prompt, params.max_new_tokens))
 
     def _take(self, texts: Texts, parts: list[tuple[int, Part]]) -> list[Piece]:
         """Return the pieces that parts are, and begin what can begin now."""
@@ -177,9 +187,11 @@ class Generation:
                 raise part.error
             choice = self._choices[at]
             piece = self._piece(choice.number, part)
-            if part.found is not None:
-                self._note_first(texts, choice, part, part.found, now)
+            if part.start is not None:
+                self._note_first(texts, choice, part.start, now)
                 piece.echoed = self._echoed.get(choice.prompt, [])
+            if part.last:
+                choice.decode_s = part.decode_s
             self._note(choice, piece, now)
             pieces.append(piece)
         return pieces
@@ -196,17 +208,16 @@ class Generation:
             finish_reason=part.finish_reason,
         )
 
-    def _note_first(
-        self, texts: Texts, choice: _Choice, part: Part, found: int, now: float
-    ) -> None:
+    def _note_first(self, texts: Texts, choice: _Choice, start: Start, now: float) -> None:
         """Count a prompt that was read, and begin the other choices for it."""
         tokens = self.prompts[choice.prompt].token_ids
-        self._metrics.began(len(tokens), now - self._began)
-        choice.newest = now
+        self._metrics.began(len(tokens), start.found, now - self._began)
+        choice.start = start
+        choice.first = choice.newest = now
         if choice.number % self._wanted == 0:
-            self.usage.cached_tokens += found
-            if part.prompt_logprobs:
-                self._echoed[choice.prompt] = [*zip(tokens, part.prompt_logprobs, strict=True)]
+            self.usage.cached_tokens += start.found
+            if start.logprobs:
+                self._echoed[choice.prompt] = [*zip(tokens, start.logprobs, strict=True)]
             for number in range(1, self._wanted):
                 self._begin(texts, choice.prompt, number)
 
@@ -222,4 +233,26 @@ class Generation:
 
     def _end(self, choice: _Choice, why: str, now: float) -> None:
         choice.ended = True
-        self._metrics.ended(why, choice.tokens, now - self._began)
+        self._metrics.ended(why, self._ended(choice, now))
+
+    def _ended(self, choice: _Choice, now: float) -> Ended | None:
+        if choice.start is None:
+            return None
+        decode_s = choice.decode_s
+        return Ended(
+            len(self.prompts[choice.prompt].token_ids),
+            choice.tokens,
+            choice.most_tokens,
+            choice.start,
+            choice.newest - choice.first if decode_s is None else decode_s,
+            now - self._began,
+        )
+
+    def _note_prompts(self) -> None:
+        """Count the prompts that were read, when all has ended."""
+        longest: dict[int, int] = {}
+        for choice in self._choices:
+            if choice.start is not None:
+                longest[choice.prompt] = max(longest.get(choice.prompt, 0), choice.tokens)
+        for tokens in longest.values():
+            self._metrics.answered(self._wanted, tokens)

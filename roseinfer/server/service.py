@@ -9,6 +9,7 @@ from roseinfer.errors import BadArgument, ConfigError
 from roseinfer.server.admission import Admission
 from roseinfer.server.generation import Generation
 from roseinfer.server.metrics import Metrics
+from roseinfer.server.metrics_page import MetricsPage
 from roseinfer.server.prompts import Prompts
 from roseinfer.server.refusals import Refused
 from roseinfer.server.shapes.token_texts import TokenTexts
@@ -44,11 +45,12 @@ class Service:
         self.served = served
         self.prompts = Prompts(facts, config.max_prompt_tokens, chat_template)
         self.admission = Admission(facts.max_batch_size, config.max_queue)
-        self.metrics = Metrics(served, self.names[0], number)
         self.token_texts = TokenTexts(facts.tokenizer)
         self.vocabulary = facts.shape.vocab_size
         self.most_tokens = facts.room.most_new(1) + 1
         """Of a prompt and its text together."""
+        self.metrics = Metrics(self.most_tokens)
+        self.metrics_page = MetricsPage(self.metrics, served, self.names[0], number)
         self._since = int(time.time())
 
     @property

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer import __version__
-from roseinfer.server.metrics import Seconds
+from roseinfer.histogram import Histogram
 from tests.server.served import MODEL, running
 
 if TYPE_CHECKING:
@@ -20,8 +20,13 @@ NAMES = {
     "vllm:cache_config_info",
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
+    "vllm:num_requests_waiting_by_reason",
     "vllm:kv_cache_usage_perc",
+    "vllm:engine_sleep_state",
     "vllm:prompt_tokens",
+    "vllm:prompt_tokens_cached",
+    "vllm:prompt_tokens_by_source",
+    "vllm:prompt_tokens_cached_by_source",
     "vllm:generation_tokens",
     "vllm:prefix_cache_queries",
     "vllm:prefix_cache_hits",
@@ -30,7 +35,19 @@ NAMES = {
     "vllm:time_to_first_token_seconds",
     "vllm:inter_token_latency_seconds",
     "vllm:time_per_output_token_seconds",
+    "vllm:request_time_per_output_token_seconds",
     "vllm:e2e_request_latency_seconds",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_inference_time_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_prefill_kv_computed_tokens",
+    "vllm:request_generation_tokens",
+    "vllm:request_max_num_generation_tokens",
+    "vllm:request_params_max_tokens",
+    "vllm:request_params_n",
+    "vllm:iteration_tokens_total",
     "roseinfer:kv_blocks",
 }
 
@@ -123,11 +140,11 @@ def test_preemptions_are_counted() -> None:
 
 
 def test_a_histogram_counts_like_prometheus() -> None:
-    seconds = Seconds((0.1, 1.0))
+    histogram = Histogram((0.1, 1.0))
     for value, times in ((0.05, 1), (0.1, 2), (0.5, 1), (3.0, 1)):
-        seconds.add(value, times)
-    assert seconds.buckets() == [("0.1", 3.0), ("1.0", 4.0), ("+Inf", 5.0)]
-    assert seconds.total == pytest.approx(3.75)
+        histogram.add(value, times)
+    assert histogram.buckets() == [("0.1", 3.0), ("1.0", 4.0), ("+Inf", 5.0)]
+    assert histogram.total == pytest.approx(3.75)
 
 
 # ------------------------------------------------------------------------------- the access log
