@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from roseinfer.engine_process.any_process import ServedEngine
+    from roseinfer.server.http_counts import HttpCounts
     from roseinfer.server.metrics import Metrics
 
 
@@ -28,12 +29,14 @@ class MetricsPage:
     def __init__(
         self,
         metrics: Metrics,
+        http_counts: HttpCounts,
         served: ServedEngine,
         model_name: str,
         number: int = 0,
     ) -> None:
         """``number`` tells replicas of one model apart."""
         self._metrics = metrics
+        self._http_counts = http_counts
         self._served = served
         self._labels = {"model_name": model_name, "engine": str(number)}
         self._registry = CollectorRegistry(auto_describe=False)
@@ -47,6 +50,7 @@ class MetricsPage:
         yield from self._gauges()
         yield from self._counters()
         yield from self._histograms()
+        yield from self._http()
 
     def _gauges(self) -> Iterator[Metric]:
         figures = self._served.figures
@@ -155,6 +159,22 @@ class MetricsPage:
             family = HistogramMetricFamily(f"vllm:{name}", what, labels=tuple(self._labels))
             family.add_metric([*self._labels.values()], histogram.buckets(), histogram.total)
             yield family
+
+    def _http(self) -> Iterator[Metric]:
+        labels = (*self._labels, "handler", "method")
+        counts = CounterMetricFamily(
+            "http_requests", "Requests that were answered.", labels=(*labels, "status")
+        )
+        for named, count in self._http_counts.requests.items():
+            counts.add_metric([*self._labels.values(), *named], count)
+        yield counts
+        seconds = HistogramMetricFamily(
+            "http_request_duration_seconds", "Request to the end of its answer.", labels=labels
+        )
+        for asked, histogram in self._http_counts.seconds.items():
+            values = [*self._labels.values(), *asked]
+            seconds.add_metric(values, histogram.buckets(), histogram.total)
+        yield seconds
 
     def _gauge(self, name: str, what: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, what, labels=tuple(self._labels))

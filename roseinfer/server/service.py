@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from roseinfer.errors import BadArgument, ConfigError
 from roseinfer.server.admission import Admission
 from roseinfer.server.generation import Generation
+from roseinfer.server.http_counts import HttpCounts
 from roseinfer.server.metrics import Metrics
 from roseinfer.server.metrics_page import MetricsPage
 from roseinfer.server.prompts import Prompts
@@ -50,7 +51,10 @@ class Service:
         self.most_tokens = facts.room.most_new(1) + 1
         """Of a prompt and its text together."""
         self.metrics = Metrics(self.most_tokens)
-        self.metrics_page = MetricsPage(self.metrics, served, self.names[0], number)
+        self.http_counts = HttpCounts()
+        self.metrics_page = MetricsPage(
+            self.metrics, self.http_counts, served, self.names[0], number
+        )
         self._since = int(time.time())
 
     @property

@@ -48,6 +48,8 @@ NAMES = {
     "vllm:request_params_max_tokens",
     "vllm:request_params_n",
     "vllm:iteration_tokens_total",
+    "http_requests",
+    "http_request_duration_seconds",
     "roseinfer:kv_blocks",
 }
 
