@@ -99,12 +99,14 @@ class Generation:
         params_of: Callable[[Prompt, int], SamplingParams],
         num_open: Callable[[], int],
         *,
+        began: float,
         prompts_only: bool = False,
     ) -> None:
         """``choices`` are wanted for each prompt; ``params_of`` takes it and the number of one.
 
-        ``num_open`` says how many texts are served now, here and elsewhere. With ``prompts_only``
-        the token that must follow each prompt is told to nobody.
+        ``num_open`` says how many texts are served now, here and elsewhere. The request ``began``
+        when it was so late by ``time.perf_counter``. With ``prompts_only`` the token that must
+        follow each prompt is told to nobody.
         """
         self.prompts = prompts
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
@@ -120,7 +122,7 @@ class Generation:
         """By the numbers of prompts: what the first choice for each was told of it."""
         self._token_s = 0.0
         """How long the newest tokens took, each."""
-        self._began = 0.0
+        self._began = began
 
     @property
     def over(self) -> bool:
@@ -141,7 +143,6 @@ class Generation:
 
         A text that nobody reads any more is cancelled: who leaves the loop closes it.
         """
-        self._began = time.perf_counter()
         texts = self._served.texts()
         why = "abort"
         try:

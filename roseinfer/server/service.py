@@ -105,8 +105,10 @@ class Service:
         return guide
 
     def generation(
-        self, body: Asked, prompts: Sequence[Prompt], guide: Guide | None = None
+        self, body: Asked, prompts: Sequence[Prompt], guide: Guide | None, began: float
     ) -> Generation:
+        """Return what generates the texts of a request, which came when it was ``began``."""
+
         def params_of(prompt: Prompt, choice: int) -> SamplingParams:
             return body.params(min(prompt.room, body.most_tokens or prompt.room), choice, guide)
 
@@ -117,5 +119,6 @@ class Service:
             body.choices,
             params_of,
             lambda: self.admission.open,
+            began=began,
             prompts_only=body.prompts_only,
         )

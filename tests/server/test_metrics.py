@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,9 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer import __version__
 from roseinfer.histogram import Histogram
+from roseinfer.server.prompts import Prompts
 from tests.server.served import MODEL, running
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roseinfer.server.prompts import Prompt
     from tests.server.served import Server
 
 NAMES = {
@@ -132,6 +137,21 @@ def test_blocks_and_requests_are_seen_while_they_are_there() -> None:
         server.await_idleness()
         assert server.metric("vllm:kv_cache_usage_perc") == 0
         assert server.metric("vllm:request_success_total", finished_reason="abort") == 2
+
+
+def test_a_request_begins_before_its_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, slow = Prompts._read, 0.2
+
+    def read_slowly(self: Prompts, prompts: Sequence[str | list[int]], field: str) -> list[Prompt]:
+        time.sleep(slow)
+        return read(self, prompts, field)
+
+    monkeypatch.setattr(Prompts, "_read", read_slowly)
+    with running() as server:
+        server.post("completions", prompt="x", max_tokens=1)
+        for name in ("time_to_first_token", "e2e_request_latency"):
+            assert server.metric(f"vllm:{name}_seconds_sum") >= slow
+        assert server.metric("vllm:request_queue_time_seconds_sum") < slow
 
 
 def test_preemptions_are_counted() -> None:
