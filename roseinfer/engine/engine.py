@@ -111,12 +111,12 @@ class Engine:
             by_max_length=config.max_length is not None,
         )
         self._scheduler = Scheduler(config, self._supply)
-        self._speculation: Speculation | None = None
+        self.speculation: Speculation | None = None
         if config.speculation is not None:
-            self._speculation = Speculation(
+            self.speculation = Speculation(
                 kv, self._supply, self._runner, self.path_counts, slots=resident is not None
             )
-            self._runner.settle = self._speculation.settle
+            self._runner.settle = self.speculation.settle
         self._in_flight: deque[list[Flight | PromptFlight]] = deque()
         """Steps that were launched and whose tokens nobody has read yet, oldest first."""
         self._updates: list[Update] = []
@@ -207,7 +207,7 @@ class Engine:
             session=self.sessions.empty(token_ids),
             text=text,
             guide=guide,
-            drafter=self._speculation.drafter_for(params) if self._speculation else None,
+            drafter=self.speculation.drafter_for(params) if self.speculation else None,
         )
         self._next_id += 1
         self._scheduler.add(request)
@@ -240,8 +240,8 @@ class Engine:
         """
         step = self._scheduler.next_step()
         try:
-            if self._speculation is not None:
-                self._speculation.plan(step)
+            if self.speculation is not None:
+                self.speculation.plan(step)
             if step:
                 self._launch(step)
             # If no step is launched, the oldest one in flight lands.

@@ -49,6 +49,12 @@ class Figures(NamedTuple):
     """How many steps had how many tokens, by the bounds of the engine's histogram."""
     step_tokens: float
     """The tokens of all steps."""
+    drafts: int = 0
+    drafted: int = 0
+    """How many tokens all drafts had."""
+    accepted_at: tuple[int, ...] = ()
+    """How many drafts had their first token accepted, their second and so on. It is empty for an
+    engine that drafts nothing."""
 
     @classmethod
     def at_first(cls, blocks: int) -> Figures:
@@ -57,6 +63,12 @@ class Figures(NamedTuple):
 
     @classmethod
     def of(cls, engine: Engine) -> Figures:
+        speculation = engine.speculation
+        drafts = (
+            (speculation.num_drafts, speculation.num_drafted, tuple(speculation.accepted_at))
+            if speculation
+            else ()
+        )
         return cls(
             *engine.occupancy,
             engine.num_running,
@@ -66,6 +78,7 @@ class Figures(NamedTuple):
             engine.num_preemptions,
             tuple(engine.step_tokens.counts),
             engine.step_tokens.total,
+            *drafts,
         )
 
 

@@ -49,6 +49,7 @@ class MetricsPage:
     def collect(self) -> Iterable[Metric]:
         yield from self._gauges()
         yield from self._counters()
+        yield from self._drafts()
         yield from self._histograms()
         yield from self._http()
 
@@ -107,9 +108,7 @@ class MetricsPage:
             ("prefix_cache_hits", "Prompt tokens found.", figures.prefix_hits),
             ("num_preemptions", "Texts that had to begin again.", figures.preemptions),
         ):
-            family = CounterMetricFamily(f"vllm:{name}", what, labels=tuple(self._labels))
-            family.add_metric([*self._labels.values()], value)
-            yield family
+            yield self._counter(f"vllm:{name}", what, value)
         for name, what, label, values in (
             (
                 "prompt_tokens_by_source",
@@ -126,6 +125,24 @@ class MetricsPage:
             ("request_success", "Texts that ended.", "finished_reason", counted.ends),
         ):
             yield self._told_apart(CounterMetricFamily, f"vllm:{name}", what, label, values)
+
+    def _drafts(self) -> Iterator[Metric]:
+        figures = self._served.figures
+        if not figures.accepted_at:
+            return
+        for name, what, value in (
+            ("drafts", "Drafts that were verified.", figures.drafts),
+            ("draft_tokens", "Their tokens.", figures.drafted),
+            ("accepted_tokens", "Those accepted.", sum(figures.accepted_at)),
+        ):
+            yield self._counter(f"vllm:spec_decode_num_{name}", what, value)
+        yield self._told_apart(
+            CounterMetricFamily,
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Those accepted, by their places in drafts.",
+            "position",
+            {str(place): count for place, count in enumerate(figures.accepted_at)},
+        )
 
     def _histograms(self) -> Iterator[Metric]:
         counted, figures = self._metrics, self._served.figures
@@ -178,6 +195,11 @@ class MetricsPage:
 
     def _gauge(self, name: str, what: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, what, labels=tuple(self._labels))
+        family.add_metric([*self._labels.values()], value)
+        return family
+
+    def _counter(self, name: str, what: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, what, labels=tuple(self._labels))
         family.add_metric([*self._labels.values()], value)
         return family
 

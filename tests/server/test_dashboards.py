@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from roseinfer.server.metrics import lengths_up_to
+from roseinfer import EnginePath, SamplingParams
+from roseinfer.engine.drafter import MOST_DRAFTS
+from roseinfer.engine_process.this_process import InProcess
+from roseinfer.server.http_counts import HttpCounts
+from roseinfer.server.metrics import Metrics, lengths_up_to
+from roseinfer.server.metrics_page import MetricsPage
+from tests.engine.repeating import repeating_llm
 from tests.server.served import running
 
 if TYPE_CHECKING:
@@ -97,9 +103,9 @@ DASHBOARDS: dict[str, float | None] = {
 class Page:
     """``/metrics``, looked at as Prometheus does."""
 
-    def __init__(self, server: Server) -> None:
-        text = server.ask("GET", "/metrics").data.decode()
-        self.families = {family.name: family for family in text_string_to_metric_families(text)}
+    def __init__(self, text: bytes) -> None:
+        found = text_string_to_metric_families(text.decode())
+        self.families = {family.name: family for family in found}
         self.samples = [each for family in self.families.values() for each in family.samples]
 
     def all_of(self, series: str) -> list[Sample]:
@@ -117,6 +123,10 @@ class Page:
         return sum(each.value for each in found)
 
 
+def page_of(server: Server) -> Page:
+    return Page(server.ask("GET", "/metrics").data)
+
+
 def ask_for_all(server: Server) -> None:
     for prompt, tokens in [*PROMPTS.items(), *PROMPTS.items()][:TEXTS]:
         answer = server.post("completions", prompt=prompt, max_tokens=tokens, ignore_eos=True)
@@ -127,7 +137,7 @@ def ask_for_all(server: Server) -> None:
 def test_dashboards_and_gateways_find_what_they_ask_for_and_it_is_true() -> None:
     with running() as server:
         ask_for_all(server)
-        page = Page(server)
+        page = page_of(server)
     for series, value in (DASHBOARDS | GATEWAY).items():
         if value is None:
             assert page.sum(series) > 0, series
@@ -137,7 +147,7 @@ def test_dashboards_and_gateways_find_what_they_ask_for_and_it_is_true() -> None
 
 def test_what_a_gateway_reads_are_gauges() -> None:
     with running() as server:
-        page = Page(server)
+        page = page_of(server)
     for name in GATEWAY:
         assert page.families[name].type == "gauge"
         assert len(page.all_of(name)) == 1
@@ -146,7 +156,7 @@ def test_what_a_gateway_reads_are_gauges() -> None:
 def test_every_series_is_there_before_anything_is_asked_for() -> None:
     """Rates are of two looks: what appears with its first request would miss that."""
     with running() as server:
-        page = Page(server)
+        page = page_of(server)
     for series in DASHBOARDS | GATEWAY:
         if not series.startswith("http_"):
             assert page.all_of(series), series
@@ -156,7 +166,7 @@ def test_a_text_waits_then_is_read_then_written_and_that_is_all_its_time() -> No
     with running(max_batch_size=1) as server:
         asked = {"prompt": ["x" * 40, "y" * 40], "max_tokens": 200, "ignore_eos": True}
         server.post("completions", **asked)
-        page = Page(server)
+        page = page_of(server)
     queue, prefill, decode, inference, whole, first = (
         page.sum(f"vllm:{name}_seconds_sum")
         for name in (
@@ -183,7 +193,7 @@ def test_choices_of_a_prompt_count_each_but_once_for_the_prompt() -> None:
     with running() as server:
         asked = {"prompt": ["one", "another"], "n": 3, "max_tokens": 8, "ignore_eos": True}
         server.post("completions", **asked)
-        page = Page(server)
+        page = page_of(server)
     assert page.sum("vllm:request_generation_tokens_count") == 6
     assert page.sum("vllm:request_prompt_tokens_sum") == 3 * (3 + 7)
     assert page.sum("vllm:request_params_n_count") == 2
@@ -192,12 +202,36 @@ def test_choices_of_a_prompt_count_each_but_once_for_the_prompt() -> None:
     assert page.sum("vllm:request_max_num_generation_tokens_sum") == 16
 
 
+def test_drafts_are_counted_with_speculation_alone() -> None:
+    drafts, drafted, accepted, by_place = (
+        f"vllm:spec_decode_num_{name}_total"
+        for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+    )
+    with running() as server:
+        assert not page_of(server).all_of(drafts)
+    llm = repeating_llm("cpu", speculation="ngram", resident_decode=False)
+    served = InProcess(llm)
+    shown = MetricsPage(Metrics(100), HttpCounts(), served, "circles")
+    assert Page(shown.text()).sum(drafts) == 0
+    llm.generate([[7, 3, 90, 12]], SamplingParams(max_new_tokens=200, ignore_eos=True))
+    page, counts = Page(shown.text()), llm.engine.path_counts
+    served.close()
+    assert 0 < page.sum(drafts) < page.sum(drafted) == counts[EnginePath.DRAFTED]
+    assert 100 < page.sum(accepted) == counts[EnginePath.ACCEPTED]
+    places = page.all_of(by_place)
+    values = [each.value for each in places]
+    assert [each.labels["position"] for each in places] == [*map(str, range(MOST_DRAFTS))]
+    assert sum(values) == page.sum(accepted)
+    assert page.sum(drafts) >= values[0] > values[-1]
+    assert sorted(values, reverse=True) == values
+
+
 def test_only_known_paths_below_v1_are_told_apart() -> None:
     with running() as server:
         for path in ("/v1/models", "/v1/models/none", "/v1/what", "/v1/else", "/health", "/else"):
             server.ask("GET", path)
         server.post("completions", prompt="x", n=0)
-        page = Page(server)
+        page = page_of(server)
     found = {
         (each.labels["handler"], each.labels["method"], each.labels["status"]): each.value
         for each in page.all_of("http_requests_total")
@@ -218,7 +252,7 @@ SLOS = {
 
 def test_histograms_have_the_bounds_that_are_asked_for() -> None:
     with running() as server:
-        page = Page(server)
+        page = page_of(server)
     for name, bounds in SLOS.items():
         for bound in bounds.split():
             assert len(page.all_of(f"{name}_bucket{{le={bound}}}")) == 1, (name, bound)
@@ -228,7 +262,7 @@ def test_lengths_have_the_bounds_of_vllm() -> None:
     assert lengths_up_to(100) == (1, 2, 5, 10, 20, 50, 100)
     assert lengths_up_to(1024)[-1] == 1000
     with running() as server:
-        page = Page(server)
+        page = page_of(server)
     bounds = [each.labels["le"] for each in page.all_of("vllm:request_prompt_tokens_bucket")]
     assert bounds == [*map(str, lengths_up_to(1024)), "+Inf"]
     assert bounds[:3] == ["1.0", "2.0", "5.0"]
