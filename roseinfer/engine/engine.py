@@ -254,7 +254,10 @@ class Engine:
         if not self._scheduler.running:
             self._in_flight.clear()  # their tokens follow the ends of requests
         updates, self._updates = self._updates, []
-        if tokens := len(updates) + sum(count for _, count in step.chunks):
+        tokens = len(updates)
+        if step.chunks:
+            tokens += sum(count for _, count in step.chunks)
+        if tokens:
             self.step_tokens.add(tokens)
         return updates
 
