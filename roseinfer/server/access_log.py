@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from roseinfer.server.generation import Usage
-    from roseinfer.server.http_counts import HttpCounts
+    from roseinfer.server.metrics.http_counts import HttpCounts
 
 NOTE = "roseinfer.note"
 """What a scope calls its note. Who hands a request on may have begun one."""

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from roseinfer.server.metrics import Ended
+from roseinfer.server.metrics.text_counts import Ended
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from roseinfer.engine_process.any_process import ServedEngine, Texts
     from roseinfer.engine_process.part import Likeliest, Part, Start
     from roseinfer.sampling_params import SamplingParams
-    from roseinfer.server.metrics import Metrics
+    from roseinfer.server.metrics.text_counts import TextCounts
     from roseinfer.server.prompts import Prompt
 
 
@@ -93,7 +93,7 @@ class Generation:
     def __init__(
         self,
         served: ServedEngine,
-        metrics: Metrics,
+        metrics: TextCounts,
         prompts: Sequence[Prompt],
         choices: int,
         params_of: Callable[[Prompt, int], SamplingParams],

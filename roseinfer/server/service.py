@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from roseinfer.errors import BadArgument, ConfigError
 from roseinfer.server.admission import Admission
 from roseinfer.server.generation import Generation
-from roseinfer.server.http_counts import HttpCounts
-from roseinfer.server.metrics import Metrics
-from roseinfer.server.metrics_page import MetricsPage
+from roseinfer.server.metrics.http_counts import HttpCounts
+from roseinfer.server.metrics.metrics_page import MetricsPage
+from roseinfer.server.metrics.text_counts import TextCounts
 from roseinfer.server.prompts import Prompts
 from roseinfer.server.refusals import Refused
 from roseinfer.server.shapes.token_texts import TokenTexts
@@ -50,7 +50,7 @@ class Service:
         self.vocabulary = facts.shape.vocab_size
         self.most_tokens = facts.room.most_new(1) + 1
         """Of a prompt and its text together."""
-        self.metrics = Metrics(self.most_tokens)
+        self.metrics = TextCounts(self.most_tokens)
         self.http_counts = HttpCounts()
         self.metrics_page = MetricsPage(
             self.metrics, self.http_counts, served, self.names[0], number

@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from roseinfer import EnginePath, SamplingParams
 from roseinfer.engine.drafter import MOST_DRAFTS
 from roseinfer.engine_process.this_process import InProcess
-from roseinfer.server.http_counts import HttpCounts
-from roseinfer.server.metrics import Metrics, lengths_up_to
-from roseinfer.server.metrics_page import MetricsPage
+from roseinfer.server.metrics.http_counts import HttpCounts
+from roseinfer.server.metrics.metrics_page import MetricsPage
+from roseinfer.server.metrics.text_counts import TextCounts, lengths_up_to
 from tests.engine.repeating import repeating_llm
 from tests.server.served import running
 
@@ -211,7 +211,7 @@ def test_drafts_are_counted_with_speculation_alone() -> None:
         assert not page_of(server).all_of(drafts)
     llm = repeating_llm("cpu", speculation="ngram", resident_decode=False)
     served = InProcess(llm)
-    shown = MetricsPage(Metrics(100), HttpCounts(), served, "circles")
+    shown = MetricsPage(TextCounts(100), HttpCounts(), served, "circles")
     assert Page(shown.text()).sum(drafts) == 0
     llm.generate([[7, 3, 90, 12]], SamplingParams(max_new_tokens=200, ignore_eos=True))
     page, counts = Page(shown.text()), llm.engine.path_counts

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from roseinfer.engine_process.any_process import ServedEngine
-    from roseinfer.server.http_counts import HttpCounts
-    from roseinfer.server.metrics import Metrics
+    from roseinfer.server.metrics.http_counts import HttpCounts
+    from roseinfer.server.metrics.text_counts import TextCounts
 
 
 class MetricsPage:
@@ -28,7 +28,7 @@ class MetricsPage:
 
     def __init__(
         self,
-        metrics: Metrics,
+        metrics: TextCounts,
         http_counts: HttpCounts,
         served: ServedEngine,
         model_name: str,

@@ -55,7 +55,7 @@ class Ended(NamedTuple):
     """From the request to its end."""
 
 
-class Metrics:
+class TextCounts:
     """Counts what one event loop serves."""
 
     def __init__(self, most_tokens: int) -> None:
