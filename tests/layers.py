@@ -21,6 +21,7 @@ ENGINE_LAYERS = (
         "guided",
         "sampling_params",
         "text",
+        "histogram",
         "how_far",
         "interrupts",
         "layer_traits",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections import deque
 from dataclasses import dataclass
 from math import inf
@@ -23,6 +24,7 @@ from roseinfer.errors import (
     StepFailed,
 )
 from roseinfer.guided.compiler import GuideCompiler
+from roseinfer.histogram import STEP_BOUNDS, Histogram
 from roseinfer.ranks.ranks import leader_of
 from roseinfer.sampling_params import SamplingParams
 from roseinfer.text.request_text import RequestText, detokenizers
@@ -109,12 +111,12 @@ class Engine:
             by_max_length=config.max_length is not None,
         )
         self._scheduler = Scheduler(config, self._supply)
-        self._speculation: Speculation | None = None
+        self.speculation: Speculation | None = None
         if config.speculation is not None:
-            self._speculation = Speculation(
+            self.speculation = Speculation(
                 kv, self._supply, self._runner, self.path_counts, slots=resident is not None
             )
-            self._runner.settle = self._speculation.settle
+            self._runner.settle = self.speculation.settle
         self._in_flight: deque[list[Flight | PromptFlight]] = deque()
         """Steps that were launched and whose tokens nobody has read yet, oldest first."""
         self._updates: list[Update] = []
@@ -131,6 +133,8 @@ class Engine:
         """Prompt tokens that the prefix cache was asked for."""
         self.prefix_hits = 0
         """Those of them that it had."""
+        self.step_tokens = Histogram(STEP_BOUNDS)
+        """How many tokens of prompts each step computed, and tokens of texts it brought."""
 
     @property
     def has_work(self) -> bool:
@@ -203,7 +207,7 @@ class Engine:
             session=self.sessions.empty(token_ids),
             text=text,
             guide=guide,
-            drafter=self._speculation.drafter_for(params) if self._speculation else None,
+            drafter=self.speculation.drafter_for(params) if self.speculation else None,
         )
         self._next_id += 1
         self._scheduler.add(request)
@@ -236,8 +240,8 @@ class Engine:
         """
         step = self._scheduler.next_step()
         try:
-            if self._speculation is not None:
-                self._speculation.plan(step)
+            if self.speculation is not None:
+                self.speculation.plan(step)
             if step:
                 self._launch(step)
             # If no step is launched, the oldest one in flight lands.
@@ -250,6 +254,11 @@ class Engine:
         if not self._scheduler.running:
             self._in_flight.clear()  # their tokens follow the ends of requests
         updates, self._updates = self._updates, []
+        tokens = len(updates)
+        if step.chunks:
+            tokens += sum(count for _, count in step.chunks)
+        if tokens:
+            self.step_tokens.add(tokens)
         return updates
 
     def fail_step(self, error: Exception) -> list[Update]:
@@ -306,10 +315,13 @@ class Engine:
         tokens = request.session.token_ids
         tokens.append(token)
         length, guide = len(tokens), request.guide
+        first = length == request.prompt_length + 1
+        if first:
+            request.first_at = time.monotonic()
         if self._supply.listens:
             # Requests take turns, each once a block.
             turn = (length - request.id) % self._block_size == 0
-            if turn or length == request.prompt_length + 1:
+            if turn or first:
                 self._supply.note_stored(request)
         ends = token in self._end_tokens and not request.params.ignore_eos
         if ends and (guide is None or guide.may_end):
@@ -339,6 +351,7 @@ class Engine:
         self._scheduler.remove(request)
         self._runner.forget()
         request.finish_reason = reason
+        request.ended_at = time.monotonic()
         try:
             return request.text.finish() if request.text else ""
         except (KeyboardInterrupt, SystemExit):
@@ -359,6 +372,8 @@ class Engine:
         if step.decoding and step.chunks:
             counts[EnginePath.MIXED] += 1
         for request, count in step.chunks:
+            if request.begun_at is None:
+                request.begun_at = time.monotonic()
             first = request.session.stored == request.found
             if count < request.pending:
                 counts[EnginePath.CHUNKED] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
@@ -66,6 +67,12 @@ class Request:
     """For each token the likeliest at its place, as many as were asked for."""
     finish_reason: FinishReason | None = None
     error: RoseinferError | None = None
+    queued_at: float = field(default_factory=time.monotonic)
+    begun_at: float | None = None
+    """When a step first had some of its prompt."""
+    first_at: float | None = None
+    """When its first token was there."""
+    ended_at: float | None = None
 
     # Changed by BlockSupply:
     held: Held | None = None
@@ -131,6 +138,13 @@ class Request:
     @property
     def num_generated(self) -> int:
         return len(self.session.token_ids) - self.prompt_length
+
+    @property
+    def decode_s(self) -> float:
+        """How long it took from its first token to its end."""
+        if self.first_at is None or self.ended_at is None:
+            return 0.0
+        return self.ended_at - self.first_at
 
 
 def token_ids_of(prompt: str | Sequence[int], tokenizer: Any) -> list[int]:

@@ -43,6 +43,12 @@ class Speculation:
         self._runner = runner
         self._path_counts = path_counts
         self._slots = slots
+        self.num_drafts = 0
+        """How often some tokens of a request were drafted."""
+        self.num_drafted = 0
+        """How many tokens."""
+        self.accepted_at = [0] * MOST_DRAFTS
+        """How often the first token of a draft was accepted, the second and so on."""
 
     def drafter_for(self, params: SamplingParams) -> Drafter | None:
         """Return a drafter for a request, or None for one that is never drafted.
@@ -91,6 +97,10 @@ class Speculation:
         if refused:
             session = request.session
             session.roll_back(self._kv, session.stored - refused)
+        self.num_drafts += 1
+        self.num_drafted += len(drafts)
+        for place in range(accepted):
+            self.accepted_at[place] += 1
         counts = self._path_counts
         counts[EnginePath.DRAFTED] += len(drafts)
         counts[EnginePath.ACCEPTED] += accepted

@@ -45,9 +45,30 @@ class Figures(NamedTuple):
     prefix_queries: int
     prefix_hits: int
     preemptions: int
+    steps: tuple[int, ...]
+    """How many steps had how many tokens, by the bounds of the engine's histogram."""
+    step_tokens: float
+    """The tokens of all steps."""
+    drafts: int = 0
+    drafted: int = 0
+    """How many tokens all drafts had."""
+    accepted_at: tuple[int, ...] = ()
+    """How many drafts had their first token accepted, their second and so on. It is empty for an
+    engine that drafts nothing."""
+
+    @classmethod
+    def at_first(cls, blocks: int) -> Figures:
+        """Return those of an engine that has done nothing."""
+        return cls(blocks, 0, 0, 0, 0, 0, 0, 0, (), 0.0)
 
     @classmethod
     def of(cls, engine: Engine) -> Figures:
+        speculation = engine.speculation
+        drafts = (
+            (speculation.num_drafts, speculation.num_drafted, tuple(speculation.accepted_at))
+            if speculation
+            else ()
+        )
         return cls(
             *engine.occupancy,
             engine.num_running,
@@ -55,6 +76,9 @@ class Figures(NamedTuple):
             engine.prefix_queries,
             engine.prefix_hits,
             engine.num_preemptions,
+            tuple(engine.step_tokens.counts),
+            engine.step_tokens.total,
+            *drafts,
         )
 
 

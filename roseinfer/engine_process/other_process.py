@@ -106,7 +106,7 @@ class OtherProcess:
     ) -> None:
         """``command`` is in whose name it says that the process has ended."""
         self.facts = facts
-        self.figures = Figures(facts.room.capacity, 0, 0, 0, 0, 0, 0, 0)
+        self.figures = Figures.at_first(facts.room.capacity)
         self._stopped = False
         """True if the engine serves nothing any more. Its process says why."""
         self._ended = False

@@ -83,7 +83,7 @@ class Replica:
         return self._problem
 
     def metrics(self) -> bytes:
-        return self._service.metrics.text()
+        return self._service.metrics_page.text()
 
     def ready(self) -> bool:
         return self._service.ready

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from roseinfer.server.generation import Usage
+    from roseinfer.server.metrics.http_counts import HttpCounts
 
 NOTE = "roseinfer.note"
 """What a scope calls its note. Who hands a request on may have begun one."""
@@ -63,9 +64,15 @@ def write_line(line: str) -> None:
 class AccessLog:
     """Stands before everything else, so that it sees whatever is answered."""
 
-    def __init__(self, app: ASGIApp, write: Callable[[str], None] | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        write: Callable[[str], None] | None,
+        counts: HttpCounts | None = None,
+    ) -> None:
         self._app = app
         self._write = write
+        self._counts = counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,8 +91,11 @@ class AccessLog:
         try:
             await self._answer(scope, receive, send_noted, note)
         finally:
+            seconds = time.perf_counter() - begun
+            if self._counts is not None:
+                self._counts.add(scope["path"], scope["method"], note.status, seconds)
             if self._write is not None:
-                self._write(_line(scope, note, time.perf_counter() - begun))
+                self._write(_line(scope, note, seconds))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, note: Note) -> None:
         try:

@@ -48,7 +48,7 @@ def application(service: Service, write: Callable[[str], None] = write_line) -> 
     return Starlette(
         routes=_routes(service),
         middleware=[
-            Middleware(AccessLog, write if config.access_log else None),
+            Middleware(AccessLog, write if config.access_log else None, service.http_counts),
             Middleware(Gatekeeper, config.api_key, config.max_body_bytes),
         ],
         exception_handlers={Refused: refuse, HTTPException: refuse, RoseinferError: refuse},
@@ -122,7 +122,7 @@ async def _version(_: Service, __: Request) -> Response:
 
 
 async def _metrics(service: Service, _: Request) -> Response:
-    return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(service.metrics_page.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _openapi(service: Service, _: Request) -> Response:

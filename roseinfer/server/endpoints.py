@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from starlette.requests import Request
@@ -46,12 +47,14 @@ class Endpoint(Generic[BodyType]):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = time.perf_counter()
         body = read_body(self._kind, await _json_of(Request(scope, receive)))
         service = self._service
         service.require_model(body.model)
         with service.admission.admit(body.num_texts):
             guide = await service.guide_of(body)
-            generation = service.generation(body, await body.prompts(service.prompts), guide)
+            prompts = await body.prompts(service.prompts)
+            generation = service.generation(body, prompts, guide, began)
             noted(scope).usage = generation.usage
             answer = await self._answer(body, generation)
             if body.stream:

@@ -8,13 +8,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from roseinfer.server.metrics.text_counts import Ended
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from roseinfer.engine_process.any_process import ServedEngine, Texts
-    from roseinfer.engine_process.part import Likeliest, Part
+    from roseinfer.engine_process.part import Likeliest, Part, Start
     from roseinfer.sampling_params import SamplingParams
-    from roseinfer.server.metrics import Metrics
+    from roseinfer.server.metrics.text_counts import TextCounts
     from roseinfer.server.prompts import Prompt
 
 
@@ -69,9 +71,15 @@ class _Choice:
 
     number: int
     prompt: int
+    most_tokens: int
     tokens: int = 0
+    start: Start | None = None
+    first: float = 0.0
+    """When its first token came."""
     newest: float = 0.0
     """When its newest token came."""
+    decode_s: float | None = None
+    """From its first token to its last, where the engine has said so."""
     ended: bool = False
 
 
@@ -85,18 +93,20 @@ class Generation:
     def __init__(
         self,
         served: ServedEngine,
-        metrics: Metrics,
+        metrics: TextCounts,
         prompts: Sequence[Prompt],
         choices: int,
         params_of: Callable[[Prompt, int], SamplingParams],
         num_open: Callable[[], int],
         *,
+        began: float,
         prompts_only: bool = False,
     ) -> None:
         """``choices`` are wanted for each prompt; ``params_of`` takes it and the number of one.
 
-        ``num_open`` says how many texts are served now, here and elsewhere. With ``prompts_only``
-        the token that must follow each prompt is told to nobody.
+        ``num_open`` says how many texts are served now, here and elsewhere. The request ``began``
+        when it was so late by ``time.perf_counter``. With ``prompts_only`` the token that must
+        follow each prompt is told to nobody.
         """
         self.prompts = prompts
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
@@ -112,7 +122,7 @@ class Generation:
         """By the numbers of prompts: what the first choice for each was told of it."""
         self._token_s = 0.0
         """How long the newest tokens took, each."""
-        self._began = 0.0
+        self._began = began
 
     @property
     def over(self) -> bool:
@@ -133,7 +143,6 @@ class Generation:
 
         A text that nobody reads any more is cancelled: who leaves the loop closes it.
         """
-        self._began = time.perf_counter()
         texts = self._served.texts()
         why = "abort"
         try:
@@ -151,6 +160,7 @@ class Generation:
             for choice in self._choices:
                 if not choice.ended:
                     self._end(choice, why, time.perf_counter())
+            self._note_prompts()
 
     def _pause(self) -> float:
         """Return how long to let tokens come together, since each chunk takes time to send.
@@ -165,8 +175,9 @@ class Generation:
 
     def _begin(self, texts: Texts, prompt: int, number: int) -> None:
         asked = self.prompts[prompt]
-        texts.add(asked.token_ids, self._params_of(asked, number))
-        self._choices.append(_Choice(prompt * self._wanted + number, prompt))
+        params = self._params_of(asked, number)
+        texts.add(asked.token_ids, params)
+        self._choices.append(_Choice(prompt * self._wanted + number, prompt, params.max_new_tokens))
 
     def _take(self, texts: Texts, parts: list[tuple[int, Part]]) -> list[Piece]:
         """Return the pieces that parts are, and begin what can begin now."""
@@ -177,9 +188,11 @@ class Generation:
                 raise part.error
             choice = self._choices[at]
             piece = self._piece(choice.number, part)
-            if part.found is not None:
-                self._note_first(texts, choice, part, part.found, now)
+            if part.start is not None:
+                self._note_first(texts, choice, part.start, now)
                 piece.echoed = self._echoed.get(choice.prompt, [])
+            if part.last:
+                choice.decode_s = part.decode_s
             self._note(choice, piece, now)
             pieces.append(piece)
         return pieces
@@ -196,17 +209,16 @@ class Generation:
             finish_reason=part.finish_reason,
         )
 
-    def _note_first(
-        self, texts: Texts, choice: _Choice, part: Part, found: int, now: float
-    ) -> None:
+    def _note_first(self, texts: Texts, choice: _Choice, start: Start, now: float) -> None:
         """Count a prompt that was read, and begin the other choices for it."""
         tokens = self.prompts[choice.prompt].token_ids
-        self._metrics.began(len(tokens), now - self._began)
-        choice.newest = now
+        self._metrics.began(len(tokens), start.found, now - self._began)
+        choice.start = start
+        choice.first = choice.newest = now
         if choice.number % self._wanted == 0:
-            self.usage.cached_tokens += found
-            if part.prompt_logprobs:
-                self._echoed[choice.prompt] = [*zip(tokens, part.prompt_logprobs, strict=True)]
+            self.usage.cached_tokens += start.found
+            if start.logprobs:
+                self._echoed[choice.prompt] = [*zip(tokens, start.logprobs, strict=True)]
             for number in range(1, self._wanted):
                 self._begin(texts, choice.prompt, number)
 
@@ -222,4 +234,26 @@ class Generation:
 
     def _end(self, choice: _Choice, why: str, now: float) -> None:
         choice.ended = True
-        self._metrics.ended(why, choice.tokens, now - self._began)
+        self._metrics.ended(why, self._ended(choice, now))
+
+    def _ended(self, choice: _Choice, now: float) -> Ended | None:
+        if choice.start is None:
+            return None
+        decode_s = choice.decode_s
+        return Ended(
+            len(self.prompts[choice.prompt].token_ids),
+            choice.tokens,
+            choice.most_tokens,
+            choice.start,
+            choice.newest - choice.first if decode_s is None else decode_s,
+            now - self._began,
+        )
+
+    def _note_prompts(self) -> None:
+        """Count the prompts that were read, when all has ended."""
+        longest: dict[int, int] = {}
+        for choice in self._choices:
+            if choice.start is not None:
+                longest[choice.prompt] = max(longest.get(choice.prompt, 0), choice.tokens)
+        for tokens in longest.values():
+            self._metrics.answered(self._wanted, tokens)

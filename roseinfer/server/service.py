@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from roseinfer.errors import BadArgument, ConfigError
 from roseinfer.server.admission import Admission
 from roseinfer.server.generation import Generation
-from roseinfer.server.metrics import Metrics
+from roseinfer.server.metrics.http_counts import HttpCounts
+from roseinfer.server.metrics.metrics_page import MetricsPage
+from roseinfer.server.metrics.text_counts import TextCounts
 from roseinfer.server.prompts import Prompts
 from roseinfer.server.refusals import Refused
 from roseinfer.server.shapes.token_texts import TokenTexts
@@ -44,11 +46,15 @@ class Service:
         self.served = served
         self.prompts = Prompts(facts, config.max_prompt_tokens, chat_template)
         self.admission = Admission(facts.max_batch_size, config.max_queue)
-        self.metrics = Metrics(served, self.names[0], number)
         self.token_texts = TokenTexts(facts.tokenizer)
         self.vocabulary = facts.shape.vocab_size
         self.most_tokens = facts.room.most_new(1) + 1
         """Of a prompt and its text together."""
+        self.metrics = TextCounts(self.most_tokens)
+        self.http_counts = HttpCounts()
+        self.metrics_page = MetricsPage(
+            self.metrics, self.http_counts, served, self.names[0], number
+        )
         self._since = int(time.time())
 
     @property
@@ -99,8 +105,10 @@ class Service:
         return guide
 
     def generation(
-        self, body: Asked, prompts: Sequence[Prompt], guide: Guide | None = None
+        self, body: Asked, prompts: Sequence[Prompt], guide: Guide | None, began: float
     ) -> Generation:
+        """Return what generates the texts of a request, which came when it was ``began``."""
+
         def params_of(prompt: Prompt, choice: int) -> SamplingParams:
             return body.params(min(prompt.room, body.most_tokens or prompt.room), choice, guide)
 
@@ -111,5 +119,6 @@ class Service:
             body.choices,
             params_of,
             lambda: self.admission.open,
+            began=began,
             prompts_only=body.prompts_only,
         )

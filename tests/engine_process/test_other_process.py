@@ -69,7 +69,8 @@ def test_texts_are_those_of_an_llm(driven: Driven) -> None:
         assert part.logprobs == pytest.approx(output.logprobs or [], abs=1e-4)
         tops = [[token for token, _ in top] for top in part.likeliest]
         assert tops == [[token for token, _ in top] for top in output.top_logprobs or []]
-        assert len(part.prompt_logprobs) == len(output.prompt_logprobs or [])
+        assert part.start is not None
+        assert len(part.start.logprobs) == len(output.prompt_logprobs or [])
     driven.run(at_rest(driven))
 
 

@@ -42,7 +42,9 @@ def test_a_part_says_all_that_its_updates_say() -> None:
         assert part.text == "".join(update.text for update in updates)
         assert part.logprobs == request.logprobs
         assert part.likeliest == request.top_logprobs
-        assert part.prompt_logprobs == request.prompt_logprobs
+        assert part.start is not None
+        assert part.start.logprobs == request.prompt_logprobs
+        assert part.start.queued_s >= 0 < part.start.prefill_s
         assert (part.finish_reason, part.last) == ("length", True)
 
 

@@ -131,6 +131,23 @@ def test_a_client_that_leaves_is_forgotten_and_metrics_come_to_rest(apart: Servi
     assert figure(apart, 'roseinfer:kv_blocks{engine="0",model_name="tiny",use="cached"}') > 0
 
 
+def test_the_engine_tells_how_long_its_texts_took(apart: Serving) -> None:
+    names = ("request_queue_time", "request_prefill_time", "request_decode_time")
+    labels = '{engine="0",model_name="tiny"}'
+
+    def sums() -> list[float]:
+        of = (*names, "e2e_request_latency")
+        return [figure(apart, f"vllm:{name}_seconds_sum{labels}") for name in of]
+
+    before = sums()
+    ask(apart.port, "/v1/completions", {"prompt": "x" * 40, "max_tokens": 200, "ignore_eos": True})
+    queue, prefill, decode, whole = (now - then for now, then in zip(sums(), before, strict=True))
+    assert min(queue, prefill, decode) > 0
+    assert 0.5 * whole < queue + prefill + decode <= whole
+    steps = f"vllm:iteration_tokens_total_sum{labels}"
+    assert figure(apart, steps) >= 240
+
+
 def test_signals_to_all_processes_do_not_end_the_engine(apart: Serving) -> None:
     child = child_of(apart)
     for each in (signal.SIGINT, signal.SIGTERM):

@@ -42,7 +42,7 @@ def test_more_texts_wait_longer_for_a_chunk_but_not_for_many_tokens(
 ) -> None:
     nothing: Any = None
     engine: Any = SimpleNamespace(apart=apart)
-    generation = Generation(engine, nothing, [], 1, nothing, lambda: texts)
+    generation = Generation(engine, nothing, [], 1, nothing, lambda: texts, began=0.0)
     generation._token_s = token
     assert generation._pause() == pytest.approx(seconds)
 

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer import __version__
-from roseinfer.server.metrics import Seconds
+from roseinfer.histogram import Histogram
+from roseinfer.server.prompts import Prompts
 from tests.server.clients import Asking, by_both_clients
 from tests.server.served import MODEL, running
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roseinfer.server.prompts import Prompt
     from tests.server.served import Server
 
 NAMES = {
     "vllm:cache_config_info",
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
+    "vllm:num_requests_waiting_by_reason",
     "vllm:kv_cache_usage_perc",
+    "vllm:engine_sleep_state",
     "vllm:prompt_tokens",
+    "vllm:prompt_tokens_cached",
+    "vllm:prompt_tokens_by_source",
+    "vllm:prompt_tokens_cached_by_source",
     "vllm:generation_tokens",
     "vllm:prefix_cache_queries",
     "vllm:prefix_cache_hits",
@@ -31,7 +41,21 @@ NAMES = {
     "vllm:time_to_first_token_seconds",
     "vllm:inter_token_latency_seconds",
     "vllm:time_per_output_token_seconds",
+    "vllm:request_time_per_output_token_seconds",
     "vllm:e2e_request_latency_seconds",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_inference_time_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_prefill_kv_computed_tokens",
+    "vllm:request_generation_tokens",
+    "vllm:request_max_num_generation_tokens",
+    "vllm:request_params_max_tokens",
+    "vllm:request_params_n",
+    "vllm:iteration_tokens_total",
+    "http_requests",
+    "http_request_duration_seconds",
     "roseinfer:kv_blocks",
 }
 
@@ -116,6 +140,21 @@ def test_blocks_and_requests_are_seen_while_they_are_there() -> None:
         assert server.metric("vllm:request_success_total", finished_reason="abort") == 2
 
 
+def test_a_request_begins_before_its_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, slow = Prompts._read, 0.2
+
+    def read_slowly(self: Prompts, prompts: Sequence[str | list[int]], field: str) -> list[Prompt]:
+        time.sleep(slow)
+        return read(self, prompts, field)
+
+    monkeypatch.setattr(Prompts, "_read", read_slowly)
+    with running() as server:
+        server.post("completions", prompt="x", max_tokens=1)
+        for name in ("time_to_first_token", "e2e_request_latency"):
+            assert server.metric(f"vllm:{name}_seconds_sum") >= slow
+        assert server.metric("vllm:request_queue_time_seconds_sum") < slow
+
+
 def test_preemptions_are_counted() -> None:
     with running(kv_cache_tokens=96, block_size=4) as server:
         prompts = ["x" * 20, "y" * 20, "z" * 20]
@@ -124,11 +163,11 @@ def test_preemptions_are_counted() -> None:
 
 
 def test_a_histogram_counts_like_prometheus() -> None:
-    seconds = Seconds((0.1, 1.0))
+    histogram = Histogram((0.1, 1.0))
     for value, times in ((0.05, 1), (0.1, 2), (0.5, 1), (3.0, 1)):
-        seconds.add(value, times)
-    assert seconds.buckets() == [("0.1", 3.0), ("1.0", 4.0), ("+Inf", 5.0)]
-    assert seconds.total == pytest.approx(3.75)
+        histogram.add(value, times)
+    assert histogram.buckets() == [("0.1", 3.0), ("1.0", 4.0), ("+Inf", 5.0)]
+    assert histogram.total == pytest.approx(3.75)
 
 
 # ------------------------------------------------------------------------------- the access log
