@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -133,8 +133,19 @@ class Engine:
         """Prompt tokens that the prefix cache was asked for."""
         self.prefix_hits = 0
         """Those of them that it had."""
-        self.step_tokens = Histogram(STEP_BOUNDS)
+        self._step_tokens = Histogram(STEP_BOUNDS)
+        self._new_steps: defaultdict[int, int] = defaultdict(int)
+        """By their tokens, how many steps nobody has asked for yet: a step calls nothing for it."""
+        self._tokens = 0
+        """Those of the step that is under way."""
+
+    @property
+    def step_tokens(self) -> Histogram:
         """How many tokens of prompts each step computed, and tokens of texts it brought."""
+        for tokens, times in self._new_steps.items():
+            self._step_tokens.add(tokens, times)
+        self._new_steps.clear()
+        return self._step_tokens
 
     @property
     def has_work(self) -> bool:
@@ -254,11 +265,11 @@ class Engine:
         if not self._scheduler.running:
             self._in_flight.clear()  # their tokens follow the ends of requests
         updates, self._updates = self._updates, []
-        tokens = len(updates)
         if step.chunks:
-            tokens += sum(count for _, count in step.chunks)
-        if tokens:
-            self.step_tokens.add(tokens)
+            self._tokens += sum(count for _, count in step.chunks)
+        if self._tokens:
+            self._new_steps[self._tokens] += 1
+            self._tokens = 0
         return updates
 
     def fail_step(self, error: Exception) -> list[Update]:
@@ -314,6 +325,7 @@ class Engine:
             return self._last(request, None, "", FinishReason.ERROR)
         tokens = request.session.token_ids
         tokens.append(token)
+        self._tokens += 1
         length, guide = len(tokens), request.guide
         first = length == request.prompt_length + 1
         if first:

@@ -63,7 +63,7 @@ class Figures(NamedTuple):
 
     @classmethod
     def of(cls, engine: Engine) -> Figures:
-        speculation = engine.speculation
+        speculation, steps = engine.speculation, engine.step_tokens
         drafts = (
             (speculation.num_drafts, speculation.num_drafted, tuple(speculation.accepted_at))
             if speculation
@@ -76,8 +76,8 @@ class Figures(NamedTuple):
             engine.prefix_queries,
             engine.prefix_hits,
             engine.num_preemptions,
-            tuple(engine.step_tokens.counts),
-            engine.step_tokens.total,
+            tuple(steps.counts),
+            steps.total,
             *drafts,
         )
 

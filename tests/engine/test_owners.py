@@ -9,8 +9,11 @@ from roseinfer.engine.request import Request
 from tests.python_process import ROOT
 
 CHANGED = {
+    "begun_at": "engine",
+    "ended_at": "engine",
     "error": "engine",
     "finish_reason": "engine",
+    "first_at": "engine",
     "found": "request",
     "full_length": "request",
     "held": "request",

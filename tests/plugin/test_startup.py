@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 import pytest
@@ -75,20 +76,22 @@ def test_a_project_that_is_configured_for_it_imports_nothing_heavy(probed: Proje
 
 
 def test_it_adds_at_most_20_milliseconds(project: Project, tmp_path: Path) -> None:
-    """Return the fastest of several runs with it, less the fastest without.
+    """Runs with it and without follow on each other, and the median pair says what it adds.
 
-    Other work on the machine only ever makes a run slower, so the fastest says most. Where
-    five pairs leave a doubt, more are run before it counts: with a test beside it, 25 were few.
+    Where five pairs leave a doubt, more are run before it counts: other work on the machine makes
+    single runs slower by more than is looked for, the fastest of many too.
     """
     collect = Collection(project.path, tmp_path / "bytecode").seconds
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for pair in range(100):
+    pairs: list[float] = []
+    for pair in range(60):
+        seconds: dict[bool, float] = {}
         for plugin in (True, False) if pair % 2 else (False, True):
-            seconds[plugin].append(collect(["-p", "pytest_roseinfer.plugin"] if plugin else []))
-        added = 1000 * (min(seconds[True]) - min(seconds[False]))
+            seconds[plugin] = collect(["-p", "pytest_roseinfer.plugin"] if plugin else [])
+        pairs.append(1000 * (seconds[True] - seconds[False]))
+        added = median(pairs)
         if pair >= 4 and added <= MOST_MILLISECONDS:
             break
-    assert added <= MOST_MILLISECONDS, f"{added:.1f} ms more, after {pair + 1} pairs of runs"
+    assert added <= MOST_MILLISECONDS, f"{added:.1f} ms more, after {len(pairs)} pairs of runs"
 
 
 @dataclass(frozen=True)

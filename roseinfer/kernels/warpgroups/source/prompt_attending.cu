@@ -75,7 +75,7 @@ struct Attending {
         turn->forward();
     }
 
-    // Those of the next item come to the second-level cache meanwhile.
+    // Those of the next item come to the caches meanwhile.
     DEV void ask_for_queries(const Item& next) const {
         int token = t / 2 / TILE_G + group * TOKENS, member = t / 2 % TILE_G;
         if (token >= next.count || member >= GROUP) return;
