@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -53,8 +54,15 @@ def one_for_each_row() -> list[Mutant]:
     return [next(m for m in CATALOGUE if row in m.rows) for row in KNOWN_BUGS]
 
 
+_ONE_OF = 4
+"""Every so many kinds of bugs are looked for where there is little time."""
+
+
 def test_a_bug_of_every_known_kind_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    """All kinds take two minutes, and have a job of their own in the workflow."""
     names = sorted({mutant.name for mutant in one_for_each_row()})
+    if not os.environ.get("EVERY_KIND_OF_BUG"):
+        names = names[::_ONE_OF]
     assert command.main([*names, "--quick", "--jobs", "2"]) == 0
     said = capsys.readouterr().out
     assert all(name in said for name in names)
