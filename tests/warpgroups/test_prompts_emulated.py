@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.persistent.emulated import COMPILER
+from tests.sampled import sampled
 from tests.warpgroups.prompts import TOLERANCE, Attention, Prompts, emulated
 from tests.warpgroups.wrong import complaint
 
@@ -70,7 +71,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("bug", WRONG)
+@pytest.mark.parametrize("bug", sampled(WRONG))
 def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
     """In a process of its own, for the machine ends that when it refuses something."""
     find, replace = WRONG[bug]
