@@ -9,6 +9,7 @@ import torch
 
 from roseinfer.kernels.warpgroups.tiles import tiles_for
 from tests.persistent.emulated import COMPILER, EmulatedProgram
+from tests.sampled import sampled
 from tests.warpgroups.products import SHAPES, Product, emulated, kinds
 from tests.warpgroups.wrong import complaint
 
@@ -58,7 +59,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("bug", WRONG)
+@pytest.mark.parametrize("bug", sampled(WRONG))
 def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
     """In a process of its own, for the machine ends that when it refuses something."""
     find, replace = WRONG[bug]
