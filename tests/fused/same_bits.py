@@ -41,7 +41,7 @@ def model_of(kin: str) -> Any:
             LlamaConfig(
                 vocab_size=500, hidden_size=512, intermediate_size=1536, num_hidden_layers=3,
                 num_attention_heads=heads, num_key_value_heads=kv_heads,
-                max_position_embeddings=POSITIONS, head_dim=128,
+                max_position_embeddings=POSITIONS,
             )
         )  # fmt: skip
     return scaled_up(network).to(torch.bfloat16).to("cuda")

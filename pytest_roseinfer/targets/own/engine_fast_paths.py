@@ -73,7 +73,8 @@ seconds for every model of every mix, so no switch here asks for it, and
 ``tests/engine/test_compiling.py`` compares it with its twin. No request here has a guide:
 ``tests/guided`` holds those to what they get alone. No model here is as wide as a step in one
 kernel needs it: ``tests/persistent`` compares that with several kernels. What is streamed has no
-switch: ``tests/warpgroups`` compares its products with those of Triton's kernels."""
+switch: ``tests/warpgroups`` compares its products with those of Triton's kernels, and so it does
+with ``AttentionPath.PROMPTS``, whose contexts are longer than any here."""
 _FIRST = (
     EnginePath.RESIDENT,
     EnginePath.RUN_AHEAD,
