@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.running.coverage import Coverage
 
-pytest_plugins = ("pytest_roseinfer.plugin.fixtures",)
-
 _WORKER_ERROR = "roseinfer_usage_error"
 _OUTER = pytest.StashKey[tuple[settings.Settings, "Coverage | None"]]()
 """The state of a pytest run that started this one in its own process."""
