@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pytest_roseinfer.running.interpreter.remembering import remembering
+from tests.sampled import MARKERS, leave_out, note_whether_every_test
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,8 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
     Hundreds of tests start a pytest, which rewrites the assertions of its plugins: without
     bytecode, each time, and that takes longer than most of the tests.
     """
+    for line in MARKERS:
+        config.addinivalue_line("markers", line)
     if hasattr(config, "workerinput"):
         return
+    note_whether_every_test(config)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     folder = tempfile.TemporaryDirectory()
     process = subprocess.Popen(
@@ -57,6 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
         folder.cleanup()
 
     config.add_cleanup(end)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_out(config, items)
 
 
 def pytest_collection_finish() -> None:

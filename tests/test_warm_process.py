@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import pytest
 
 from tests.python_process import run_python
-
-if TYPE_CHECKING:
-    import pytest
 
 PROFILE = """
     from hypothesis import settings
@@ -32,6 +29,7 @@ def test_nothing_under_test_is_imported() -> None:
     assert run_python(loaded, warm=True) == "True\n[]\n"
 
 
+@pytest.mark.takes_long
 def test_assertions_of_plugins_are_rewritten_and_nothing_warns_of_it() -> None:
     code = """
         import sys, pytest

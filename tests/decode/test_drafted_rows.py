@@ -32,6 +32,7 @@ def behind(device: str, prompt: list[int], count: int, family: str = "gpt2") -> 
     return alone(device, prompt, count, family)[len(prompt) :]
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=_ON_A_GPU)])

@@ -59,6 +59,7 @@ def saved(found: Any, folder: Path) -> tuple[Saved, list[str]]:
     return files, words
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("model", ["", "tiny"])
 def test_the_printed_line_fails_until_the_bug_is_gone(
     model: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch

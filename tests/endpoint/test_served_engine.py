@@ -66,6 +66,7 @@ WORDS = {
 """What is said of bugs that do not make one text another."""
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_server_with_a_bug_is_found(
     endpoint: Endpoint, bug: str, monkeypatch: pytest.MonkeyPatch

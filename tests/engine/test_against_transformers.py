@@ -74,6 +74,7 @@ def check_step(
         session.token_ids.append(int(want.argmax()))
 
 
+@pytest.mark.many_alike
 @every_family
 @pytest.mark.parametrize("groups_of", [2, 1])
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
@@ -88,6 +89,7 @@ def test_prefill_and_decode(device: str, family: str, groups_of: int, kernels: b
     assert used == (kernel_paths if kernels else {"attention_reference"})
 
 
+@pytest.mark.many_alike
 @every_family
 @pytest.mark.parametrize("chunk", [1, 3, 4])
 def test_a_prompt_in_chunks(device: str, family: str, chunk: int) -> None:

@@ -70,6 +70,7 @@ def test_logits_are_as_near_to_the_truth(device: str, family: str) -> None:
     assert mine**0.5 <= TIMES_TRANSFORMERS * theirs**0.5
 
 
+@pytest.mark.many_alike
 @every_family
 @pytest.mark.parametrize("config", [{}, {"resident_decode": True, "run_ahead": 2}], ids=str)
 def test_tokens_are_the_same_wherever_rounding_cannot_decide(

@@ -46,6 +46,7 @@ def with_ctrl_c(real: Callable[..., Any], call: int) -> Callable[..., Any]:
     return interrupted
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("call", [0, 2])
 @pytest.mark.parametrize(("owner", "name"), AMID, ids=[name for _, name in AMID])
 def test_a_call_ends_by_it_and_the_next_is_right(

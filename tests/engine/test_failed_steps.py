@@ -103,6 +103,7 @@ def test_out_of_memory_once_ends_the_requests_of_that_step(
     assert tokens_of(llm, PROMPTS[:2], params) == tokens_of(in_step(device), PROMPTS[:2], params)
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("lag", [0, 1, 3])
 @pytest.mark.parametrize(
     "what", ["reading tokens", "amid tokens", "after a resident step", "a forward pass"]

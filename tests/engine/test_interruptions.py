@@ -58,6 +58,7 @@ def interrupt(
 PLACES = ["before", "between layers", "after"]
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("per_layer_kv", [False, True])
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken")], ids=repr)

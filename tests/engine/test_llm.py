@@ -213,6 +213,7 @@ BAD_PROMPTS = {
 }
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize(("bad", "message"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
 def test_a_bad_prompt_is_told_why_and_the_others_go_on(

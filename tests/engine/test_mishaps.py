@@ -104,6 +104,7 @@ def test_a_step_that_raises_is_done_again(
     assert_no_block_is_lost(llm)
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(("owner", "name"), SLOT_WORK, ids=[name for _, name in SLOT_WORK])

@@ -214,6 +214,7 @@ def run_mix(family: str, device: str, seed: int) -> Counter[str]:
     return counts
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("first", [0, MIXES])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_request_of_a_mix_ends_as_transformers_would(

@@ -63,6 +63,7 @@ def assert_alike(outputs: list[RequestOutput], wanted: list[RequestOutput]) -> N
             assert one.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-3)
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_texts_are_the_same(device: str, settings: str, choice: str) -> None:
@@ -77,6 +78,7 @@ def test_texts_are_the_same(device: str, settings: str, choice: str) -> None:
         assert accepted
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("family", [each for each in CONFIGS if each != "gpt2"])
 @pytest.mark.parametrize("settings", ["without slots", "in slots"])
 def test_texts_of_every_family_are_the_same(device: str, family: str, settings: str) -> None:
@@ -169,6 +171,7 @@ def test_a_stop_string_within_accepted_drafts_ends_the_text(device: str) -> None
     assert drafted(llm)[1]
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("what", ["cancel", "pause"])
 def test_requests_end_and_pause_between_steps_of_drafts(

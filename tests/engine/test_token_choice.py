@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -73,7 +74,7 @@ def test_the_likeliest_tokens_are_told_beside_the_chosen(
     """Each request gets as many as it asked for, whatever its neighbours asked for."""
     asked = [0, 5, 20, 1]
     params = [greedy(6, ignore_eos=True, top_logprobs=most) for most in asked]
-    params += [greedy(6, ignore_eos=True, logprobs=True), sampled(3)]
+    params += [greedy(6, ignore_eos=True, logprobs=True), replace(sampled(3), max_new_tokens=6)]
     llm = small_llm(device, **config)
     outputs = llm.generate([TEXTS[0]] * 6, params, progress=False)
     assert bool(llm.engine.path_counts[EnginePath.TOLD]) == config["resident_decode"]

@@ -83,6 +83,7 @@ def assert_nothing_held(llm: LLM) -> None:
         assert kv.num_free_blocks(group.layers[0]) == kv.max_blocks_per_layer - 1
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_texts_that_begin_alike_in_a_small_cache(device: str, name: str, way: str) -> None:

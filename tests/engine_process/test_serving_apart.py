@@ -90,6 +90,7 @@ def without_names(answer: Any) -> Any:
     return round(answer, 3) if isinstance(answer, float) else answer
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("body", BODIES)
 def test_it_answers_as_one_process_does(apart: Serving, here: Server, body: str) -> None:
     path, asked = BODIES[body]

@@ -29,6 +29,7 @@ def shortfall(exact: Any, prompt: list[int], made: list[int]) -> float:
     return float((logits.max(1).values - chosen).max())
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize(
     "kin", ["llama", "mistral window", "qwen3", "phi3, half of a head", "olmo2"]
 )

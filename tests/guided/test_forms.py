@@ -51,6 +51,7 @@ def alone(device: str) -> list[RequestOutput]:
     return [together(llm, [prompt], [own])[0] for prompt, own in zip(*mixed(), strict=True)]
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_each_gets_what_it_gets_alone(device: str, setting: str) -> None:
     """Those with a guide and those without, in the same steps."""

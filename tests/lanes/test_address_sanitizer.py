@@ -13,12 +13,14 @@ pytestmark = [
 FOUND = "AddressSanitizer: heap-buffer-overflow"
 
 
+@pytest.mark.many_alike
 def test_all_stays_within_its_tensors(module: str) -> None:
     output = under_the_sanitizer(module)
     assert "ERROR" not in output
     assert output.rstrip().endswith(ALL_RIGHT)
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize(("verb", "said"), [("reads", "READ of size"), ("writes", "WRITE of size")])
 def test_what_is_planted_is_found(module: str, verb: str, said: str) -> None:
     output = under_the_sanitizer(module, verb)

@@ -19,7 +19,6 @@ from roseinfer.models.causal import CausalModel
 from roseinfer.ranks import inboxes, opened_exchange
 from roseinfer.ranks.inboxes import open_inboxes
 from tests.python_process import run_python
-from tests.sampled import sampled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +55,7 @@ _SERVED = """
 """
 
 
+@pytest.mark.takes_long
 def test_texts_are_those_of_one_process() -> None:
     """The leader of both models is one process, which takes seconds to start."""
     served = [line.split() for line in run_python(_SERVED, interpret=True).splitlines()]
@@ -204,7 +204,8 @@ BUGS: dict[str, Callable[[Exchange, int], Exchange | None]]
 BUGS = {"a rank": _misses_a_rank, "the place": _other_place, "the order": _other_order}
 
 
-@pytest.mark.parametrize("bug", sampled(BUGS))
+@pytest.mark.many_alike
+@pytest.mark.parametrize("bug", BUGS)
 def test_a_sum_that_is_wrong_in_one_of_them_is_seen(bug: str) -> None:
     assert not all(rounds(3, BUGS[bug]))
 

@@ -14,12 +14,13 @@ from pytest_roseinfer.targets.own import model_shapes as shapes
 from roseinfer.parallel.follower import Follower
 from tests.engine.searched_mixes import search
 from tests.parallel.followers import in_threads
+from tests.sampled import every_test
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-MIXES = 40
+MIXES = 40 if every_test() else 10
 _SHARED = ("gpt2", "llama", "llama 10:2", *shapes.WITH_WINDOWS_ALONE, shapes.CAPPED)
 
 

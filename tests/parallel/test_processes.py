@@ -161,6 +161,7 @@ follower.follow(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize(
     ("at", "why"),
     [
@@ -221,6 +222,7 @@ def test_a_process_exits_right_after_it_has_let_go_of_its_ranks() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.takes_long
 def test_torchrun_starts_the_ranks() -> None:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     launcher += ["--standalone", sys.executable, "-m", "roseinfer", "generate"]

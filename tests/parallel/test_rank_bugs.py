@@ -12,7 +12,6 @@ from roseinfer.parallel.follower import Follower
 from roseinfer.ranks.orders import Copies, Forward, Order, PutBlocks, PutRows, PutTokens
 from tests.parallel.followers import build, in_threads
 from tests.parallel.test_shares import MODELS, PARAMS, PROMPTS, SIZES, WAYS
-from tests.sampled import sampled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +52,8 @@ def texts(**config: Any) -> list[Any]:
     return [llm.generate(PROMPTS, PARAMS, progress=False) for _ in range(2)]
 
 
-@pytest.mark.parametrize("bug", sampled(BUGS))
+@pytest.mark.many_alike
+@pytest.mark.parametrize("bug", BUGS)
 def test_a_rank_that_does_something_else_is_found(
     bug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ CASES = [
 ]
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize(("model", "way"), CASES)
 def test_texts_are_those_of_one_process(
     model: str, way: str, monkeypatch: pytest.MonkeyPatch

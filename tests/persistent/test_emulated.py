@@ -104,6 +104,7 @@ def test_what_kin_have(tmp_path: Path, normed: bool) -> None:
     check(small_rig(sizes, 200, biased=True, times=0.5), EmulatedProgram(sizes, tmp_path))
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("seed", range(6))
 def test_a_launch_that_is_given_up_makes_no_number(impatient: EmulatedProgram, seed: int) -> None:
     """Others give up waiting for a program that comes late, and the next launch is right."""

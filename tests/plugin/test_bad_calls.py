@@ -209,6 +209,7 @@ WRONG: dict[type[KVCacheAdapter], set[str]] = {
 }
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("cache", WRONG)
 def test_all_that_were_accepted_are_told(

@@ -123,7 +123,7 @@ def said_of_left_behind(result: pytest.RunResult) -> list[str]:
     return [line.partition("that nothing checks: ")[2] for line in lines]
 
 
-@pytest.mark.parametrize("workers", [(), ("-n1",)])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n1",), marks=pytest.mark.takes_long)])
 def test_an_update_names_what_was_renamed(gated: Project, workers: tuple[str, ...]) -> None:
     """A test, a file of tests, or a step; what is not in this run is left alone."""
     gated.write(test_gone=TEST, test_costs=TEST + TEST.replace("_decode", "_again"))

@@ -99,6 +99,7 @@ def test_workers_add_up() -> None:
     assert target.checks == "read_back 8"
 
 
+@pytest.mark.takes_long
 def test_the_same_verdict_with_workers_as_without(project: Project) -> None:
     project.copy_caches()
     project.write(test_mine=TWO_CACHES)

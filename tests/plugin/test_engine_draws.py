@@ -93,6 +93,7 @@ def test_an_engine_that_draws_and_writes_right_passes() -> None:
     search(DrawingEngine)
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("adapter", REASONS, ids=lambda adapter: adapter.__name__)
 def test_one_that_does_not_is_found(adapter: type[EngineAdapter], seed: int) -> None:

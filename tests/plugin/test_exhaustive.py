@@ -55,6 +55,7 @@ def walk_all(adapter: type[KVCacheAdapter], most: int, steps: tuple[Operation, .
     return walked
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("cache", BROKEN, ids=lambda cache: cache.__name__)
 def test_what_fits_the_bounds_is_found(cache: type[KVCacheAdapter]) -> None:
     steps = LATER.get(cache, ())

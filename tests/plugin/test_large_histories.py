@@ -130,6 +130,7 @@ def test_a_cache_that_is_right_passes_and_the_largest_sizes_are_told() -> None:
     assert target.histories == settings.current().examples
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize(("adapter", "least"), [(WrongFromRow9, 9), (WrongFromRow65, 65)])
 def test_wrong_rows_are_found_and_few_are_shown(adapter: type[Cache], least: int) -> None:
     with pytest.raises(Divergence) as caught:
@@ -138,6 +139,7 @@ def test_wrong_rows_are_found_and_few_are_shown(adapter: type[Cache], least: int
     assert least <= len(step.rows()) <= 70
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("adapter", [ShortTable, DropsToken256, ForgetsRow65])
 def test_what_needs_a_long_table_or_context_or_many_rows_is_found(
     monkeypatch: pytest.MonkeyPatch, adapter: type[Cache]
@@ -218,6 +220,7 @@ class SmallPool(Cache):
         super().make(spec)
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize(
     ("adapter", "what"),
     [
@@ -238,6 +241,7 @@ def test_a_cache_that_is_not_made_for_so_many_is_told_how_to_say_so(
     assert "most_sequences, most_tokens" in hint
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize(
     ("adapter", "largest"),
     [

@@ -63,6 +63,7 @@ def test_a_cache_that_remembers_is_found(adapter: type[KVCacheAdapter], number: 
     assert freed & set(steps[-1].changed())
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("adapter", [GroupedManager, DynamicCacheAdapter])
 def test_every_step_that_begins_a_sequence_takes_such_names(
     adapter: type[KVCacheAdapter],

@@ -178,6 +178,7 @@ def test_a_search_reports_and_adds_them_up(project: Project) -> None:
     assert [[row["name"], str(row["times"]), row["verdict"]] for row in target["rows"]] == shown
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize(
     ("cache", "setting", "never"),
     [

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
 
 
+@pytest.mark.many_alike
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("cache", quantised_caches.RIGHT)
 def test_a_cache_that_rounds_as_it_says_passes(cache: type[KVCacheAdapter]) -> None:

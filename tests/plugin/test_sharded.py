@@ -48,6 +48,7 @@ def drawn(adapter: type[KVCacheAdapter], examples: int, number: int) -> None:
     look()
 
 
+@pytest.mark.many_alike
 @pytest.mark.usefixtures("short_run")
 @pytest.mark.parametrize("cache", sharded_caches.RIGHT)
 def test_ranks_that_do_the_same_pass(cache: type[KVCacheAdapter]) -> None:

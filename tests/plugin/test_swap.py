@@ -66,6 +66,7 @@ def test_a_cache_that_swaps_right_passes(cache: type[KVCacheAdapter]) -> None:
         tests.test_fork_then_append_equals_copy_then_append()
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda cache: cache.__name__)
 def test_one_that_swaps_wrong_is_found(broken: type[KVCacheAdapter]) -> None:
     with pytest.raises(Divergence):

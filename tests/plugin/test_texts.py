@@ -46,6 +46,7 @@ def test_a_cache_that_shares_by_prefix_passes(cache: type[KVCacheAdapter]) -> No
     tests.test_one_batch_equals_its_split_in_two()
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("broken", broken_text_caches.BROKEN, ids=lambda cache: cache.__name__)
 @pytest.mark.parametrize("number", range(3))
 def test_one_that_shares_wrongly_is_found(broken: type[KVCacheAdapter], number: int) -> None:

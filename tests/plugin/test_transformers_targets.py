@@ -61,6 +61,7 @@ def short_run() -> Iterator[None]:
     coverage.set_current(seen)
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("adapter", OFFERED)
 def test_it_conforms(adapter: type[KVCacheAdapter]) -> None:
     tests = conformance(adapter)()

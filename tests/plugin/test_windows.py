@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("adapter", [*BROKEN, *BROKEN_WITH_TEXTS])
 def test_a_cache_that_gets_windows_wrong_is_found(

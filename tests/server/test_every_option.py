@@ -11,7 +11,6 @@ import pytest
 from roseinfer import SamplingParams
 from roseinfer.guided.guide import Guide
 from roseinfer.server.shapes.token_texts import TokenTexts
-from tests.sampled import every_test
 from tests.server.answers import Answer, Choice, of_chats, of_completions, of_responses
 from tests.server.clients import CLIENTS, Asking
 from tests.server.served import MODEL
@@ -157,6 +156,7 @@ def plain(alone: LLM) -> Answer:
     return expected(alone)
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize(
     ("endpoint", "asked", "means"),
     [
@@ -175,12 +175,7 @@ def test_it_is_what_the_engine_means_by_it(
 ) -> None:
     wanted = expected(alone, **means)
     assert wanted != plain, "nobody would see whether it was ignored"
-    ways = (
-        product(CLIENTS, (False, True))
-        if every_test()
-        else zip(CLIENTS, (False, True), strict=True)
-    )
-    for asking, stream in ways:
+    for asking, stream in product(CLIENTS, (False, True)):
         got = endpoint.ask(asking, server, stream=stream, **asked)
         assert got == wanted, (asking, stream)
         assert got.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 PAGE = ROOT / "docs" / "models.md"
 
 
+@pytest.mark.takes_long
 def test_a_tenth_agrees_or_is_refused_as_the_page_says() -> None:
     """``--roseinfer-seed`` draws the same tenth again."""
     seed = str(settings.current().seed)

@@ -9,7 +9,6 @@ import torch
 
 from roseinfer.kernels.warpgroups.tiles import tiles_for
 from tests.persistent.emulated import COMPILER, EmulatedProgram
-from tests.sampled import sampled
 from tests.warpgroups.products import SHAPES, Product, emulated, kinds
 from tests.warpgroups.wrong import complaint
 
@@ -35,6 +34,7 @@ def nearly(got: Tensor, want: Tensor) -> bool:
     return off < (1e-5 if got.dtype is torch.float32 else 2e-3)
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("rows", [1, 7, 16, 29, 64])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_products_of_few_rows(programs: Programs, kind: str, rows: int) -> None:
@@ -59,7 +59,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("bug", sampled(WRONG))
+@pytest.mark.many_alike
+@pytest.mark.parametrize("bug", WRONG)
 def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
     """In a process of its own, for the machine ends that when it refuses something."""
     find, replace = WRONG[bug]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.persistent.emulated import COMPILER
-from tests.sampled import sampled
 from tests.warpgroups.prompts import TOLERANCE, Attention, Prompts, emulated
 from tests.warpgroups.wrong import complaint
 
@@ -28,6 +27,7 @@ CASES = {
 }
 
 
+@pytest.mark.many_alike
 @pytest.mark.parametrize("case", CASES)
 def test_attention_of_prompts(case: str, tmp_path: Path) -> None:
     prompts = CASES[case]
@@ -71,7 +71,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("bug", sampled(WRONG))
+@pytest.mark.many_alike
+@pytest.mark.parametrize("bug", WRONG)
 def test_what_is_wrong_with_it_is_found(bug: str, tmp_path: Path) -> None:
     """In a process of its own, for the machine ends that when it refuses something."""
     find, replace = WRONG[bug]
