@@ -21,6 +21,8 @@ COMPILE = """
     from roseinfer.kernels.products.linear import _gelu_kernel, _parts_kernel, _whole_kernel
     from roseinfer.kernels.norm import _add_norm_kernel, _embed_norm_kernel
     from roseinfer.kernels.rms_norm import _add_kernel, _behind_kernel, _embed_kernel
+    from roseinfer.kernels.experts.choice import _choose_kernel
+    from roseinfer.kernels.experts.visiting import _visit_gated_kernel, _visit_weighed_kernel
     from roseinfer.kernels.products.gated import _gated_kernel, _multiply_kernel
     from roseinfer.kernels.products.streamed import _streamed_kernel
     from roseinfer.kernels.rotary import _rotate_kernel
@@ -28,7 +30,8 @@ COMPILE = """
     INDEX = set("tables lengths sequences rows counts positions chosen tokens active".split())
     SINGLE = set("partial weights_max weights_sum added best".split())
     OWN = set("query key value k_cache v_cache x weight bias out logits residual gain shift "
-              "normed word place words both cosines sines query_gain key_gain".split())
+              "normed word place words both cosines sines query_gain key_gain weights like".split())
+    VISITS = (_choose_kernel, _visit_gated_kernel, _visit_weighed_kernel)
 
     def kind(kernel, name, dtype):
         if name == "place" and kernel is not _embed_norm_kernel or name == "kind":
@@ -37,7 +40,11 @@ COMPILE = """
             return "*i64"
         if name in ("rounds", "gone"):
             return "*i32"
-        if kernel in (_whole_kernel, _parts_kernel, _gated_kernel, _streamed_kernel):
+        if kernel in VISITS and name in ("experts", "parts", "order", "tiles"):
+            return dict(experts="*i32", parts="*fp32").get(name, "*i64")
+        if kernel is _visit_weighed_kernel and name == "out":
+            return "*fp32"
+        if kernel in (_whole_kernel, _parts_kernel, _gated_kernel, _streamed_kernel, *VISITS):
             if name == "rows":
                 return "i32"
             if name == "out" and kernel is _parts_kernel:
@@ -98,6 +105,11 @@ COMPILE = """
     tile = dict(TILE_R=16, TILE_N=64, TILE_K=64, STAGES=3, ASKS=True)
     check(_streamed_kernel, dtype, N=48, K=500, PARTS=2, BIAS=True, **tile)
     check(_gated_kernel, dtype, N=48, K=100, **tile)
+    check(_choose_kernel, dtype, 1, N=60, TILE_N=64, PARTS=2, MOST=6, TILE_M=8, SHARED=True)
+    tile = dict(N=48, K=100, TILE_R=16, TILE_N=64, TILE_K=64, STAGES=3, MOST=6)
+    for few, looked_through in ((True, 64), (True, 0), (False, 0)):
+        for kernel in VISITS[1:]:
+            check(kernel, dtype, **tile, FEW=few, TILE_V=looked_through)
     for ranks, together, kind_of in ((1, 1, dtype), (2, 2, dtype), (2, 1, dtype), (2, 1, "fp32")):
         over = dict(ROWS=8, RANK=ranks - 1, RANKS=ranks, TOGETHER=together)
         check(_add_norm_kernel, kind_of, N=48, TILE_N=64, PARTS=2, BIAS=True, **over)
@@ -116,4 +128,4 @@ COMPILE = """
 def test_the_kernels_of_decoding_compile(capability: int, dtype: str) -> None:
     """For GPUs that let kernels start early, and for others."""
     code = COMPILE.replace("sys.argv[1]", f"'{capability}'").replace("sys.argv[2]", f"'{dtype}'")
-    assert len(run_python(code, warm=True).split()) == 35
+    assert len(run_python(code, warm=True).split()) == 42

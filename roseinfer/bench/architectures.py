@@ -72,6 +72,21 @@ ARCHITECTURES = {
             "pad_token_id": None,
         },
     ),
+    # Each token visits 8 of 64 experts.
+    "olmoe-1b-7b": _Architecture(
+        "OlmoeConfig",
+        {
+            "vocab_size": 50304,
+            "hidden_size": 2048,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "max_position_embeddings": 4096,
+        },
+    ),
     # One of a family for which there are no fused kernels.
     "pythia-410m": _Architecture(
         "GPTNeoXConfig",

@@ -82,11 +82,18 @@ def test_the_full_sizes_are_those_they_are_named_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "million"), [("qwen3-0.6b", 596), ("olmo2-1b", 1485), ("pythia-410m", 405)]
+    ("name", "million"),
+    [("qwen3-0.6b", 596), ("olmo2-1b", 1485), ("olmoe-1b-7b", 6919), ("pythia-410m", 405)],
 )
 def test_others_are_as_large_as_what_they_are_named_for(name: str, million: int) -> None:
     network = ModelSource(name, random_weights=True, device=None, dtype=None).skeleton()
     assert round(sum(weight.numel() for weight in network.parameters()) / 1e6) == million
+
+
+def test_experts_that_one_row_does_not_visit_are_not_read() -> None:
+    olmoe = ModelSource("olmoe-1b-7b", random_weights=True, device=None, dtype=None).skeleton()
+    layer = 4 * 2048 * 2048 + 64 * 2048 + 8 * 3 * 2048 * 1024 + 4 * 2048
+    assert values_read(olmoe) == 50304 * 2048 + 16 * layer + 2048
 
 
 @pytest.mark.parametrize("name", architectures.ARCHITECTURES)

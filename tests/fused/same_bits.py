@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from roseinfer import LLM, SamplingParams
 from tests.engine.families import scaled_up
@@ -26,7 +33,11 @@ Row = tuple[int, int, int]
 """A token, its position, and what its logits' bits add up to."""
 POSITIONS = 1024
 NUM_REQUESTS = 20
-_HEADS = {"llama": (8, 2), "gpt2": (4, 4)}
+_HEADS = {"llama": (8, 2), "gpt2": (4, 4), "mixtral": (8, 2)}
+_NETWORKS: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig),
+    "mixtral": (MixtralForCausalLM, MixtralConfig),
+}
 
 
 def model_of(kin: str) -> Any:
@@ -37,8 +48,9 @@ def model_of(kin: str) -> Any:
         sizes = {"n_embd": 256, "n_head": heads, "n_layer": 3, "n_positions": POSITIONS}
         network: Any = GPT2LMHeadModel(GPT2Config(vocab_size=500, **sizes))
     else:
-        network = LlamaForCausalLM(
-            LlamaConfig(
+        made, config = _NETWORKS[kin]
+        network = made(
+            config(
                 vocab_size=500, hidden_size=512, intermediate_size=1536, num_hidden_layers=3,
                 num_attention_heads=heads, num_key_value_heads=kv_heads,
                 max_position_embeddings=POSITIONS,

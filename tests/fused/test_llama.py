@@ -10,7 +10,7 @@ import transformers
 
 from roseinfer import EnginePath
 from roseinfer.engine.runner import SequenceRunner
-from roseinfer.models.families import fused_family, llama
+from roseinfer.models.families import fused_family, linear_layers
 from roseinfer.models.families.llama import FusedLlama
 from tests.engine.families import scaled_up
 from tests.fused.runners import assert_close, by_transformers, fused
@@ -56,6 +56,17 @@ KIN: dict[str, Callable[[], Any]] = {
     ),
     "smollm3": lambda: transformers.SmolLM3Config(**SHAPE, no_rope_layer_interval=2),
     "olmo2": lambda: transformers.Olmo2Config(**SHAPE),
+    "mixtral": lambda: transformers.MixtralConfig(**SHAPE, num_local_experts=4),
+    "qwen3 moe": lambda: transformers.Qwen3MoeConfig(
+        **SHAPE | {"num_hidden_layers": 3},
+        head_dim=20,
+        moe_intermediate_size=40,
+        num_experts=70,
+        num_experts_per_tok=3,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(**SHAPE, num_experts=5, num_experts_per_tok=3),
 }
 
 
@@ -96,7 +107,7 @@ def test_more_rows_than_are_read_for_once(
     device: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's products take over, for all layers or for all but the head."""
-    monkeypatch.setattr(llama, "MOST_ROWS", most)
+    monkeypatch.setattr(linear_layers, "MOST_ROWS", most)
     model = network("qwen2", device)
     _, logits = fused(FusedLlama, device, model).prefill(PROMPTS)
     assert_close(logits, by_transformers(model, PROMPTS))
@@ -113,7 +124,7 @@ def test_products_in_parts(
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, 2048, device=device), torch.randn(40, 2048, device=device)
     x, weight = x.to(dtype), (weight / 2048**0.5).to(dtype)
-    got = llama.in_parts(x, weight, always=always)
+    got = linear_layers.in_parts(x, weight, always=always)
     assert got.shape == (parts, rows, 40)
     far = 2e-5 if dtype is torch.float32 else 3e-2
     want = x.double() @ weight.double().T
@@ -151,3 +162,10 @@ def test_weights_are_stored_once() -> None:
 def test_variants_do_not_fit(settings: dict[str, Any]) -> None:
     config = transformers.LlamaConfig(**{**SHAPE, **settings})
     assert not FusedLlama.fits(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def test_a_model_with_experts_that_cuts_queries_off_does_not_fit() -> None:
+    for cut, fits in ((None, True), (0.5, False)):
+        config = transformers.OlmoeConfig(**SHAPE, num_experts=3, clip_qkv=cut)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        assert (fused_family(model) is not None) == fits

@@ -34,7 +34,7 @@ TOLD = [
 
 
 @on_a_gpu
-@pytest.mark.parametrize("kin", ["llama", "gpt2"])
+@pytest.mark.parametrize("kin", ["llama", "gpt2", "mixtral"])
 def test_every_row_of_logits_as_alone(device: str, kin: str) -> None:
     if device != "cuda":
         pytest.skip("this is about a GPU")

@@ -31,7 +31,8 @@ def shortfall(exact: Any, prompt: list[int], made: list[int]) -> float:
 
 @pytest.mark.many_alike
 @pytest.mark.parametrize(
-    "kin", ["llama", "mistral window", "qwen3", "phi3, half of a head", "olmo2"]
+    "kin",
+    ["llama", "mistral window", "qwen3", "phi3, half of a head", "olmo2", "mixtral", "qwen3 moe"],
 )
 def test_tokens_are_the_likeliest(device: str, kin: str) -> None:
     """In one batch with beginnings shared, in chunks, and as residents that run ahead."""

@@ -74,6 +74,11 @@ def narrow_olmo2(device: str) -> Any:
     return _narrow(config, device)
 
 
+def narrow_mixtral(device: str) -> Any:
+    """A model with experts, of which one token or another visits each."""
+    return _narrow(transformers.MixtralConfig(**_NARROW, num_local_experts=3), device)
+
+
 def _narrow(config: Any, device: str) -> Any:
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -85,6 +90,7 @@ NARROW: dict[str, Callable[[str], Any]] = {
     "llama": narrow_llama,
     "qwen3": narrow_qwen3,
     "olmo2": narrow_olmo2,
+    "mixtral": narrow_mixtral,
 }
 """A model of every family that has a path of its own through the fused kernels."""
 

@@ -15,6 +15,7 @@ from tests.gates.byte_steps import (
     llama,
     narrow_gpt2,
     narrow_llama,
+    narrow_mixtral,
     narrow_olmo2,
     narrow_qwen3,
     second_token,
@@ -58,6 +59,11 @@ def test_fused_qwen3(roseinfer_costs: Costs, roseinfer_device: str) -> None:
 
 def test_fused_olmo2(roseinfer_costs: Costs, roseinfer_device: str) -> None:
     check(roseinfer_costs, second_token(narrow_olmo2(roseinfer_device), roseinfer_device, **FUSED))
+
+
+def test_fused_mixtral(roseinfer_costs: Costs, roseinfer_device: str) -> None:
+    model = narrow_mixtral(roseinfer_device)
+    check(roseinfer_costs, second_token(model, roseinfer_device, **FUSED))
 
 
 def check(costs: Costs, step: ByteStep) -> None:

@@ -21,6 +21,8 @@ from roseinfer.kernels import (
     rms_norm,
     rotary,
 )
+from roseinfer.kernels.experts import choice, visiting
+from roseinfer.kernels.experts.visits import visits_of
 from roseinfer.kernels.products import gated, linear, streamed
 from roseinfer.kernels.sums.exchange import Exchange
 from roseinfer.rotation import Rotation
@@ -139,10 +141,19 @@ _WRITTEN_TO: list[torch.Tensor] = []
 """What stands for the memory of another GPU, kept as long as a kernel may write to it."""
 
 
+def visit(rows: int, experts: int) -> None:
+    """Two experts for each row."""
+    chosen = torch.rand(rows, experts).argsort(-1)[:, :2].to(torch.int32)
+    visits = visits_of(chosen, experts)
+    inner = visiting.visit_gated(numbers(rows, 70), numbers(experts, 2 * 40, 70), visits)
+    visiting.visit_weighed(inner, numbers(experts, 30, 40), numbers(rows, 2), visits)
+
+
 def layer_norm() -> torch.nn.LayerNorm:
     return torch.nn.LayerNorm(24)
 
 
+_VISITS = ["_visit_gated_kernel", "_visit_weighed_kernel"]
 CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "append": (
         lambda: appends(
@@ -244,6 +255,13 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "gated": (lambda: gated.linear_gated(numbers(3, 70), numbers(80, 70)), ["_gated_kernel"]),
     "gated at once": (lambda: gated.multiply_gated(numbers(3, 80)), ["_multiply_kernel"]),
+    "choose experts": (
+        lambda: choice.choose_experts(numbers(2, 3, 20), numbers(1), 3, torch.float32, shared=True),
+        ["_choose_kernel"],
+    ),
+    "visit few experts": (lambda: visit(3, 3), _VISITS),
+    "visit few of many experts": (lambda: visit(3, 20), _VISITS),
+    "visit experts by many rows": (lambda: visit(70, 3), _VISITS),
     "rotate": (rotate, ["_rotate_kernel"]),
     "norm and rotate": (lambda: rotate(20, 20), ["_rotate_kernel"]),
     "norm together and rotate": (

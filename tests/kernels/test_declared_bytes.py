@@ -27,7 +27,7 @@ def test_a_kernel_declares_what_it_touches(name: str) -> None:
 
 
 def test_every_kernel_is_among_them() -> None:
-    packages = (kernels, kernels.products)
+    packages = (kernels, kernels.experts, kernels.products)
     names = [
         each.name
         for package in packages

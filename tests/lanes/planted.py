@@ -149,8 +149,40 @@ FAMILIES: dict[str, tuple[Planted, Planted]] = {
             "writes",
             "out",
             "gated at once",
-            "_gate(gate, up, out.dtype.element_ty), n < N)",
-            "_gate(gate, up, out.dtype.element_ty))",
+            "gated(gate, up, out.dtype.element_ty), n < N)",
+            "gated(gate, up, out.dtype.element_ty))",
+        ),
+    ),
+    "choice": (
+        Planted(
+            "reads",
+            "parts",
+            "choose experts",
+            "tl.load(parts + part * p_p + row * p_r + n, inside, other=0.0)",
+            "tl.load(parts + part * p_p + row * p_r + n)",
+        ),
+        Planted(
+            "writes",
+            "weights",
+            "choose experts",
+            "counts.to(weights.dtype.element_ty), m < MOST)",
+            "counts.to(weights.dtype.element_ty))",
+        ),
+    ),
+    "visiting": (
+        Planted(
+            "reads",
+            "weight",
+            "visit experts by many rows",
+            "tl.load(w_rows + k[None, :], w_tile, other=0.0)",
+            "tl.load(w_rows + k[None, :], (k < K)[None, :], other=0.0)",
+        ),
+        Planted(
+            "writes",
+            "out",
+            "visit experts by many rows",
+            "gated(gate, up, out.dtype.element_ty), w_in & x_in",
+            "gated(gate, up, out.dtype.element_ty), x_in & (n >= 0)[:, None]",
         ),
     ),
     "norm": (

@@ -23,6 +23,7 @@ _SHORT: dict[str, _Shape] = {
     "llama 24:3": ("llama", 24, 3, 6),
     "llama 32:2": ("llama", 32, 2, 6),
     SLOPED: ("bloom", 8, 8, 6),  # the more heads, the steeper
+    "mixtral": ("mixtral", 4, 2, 6),
 }
 LONG: dict[str, _Shape] = {
     "gpt2 1x16": ("gpt2", 1, 1, 16),
@@ -53,6 +54,8 @@ _FAMILY_TRAITS: dict[str, dict[str, Any]] = {
     # By default its scores are scaled for heads of 256, and so small that a cap does nothing.
     "gemma2": {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 6},
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    # Tokens of several requests visit the same expert.
+    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
 }
 SMALL = tuple(_SHORT)
 WITH_WINDOWS_ALONE = ("windowed mistral", HYBRID)

@@ -10,6 +10,8 @@ from torch import nn
 from roseinfer.bench.timing import copy_bandwidth
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from roseinfer.llm import LLM
 
 _COPY_BYTES_ON_GPU = 1 << 28
@@ -19,7 +21,7 @@ _COPY_BYTES_ON_GPU = 1 << 28
 @dataclass(frozen=True, slots=True)
 class MemoryFloor:
     weight_bytes: int
-    """Read in every step, whatever the batch."""
+    """Read in every step at least, whatever the batch."""
     token_bytes: int
     """The key and the value of one token in all layers."""
     bandwidth: float
@@ -48,11 +50,23 @@ def memory_floor(skeleton: Any, llm: LLM) -> MemoryFloor:
 
 
 def values_read(network: Any) -> int:
-    """Count the weights that a decode step reads: all but tables of which it takes single rows."""
+    """Count the weights that a decode step reads at least.
+
+    Those are all but tables of which it takes single rows, and experts that one row does not visit.
+    """
     head = network.get_output_embeddings().weight
     tables = {
         id(module.weight)
         for module in network.modules()
         if isinstance(module, nn.Embedding) and module.weight is not head
     }
-    return sum(weight.numel() for weight in network.parameters() if id(weight) not in tables)
+    read: int = sum(weight.numel() for weight in network.parameters() if id(weight) not in tables)
+    return read - sum(map(_values_of_idle_experts, network.modules()))
+
+
+def _values_of_idle_experts(module: Any) -> int:
+    visited: int | None = getattr(getattr(module, "gate", None), "top_k", None)
+    if visited is None or not hasattr(module, "experts"):
+        return 0
+    weights: list[Tensor] = [*module.experts.parameters()]
+    return sum((len(each) - visited) * (each.numel() // len(each)) for each in weights)

@@ -39,7 +39,7 @@ def _multiplied_moved(given: Given) -> dict[str, int]:
 
 
 @triton.jit
-def _gate(gate, up, dtype: tl.constexpr):
+def gated(gate, up, dtype: tl.constexpr):
     """``silu(gate) * up``, rounded where the model's own modules round."""
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
@@ -80,7 +80,7 @@ def _gated_kernel(
         gate = dot(tl.load(gates + k[None, :], w_tile, other=0.0), a, gate)
         up = dot(tl.load(ups + k[None, :], w_tile, other=0.0), a, up)
     tl.store(
-        out + r[None, :] * o_r + n[:, None], _gate(gate, up, out.dtype.element_ty), w_in & x_in
+        out + r[None, :] * o_r + n[:, None], gated(gate, up, out.dtype.element_ty), w_in & x_in
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def _multiply_kernel(both, out, b_r, o_r, N: tl.constexpr, TILE: tl.constexpr, E
         tl.extra.cuda.gdc_wait()
     gate = tl.load(both + row * b_r + n, n < N, other=0.0)
     up = tl.load(both + row * b_r + N + n, n < N, other=0.0)
-    tl.store(out + row * o_r + n, _gate(gate, up, out.dtype.element_ty), n < N)
+    tl.store(out + row * o_r + n, gated(gate, up, out.dtype.element_ty), n < N)
 
 
 def linear_gated(x: Tensor, weight: Tensor) -> Tensor:

@@ -10,22 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import linear as torch_linear
 
 from roseinfer.engine_paths import EnginePath
 from roseinfer.kernels.persistent.step_weights import StepLayer, StepWeights
-from roseinfer.kernels.products.gated import linear_gated, multiply_gated
-from roseinfer.kernels.products.many_rows import multiply_in_parts
-from roseinfer.kernels.products.streamed import (
-    cut_evenly,
-    num_parts,
-    stream_linear,
-    stream_linear_in_parts,
-)
 from roseinfer.kernels.rms_norm import add_rms_norm, embed_rms_norm
 from roseinfer.kernels.scores import score_arguments
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register
+from roseinfer.models.families.linear_layers import in_parts, whole
+from roseinfer.models.families.mlps import Experts, GatedMlp, mlp_of
 from roseinfer.models.families.steps_in_one_kernel import LONGEST, StepsInOneKernel
 from roseinfer.models.families.streamed_passes import count_streamed
 from roseinfer.models.joined import join_biases, join_weights
@@ -38,10 +31,6 @@ if TYPE_CHECKING:
     from roseinfer.kernels.sums.exchange import Exchange
     from roseinfer.ranks.ranks import Ranks
 
-MOST_ROWS = 64
-"""With more, our products read their weights once for each tile of rows, and torch's once."""
-_MOST_ROWS_IN_PARTS = 512
-"""With more, a whole product has enough to do for all of a GPU, and is rounded in another way."""
 _STEADY_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 """Ways to rotate in which a position's angles are the same in texts of every length."""
 
@@ -57,8 +46,7 @@ class _Layer:
     rotation: Rotation | None
     out: Tensor
     norm_of_mlp: Any
-    gates_and_ups: Tensor
-    down: Tensor
+    mlp: GatedMlp | Experts
 
 
 @register(
@@ -79,16 +67,9 @@ class FusedLlama(CausalModel):
     @staticmethod
     def fits(model: Any) -> bool:
         """Return True for a model without unusual settings, in 16 bits if on a GPU."""
-        config = model.config
-        first = model.model.layers[0]
-        added = (first.self_attn.o_proj, first.mlp.down_proj)
-        return bool(
-            config.hidden_act == "silu"
-            and all(layer.bias is None for layer in added)
-            and not getattr(config, "mlp_bias", False)
-            and model.model.rotary_emb.rope_type in _STEADY_ROTATIONS
-            and (model.dtype is not torch.float32 or model.device.type == "cpu")
-        )
+        down = model.model.layers[0].mlp.down_proj
+        plain = down.bias is None and not getattr(model.config, "mlp_bias", False)
+        return plain and fits_but_for_mlps(model)
 
     def __init__(
         self, model: Any, *, max_length: int | None = None, ranks: Ranks | None = None
@@ -115,8 +96,8 @@ class FusedLlama(CausalModel):
         last_rows: Tensor | None,
         attention: AttentionBackend,
     ) -> Tensor:
-        if (whole := self._in_one_kernel.logits(token_ids, attention)) is not None:
-            return self._divided(whole)
+        if (found := self._in_one_kernel.logits(token_ids, attention)) is not None:
+            return self._divided(found)
         body, layers = self._model.model, self._layers
         exchange = self.exchange_of(len(token_ids), attention)
         residual, x = embed_rms_norm(
@@ -125,9 +106,11 @@ class FusedLlama(CausalModel):
         count_streamed(x, layers[0].qkv, attention)
         for at, layer in enumerate(layers):
             out = self._attend(at, x, positions, attention)
-            x = self._add(residual, out, layer.out, layer.norm_of_mlp, exchange)
+            added = in_parts(out, layer.out, always=self.batch_invariant)
+            x = self._add(residual, added, layer.norm_of_mlp, exchange)
+            added = layer.mlp.parts(x, always=self.batch_invariant)
             after = layers[at + 1].norm if at + 1 < len(layers) else body.norm
-            x = self._add(residual, gated(x, layer.gates_and_ups), layer.down, after, exchange)
+            x = self._add(residual, added, after, exchange)
         return self._head(x, last_rows)
 
     @staticmethod
@@ -138,7 +121,7 @@ class FusedLlama(CausalModel):
     def _attend(self, at: int, x: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         """Attend in a layer; return ``[tokens, q_heads * head_dim]``."""
         layer, kv_heads = self._layers[at], self.shape.num_kv_heads
-        new = _product(x, layer.qkv, layer.qkv_bias).view(len(x), -1, self.shape.head_dim)
+        new = whole(x, layer.qkv, layer.qkv_bias).view(len(x), -1, self.shape.head_dim)
         query, key, value = new.tensor_split([-2 * kv_heads, -kv_heads], 1)
         if layer.rotation is None:
             out = attention.attend_new(at, query, key, value)
@@ -146,21 +129,15 @@ class FusedLlama(CausalModel):
             out = attention.attend_rotated(at, query, key, value, positions, layer.rotation)
         return out.view(len(x), -1)
 
-    def _add(
-        self, residual: Tensor, x: Tensor, weight: Tensor, norm: Any, exchange: Exchange | None
-    ) -> Tensor:
-        """Add a product to the residual stream in place; return that normed."""
-        parts = self._parts(x, weight, exchange)
-        return add_rms_norm(residual, parts, *_of(norm), self._added_times, exchange)
-
-    def _parts(self, x: Tensor, weight: Tensor, exchange: Exchange | None = None) -> Tensor:
-        """Compute a product as ``[parts, rows, outputs]``, still to be added up."""
-        return self.added_up(in_parts(x, weight, always=self.batch_invariant), exchange)
+    def _add(self, residual: Tensor, parts: Tensor, norm: Any, exchange: Exchange | None) -> Tensor:
+        """Add the parts of a product to the residual stream in place; return that normed."""
+        added = self.added_up(parts, exchange)
+        return add_rms_norm(residual, added, *_of(norm), self._added_times, exchange)
 
     def _head(self, x: Tensor, last_rows: Tensor | None) -> Tensor:
         if last_rows is not None:
             x = x[last_rows]
-        logits = _product(x, self._model.lm_head.weight)
+        logits = whole(x, self._model.lm_head.weight)
         if self.ranks:
             logits = self._model.lm_head.whole(logits)
         return self._divided(logits)
@@ -175,7 +152,8 @@ class FusedLlama(CausalModel):
             layers=[
                 StepLayer(
                     layer.norm.weight, layer.qkv, layer.qkv_bias, layer.out,
-                    layer.norm_of_mlp.weight, layer.gates_and_ups, layer.down, layer.rotation,
+                    layer.norm_of_mlp.weight, layer.mlp.gates_and_ups, layer.mlp.down,
+                    layer.rotation,
                 )
                 for layer in self._layers
             ],
@@ -189,49 +167,28 @@ class FusedLlama(CausalModel):
         )  # fmt: skip
 
 
+def fits_but_for_mlps(model: Any) -> bool:
+    """Return True for a model whose activation, attention and dtype are those of Llama's kin."""
+    return bool(
+        model.config.hidden_act == "silu"
+        and model.model.layers[0].self_attn.o_proj.bias is None
+        and model.model.rotary_emb.rope_type in _STEADY_ROTATIONS
+        and (model.dtype is not torch.float32 or model.device.type == "cpu")
+    )
+
+
 def _of(norm: Any) -> tuple[Tensor, float]:
     return norm.weight, norm.variance_epsilon
 
 
-def in_parts(x: Tensor, weight: Tensor, *, always: bool) -> Tensor:
-    """Compute a product as ``[parts, rows, outputs]``, still to be added up.
-
-    The parts are those of few rows ``always``, or where that is faster than a whole product.
-    """
-    if len(x) > MOST_ROWS:
-        if not always and len(x) > _MOST_ROWS_IN_PARTS:
-            return (x @ weight.T)[None]
-        if cut_evenly(*weight.shape):
-            return multiply_in_parts(x, weight.T, num_parts(*weight.shape))
-        if not always:
-            return (x @ weight.T)[None]
-    return stream_linear_in_parts(x, weight)
-
-
-def gated(x: Tensor, gates_and_ups: Tensor) -> Tensor:
-    """Compute the first half of a gated MLP."""
-    if len(x) <= MOST_ROWS:
-        return linear_gated(x, gates_and_ups)
-    return multiply_gated(x @ gates_and_ups.T)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    few = len(x) <= MOST_ROWS
-    return stream_linear(x, weight, bias) if few else torch_linear(x, weight, bias)
-
-
 def _arranged(layer: Any, norms: tuple[Any, Any], tables: list[Tensor]) -> _Layer:
     """Join what is multiplied by the same rows."""
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
     if hasattr(attention, "qkv_proj"):
         qkv, bias = attention.qkv_proj.weight, attention.qkv_proj.bias
     else:
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         qkv, bias = join_weights(projections), join_biases(projections)
-    if hasattr(mlp, "gate_up_proj"):
-        gates_and_ups = mlp.gate_up_proj.weight
-    else:
-        gates_and_ups = join_weights((mlp.gate_proj, mlp.up_proj))
     return _Layer(
         norm=norms[0],
         qkv=qkv,
@@ -239,8 +196,7 @@ def _arranged(layer: Any, norms: tuple[Any, Any], tables: list[Tensor]) -> _Laye
         rotation=_rotation(attention, tables),
         out=attention.o_proj.weight,
         norm_of_mlp=norms[1],
-        gates_and_ups=gates_and_ups,
-        down=mlp.down_proj.weight,
+        mlp=mlp_of(layer.mlp),
     )
 
 
