@@ -145,6 +145,9 @@ class EngineConfig:
     """Prompts that are worked on in one step."""
     prefill_max_tokens: int = 2048
     """Prompt tokens of one step, which bounds how long running requests wait for it."""
+    prompt_rows: int = field(default=0, metadata={"least": 0, "most": 1 << 10})
+    """Prompts of a step with up to so many tokens are stored as rows that decode, one for each
+    token, in a graph where decode steps are some."""
     chunked_prefill: bool = True
     """Off: a prompt is stored in one step, however long."""
     attention_backend: str | None = None

@@ -56,6 +56,8 @@ class EnginePath(StrEnum):
     """A step launched before the tokens of the one before it were read."""
     VERIFIED = "engine_verified"
     """A step of rows, one for each drafted token and for the token in front of them."""
+    IN_ROWS = "engine_in_rows"
+    """A step of prompts with few tokens, one row for each."""
     DRAFTED = "engine_drafted"
     """Tokens that were stored before anybody knew whether they come next."""
     ACCEPTED = "engine_accepted"

@@ -109,6 +109,8 @@ def add_prefill(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--prefill-max-batch-size", type=whole(1), metavar="N", help="prompts in one step")
     add("--prefill-max-tokens", type=whole(1), metavar="N", help="prompt tokens of one step")
+    rows = "prompts of a step with up to so many tokens run as rows that decode"
+    add("--prompt-rows", type=whole(0), metavar="N", help=rows)
     order = "begin prompts in order, or prefer those that fit whole into a step"
     add("--prefill-admission-policy", choices=ADMISSION_POLICIES, help=order)
 

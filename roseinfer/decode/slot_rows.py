@@ -110,19 +110,22 @@ class SlotRows:
         width = -(-model.shape.max_length // kv.block_size)
         return cls(num_slots, width, len(kv.groups), staging, model.ranks)
 
-    def table_of(self, session: InferenceSession) -> list[int]:
-        """Return a session's blocks as a row has them."""
+    def table_of(self, session: InferenceSession, width: int | None = None) -> list[int]:
+        """Return a session's blocks as a row has them, or the first of a row with one group."""
         table: list[int] = []
         for blocks in session.block_lists:
-            table += [*blocks, *[SCRATCH] * (self.width - len(blocks))]
+            table += [*blocks, *[SCRATCH] * ((width or self.width) - len(blocks))]
         return table
 
     def put(self, flat: list[int], count: int) -> None:
-        """Replace whole rows, given as each one's slot and its numbers, one after the other."""
+        """Replace rows, given as each one's slot and its numbers, one after the other.
+
+        All may lack as many numbers at the end, which stay then.
+        """
         if self._led is not None:
             self._led.tell(PutRows(flat, count))
         rows = self._staging.stage([flat]).columns[0].view(count, -1)
-        self._rows.index_copy_(0, rows[:, 0], rows[:, 1:])
+        self._rows[:, : rows.shape[1] - 1].index_copy_(0, rows[:, 0], rows[:, 1:])
         self._staging.work_counts[Work.TABLE_ROWS] += count
 
     def put_numbers(self, places: list[int], numbers: list[int], rows: int) -> None:

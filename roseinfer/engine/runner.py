@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
 from roseinfer.attention.backend import StepBatch, best_backend, find_backend
-from roseinfer.decode.drafted_rows import Drafted, DraftedRows
 from roseinfer.decode.readback import Readback
 from roseinfer.decode.resident import Entrant
+from roseinfer.decode.token_rows import Span, TokenRows
 from roseinfer.engine.drafter import MOST_DRAFTS
 from roseinfer.engine.flight import NO_DRAFTS, Flight, forget_tokens_in_flight
 from roseinfer.engine.prompt_flight import tell_prompts
+from roseinfer.engine.prompt_rows import PromptRows
 from roseinfer.engine.token_choice import TokenChoice
 from roseinfer.engine_paths import EnginePath
 from roseinfer.errors import BadArgument
@@ -155,17 +157,25 @@ class StepRunner:
     def __init__(
         self, sessions: SequenceRunner, resident: ResidentDecode | None, config: EngineConfig
     ) -> None:
-        """Where requests have slots, their drafts have rows, unless several ranks share a model."""
+        """Where requests have slots, their drafts and short prompts have rows.
+
+        They have none where several ranks share a model.
+        """
         self.settle: Settle | None = None
         """What is to be done with requests whose drafts were verified."""
         self._sessions = sessions
         self._resident = resident
-        self._drafted_rows: DraftedRows | None = None
+        self._drafted_rows: TokenRows | None = None
+        self._prompt_rows: PromptRows | None = None
         device = sessions.kv.device
         rows = config.max_batch_size * (1 + MOST_DRAFTS if config.speculation else 1)
-        if resident is not None and config.speculation and sessions.model.ranks is None:
-            model, attention = sessions.model, sessions.attention
-            self._drafted_rows = DraftedRows(model, attention, rows, graphs=resident.captured)
+        if resident is not None and sessions.model.ranks is None:
+            made, graphs = partial(TokenRows, sessions.model, sessions.attention), resident.captured
+            if config.speculation:
+                self._drafted_rows = made(rows, EnginePath.VERIFIED, captured=int(graphs))
+            if most := config.prompt_rows:
+                own = made(most, EnginePath.IN_ROWS, captured=most if graphs else 0)
+                self._prompt_rows = PromptRows(own, most)
         self._tokens = Readback(rows, torch.int64, device)
         self._choice = TokenChoice(sessions.staging, rows)
         # A step stores no more tokens than the cache holds.
@@ -189,7 +199,9 @@ class StepRunner:
         elif step.drafts:
             others.sort(key=lambda request: request.id in step.drafts)
         requests = [*others, *(request for request, _ in step.chunks)]
-        if requests:
+        if self._prompt_rows is not None and not others and self._prompt_rows.fit(step.chunks):
+            flights += self._launch_in_rows(step.chunks, self._prompt_rows)
+        elif requests:
             counts = [1] * len(others) + [count for _, count in step.chunks]
             told = _prompts_to_tell(requests, counts) if step.chunks else {}
             flights += self._launch_others(requests, counts, told, step.drafts)
@@ -215,8 +227,9 @@ class StepRunner:
         self.forget()
         if self._resident is not None:
             self._resident.clear()
-        if self._drafted_rows is not None:
-            self._drafted_rows.clear()
+        for rows in (self._drafted_rows, self._prompt_rows):
+            if rows is not None:
+                rows.clear()
 
     def _launch_residents(self, requests: list[Request], spare: int) -> Flight:
         assert self._resident is not None
@@ -236,7 +249,7 @@ class StepRunner:
     def _launch_drafted(
         self,
         requests: list[Request],
-        drafted_rows: DraftedRows,
+        drafted_rows: TokenRows,
         drafted: Mapping[int, list[int]],
     ) -> Flight:
         """Verify drafts. Requests without any have one row, and those that rest enter slots."""
@@ -244,13 +257,23 @@ class StepRunner:
         end = 0
         for request in requests:
             tokens = [request.session.token_ids[-1], *drafted.get(request.id, ())]
-            entries.append(Drafted(request.session, request.params, request.seed, tokens))
+            entries.append(Span(request.session, request.params, request.seed, tokens))
             rows.append(end)
             end += len(tokens)
         arrival, told = drafted_rows.launch(entries)
         vocabulary = self._sessions.model.shape.vocab_size
         stay = self._enter(requests, rows, drafted_rows.tokens, vocabulary)
         return Flight(requests, rows, arrival, told, stay, drafted, self.settle)
+
+    def _launch_in_rows(
+        self, chunks: Sequence[tuple[Request, int]], prompt_rows: PromptRows
+    ) -> list[Flight | PromptFlight]:
+        """Store prompts as rows, and choose a token behind those that are whole."""
+        due, rows, arrival, told = prompt_rows.launch(chunks)
+        if not due:
+            return []
+        stay = self._enter(due, rows, prompt_rows.tokens, self._sessions.model.shape.vocab_size)
+        return [Flight(due, rows, arrival, told, stay, NO_DRAFTS, None)]
 
     def _launch_others(
         self,

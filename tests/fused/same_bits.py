@@ -141,6 +141,7 @@ def options_of(rng: random.Random) -> dict[str, Any]:
         "prefix_cache": rng.random() < 0.7,
         "run_ahead": rng.randrange(4),
         "resident_decode": rng.random() < 0.8,
+        "prompt_rows": rng.choice((0, 64)),
     }
 
 

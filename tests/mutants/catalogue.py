@@ -82,7 +82,7 @@ NOT_PLANTED: dict[str, str] = {
     ),
     "Drafts of a request that draws verified as greedy, beside another's that are": (
         "three seeds of 882 examples did not find it: two requests are hardly ever drafted in one "
-        "step where one of them draws; tests/decode/test_drafted_rows.py finds it at once"
+        "step where one of them draws; tests/decode/test_token_rows.py finds it at once"
     ),
     "A slot entered, behind drafts, with the token of the request before": (
         "three seeds of 882 examples did not find it, for the same reason; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import ENGINE, Mutant
 
-_ROWS = "roseinfer.decode.drafted_rows"
+_ROWS = "roseinfer.decode.token_rows"
 _FLIGHT = "roseinfer.engine.flight"
 _RUNNER = "roseinfer.engine.runner"
 _SPECULATION = "roseinfer.engine.speculation"
@@ -64,7 +64,7 @@ MUTANTS = (
         "drafts-in-one-groups-blocks",
         "Drafts go to the blocks of the first group of layers in every group.",
         _ROWS,
-        "rows.table_of(session)",
-        "rows.table_of(type(session)(session.block_lists[:1] * len(session.block_lists)))",
+        "rows.table_of(session, width)",
+        "rows.table_of(type(session)(session.block_lists[:1] * len(session.block_lists)), width)",
     ),
 )

@@ -61,6 +61,7 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.ACCEPTED: [_SPECULATING, _LEAVING_SLOTS],
     EnginePath.REJECTED: [_SPECULATING, {**_SPECULATING, "prefix_cache": True}],
     EnginePath.VERIFIED: [_LEAVING_SLOTS, {**_LEAVING_SLOTS, "run_ahead": 3}],
+    EnginePath.IN_ROWS: [{**_REUSED_AT_ONCE, "prompt_rows": 30, "run_ahead": 3}],
     EnginePath.TOLD: [_RESIDENT, {**_REUSED_AT_ONCE, "run_ahead": 3}],
     EnginePath.PENALISED: [_RESIDENT, _REUSED_AT_ONCE, {**_RESIDENT, "run_ahead": 3}],
     EnginePath.FUSED: _with_models(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roseinfer import AttentionPath, EnginePath, SamplingParams
-from roseinfer.decode.drafted_rows import Drafted, DraftedRows
+from roseinfer.decode.token_rows import Span, TokenRows
 from roseinfer.sampling.log_probabilities import told_of
 from tests.decode.residents import GREEDY, PROMPTS, Decoding, alone, engine_on
 
@@ -20,8 +20,10 @@ _ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graph
 DRAWN = SamplingParams(temperature=0.9, top_k=12, seed=3)
 
 
-def drafted_rows(sessions: SequenceRunner, *, graphs: bool = False) -> DraftedRows:
-    return DraftedRows(sessions.model, sessions.attention, 20, graphs=graphs)
+def token_rows(sessions: SequenceRunner, *, graphs: bool = False) -> TokenRows:
+    return TokenRows(
+        sessions.model, sessions.attention, 20, EnginePath.VERIFIED, captured=int(graphs)
+    )
 
 
 def begun(sessions: SequenceRunner, prompts: list[list[int]]) -> list[InferenceSession]:
@@ -41,13 +43,13 @@ def test_drafts_that_are_right_bring_the_text_itself(
 ) -> None:
     """Over the ends of blocks, in texts of several lengths at once, and step after step."""
     sessions = engine_on(device, family, kernels=kernels)
-    rows = drafted_rows(sessions, graphs=graphs)
+    rows = token_rows(sessions, graphs=graphs)
     texts = [behind(device, prompt, 16, family) for prompt in PROMPTS]
     own = begun(sessions, PROMPTS)
     done = [0] * len(own)
     for sizes in ((5, 1, 7, 2), (1, 1, 1, 1), (6, 8, 2, 4)):
         entries = [
-            Drafted(session, GREEDY, 0, text[at : at + size])
+            Span(session, GREEDY, 0, text[at : at + size])
             for session, text, at, size in zip(own, texts, done, sizes, strict=True)
         ]
         arrival, told = rows.launch(entries)
@@ -70,14 +72,14 @@ def test_drafts_that_are_right_bring_the_text_itself(
 
 def test_what_a_wrong_draft_stored_is_rolled_back(device: str) -> None:
     sessions = engine_on(device)
-    rows = drafted_rows(sessions)
+    rows = token_rows(sessions)
     text = behind(device, PROMPTS[0], 8)
     (session,) = begun(sessions, PROMPTS[:1])
     wrong = [(token + 1) % 90 for token in text[2:6]]
-    arrival, _ = rows.launch([Drafted(session, GREEDY, 0, [*text[:2], *wrong])])
+    arrival, _ = rows.launch([Span(session, GREEDY, 0, [*text[:2], *wrong])])
     assert arrival.wait()[:2] == text[1:3]
     session.roll_back(sessions.kv, len(PROMPTS[0]) + 2)
-    arrival, _ = rows.launch([Drafted(session, GREEDY, 0, text[2:5])])
+    arrival, _ = rows.launch([Span(session, GREEDY, 0, text[2:5])])
     assert arrival.wait() == text[3:6]
 
 
@@ -89,12 +91,12 @@ def test_tokens_are_drawn_as_in_a_slot(device: str) -> None:
         decoding.step()
     text = decoding.texts()[0][len(PROMPTS[2]) :]
     sessions = engine_on(device)
-    rows = drafted_rows(sessions)
+    rows = token_rows(sessions)
     one, other = begun(sessions, [PROMPTS[2], PROMPTS[0]])
     greedy = behind(device, PROMPTS[0], 4)
     told_greedy = SamplingParams(temperature=0, logprobs=True, top_logprobs=1)
     arrival, told = rows.launch(
-        [Drafted(one, DRAWN, 9, text[:6]), Drafted(other, told_greedy, 0, greedy[:3])]
+        [Span(one, DRAWN, 9, text[:6]), Span(other, told_greedy, 0, greedy[:3])]
     )
     assert arrival.wait() == [*text[1:7], *greedy[1:4]]
     assert told is not None
