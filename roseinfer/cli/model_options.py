@@ -18,6 +18,7 @@ from roseinfer.config import (
 from roseinfer.how_far import say
 from roseinfer.interrupts import interrupts_kill
 from roseinfer.models.source import locate
+from roseinfer.ranks.starting import started_early
 
 if TYPE_CHECKING:
     import argparse
@@ -86,8 +87,10 @@ def load_llm(args: argparse.Namespace, command: str) -> LLM:
     """Load the model, and say so meanwhile in the name of a command."""
     with redirect_stdout(sys.stderr):  # what libraries print meanwhile is no output
         say(f"{command}: importing torch and transformers")
-        with interrupts_kill():
-            from roseinfer.llm import LLM
-        say(f"{command}: loading {args.model}")
-        config = given_of(args, EngineConfig)
-        return LLM(args.model, device=args.device, dtype=args.dtype, **config)
+        ranks = 1 if Launched.from_env() else args.tensor_parallel_size or 1
+        with started_early(ranks):
+            with interrupts_kill():
+                from roseinfer.llm import LLM
+            say(f"{command}: loading {args.model}")
+            config = given_of(args, EngineConfig)
+            return LLM(args.model, device=args.device, dtype=args.dtype, **config)

@@ -5,12 +5,7 @@ The leader starts the others, or ``torchrun`` starts all of them. They are of on
 
 from __future__ import annotations
 
-import shutil
 import socket
-import subprocess
-import sys
-import tempfile
-from contextlib import contextmanager
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,18 +16,19 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.rendezvous import rendezvous
 
 from roseinfer.errors import ConfigError, RanksFailed
+from roseinfer.ranks import starting
 from roseinfer.ranks.links import Links
 from roseinfer.ranks.ranks import LeadingRank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    import subprocess
+    from collections.abc import Sequence
 
     import torch
 
     from roseinfer.config import Launched
 
-_SOCKET, _STORE = "leader", "store"
-_GLANCE_S = 0.2
+_STORE = "store"
 _LONGEST_S = 300.0
 """Processes that import torch at the same time from a slow disk may take so long."""
 _MEETINGS = count()
@@ -40,28 +36,14 @@ _MEETINGS = count()
 
 def start_others(size: int, device: torch.device, setup: Sequence[Any]) -> LeadingRank:
     """Start the other ranks as processes, and lead them. Each gets the ``setup``."""
-    with _folder() as folder, _listening(folder) as listener:
-        started = [start_rank(folder, rank, size) for rank in range(1, size)]
-        try:
-            return _lead(folder, size, device, setup, listener, started)
-        except BaseException:
-            for process in started:
-                process.kill()
-                process.wait()
-            raise
-
-
-def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
-    """Start a process that goes to the leader who waits in a folder."""
-    command = [sys.executable, "-m", "roseinfer.parallel.follower", str(folder)]
-    return subprocess.Popen([*command, str(rank), str(size)], stdin=subprocess.DEVNULL)
+    return _lead(starting.meeting_of(size), size, device, setup)
 
 
 def lead_launched(size: int, device: torch.device, setup: Sequence[Any]) -> LeadingRank:
     """Lead the ranks that ``torchrun`` has started beside this one."""
-    with _folder() as folder, _listening(folder) as listener:
-        _launchers_store(size, 0).set(_meeting(), str(folder))
-        return _lead(folder, size, device, setup, listener, [])
+    meeting = starting.Meeting.open()
+    _launchers_store(size, 0).set(_meeting(), str(meeting.folder))
+    return _lead(meeting, size, device, setup)
 
 
 def follow_launched(launched: Launched) -> Path:
@@ -72,51 +54,34 @@ def follow_launched(launched: Launched) -> Path:
 def join(folder: Path, rank: int, size: int) -> tuple[Connection, Any, Sequence[Any]]:
     """Go to the leader; return the link to it, the store of all ranks, and the setup."""
     link = socket.socket(socket.AF_UNIX)
-    link.connect(str(folder / _SOCKET))
+    link.connect(str(folder / starting.SOCKET))
     leader = Connection(link.detach())
     leader.send(rank)
     setup: Sequence[Any] = leader.recv()
     return leader, FileStore(str(folder / _STORE), size), setup
 
 
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """Yield a folder that only this user enters, for as long as ranks have to meet."""
-    folder = Path(tempfile.mkdtemp(prefix="roseinfer-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
-def _listening(folder: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(folder / _SOCKET))
-    listener.listen()
-    listener.settimeout(_GLANCE_S)
-    return listener
-
-
 def _lead(
-    folder: Path,
-    size: int,
-    device: torch.device,
-    setup: Sequence[Any],
-    listener: socket.socket,
-    started: Sequence[subprocess.Popen[bytes]],
+    meeting: starting.Meeting, size: int, device: torch.device, setup: Sequence[Any]
 ) -> LeadingRank:
-    links: dict[int, Connection] = {}
-    until = monotonic() + _LONGEST_S
-    while len(links) < size - 1:
-        link = _next_link(listener, started, until)
-        links[link.recv()] = link
-    for link in links.values():
-        link.send(setup)
-    for rank, link in links.items():
-        _require_ready(rank, link)
-    store = FileStore(str(folder / _STORE), size)
-    in_order = [links[rank] for rank in range(1, size)]
-    return LeadingRank(Links(in_order, started), size, store, device)
+    met = False
+    try:
+        links: dict[int, Connection] = {}
+        until = monotonic() + _LONGEST_S
+        while len(links) < size - 1:
+            link = _next_link(meeting.listener, meeting.started, until)
+            links[link.recv()] = link
+        for link in links.values():
+            link.send(setup)
+        for rank, link in links.items():
+            _require_ready(rank, link)
+        store = FileStore(str(meeting.folder / _STORE), size)
+        in_order = [links[rank] for rank in range(1, size)]
+        leading = LeadingRank(Links(in_order, meeting.started), size, store, device)
+        met = True
+        return leading
+    finally:
+        meeting.end(met=met)
 
 
 def _require_ready(rank: int, link: Connection) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -22,9 +23,11 @@ from roseinfer import (
     RanksFailed,
     SamplingParams,
 )
-from roseinfer.ranks import meeting
+from roseinfer.cli.model_options import add_engine_options, add_model_options, load_llm
+from roseinfer.ranks import starting
 from tests import warm_process
 from tests.engine.continuations import TEXTS, by_transformers, greedy
+from tests.parallel.followers import in_threads
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
@@ -144,7 +147,7 @@ def test_a_rank_that_breaks_down_says_why(monkeypatch: pytest.MonkeyPatch) -> No
     def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", _BROKEN, str(folder), str(rank), str(size)])
 
-    monkeypatch.setattr(meeting, "start_rank", start_rank)
+    monkeypatch.setattr(starting, "start_rank", start_rank)
     llm = LLM("tiny", tensor_parallel_size=2, **SIZES)
     for _ in range(2):
         with pytest.raises(RanksFailed, match="rank 1 broke down: MemoryError: no room for activa"):
@@ -177,7 +180,7 @@ def test_a_rank_that_ends_before_the_model_is_loaded(
         where = [str(folder), str(rank), str(size), at]
         return subprocess.Popen([sys.executable, "-c", _ENDS, *where])
 
-    monkeypatch.setattr(meeting, "start_rank", start_rank)
+    monkeypatch.setattr(starting, "start_rank", start_rank)
     with pytest.raises(RanksFailed, match=why):
         LLM("tiny", tensor_parallel_size=2, **SIZES)
 
@@ -232,3 +235,45 @@ def test_torchrun_starts_the_ranks() -> None:
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     assert json.loads(line)["token_ids"] == by_transformers("cpu", TEXTS[0], 16)
+
+
+def test_ranks_are_started_before_their_leader_imports_torch() -> None:
+    """They import it meanwhile; and end if nobody comes to lead them."""
+    code = """
+import subprocess, sys
+from roseinfer.cli.model_options import add_engine_options, add_model_options, load_llm
+from roseinfer.ranks import starting
+from roseinfer.ranks.starting import started_early
+
+with started_early(3):
+    assert "torch" not in sys.modules
+    (meeting,) = starting._early.values()
+    assert [process.poll() for process in meeting.started] == [None, None]
+assert [process.returncode for process in meeting.started] == [-9, -9]
+assert not meeting.folder.exists() and not starting._early
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_command_leads_the_ranks_that_it_started_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[starting.Meeting] = []
+    own = starting.Meeting.open
+
+    def open_one() -> starting.Meeting:
+        opened.append(own())
+        return opened[-1]
+
+    ranks = in_threads(monkeypatch)
+    monkeypatch.setattr(starting.Meeting, "open", open_one)
+    parser = argparse.ArgumentParser()
+    add_model_options(parser)
+    add_engine_options(parser)
+    args = parser.parse_args(["--device", "cpu", "--tensor-parallel-size", "2"])
+    llm = load_llm(args, "test")
+    assert llm.ranks is not None
+    (meeting,) = opened
+    assert [*llm.ranks.links.started] == meeting.started
+    assert len(ranks) == 1
+    (output,) = llm.generate([TEXTS[1]], greedy(2), progress=False)
+    assert len(output.token_ids) == 2

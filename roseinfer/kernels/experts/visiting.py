@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from roseinfer.kernels.moves import Given
 
 _TILE_N = 64
-_TILE_K = 64
+_LARGE_TILE_K = 128
+_FEWEST_ROWS = 16
+"""A tile has no fewer; only so few leave room for large tiles of weights."""
 
 
 def _moved(given: Given, rows: int, of_expert: int) -> dict[str, int | Callable[[], int]]:
@@ -165,10 +167,11 @@ def _launch(
 ) -> None:
     rows, most = visits.experts.shape
     x, (outputs, inputs) = tensors[0], shape
-    tile_bytes = (tile_weights + visits.tile_rows) * _TILE_K * x.element_size()
+    tile_k = _LARGE_TILE_K if visits.tile_rows == _FEWEST_ROWS else _LARGE_TILE_K // 2
+    tile_bytes = (tile_weights + visits.tile_rows) * tile_k * x.element_size()
     launch(
         kernel, (triton.cdiv(outputs, _TILE_N), visits.num_tiles),
         *tensors, visits.experts, visits.order, visits.tiles, rows, visits.num_tiles,
-        *strides, outputs, inputs, _TILE_N, _TILE_K, num_stages(tile_bytes, x.get_device()),
+        *strides, outputs, inputs, _TILE_N, tile_k, num_stages(tile_bytes, x.get_device()),
         most, visits.tile_rows, visits.few, visits.tile_visits, early=True,
     )  # fmt: skip
