@@ -24,11 +24,21 @@ ant bee cat dog elk fox gnu hen ibex jay kid lark mole newt owl pig quail rat se
 wren yak zebu ape bat cod doe eel fly goat
 """
 _WORDS = _ANIMALS.split()
+_FIRST_LONG = 26
+"""Tokens from here on stand for several words, so that some texts fill many blocks."""
+_WORDS_OF_LONG = 8
+_APART = 5
+"""In the list of words, those of one token are so far apart."""
 _server = lru_cache(maxsize=1)(Server)
 
 
 def _text(prompt: Sequence[int]) -> str:
-    return " ".join(_WORDS[token] for token in prompt)
+    """Write words for each token: texts begin alike as far as their prompts do."""
+    words: list[str] = []
+    for token in prompt:
+        count = 1 if token < _FIRST_LONG else _WORDS_OF_LONG
+        words += [_WORDS[(token + at * _APART) % len(_WORDS)] for at in range(count)]
+    return " ".join(words)
 
 
 _END = -1

@@ -16,7 +16,7 @@ from hypothesis.errors import FlakyFailure
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
 from pytest_roseinfer.endpoint.promises import broken_promise
-from pytest_roseinfer.endpoint.served_engine import BrokenPromise, ServedEngine
+from pytest_roseinfer.endpoint.served_engine import BrokenPromise, ServedEngine, _text
 from pytest_roseinfer.endpoint.server import ServerError
 from pytest_roseinfer.endpoint.text_stream import Streamed
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
@@ -90,6 +90,14 @@ def _ended_stream(text: str) -> Any:
     return SimpleNamespace(
         text=text, error="", finish_reason="length", usage={}, tokens=(), gaps=(), over=True
     )
+
+
+def test_texts_begin_alike_as_far_as_their_prompts_do() -> None:
+    """Every token begins with another word, and some stand for many."""
+    tokens = range(ServedEngine.vocabulary)
+    assert len({_text([token]).split()[0] for token in tokens}) == len(tokens)
+    assert _text([3, 30, 4]).startswith(_text([3, 30]) + " ")
+    assert len(_text([30] * ServedEngine.most_tokens).split()) > 150
 
 
 def test_texts_that_part_are_shown_with_the_place() -> None:
