@@ -26,7 +26,8 @@ MARKERS = (
 
 def note_whether_every_test(config: pytest.Config) -> None:
     """Remember it in a variable that the workers of pytest-xdist have too."""
-    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    if named or config.option.keyword:
         os.environ[_EVERY_TEST] = "1"
 
 

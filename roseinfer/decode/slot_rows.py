@@ -111,7 +111,7 @@ class SlotRows:
         return cls(num_slots, width, len(kv.groups), staging, model.ranks)
 
     def table_of(self, session: InferenceSession, width: int | None = None) -> list[int]:
-        """Return a session's blocks as a row has them, or the first of a row with one group."""
+        """Return a session's blocks as a row has them, padded to ``width`` in each group."""
         table: list[int] = []
         for blocks in session.block_lists:
             table += [*blocks, *[SCRATCH] * ((width or self.width) - len(blocks))]
@@ -120,7 +120,7 @@ class SlotRows:
     def put(self, flat: list[int], count: int) -> None:
         """Replace rows, given as each one's slot and its numbers, one after the other.
 
-        All may lack as many numbers at the end, which stay then.
+        All may be shorter than a row, by the same number of numbers: the device keeps its own.
         """
         if self._led is not None:
             self._led.tell(PutRows(flat, count))

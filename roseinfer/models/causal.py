@@ -135,6 +135,13 @@ class CausalModel:
             logits_to_keep=0 if last_rows is None else last_rows,
         )
 
+    def logits_in_two_ways(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute logits behind each token, and the same by the model's own modules."""
+        given = token_ids, positions, None, attention
+        return self.logits(*given), CausalModel.logits(self, *given)
+
     def exchange_of(self, rows: int, attention: AttentionBackend) -> Exchange | None:
         """Return what a forward pass of so many rows adds up over ranks through, and count that."""
         if self.exchange is None or rows > self.exchange.most_rows:

@@ -13,7 +13,6 @@ import torch
 
 from roseinfer.attention.backend import AttentionBackend, ResidentBatch, StepBatch
 from roseinfer.attention.reference import attend
-from roseinfer.models.causal import CausalModel
 from roseinfer.models.trial import alike, trial_tokens
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.layer_traits import LayerTraits
+    from roseinfer.models.causal import CausalModel
 
 
 class _OneText(AttentionBackend):
@@ -49,5 +49,4 @@ def agrees_with_its_modules(fused: CausalModel) -> bool:
     positions = torch.arange(len(tokens), device=fused.device)
     positions[len(tokens) // 2 :] += fused.shape.max_length - len(tokens)
     attention = _OneText(fused.traits)
-    own = CausalModel.logits(fused, tokens, positions, None, attention)
-    return alike(fused.logits(tokens, positions, None, attention), own)
+    return alike(*fused.logits_in_two_ways(tokens, positions, attention))

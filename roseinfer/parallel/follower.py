@@ -151,10 +151,10 @@ def follow_in(folder: Path, rank: int, size: int) -> None:
         raise
 
 
-def follow(folder: Path, rank: int, size: int) -> NoReturn:
+def follow(folder: Path, rank: int, size: int, parent: int | None = None) -> NoReturn:
     """Do so in a process that ends with it, or when the process that started it has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the leader ends the others
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # under torchrun Ctrl-C goes to all of them
+    threading.Thread(target=_end_with, args=(parent or os.getppid(),), daemon=True).start()
     status = 1
     try:
         follow_in(folder, rank, size)
@@ -171,4 +171,4 @@ def _end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    follow(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    follow(Path(sys.argv[1]), *map(int, sys.argv[2:5]))

@@ -42,7 +42,11 @@ def start_others(size: int, device: torch.device, setup: Sequence[Any]) -> Leadi
 def lead_launched(size: int, device: torch.device, setup: Sequence[Any]) -> LeadingRank:
     """Lead the ranks that ``torchrun`` has started beside this one."""
     meeting = starting.Meeting.open()
-    _launchers_store(size, 0).set(_meeting(), str(meeting.folder))
+    try:
+        _launchers_store(size, 0).set(_meeting(), str(meeting.folder))
+    except BaseException:
+        meeting.end(met=False)
+        raise
     return _lead(meeting, size, device, setup)
 
 

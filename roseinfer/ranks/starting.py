@@ -5,6 +5,7 @@ A command starts them before it imports torch, so that all of them import it at 
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -46,11 +47,13 @@ class Meeting:
 
     def end(self, *, met: bool) -> None:
         """Take the folder away; those that were started end too unless they have ``met``."""
-        self.listener.close()
-        shutil.rmtree(self.folder)
-        for process in () if met else self.started:
+        gone = [] if met else self.started
+        for process in gone:
             process.kill()
+        for process in gone:
             process.wait()
+        self.listener.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 _early: dict[int, Meeting] = {}
@@ -60,10 +63,10 @@ _early: dict[int, Meeting] = {}
 @contextmanager
 def started_early(size: int) -> Iterator[None]:
     """Start the ranks of the model that is loaded meanwhile, if it has several."""
-    if size > 1:
-        _early[size] = Meeting.open()
-        _early[size].start(size)
     try:
+        if size > 1:
+            _early[size] = Meeting.open()
+            _early[size].start(size)
         yield
     finally:
         if unmet := _early.pop(size, None):
@@ -84,6 +87,10 @@ def meeting_of(size: int) -> Meeting:
 
 
 def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
-    """Start a process that goes to the leader who waits in a folder."""
+    """Start a process that goes to the leader who waits in a folder.
+
+    It ends when this one has, and a terminal's Ctrl-C is for this one alone.
+    """
     command = [sys.executable, "-m", "roseinfer.parallel.follower", str(folder)]
-    return subprocess.Popen([*command, str(rank), str(size)], stdin=subprocess.DEVNULL)
+    command += [str(rank), str(size), str(os.getpid())]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, OlmoeConfig
 
 from roseinfer import LLM, ConfigError, EngineConfig, EnginePath
+from roseinfer.models.causal import CausalModel
+from roseinfer.models.families import fused_family
+from roseinfer.models.fused_trial import _OneText, agrees_with_its_modules
 from roseinfer.models.loading import load
 from roseinfer.models.tiny import tiny_gpt2
-from tests.fused.test_llama import network
+from roseinfer.models.trial import alike
+from tests.engine.families import scaled_up
+from tests.fused.test_llama import SHAPE, network
 
 
 class Adapted(torch.nn.Module):
@@ -68,3 +75,49 @@ def test_an_adapter_is_not_left_out(
 def test_a_model_as_it_was_made_runs_on_kernels(device: str) -> None:
     loaded = load(made(device, "granite"), EngineConfig(fused_model=True), device=device)
     assert loaded.model.paths == (EnginePath.FUSED,)
+
+
+def many_experts(device: str) -> Any:
+    """A model in 16 bits, in which rounding decides between experts in nearly every layer."""
+    torch.manual_seed(1)
+    sizes = {**SHAPE, "num_hidden_layers": 10, "intermediate_size": 32, "eos_token_id": None}
+    config = OlmoeConfig(**sizes, num_experts=40, num_experts_per_tok=6)
+    model = scaled_up(AutoModelForCausalLM.from_config(config))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.down_proj.mul_(4)
+    return model.to(device, torch.bfloat16)
+
+
+def family_with_experts(model: Any) -> Any:
+    family: Any = fused_family(model)
+    return family(model)
+
+
+def test_near_ties_between_experts_decide_nothing(device: str) -> None:
+    """Left to themselves, the modules send some token to another expert, and part from there."""
+    fused = family_with_experts(many_experts(device))
+    assert agrees_with_its_modules(fused)
+    exact = family_with_experts(many_experts("cpu").float())
+    rounded = family_with_experts(many_experts("cpu"))
+    tokens, positions = torch.arange(4) + 1, torch.arange(4)
+    alone = [
+        CausalModel.logits(each, tokens, positions, None, _OneText(each.traits))
+        for each in (exact, rounded)
+    ]
+    assert not alike(alone[0].bfloat16(), alone[1])
+
+
+@pytest.mark.parametrize("wrong", ["the router", "gates", "what comes out", "weights"])
+def test_experts_that_are_wrong_are_not_near_ties(device: str, wrong: str) -> None:
+    fused = family_with_experts(many_experts(device))
+    layer = fused._layers[2]
+    own = layer.mlp
+    changed = {
+        "the router": {"router": own.router.roll(1, 0)},
+        "gates": {"gates_and_ups": own.gates_and_ups.roll(1, 0)},
+        "what comes out": {"down": own.down.roll(1, 0)},
+        "weights": {"shared": not own.shared},
+    }
+    fused._layers[2] = replace(layer, mlp=replace(own, **changed[wrong]))
+    assert not agrees_with_its_modules(fused)

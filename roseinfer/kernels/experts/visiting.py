@@ -36,9 +36,10 @@ _FEWEST_ROWS = 16
 def _moved(given: Given, rows: int, of_expert: int) -> dict[str, int | Callable[[], int]]:
     """Count the rows of one side, the weights of experts that are visited, and what comes out."""
     count, visits = visited(given), given["rows"] * given["MOST"]
+    each = taken(given["weight"], of_expert)
     return {
         "x": taken(given["x"], rows * given["K"]),
-        "weight": lambda: count() * taken(given["weight"], of_expert),
+        "weight": lambda: count() * each,
         "out": taken(given["out"], visits * given["N"]),
         **tables_moved(given),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,14 @@ from roseinfer.models.families.linear_layers import gated, in_parts
 from roseinfer.models.joined import join_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
+
+    Noted = list[tuple[Tensor, Tensor]]
+    """The experts of rows and how much each counts, layer by layer."""
+
+_NOTED: ContextVar[Noted | None] = ContextVar("noted_experts", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +80,21 @@ class Experts:
         logits = stream_linear_in_parts(x, self.router)
         dtype = x.dtype if self.rounded else torch.float32
         experts, weights = choose_experts(logits, x, self.most, dtype, shared=self.shared)
+        if (noted := _NOTED.get()) is not None:
+            noted.append((experts, weights))
         visits = visits_of(experts, len(self.router))
         return visit_weighed(visit_gated(x, self.gates_and_ups, visits), self.down, weights, visits)
+
+
+@contextmanager
+def noting_experts() -> Iterator[Noted]:
+    """Collect the experts that rows visit meanwhile."""
+    noted: Noted = []
+    before = _NOTED.set(noted)
+    try:
+        yield noted
+    finally:
+        _NOTED.reset(before)
 
 
 def mlp_of(module: Any) -> GatedMlp | Experts:
