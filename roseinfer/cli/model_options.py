@@ -18,7 +18,7 @@ from roseinfer.config import (
 from roseinfer.how_far import say
 from roseinfer.interrupts import interrupts_kill
 from roseinfer.models.source import locate
-from roseinfer.ranks.starting import started_early
+from roseinfer.ranks.rank_processes import started_early
 
 if TYPE_CHECKING:
     import argparse

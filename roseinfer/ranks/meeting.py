@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.rendezvous import rendezvous
 
 from roseinfer.errors import ConfigError, RanksFailed
-from roseinfer.ranks import starting
+from roseinfer.ranks import rank_processes
 from roseinfer.ranks.links import Links
 from roseinfer.ranks.ranks import LeadingRank
 
@@ -36,12 +36,12 @@ _MEETINGS = count()
 
 def start_others(size: int, device: torch.device, setup: Sequence[Any]) -> LeadingRank:
     """Start the other ranks as processes, and lead them. Each gets the ``setup``."""
-    return _lead(starting.meeting_of(size), size, device, setup)
+    return _lead(rank_processes.meeting_of(size), size, device, setup)
 
 
 def lead_launched(size: int, device: torch.device, setup: Sequence[Any]) -> LeadingRank:
     """Lead the ranks that ``torchrun`` has started beside this one."""
-    meeting = starting.Meeting.open()
+    meeting = rank_processes.Meeting.open()
     try:
         _launchers_store(size, 0).set(_meeting(), str(meeting.folder))
     except BaseException:
@@ -58,7 +58,7 @@ def follow_launched(launched: Launched) -> Path:
 def join(folder: Path, rank: int, size: int) -> tuple[Connection, Any, Sequence[Any]]:
     """Go to the leader; return the link to it, the store of all ranks, and the setup."""
     link = socket.socket(socket.AF_UNIX)
-    link.connect(str(folder / starting.SOCKET))
+    link.connect(str(folder / rank_processes.SOCKET))
     leader = Connection(link.detach())
     leader.send(rank)
     setup: Sequence[Any] = leader.recv()
@@ -66,7 +66,7 @@ def join(folder: Path, rank: int, size: int) -> tuple[Connection, Any, Sequence[
 
 
 def _lead(
-    meeting: starting.Meeting, size: int, device: torch.device, setup: Sequence[Any]
+    meeting: rank_processes.Meeting, size: int, device: torch.device, setup: Sequence[Any]
 ) -> LeadingRank:
     met = False
     try:

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from roseinfer.parallel import follower
-from roseinfer.ranks import starting
+from roseinfer.ranks import rank_processes
 from tests.engine.families import SHAPE, scaled_up
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> list[Thread]:
         thread.start()
         return started[-1]
 
-    monkeypatch.setattr(starting, "start_rank", start_rank)
+    monkeypatch.setattr(rank_processes, "start_rank", start_rank)
     return started
 
 

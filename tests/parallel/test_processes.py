@@ -24,8 +24,8 @@ from roseinfer import (
     SamplingParams,
 )
 from roseinfer.cli.model_options import add_engine_options, add_model_options, load_llm
-from roseinfer.ranks import starting
-from roseinfer.ranks.starting import started_early
+from roseinfer.ranks import rank_processes
+from roseinfer.ranks.rank_processes import started_early
 from tests import warm_process
 from tests.engine.continuations import TEXTS, by_transformers, greedy
 from tests.parallel.followers import in_threads
@@ -148,7 +148,7 @@ def test_a_rank_that_breaks_down_says_why(monkeypatch: pytest.MonkeyPatch) -> No
     def start_rank(folder: Path, rank: int, size: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", _BROKEN, str(folder), str(rank), str(size)])
 
-    monkeypatch.setattr(starting, "start_rank", start_rank)
+    monkeypatch.setattr(rank_processes, "start_rank", start_rank)
     llm = LLM("tiny", tensor_parallel_size=2, **SIZES)
     for _ in range(2):
         with pytest.raises(RanksFailed, match="rank 1 broke down: MemoryError: no room for activa"):
@@ -181,7 +181,7 @@ def test_a_rank_that_ends_before_the_model_is_loaded(
         where = [str(folder), str(rank), str(size), at]
         return subprocess.Popen([sys.executable, "-c", _ENDS, *where])
 
-    monkeypatch.setattr(starting, "start_rank", start_rank)
+    monkeypatch.setattr(rank_processes, "start_rank", start_rank)
     with pytest.raises(RanksFailed, match=why):
         LLM("tiny", tensor_parallel_size=2, **SIZES)
 
@@ -243,22 +243,22 @@ def test_ranks_are_started_before_their_leader_imports_torch() -> None:
     code = """
 import subprocess, sys
 from roseinfer.cli.model_options import add_engine_options, add_model_options, load_llm
-from roseinfer.ranks import starting
-from roseinfer.ranks.starting import started_early
-from roseinfer.ranks.starting import started_early
+from roseinfer.ranks import rank_processes
+from roseinfer.ranks.rank_processes import started_early
+from roseinfer.ranks.rank_processes import started_early
 
 with started_early(3):
     assert "torch" not in sys.modules
-    (meeting,) = starting._early.values()
+    (meeting,) = rank_processes._early.values()
     assert [process.poll() for process in meeting.started] == [None, None]
 assert [process.returncode for process in meeting.started] == [-9, -9]
-assert not meeting.folder.exists() and not starting._early
+assert not meeting.folder.exists() and not rank_processes._early
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("begin", [started_early, starting.meeting_of])
+@pytest.mark.parametrize("begin", [started_early, rank_processes.meeting_of])
 def test_ranks_end_if_one_of_them_cannot_be_started(
     begin: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,24 +272,24 @@ def test_ranks_end_if_one_of_them_cannot_be_started(
         begun.append(subprocess.Popen(["sleep", "60"]))
         return begun[-1]
 
-    monkeypatch.setattr(starting, "start_rank", start_rank)
+    monkeypatch.setattr(rank_processes, "start_rank", start_rank)
     with pytest.raises(BlockingIOError), begin(4):
         pytest.fail("they were started")
     assert [process.returncode for process in begun] == [-9, -9]
     assert not folders[0].exists()
-    assert not starting._early
+    assert not rank_processes._early
 
 
 def test_a_command_leads_the_ranks_that_it_started_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[starting.Meeting] = []
-    own = starting.Meeting.open
+    opened: list[rank_processes.Meeting] = []
+    own = rank_processes.Meeting.open
 
-    def open_one() -> starting.Meeting:
+    def open_one() -> rank_processes.Meeting:
         opened.append(own())
         return opened[-1]
 
     ranks = in_threads(monkeypatch)
-    monkeypatch.setattr(starting.Meeting, "open", open_one)
+    monkeypatch.setattr(rank_processes.Meeting, "open", open_one)
     parser = argparse.ArgumentParser()
     add_model_options(parser)
     add_engine_options(parser)
