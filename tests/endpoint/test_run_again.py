@@ -103,7 +103,7 @@ def test_what_happens_now_and_then_is_met_by_a_replay_and_counted(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running() as server:
-        now_and_then(monkeypatch, 100)  # about every third time
+        now_and_then(monkeypatch, 20)  # six are asked for each time
         with asking(Endpoint(server.url, rate=1000)):
             files, words = saved(NOTHING, pytester.path)
         replayed = pytester.runpytest_subprocess(*words)
@@ -122,7 +122,7 @@ def test_what_a_search_finds_is_served_again_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with running() as server, asking(Endpoint(server.url, rate=1000)):
-        now_and_then(monkeypatch, 5)  # each of six texts has a piece at least
+        now_and_then(monkeypatch, 5)  # of six: two alone, and those among others twice
         with pytest.raises(MixDivergence) as found:
             search(
                 ServedEngine,
