@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SOCKET = "leader"
 _GLANCE_S = 0.2
+_MOST_EARLY = 8
+"""Most hosts have no more GPUs. More ranks are started when it is known that there are so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ _early: dict[int, Meeting] = {}
 def started_early(size: int) -> Iterator[None]:
     """Start the ranks of the model that is loaded meanwhile, if it has several."""
     try:
-        if size > 1:
+        if 1 < size <= _MOST_EARLY:
             _early[size] = Meeting.open()
             _early[size].start(size)
         yield

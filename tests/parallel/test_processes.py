@@ -245,7 +245,6 @@ import subprocess, sys
 from roseinfer.cli.model_options import add_engine_options, add_model_options, load_llm
 from roseinfer.ranks import rank_processes
 from roseinfer.ranks.rank_processes import started_early
-from roseinfer.ranks.rank_processes import started_early
 
 with started_early(3):
     assert "torch" not in sys.modules
@@ -256,6 +255,17 @@ assert not meeting.folder.exists() and not rank_processes._early
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_more_ranks_than_a_host_has_gpus_are_not_started_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The command would start them all, only to say that there are fewer GPUs."""
+    monkeypatch.setattr(rank_processes, "start_rank", None)
+    with started_early(64):
+        assert not rank_processes._early
+    with pytest.raises(TypeError), started_early(8):
+        pytest.fail("they were started")
 
 
 @pytest.mark.parametrize("begin", [started_early, rank_processes.meeting_of])
