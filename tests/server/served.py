@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 PATIENCE = 20
 """Seconds after which something that hangs is given up."""
 MODEL = "tiny"
+NEEDED: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "Who?"},
+    "chat/completions": {"messages": [{"role": "user", "content": "Who?"}]},
+    "responses": {"input": "Who?"},
+}
+"""What each endpoint has to be asked."""
 
 
 @dataclass(slots=True)

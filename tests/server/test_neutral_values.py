@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.server.served import MODEL
+from tests.server.served import MODEL, NEEDED
 
 if TYPE_CHECKING:
     from tests.server.served import Server
@@ -79,11 +79,6 @@ NULL = {
     "tool_choice tools top_logprobs top_p truncation user",
 }
 """All that the client has for each endpoint, but for what an answer needs."""
-NEEDED: dict[str, dict[str, Any]] = {
-    "completions": {"prompt": "Who?"},
-    "chat/completions": {"messages": [{"role": "user", "content": "Who?"}]},
-    "responses": {"input": "Who?"},
-}
 
 
 def text_of(server: Server, path: str, **asked: Any) -> str:
