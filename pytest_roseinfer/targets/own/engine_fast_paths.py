@@ -23,6 +23,8 @@ _ONE_BY_ONE = {**_RESIDENT, "prefill_max_batch_size": 1, "max_batch_size": 8}
 """Sequences begin to decode one after another, and none ends in between."""
 _SPECULATING = {"speculation": "ngram", "resident_decode": False}
 _LEAVING_SLOTS = {**_RESIDENT, "speculation": "ngram"}
+_IN_ROWS = {**_REUSED_AT_ONCE, "prompt_rows": 30, "run_ahead": 3}
+_HYBRID = {"model": shapes.HYBRID}
 _FUSED = {"fused_model": True, "model": "gpt2"}
 _TWO_AT_ONCE = {**_RESIDENT, **_IN_CHUNKS, "prefix_cache": True, "max_batch_size": 2}
 _PACKED = {"prefill_admission_policy": "pack", "prefill_max_tokens": 8, "max_batch_size": 8}
@@ -53,19 +55,19 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     EnginePath.PADDED_HEAD: [{"pad_head": True, "model": shapes.ODD}],
     EnginePath.GRAPH: [
         {**_RESIDENT, "cuda_graph": True, "run_ahead": 0, "model": "llama"},
-        {**_RESIDENT, "cuda_graph": True, "run_ahead": 2, "model": shapes.HYBRID},
+        {**_RESIDENT, "cuda_graph": True, "run_ahead": 2, **_HYBRID},
         {**_RESIDENT_KERNELS, "cuda_graph": True, "run_ahead": 2, **_FUSED},
     ],
     EnginePath.CANCELLED: (),
     EnginePath.DRAFTED: [_SPECULATING, _LEAVING_SLOTS],
     EnginePath.ACCEPTED: [_SPECULATING, _LEAVING_SLOTS],
     EnginePath.REJECTED: [_SPECULATING, {**_SPECULATING, "prefix_cache": True}],
-    EnginePath.VERIFIED: [_LEAVING_SLOTS, {**_LEAVING_SLOTS, "run_ahead": 3}],
-    EnginePath.IN_ROWS: [{**_REUSED_AT_ONCE, "prompt_rows": 30, "run_ahead": 3}],
+    EnginePath.VERIFIED: [_LEAVING_SLOTS, {**_LEAVING_SLOTS, "run_ahead": 3, **_HYBRID}],
+    EnginePath.IN_ROWS: [_IN_ROWS, {**_IN_ROWS, **_HYBRID}],
     EnginePath.TOLD: [_RESIDENT, {**_REUSED_AT_ONCE, "run_ahead": 3}],
     EnginePath.PENALISED: [_RESIDENT, _REUSED_AT_ONCE, {**_RESIDENT, "run_ahead": 3}],
     EnginePath.FUSED: _with_models(
-        {**_RESIDENT_KERNELS, "fused_model": True}, "llama", shapes.HYBRID, "gpt2"
+        {**_RESIDENT_KERNELS, "fused_model": True}, "mixtral", shapes.HYBRID, "gpt2"
     ),
     EnginePath.LIKELIEST: _with_models(_RESIDENT_KERNELS, shapes.CAPPED, "windowed mistral"),
 }

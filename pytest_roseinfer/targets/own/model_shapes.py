@@ -54,8 +54,8 @@ _FAMILY_TRAITS: dict[str, dict[str, Any]] = {
     # By default its scores are scaled for heads of 256, and so small that a cap does nothing.
     "gemma2": {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 6},
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1},
-    # Tokens of several requests visit the same expert.
-    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    # Steps of few rows visit fewer experts than there are, and those of more rows some twice.
+    "mixtral": {"num_local_experts": 7, "num_experts_per_tok": 2},
 }
 SMALL = tuple(_SHORT)
 WITH_WINDOWS_ALONE = ("windowed mistral", HYBRID)
