@@ -162,8 +162,7 @@ def second_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def now_and_then(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-    """One of so many requests gets no text, whoever else is served: how busy the machine is, and
-    so how many tokens come at once, decides nothing."""
+    """One of so many requests gets no text, however busy the machine is."""
     asked = Counter[str]()
     losing = WeakKeyDictionary[Generation, bool]()
 
