@@ -145,9 +145,9 @@ class EngineConfig:
     """Prompts that are worked on in one step."""
     prefill_max_tokens: int = 2048
     """Prompt tokens of one step, which bounds how long running requests wait for it."""
-    prompt_rows: int = field(default=0, metadata={"least": 0, "most": 1 << 10})
+    prompt_rows: int | None = field(default=None, metadata={"least": 0, "most": 1 << 10})
     """Prompts of a step with up to so many tokens are stored as rows that decode, one for each
-    token, in a graph where decode steps are some."""
+    token, in a graph where decode steps are some; None for 128 there, and 0 elsewhere."""
     chunked_prefill: bool = True
     """Off: a prompt is stored in one step, however long."""
     attention_backend: str | None = None
@@ -231,6 +231,12 @@ class EngineConfig:
         if self.run_ahead is not None:
             return self.run_ahead
         return 2 if device == "cuda" else 0
+
+    def rows_of_prompts(self, *, captured: bool) -> int:
+        """Return for how many tokens of prompts a step has rows, if its graphs are captured."""
+        if self.prompt_rows is not None:
+            return self.prompt_rows
+        return 128 if captured else 0
 
     def policy_for(self, device: str) -> AppendPolicy:
         return self.append_policy or AppendPolicy.from_env(triton=device == "cuda")

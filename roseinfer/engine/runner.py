@@ -173,7 +173,7 @@ class StepRunner:
             made, graphs = partial(TokenRows, sessions.model, sessions.attention), resident.captured
             if config.speculation:
                 self._drafted_rows = made(rows, EnginePath.VERIFIED, captured=int(graphs))
-            if most := config.prompt_rows:
+            if most := config.rows_of_prompts(captured=graphs):
                 own = made(most, EnginePath.IN_ROWS, captured=most if graphs else 0)
                 self._prompt_rows = PromptRows(own, most)
         self._tokens = Readback(rows, torch.int64, device)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from roseinfer import AttentionPath
+from roseinfer.kernels.runtime import is_interpreted
 from roseinfer.kernels.warpgroups.prompt_attention import attend_prompts, tokens_of_tile
 from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
 from tests.attention.test_chunk_kernel import Case
@@ -19,7 +20,10 @@ from tests.warpgroups.prompts import TOLERANCE, emulated
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="there is no g++"),
+    pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled, and so none runs on a CPU"),
+]
 
 
 @pytest.mark.parametrize(("q_heads", "block_size"), [(4, 16), (10, 64)])

@@ -159,5 +159,7 @@ DEV u32 as_bits(float v) { return __float_as_uint(v); }
 DEV void yield() {}
 // What follows from a number is computed anew from here on, and takes no registers before.
 DEV void afresh(int& v) { asm volatile("" : "+r"(v)); }
+// A number that is the same in all threads of a warp: the compiler knows it from here on, and has one register for all.
+DEV int alike(int v) { return __shfl_sync(0xffffffffu, v, 0); }
 #define BLOCK ((int)blockIdx.x)
 #define THREAD ((int)threadIdx.x)

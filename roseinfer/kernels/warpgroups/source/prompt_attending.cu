@@ -11,7 +11,7 @@ struct Attending {
     float all_top[2], all_total[2], all[DIM / 2];
 
     DEV Attending(const Params& params, Shared* shared) : p(params), s(shared), k{0, 0}, v{0, 0} {
-        group = THREAD / 128, t = THREAD % 128, warp = t / 32, lane = t % 32, row = lane / 4, pair = lane % 4;
+        group = alike(THREAD / 128), t = THREAD % 128, warp = t / 32, lane = t % 32, row = lane / 4, pair = lane % 4;
     }
     DEV void meet() const { bar_sync(1 + group, 128); }
     DEV int token_of(int own_row) const { return (group * ROWS + own_row) / TILE_G; }
@@ -23,7 +23,7 @@ struct Attending {
         item = given;
         t = THREAD % 128;
         afresh(t);  // what follows from it takes no registers else
-        warp = t / 32, lane = t % 32, row = lane / 4, pair = lane % 4;
+        warp = alike(t / 32), lane = t % 32, row = lane / 4, pair = lane % 4;
 #pragma unroll
         for (int half = 0; half < 2; half++) position[half] = item.position + token_of(own_row(half));
         u32 keys[EIGHTS][DIM / 8], two[DIM / 4];
@@ -109,7 +109,7 @@ struct Attending {
     DEV void read_own(u32 (*keys)[DIM / 8], u32* two) {
 #pragma unroll
         for (int e = 0; e < EIGHTS; e++) {
-            int token = there(token_of(warp * 16) + e * 8 + row);
+            int token = there(token_of(warp * 16) + e * 8 + row % larger(16 / TILE_G, 1));
             const u16* key = p.k_cache + item.cache_row(p, item.position + token) * DIM + pair * 2;
 #pragma unroll
             for (int i = 0; i < DIM / 8; i++) keys[e][i] = cached2(key + i * 8);
@@ -195,6 +195,7 @@ struct Attending {
         float shrink[2], before[2] = {top[0], top[1]};
         if (ends) top[0] = top[1] = as_float(0xff800000u);
         weigh(begin + TILE_T, shrink);
+        settled<TILE_T / 2>(scores);
         wait_for_products<0>();
         settled<SUMS>(sums);
         settled<TILE_T / 4>(weights);
