@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 _FEW = 4
 """Where no more texts are open, whatever comes is sent at once."""
-_APART_S = 0.005
-"""Messages are at least so far apart where there are more."""
+_APART_S, _MOST_APART_S = 0.005, 0.03
+"""Messages are at least so far apart where there are more. The more there are the farther apart
+they come, since each part takes time on both sides."""
+_PARTS_A_SECOND = 10_000
 _GLANCE_S = 0.05
 """So often figures are looked at while they may change without a text that gets something."""
 
@@ -38,7 +40,7 @@ class NumberedListener(Listener):
 
     number: int = 0
     part: Part | None = None
-    """What came for it and was not sent yet, which the outbox's thread alone sees."""
+    """What came for it and was not sent yet."""
     begun: bool = False
     """True when something was told of its prompt."""
 
@@ -46,7 +48,9 @@ class NumberedListener(Listener):
 class Outbox:
     """The inbox of listeners in the other process, where it is gone only with this one.
 
-    The engine's thread does no more for a token than to leave it in a queue with all of its step.
+    The engine's thread adds what a step brings to the parts of its texts, and this one's own thread
+    sends them. Handing over every token would cost more: each thread would have objects to give up
+    that the other has made.
     """
 
     gone = False
@@ -57,10 +61,12 @@ class Outbox:
         self._link = link
         self._engine = engine
         self._stopped = stopped
-        self._news: SimpleQueue[Sequence[News]] = SimpleQueue()
+        self._wake: SimpleQueue[None] = SimpleQueue()
         self._answers: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
         self._due: list[NumberedListener] = []
         """Those that have a part."""
+        self._merging = threading.Lock()
+        """Held where something is added to parts, and where these are taken."""
         self._said: tuple[Figures, bool] | None = None
         """The figures that were sent last, and whether the engine had stopped."""
         self._sent_at = 0.0
@@ -69,12 +75,31 @@ class Outbox:
         threading.Thread(target=self._run, name="roseinfer outbox", daemon=True).start()
 
     def put(self, news: Sequence[News]) -> bool:
-        self._news.put(news)
+        """Add updates to the parts of their texts. This is all that is done for each token here."""
+        with self._merging:
+            due = self._due
+            idle = not due
+            for listener, what in news:
+                assert type(listener) is NumberedListener
+                if (part := listener.part) is None:
+                    part = listener.part = Part()
+                    due.append(listener)
+                if type(what) is Update:
+                    part.add(what)
+                    if not listener.begun and part.tokens:
+                        listener.begun = True
+                        part.begin(what.request)
+                else:
+                    assert isinstance(what, BaseException)
+                    part.count += 1
+                    part.error = what
+        if idle:
+            self.look()
         return True
 
     def look(self) -> None:
         """Have it look at the figures: something was asked for that may change them."""
-        self._news.put(())
+        self._wake.put(None)
 
     def answer(self, number: int, error: BaseException | None) -> None:
         self._answers.put((number, None if error is None else portable(error)))
@@ -92,38 +117,25 @@ class Outbox:
             os._exit(1)
 
     def _wait(self) -> None:
-        """Wait for news, and where many texts are open for some more."""
+        """Wait for something to send, and where many texts are open for some more."""
         try:
-            self._merge(self._news.get(timeout=None if self._at_rest else _GLANCE_S))
+            self._wake.get(timeout=None if self._at_rest else _GLANCE_S)
         except Empty:
             return
-        if len(self.open) > _FEW:
-            time.sleep(max(0.0, self._sent_at + _APART_S - time.monotonic()))
-        for _ in range(self._news.qsize()):
-            self._merge(self._news.get())
-
-    def _merge(self, news: Sequence[News]) -> None:
-        """Add updates to the parts of their texts. This is all that is done for each token here."""
-        for listener, what in news:
-            assert type(listener) is NumberedListener
-            if (part := listener.part) is None:
-                part = listener.part = Part()
-                self._due.append(listener)
-            if type(what) is Update:
-                part.add(what)
-                if not listener.begun and part.tokens:
-                    listener.begun = True
-                    part.begin(what.request)
-            else:
-                assert isinstance(what, BaseException)
-                part.count += 1
-                part.error = what
+        if (texts := len(self.open)) > _FEW:
+            apart = min(max(_APART_S, texts / _PARTS_A_SECOND), _MOST_APART_S)
+            time.sleep(max(0.0, self._sent_at + apart - time.monotonic()))
 
     def _send(self) -> None:
-        due, self._due = self._due, []
+        for _ in range(self._wake.qsize()):
+            self._wake.get()
+        with self._merging:
+            due, self._due = self._due, []
+            parts = [listener.part for listener in due]
+            for listener in due:
+                listener.part = None
         told: list[tuple[Any, ...]] = []
-        for listener in due:
-            part, listener.part = listener.part, None
+        for listener, part in zip(due, parts, strict=True):
             assert part is not None
             if part.last:
                 self.open.pop(listener.number, None)

@@ -1,0 +1,103 @@
+"""What the engine's thread adds to parts is sent once and in order, whatever their sender does."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from roseinfer import LLM, SamplingParams
+from roseinfer.engine.engine import Update
+from roseinfer.engine_process import outbox as module
+from roseinfer.engine_process.outbox import NumberedListener, Outbox
+from roseinfer.engine_process.part import Part
+from roseinfer.engine_process.wire import receive
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WAIT_S = 20.0
+
+
+class Desk:
+    """An outbox without a server behind it."""
+
+    def __init__(self, ours: socket.socket, theirs: socket.socket) -> None:
+        self.engine = LLM("tiny", kv_cache_tokens=256, max_length=64).engine
+        self.outbox = Outbox(theirs, self.engine, lambda: False)
+        self._ours = ours
+
+    def listener(self, number: int) -> NumberedListener:
+        listener = NumberedListener(self.outbox, number=number)
+        listener.request = self.engine.submit("a", SamplingParams())
+        listener.request.begun_at = listener.request.first_at = 0.0
+        self.outbox.open[number] = listener
+        return listener
+
+    def put(self, listener: NumberedListener, *tokens: int) -> None:
+        assert listener.request is not None
+        updates = [Update(listener.request, token, chr(token)) for token in tokens]
+        self.outbox.put([(listener, update) for update in updates])
+
+    def sent(self, count: int) -> dict[int, list[int]]:
+        """Wait for so many tokens of all texts together."""
+        found: dict[int, list[int]] = {}
+        while sum(map(len, found.values())) < count:
+            for number, *packed in receive(self._ours).parts:
+                part = Part(*packed)
+                assert part.text == "".join(map(chr, part.tokens))
+                found.setdefault(number, []).extend(part.tokens)
+        return found
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    before = threading.enumerate()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(WAIT_S)
+        desk = Desk(ours, theirs)
+        yield desk
+    # Its thread ends the process, when it finds that nobody listens.
+    monkeypatch.setattr("os._exit", lambda _: None)
+    desk.outbox.answer(0, None)
+    for thread in set(threading.enumerate()).difference(before):
+        thread.join(WAIT_S)
+
+
+def test_every_token_comes_once_and_in_order(desk: Desk) -> None:
+    """More texts than are told of at once, from a thread that does not wait for the other one."""
+    listeners = [desk.listener(number) for number in range(12)]
+    steps = [[65 + (step * number) % 26 for number in range(12)] for step in range(2000)]
+
+    def tell() -> None:
+        for step in steps:
+            for listener, token in zip(listeners, step, strict=True):
+                desk.put(listener, token)
+
+    threading.Thread(target=tell).start()
+    found = desk.sent(12 * 2000)
+    assert found == {number: [step[number] for step in steps] for number in range(12)}
+
+
+def test_a_part_is_not_sent_while_something_is_added_to_it(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that was packed before would be forgotten with what came after that."""
+    sending = threading.Event()
+
+    class Slow(Part):
+        def add(self, update: Update) -> None:
+            if self.tokens:
+                sending.wait(0.3)  # by then it would have been packed
+            super().add(update)
+
+        def packed(self) -> tuple[Any, ...]:
+            sending.set()
+            return super().packed()
+
+    monkeypatch.setattr(module, "Part", Slow)
+    desk.put(desk.listener(7), *b"abc")
+    assert desk.sent(3) == {7: [*b"abc"]}
