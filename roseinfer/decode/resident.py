@@ -173,13 +173,13 @@ class ResidentDecode:
             tops=tops_told(told=asked["told"] > 0, tops=asked["tops"] > 0),
         )
 
-    def launch(self, residents: Sequence[Resident], spare: int) -> Arrival:
+    def launch(self, residents: Sequence[Resident], early_blocks: int) -> Arrival:
         """Launch a step for all that have a slot; what arrives is indexed by slot.
 
         A session that needs a block for its token is given one, and room for all tokens until that
-        block is full. Some of the ``spare`` blocks go to sessions that will soon need one.
+        block is full. Up to ``early_blocks`` more go to sessions that will soon need one.
         """
-        due = self._due(residents, spare)
+        due = self._due(residents, early_blocks)
         self._reserve(due, [self._kv.block_size] * len(due))
         if self.kind.guided and self.steps.guides is not None:
             self.steps.guides.upload({each.slot: each.guide for each in residents if each.guide})
@@ -202,17 +202,20 @@ class ResidentDecode:
         assert self.kind.tops is not None
         return self.steps.told(self.slots.extent, self.kind.tops)
 
-    def _due(self, residents: Sequence[Resident], spare: int) -> list[Resident]:
+    def _due(self, residents: Sequence[Resident], early_blocks: int) -> list[Resident]:
         """Find the sequences that need a block now, and a few of those that soon will.
 
         Sequences that began together fill their blocks together: serving all of them in one step
-        would be felt as a pause.
+        would be felt as a pause. Others come one after the other: blocks for a few take little
+        longer than for one, so these wait for each other.
         """
         soon = [each for each in residents if each.session.room - each.session.stored < _SOON]
         due = [each for each in soon if each.session.stored >= each.session.room]
-        if len(soon) > len(due) and spare > len(residents) * len(self._kv.groups):
+        if early_blocks and len(soon) > len(due):
             early = [each for each in soon if each.session.stored < each.session.room < each.most]
-            due += early[: -(-len(residents) // _SOON)]
+            most = min(-(-len(residents) // _SOON), early_blocks // len(self._kv.groups))
+            if due or len(early) >= most:
+                due += early[:most]
         return due
 
     def _reserve(self, residents: Sequence[Resident], counts: Sequence[int]) -> None:

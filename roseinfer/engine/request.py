@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 NO_PROMPTS = (bytes, bytearray, memoryview, Mapping, Set)
 """These are iterable, and yet no token ids: what they yield are bytes, names, or in no order."""
+_EVICTED_AT_ONCE = 16
+"""One prefix in so many."""
 
 
 class FinishReason(StrEnum):
@@ -235,10 +237,14 @@ class BlockSupply:
         return blocks * len(self._kv.groups) if self._kv.one_pool else blocks
 
     def ensure(self, blocks: int) -> None:
-        """Make sure that so many blocks are free, so that a step cannot run out."""
+        """Make sure that so many blocks are free, so that a step cannot run out.
+
+        If some prefix must go for it, a sixteenth of those that nobody uses goes at once: then
+        the next steps have blocks to give out early, several at a time.
+        """
         missing = blocks - self._kv.num_free_blocks(0)
         if missing > 0 and self._prefixes:
-            self._prefixes.evict(missing)
+            self._prefixes.evict(max(missing, self._prefixes.num_unused // _EVICTED_AT_ONCE))
 
     def start(self, request: Request) -> None:
         """Give a request that has nothing stored what the prefix cache has of its prompt."""

@@ -188,8 +188,7 @@ class StepRunner:
         residents = [request for request in step.decoding if request.resident]
         others = [request for request in step.decoding if not request.resident]
         if residents:
-            spare = min(step.spare, self._sessions.kv.num_free_blocks(0) - step.blocks)
-            flights.append(self._launch_residents(residents, spare))
+            flights.append(self._launch_residents(residents, self._early_blocks(step, residents)))
         # Who enters a slot has none in the step of the residents, and so comes behind them.
         if others and self._drafted_rows is not None:
             drafted = [request for request in others if request.drafter is not None]
@@ -231,11 +230,21 @@ class StepRunner:
             if rows is not None:
                 rows.clear()
 
-    def _launch_residents(self, requests: list[Request], spare: int) -> Flight:
+    def _early_blocks(self, step: Step, residents: Sequence[Request]) -> int:
+        """Return how many blocks may be given to residents that will soon need one.
+
+        There are some only while the next step has enough, if all of them need one then.
+        """
+        kv = self._sessions.kv
+        if step.spare <= len(residents) * len(kv.groups):
+            return 0
+        return max(0, kv.num_free_blocks(0) - step.blocks)
+
+    def _launch_residents(self, requests: list[Request], early_blocks: int) -> Flight:
         assert self._resident is not None
         residents = [request.resident for request in requests if request.resident]
         rows = [each.slot for each in residents]
-        arrival = self._resident.launch(residents, spare)
+        arrival = self._resident.launch(residents, early_blocks)
         kind = self._resident.kind
         told = self._resident.told() if kind.tops is not None else None
         # What a guide allows next depends on the token.

@@ -34,7 +34,7 @@ def with_rows(device: str, most: int = 64, **more: Any) -> LLM:
 def test_texts_are_the_same(device: str, config: dict[str, Any]) -> None:
     """Alone and together, in chunks, behind what is stored already, and when memory runs out."""
     rows = with_rows(device, **config)
-    plain = small_llm(device, resident_decode=True, **config)
+    plain = with_rows(device, most=0, **config)
     for _ in range(2):
         found = rows.generate(TEXTS, PARAMS, progress=False)
         wanted = plain.generate(TEXTS, PARAMS, progress=False)

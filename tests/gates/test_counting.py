@@ -17,6 +17,7 @@ from pytest_roseinfer.gates.gate import CannotCompare
 from pytest_roseinfer.gates.work.measure_work import Step, measure_work
 from pytest_roseinfer.gates.work.python_calls import OwnCode
 from pytest_roseinfer.gates.work.tensor_work import TensorWork
+from roseinfer.kernels.runtime import is_interpreted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -273,6 +274,7 @@ def test_garbage_is_not_collected_in_the_step() -> None:
     assert Garbage.finalised, "there was something to collect"
 
 
+@pytest.mark.skipif(not is_interpreted(), reason="it looks at Triton's interpreter")
 def test_counting_leaves_everything_as_it_was() -> None:
     interpreter: Any = sys.modules["triton.runtime.interpreter"]
     before = interpreter.InterpretedFunction.run, sys.getprofile()

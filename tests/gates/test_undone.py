@@ -186,6 +186,9 @@ def test_a_table_uploaded_whole_and_not_the_row_that_changed_is_named() -> None:
     assert f"copies to the device, bytes: {8 * 24}, baseline 24" in said
 
 
+ON_A_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="it stands in for graphs on a CPU")
+
+
 class Graph(torch.cuda.CUDAGraph):
     """Stands in, on a CPU, for work that a device was taught."""
 
@@ -196,6 +199,7 @@ class Graph(torch.cuda.CUDAGraph):
         self.work = work
 
 
+@ON_A_CPU
 def test_a_graph_that_is_used_no_more_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: graph.work())
     weights = torch.ones((4, 4))
@@ -208,6 +212,7 @@ def test_a_graph_that_is_used_no_more_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert "CUDA graph replays, replays: 0, baseline 1" in said
 
 
+@ON_A_CPU
 def test_a_graph_that_is_used_no_more_fails_with_nothing_in_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -201,8 +201,8 @@ MUTANTS = (
         "unused-prefixes-stay",
         "A step that needs blocks does not evict the prefixes that were counted as free.",
         _SUPPLY,
-        "            self._prefixes.evict(missing)\n",
-        "            self._prefixes.evict(missing - 1)\n",
+        "evict(max(missing, ",
+        "evict(max(missing - 1, ",
         ("3",),
     ),
     _mutant(

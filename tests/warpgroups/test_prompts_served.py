@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="there is no g++"),
-    pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled, and so none runs on a CPU"),
+    pytest.mark.skipif(
+        not is_interpreted(), reason="kernels are compiled, and so none runs on a CPU"
+    ),
 ]
 
 
