@@ -79,15 +79,3 @@ def test_sequences_wait_for_each_other(device: str, monkeypatch: pytest.MonkeyPa
     uploads, evictions = uploads_and_evictions(llm, monkeypatch)
     assert uploads < STEPS / 2
     assert evictions < STEPS / 4
-
-
-def test_nobody_goes_short_for_blocks_that_are_given_early(device: str) -> None:
-    """Where blocks are few, they are for those that need one now: nobody is preempted for it."""
-    prompts = [[10 + at] * (3 + at) for at in range(6)]
-    config = {"block_size": 4, "prefix_cache": False, "resident_decode": True}
-    # What all of them take in the end, and not a block more.
-    blocks = sum(-(-(len(prompt) + 19) // 4) for prompt in prompts)
-    llm = small_llm(device, kv_cache_tokens=4 * (blocks + 1), **config)
-    texts = llm.generate(prompts, greedy(20, ignore_eos=True), progress=False)
-    assert llm.engine.num_preemptions == 0
-    assert {len(each.token_ids) for each in texts} == {20}
