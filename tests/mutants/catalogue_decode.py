@@ -141,6 +141,20 @@ MUTANTS = (
         "due = [each for each in soon if each.session.stored > each.session.room]",
     ),
     _mutant(
+        "due-blocks-given-early",
+        "Blocks that a step needs are given to sequences that will need one later.",
+        _RUNNER,
+        "        return max(0, kv.num_free_blocks(0) - step.blocks)\n",
+        "        return kv.num_free_blocks(0)\n",
+    ),
+    _mutant(
+        "blocks-given-early-to-all-that-ask",
+        "More sequences are given a block early than there are blocks for.",
+        _RESIDENT,
+        "most = min(-(-len(residents) // _SOON), early_blocks // len(self._kv.groups))",
+        "most = -(-len(residents) // _SOON)",
+    ),
+    _mutant(
         "left-a-step-early",
         "A sequence leaves its slot one step before its last.",
         _RUNNER,
