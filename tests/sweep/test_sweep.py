@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import settings
+from roseinfer.kernels.runtime import is_interpreted
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families.llama import FusedLlama
 from tests import warm_process
@@ -107,6 +108,7 @@ def test_an_engine_that_is_wrong_is_found(
     assert re.search(said, outcome.why)
 
 
+@pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled, and so none runs on a CPU")
 def test_fused_kernels_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """They compute other logits only once they have passed the trial, which is of four tokens."""
     right = FusedLlama.logits
