@@ -123,3 +123,12 @@ def test_the_process_environment_is_read_when_asked_and_only_then(
 def test_a_switch_of_the_engine_is_checked_too(wrong: dict[str, Any], wanted: str) -> None:
     with pytest.raises(ConfigError, match=wanted):
         EngineConfig(**wrong)
+
+
+@pytest.mark.parametrize(("given", "captured", "else_"), [(None, 128, 0), (0, 0, 0), (30, 30, 30)])
+def test_short_prompts_have_rows_where_steps_are_graphs_unless_told(
+    given: int | None, captured: int, else_: int
+) -> None:
+    config = EngineConfig(prompt_rows=given)
+    assert config.rows_of_prompts(captured=True) == captured
+    assert config.rows_of_prompts(captured=False) == else_

@@ -94,7 +94,7 @@ class Outbox:
                     part.count += 1
                     part.error = what
         if idle:
-            self.look()
+            self._wake.put(None)
         return True
 
     def look(self) -> None:

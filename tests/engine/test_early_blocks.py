@@ -79,3 +79,20 @@ def test_sequences_wait_for_each_other(device: str, monkeypatch: pytest.MonkeyPa
     uploads, evictions = uploads_and_evictions(llm, monkeypatch)
     assert uploads < STEPS / 2
     assert evictions < STEPS / 4
+
+
+def test_blocks_of_a_prompt_that_is_being_stored_are_not_given_early(device: str) -> None:
+    """The one that decodes would have its second block, and the prompt would wait for its end."""
+    config = {"block_size": 32, "prefix_cache": False, "prefill_max_tokens": 4, "run_ahead": 0}
+    engine = small_llm(
+        device, resident_decode=True, prompt_rows=0, kv_cache_tokens=3 * 32, **config
+    ).engine
+    decoding = engine.submit([5] * 5, greedy(60, ignore_eos=True))
+    while decoding.session.stored < 10:
+        engine.step()
+    prompt = engine.submit([6] * 64, greedy(1))
+    for _ in range(18):  # after seven, the other one will soon need a block, and after 22 it does
+        engine.step()
+    assert prompt.finish_reason
+    assert not decoding.finish_reason
+    assert engine.num_preemptions == 0
