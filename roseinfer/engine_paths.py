@@ -34,6 +34,8 @@ class EnginePath(StrEnum):
     """A forward pass whose kernels add up over ranks through memory that GPUs share."""
     STREAMED = "engine_streamed"
     """A forward pass of few tokens in whose products warpgroups multiply what streams by."""
+    PAIRED = "engine_paired"
+    """A forward pass of many tokens in whose products pairs of programs share weights."""
     WHOLE_STEP = "engine_whole_step"
     """A resident step of one sequence whose forward pass is one kernel."""
     COMPILED = "engine_compiled"

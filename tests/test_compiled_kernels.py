@@ -20,7 +20,7 @@ COMPILE = """
     from roseinfer.kernels.likeliest import _advance_kernel, _strip_kernel
     from roseinfer.kernels.products.linear import _gelu_kernel, _parts_kernel, _whole_kernel
     from roseinfer.kernels.norm import _add_norm_kernel, _embed_norm_kernel
-    from roseinfer.kernels.rms_norm import _add_kernel, _behind_kernel, _embed_kernel
+    from roseinfer.kernels.rms_norm import _add_kernel, _behind_kernel, _embed_kernel, _norm_kernel
     from roseinfer.kernels.experts.choice import _choose_kernel
     from roseinfer.kernels.experts.visiting import _visit_gated_kernel, _visit_weighed_kernel
     from roseinfer.kernels.products.gated import _gated_kernel, _multiply_kernel
@@ -116,6 +116,7 @@ COMPILE = """
         check(_add_kernel, kind_of, N=48, TILE_N=64, PARTS=2, **over)
     check(_embed_norm_kernel, dtype, N=48, TILE_N=64)
     check(_behind_kernel, dtype, N=48, TILE_N=64, PARTS=2)
+    check(_norm_kernel, dtype, N=48, TILE_N=64)
     check(_embed_kernel, dtype, N=48, TILE_N=64)
     check(_multiply_kernel, dtype, N=48, TILE=64)
     check(_strip_kernel, dtype, N=5000, STRIP=1024, TILE=1024)
@@ -128,4 +129,4 @@ COMPILE = """
 def test_the_kernels_of_decoding_compile(capability: int, dtype: str) -> None:
     """For GPUs that let kernels start early, and for others."""
     code = COMPILE.replace("sys.argv[1]", f"'{capability}'").replace("sys.argv[2]", f"'{dtype}'")
-    assert len(run_python(code, warm=True).split()) == 42
+    assert len(run_python(code, warm=True).split()) == 43

@@ -47,6 +47,12 @@ def _embedded_moved(given: Given) -> dict[str, int]:
     }
 
 
+def _normed_moved(given: Given) -> dict[str, int]:
+    rows, width = given["x"].shape
+    matrices = {name: taken(given[name], rows * width) for name in ("x", "normed")}
+    return {**matrices, "gain": taken(given["gain"], width)}
+
+
 @triton.jit
 def _normed(x, gain, dtype: tl.constexpr, N: tl.constexpr, epsilon):
     """Norm a row, rounded where the model's own modules round."""
@@ -144,6 +150,25 @@ def _embed_kernel(
     tl.store(normed + row * n_r + n, _normed(x.to(tl.float32), g, dtype, N, epsilon), inside)
 
 
+@moves(_normed_moved)
+@triton.jit
+def _norm_kernel(
+    x, gain, normed,
+    x_r, n_r, epsilon,
+    N: tl.constexpr, TILE_N: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, TILE_N)
+    inside = n < N
+    g = tl.load(gain + n, inside, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    dtype: tl.constexpr = normed.dtype.element_ty
+    found = tl.load(x + row * x_r + n, inside, other=0.0).to(tl.float32)
+    tl.store(normed + row * n_r + n, _normed(found, g, dtype, N, epsilon), inside)
+
+
 def add_rms_norm(
     residual: Tensor,
     added: Tensor,
@@ -164,6 +189,17 @@ def add_rms_norm(
         *added.stride()[:2], residual.stride(0), normed.stride(0), epsilon, times,
         width, triton.next_power_of_2(width), len(added), *constants,
         num_warps=warps_of_row(width), early=True,
+    )  # fmt: skip
+    return normed
+
+
+def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+    """Norm rows to which nothing is left to be added."""
+    rows, width = x.shape
+    normed = torch.empty_like(x)
+    launch(
+        _norm_kernel, (rows,), x, gain, normed, x.stride(0), normed.stride(0), epsilon,
+        width, triton.next_power_of_2(width), num_warps=warps_of_row(width), early=True,
     )  # fmt: skip
     return normed
 

@@ -113,6 +113,29 @@ def test_more_rows_than_are_read_for_once(
     assert_close(logits, by_transformers(model, PROMPTS))
 
 
+@pytest.mark.parametrize("kin", ["granite", "qwen2"])
+def test_products_that_are_added_where_they_are_made(
+    device: str, kin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Granite adds no whole product, but a share of it."""
+    added = []
+
+    def add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *by: float) -> None:
+        added.append(by)
+        residual += by[1] * (x @ weight.T)
+
+    monkeypatch.setattr(linear_layers, "MOST_ROWS", 1)
+    monkeypatch.setattr(linear_layers, "cut_evenly", lambda *_: True)
+    monkeypatch.setattr(linear_layers, "adds_product", lambda *_: True)
+    monkeypatch.setattr(linear_layers, "add_product", add)
+    model = network(kin, device)
+    engine = fused(FusedLlama, device, model)
+    engine.model.batch_invariant = True
+    _, logits = engine.prefill(PROMPTS)
+    assert_close(logits, by_transformers(model, PROMPTS))
+    assert len(added) == 2 * model.config.num_hidden_layers
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("rows", "always", "parts"),

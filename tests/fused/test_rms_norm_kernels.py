@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roseinfer.kernels.rms_norm import add_behind_rms_norm, add_rms_norm, embed_rms_norm
+from roseinfer.kernels.rms_norm import (
+    add_behind_rms_norm,
+    add_rms_norm,
+    embed_rms_norm,
+    rms_norm,
+)
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 EPSILON = 1e-3
@@ -41,6 +46,7 @@ def test_the_stream_is_added_to_and_normed(
     got = add_rms_norm(residual, added, gain, EPSILON, 0.5)
     assert_close(residual, want)
     assert_close(got, normed(residual, gain))
+    assert torch.equal(rms_norm(residual, gain, EPSILON), got)
 
 
 @every_dtype

@@ -237,6 +237,10 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: rms_norm.add_rms_norm(numbers(3, 24), numbers(2, 3, 24), numbers(24), 1e-6),
         ["_add_kernel"],
     ),
+    "norm by the root mean square alone": (
+        lambda: rms_norm.rms_norm(numbers(3, 24), numbers(24), 1e-6),
+        ["_norm_kernel"],
+    ),
     "norm by the root mean square behind": (
         lambda: rms_norm.add_behind_rms_norm(numbers(3, 24), numbers(2, 3, 24), numbers(24), 1e-6),
         ["_behind_kernel"],

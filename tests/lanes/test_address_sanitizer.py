@@ -8,7 +8,9 @@ from tests.lanes.address_sanitizer import ALL_RIGHT, under_the_sanitizer, why_im
 
 pytestmark = [
     pytest.mark.skipif(bool(why_impossible()), reason=why_impossible()),
-    pytest.mark.parametrize("module", ["tests.lanes.whole_step", "tests.lanes.streamed"]),
+    pytest.mark.parametrize(
+        "module", ["tests.lanes.whole_step", "tests.lanes.streamed", "tests.lanes.paired"]
+    ),
 ]
 FOUND = "AddressSanitizer: heap-buffer-overflow"
 

@@ -7,7 +7,7 @@ struct alignas(64) TensorMap {
     u32 box[3], unused[16];
 };
 static_assert(sizeof(TensorMap) == 128, "as large as the driver's");
-struct Copy { char* to; const TensorMap* map; int at[3]; u64* b; int rest; };
+struct Copy { char* to; const TensorMap* map; int at[3]; u64* b; int rest, program; };
 static std::vector<Copy> copies;
 static std::set<std::pair<int, const TensorMap*>> acquired;  // by each program, in this launch
 static u16 fill;  // what comes in place of numbers beyond a matrix
@@ -48,6 +48,7 @@ static void finish_some_copies() {
         Copy c = copies[i];
         copies[i] = copies.back();
         copies.pop_back();
+        refuse_if_gone(c.program);
         copy_now(c);
         ((Mbar*)c.b)->bytes -= bytes_of(c.map);
         settle((Mbar*)c.b);
@@ -59,7 +60,7 @@ static void copy_tile(void* to, const TensorMap* map, int row, int group, u64* b
     if ((u64)to % 1024) refuse("a tile does not lie where the engine's order of pieces begins");
     if ((u64)map % 64 || !acquired.count({BLOCK, map})) refuse("a map may be another's");
     int rest = rand() % 16 ? 0 : rand() % 200;  // some are far behind the others
-    copies.push_back({(char*)to, map, {0, row, group}, b, rest});
+    copies.push_back({(char*)to, map, {0, row, group}, b, rest, BLOCK});
 }
 // For tests: a tile as it lies, and what comes in place of numbers beyond a matrix.
 extern "C" void copy_one(char* to, const TensorMap* map, int row, int group) {

@@ -17,6 +17,7 @@ extern "C" void launch(const Params* p, int late, int programs, int seed) {
     srand(seed);
     threads_of_block = THREADS;
     the_params = p;
+    shared_of_block = OWN;
     the_shared = (char*)aligned_alloc(1024, OWN * programs);
     memset(the_shared, 0xff, OWN * programs);
     fibers = new Fiber[n]();

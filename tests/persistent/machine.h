@@ -26,6 +26,7 @@ struct Named { int count; u32 generation; };
 static const int MOST_NAMED = 3;  // barriers of a program
 static Fiber* fibers;
 static int here, threads_of_block;
+static size_t shared_of_block;  // bytes from a program's shared memory to the next one's
 static Lane* lanes;
 static Named* named;
 static void* top_left_at[5];
@@ -48,11 +49,17 @@ OPAQUE static void give_turn(Fiber* f) {
 static void afresh(int&) {}
 static int alike(int v) { return v; }
 static void refuse(const char* why) { puts(why); fflush(stdout); abort(); }
+static void refuse_if_gone(int block) {
+    for (int i = 0; i < threads_of_block; i++)
+        if (!fibers[block * threads_of_block + i].over) return;
+    refuse("something comes to a program that is gone");
+}
 static u64 progress;  // counts what others may have waited for
 
 // ---------------------------------------------------------------- barriers
 struct Mbar { unsigned char count, pending, phase, pad; int bytes; };
 static void settle(Mbar* m) {
+    if (m->phase > 1) refuse("a barrier is used before it is there");
     if (!m->pending && !m->bytes) { m->pending = m->count; m->phase ^= 1; progress++; }
 }
 static void mbar_init(u64* b, int n) { *(Mbar*)b = {(unsigned char)n, (unsigned char)n, 0, 0, 0}; }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roseinfer.kernels.warpgroups.streamed_products import Program
+    from roseinfer.kernels.cuda.gpu_program import Program
 
 TOLERANCE = 2e-2
 _MACHINE = Path(__file__).parent / "warpgroup.h"

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from pytest_roseinfer.gates.work.moved.byte_recorder import ByteRecorder
 from pytest_roseinfer.gates.work.moved.operation_bytes import address
-from roseinfer.kernels.warpgroups import prompt_attention
+from roseinfer.kernels.warpgroups import paired_products, prompt_attention
 from roseinfer.kernels.warpgroups.streamed_products import KERNEL, stream
+from tests.warpgroups import pairs
 from tests.warpgroups.products import Product, Shape
 from tests.warpgroups.prompts import Attention, Prompts
 
@@ -41,6 +42,35 @@ def test_a_product_moves_all_once() -> None:
         address(out): 3 * 72 * 2,
     }
     assert not recorder.not_counted
+
+
+def test_what_is_added_to_moves_twice() -> None:
+    paired = pairs.Paired(pairs.Shape(70, 128, 192, parts=2))
+    with ByteRecorder("cpu") as recorder:
+        paired.computed(Nothing(), pairs=1)
+    told = {
+        move.address: move.amount for move in recorder.moves if move.by == paired_products.KERNEL
+    }
+    assert told == {
+        address(paired.x): 70 * 128 * 2,
+        address(paired.weight): 192 * 128 * 2,
+        address(paired.room): 2 * 70 * 192 * 2,
+    }
+    assert not recorder.not_counted
+
+
+def test_what_is_gated_moves_once() -> None:
+    paired = pairs.Paired(pairs.Shape(70, 128, 192, gates=True))
+    with ByteRecorder("cpu") as recorder:
+        out = paired.computed(Nothing(), pairs=1)
+    told = {
+        move.address: move.amount for move in recorder.moves if move.by == paired_products.KERNEL
+    }
+    assert told == {
+        address(paired.x): 70 * 128 * 2,
+        address(paired.weight): 2 * 192 * 128 * 2,
+        address(out): 70 * 192 * 2,
+    }
 
 
 def test_attention_moves_what_its_tokens_see_once() -> None:

@@ -9,7 +9,8 @@ import torch
 
 from roseinfer import LLM, EnginePath, SamplingParams
 from roseinfer.kernels.products import gated, linear, streamed
-from roseinfer.kernels.warpgroups.streamed_products import has_warpgroups, program_of, streams
+from roseinfer.kernels.warpgroups.matrices import has_warpgroups
+from roseinfer.kernels.warpgroups.streamed_products import program_of, streams
 from tests.fused.same_bits import model_of
 from tests.warpgroups.products import SHAPES, Product, Shape, kinds
 

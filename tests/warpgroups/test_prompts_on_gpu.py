@@ -12,8 +12,8 @@ from roseinfer import LLM, AttentionPath, SamplingParams
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kernels.attend_chunks import paged_attention_chunks
 from roseinfer.kernels.warpgroups import prompt_attention
+from roseinfer.kernels.warpgroups.matrices import has_warpgroups
 from roseinfer.kernels.warpgroups.prompt_attention import program_of
-from roseinfer.kernels.warpgroups.streamed_products import has_warpgroups
 from tests.fused.same_bits import model_of
 from tests.warpgroups.prompts import TOLERANCE, Attention, Prompts
 from tests.warpgroups.test_prompts_emulated import CASES

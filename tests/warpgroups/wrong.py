@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roseinfer.kernels.warpgroups.tiles import tiles_for
-from tests.warpgroups import prompts
+from tests.warpgroups import pairs, prompts
 from tests.warpgroups.products import Product, Shape, emulated
 from tests.warpgroups.prompts import Attention, Prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from roseinfer.kernels.warpgroups.paired_sizes import PairedSizes
     from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
     from roseinfer.kernels.warpgroups.tiles import Tiles
 
 _SHAPES = (Shape(2688, 104), Shape(5120, 72, parts=2), Shape(1472, 72, strips=2))
 """Of more tiles than have room at a time."""
 _PROMPTS = Prompts([(0, 300), (70, 90), (5, 33)], group=3)
+_PAIRED = pairs.Shape(300, 256, 320, parts=2, times=0.22)
 _SEEDS = 3
 _ROWS = 13
 _READY = "ready"
@@ -44,7 +46,7 @@ class Replaced:
     def __init__(self, find: str, replace: str, folder: Path) -> None:
         self.find, self.replace, self.folder = find, replace, folder
 
-    def source(self, sizes: Tiles | PromptSizes) -> str:
+    def source(self, sizes: Tiles | PromptSizes | PairedSizes) -> str:
         text = sizes.source(machine=False)
         assert not self.find or text.count(self.find) == 1, self.find
         return text.replace(self.find, self.replace) if self.find else text
@@ -83,9 +85,23 @@ def _prompts(replaced: Replaced) -> Iterator[str]:
             yield f"off by {off}"
 
 
+def _pairs(replaced: Replaced) -> Iterator[str]:
+    sizes = pairs.SMALL[_PAIRED.gates]
+    program = pairs.emulated(sizes, replaced.room(), replaced.source(sizes))
+    yield _READY
+    for program.seed in range(_SEEDS):
+        paired = pairs.Paired(_PAIRED)
+        off = pairs.off(paired.computed(program, sizes, 2), paired.expected())
+        if paired.spoilt():
+            yield "numbers are written beside what is added to"
+        if not off < pairs.TOLERANCE:
+            yield f"off by {off}"
+
+
 _KERNELS: dict[str, Callable[[Replaced], Iterator[str]]] = {
     "products": _products,
     "prompts": _prompts,
+    "pairs": _pairs,
 }
 
 

@@ -71,13 +71,13 @@ _RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
     ),
     EnginePath.LIKELIEST: _with_models(_RESIDENT_KERNELS, shapes.CAPPED, "windowed mistral"),
 }
-"""Only ``COMPILED``, ``GUIDED``, ``STREAMED`` and ``WHOLE_STEP`` are missing. To compile takes
-seconds for every model of every mix, so no switch here asks for it, and
+"""Only ``COMPILED``, ``GUIDED``, ``STREAMED``, ``PAIRED`` and ``WHOLE_STEP`` are missing. To
+compile takes seconds for every model of every mix, so no switch here asks for it, and
 ``tests/engine/test_compiling.py`` compares it with its twin. No request here has a guide:
 ``tests/guided`` holds those to what they get alone. No model here is as wide as a step in one
-kernel needs it: ``tests/persistent`` compares that with several kernels. What is streamed has no
-switch: ``tests/warpgroups`` compares its products with those of Triton's kernels, and so it does
-with ``AttentionPath.PROMPTS``, whose contexts are longer than any here."""
+kernel needs it: ``tests/persistent`` compares that with several kernels. What is streamed or
+paired has no switch: ``tests/warpgroups`` compares such products with those of other kernels, and
+so it does with ``AttentionPath.PROMPTS``, whose contexts are longer than any here."""
 _FIRST = (
     EnginePath.RESIDENT,
     EnginePath.RUN_AHEAD,

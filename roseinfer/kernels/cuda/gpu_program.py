@@ -6,8 +6,9 @@ import ctypes
 import hashlib
 import os
 import tempfile
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
 
 _SHARED_BYTES = 8
 """The driver's name for how much dynamic shared memory a function may be given."""
+
+
+class Program(Protocol):
+    """What is launched: a GPU's program, or one that stands in for it."""
+
+    def encode(self, *given: object) -> None:
+        """Encode the map of a matrix (``tensor_maps.write_map``)."""
+
+    def launch(self, params: ctypes.Structure, programs: int) -> None:
+        """Launch so many programs on torch's current stream."""
 
 
 class _Attribute(ctypes.Structure):
@@ -73,7 +84,7 @@ class GpuProgram:
     ):
         """``block`` are the threads of a program, and ``shared`` the bytes that it is given."""
         library = driver()
-        self._device = device
+        self._device, self._index = device, torch.device(device).index
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._block, self._shared = block, shared
         self._attributes = (_Attribute * len(attributes))(*attributes)
@@ -91,17 +102,25 @@ class GpuProgram:
 
     def launch(self, params: ctypes.Structure, programs: int) -> None:
         """Launch so many programs on torch's current stream."""
+        if torch.cuda.current_device() != self._index:
+            with torch.cuda.device(self._index):
+                self.launch(params, programs)
+            return
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        launch = _Launch(
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        launch = ctypes.byref(self._launch_of(programs, stream))
+        check(driver().cuLaunchKernelEx(launch, self._function, pointers, None))
+
+    @lru_cache(64)  # noqa: B019
+    def _launch_of(self, programs: int, stream: int) -> _Launch:
+        return _Launch(
             grid=(programs, 1, 1),
             block=(self._block, 1, 1),
             shared=self._shared,
+            stream=stream,
             attributes=ctypes.addressof(self._attributes),
             num_attributes=len(self._attributes),
         )
-        with torch.cuda.device(self._device):
-            launch.stream = torch.cuda.current_stream().cuda_stream
-            check(driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None))
 
     @staticmethod
     def encode(*given: object) -> None:

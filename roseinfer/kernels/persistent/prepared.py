@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from roseinfer.kernels.cuda.gpu_program import Program
     from roseinfer.kernels.persistent.sizes import StepSizes
     from roseinfer.kernels.persistent.step_weights import StepWeights
-    from roseinfer.kernels.persistent.whole_step import Program
     from roseinfer.layer_traits import LayerTraits
 
 _LOG = logging.getLogger("roseinfer")

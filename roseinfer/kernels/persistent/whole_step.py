@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from roseinfer.kernels.cuda.gpu_program import Program
     from roseinfer.kernels.persistent.sizes import StepSizes
     from roseinfer.kernels.persistent.step_weights import StepLayer, StepWeights
 
@@ -49,14 +50,6 @@ class StepParams(ctypes.Structure):
         ("added_times", ctypes.c_float),
         ("scale", ctypes.c_float),
     )
-
-
-class Program(Protocol):
-    def encode(self, *given: object) -> None:
-        """Encode the map of a matrix (``tensor_maps.write_map``)."""
-
-    def launch(self, params: ctypes.Structure, programs: int) -> None:
-        """Launch so many programs on torch's current stream."""
 
 
 class WholeStep:

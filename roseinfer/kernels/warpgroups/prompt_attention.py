@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from roseinfer.kernels.attend_chunks import chunks_moved
-from roseinfer.kernels.cuda.gpu_program import GpuProgram, compiled, early
-from roseinfer.kernels.cuda.nvrtc import CannotCompile
-from roseinfer.kernels.cuda.tensor_maps import MAP_BYTES, SIDE, encoded
+from roseinfer.kernels.cuda.tensor_maps import SIDE, encoded
 from roseinfer.kernels.moves import announced
 from roseinfer.kernels.scores import score_arguments
-from roseinfer.kernels.warpgroups.prompt_sizes import ROWS, THREADS, TILE_TOKENS, PromptSizes
-from roseinfer.kernels.warpgroups.streamed_products import has_warpgroups
+from roseinfer.kernels.warpgroups.loaded_kernels import loaded
+from roseinfer.kernels.warpgroups.matrices import Map, has_warpgroups
+from roseinfer.kernels.warpgroups.prompt_sizes import ROWS, TILE_TOKENS, PromptSizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
-    from roseinfer.kernels.warpgroups.streamed_products import Program
+    from roseinfer.kernels.cuda.gpu_program import GpuProgram, Program
     from roseinfer.layer_traits import LayerTraits
 
 KERNEL = "attend_prompts"
 """Its name in the source."""
-_LOG = logging.getLogger("roseinfer")
 _FROM = 2048
 """Tokens of a context from which on the kernel was faster than Triton's on an H100. Shorter prompts
 wait for the host, whose launch of this kernel does more."""
 _PIECE = 8
 """Numbers that are read at once, which begin at a multiple of as many."""
 _MOST_CACHE_ROWS = 1 << 31
-_Map = ctypes.c_ubyte * MAP_BYTES
 _PLAIN = {"WINDOW": 0, "SINKING": False, "SLOPED": False}
 
 
@@ -43,8 +39,8 @@ class PromptParams(ctypes.Structure):
     """The kernel's argument, ``Params`` in its source, which ends at a multiple of 64 bytes."""
 
     _fields_ = (
-        ("keys", _Map),
-        ("values", _Map),
+        ("keys", Map),
+        ("values", Map),
         *((name, ctypes.c_void_p) for name in ("query", "k_cache", "v_cache", "out")),
         *(
             (name, ctypes.c_void_p)
@@ -157,7 +153,7 @@ def _map(program: Program, cache: Tensor) -> ctypes.Array[ctypes.c_ubyte]:
     _, _, block_size, dim = cache.shape
     rows, at_once = _cache_rows(cache), min(block_size, TILE_TOKENS)
     where = cache.data_ptr(), rows, dim, dim, at_once, SIDE
-    return _Map.from_buffer_copy(encoded(program.encode, *where))
+    return Map.from_buffer_copy(encoded(program.encode, *where))
 
 
 def _rows_between(cache: Tensor) -> tuple[int, int]:
@@ -194,13 +190,6 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@cache
 def program_of(sizes: PromptSizes, device: torch.device) -> GpuProgram | None:
-    """Compile and load the kernel, or return None where it cannot be."""
-    try:
-        cubin = compiled(sizes.source(), sizes.defines(), device)
-        return GpuProgram(cubin, KERNEL, THREADS, sizes.shared_bytes, device, early())
-    except CannotCompile as error:
-        first = str(error).partition("\n")[0]
-        _LOG.warning("prompts are attended to in Triton's kernel: %s", first)
-        return None
+    """Return the kernel, or None where it cannot be compiled."""
+    return loaded(sizes, KERNEL, device, "prompts are attended to in Triton's kernel")

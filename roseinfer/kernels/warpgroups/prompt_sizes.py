@@ -12,8 +12,6 @@ ROWS = 128
 """Of a program: tokens by the query heads that share a KV head, rounded up to a power of two."""
 TILE_TOKENS = 64
 """Tokens that are looked at together."""
-THREADS = 3 * 128
-"""Two warpgroups compute, and of a third one a thread fetches. It gives most registers away."""
 _FILES = ("prompt_items", "prompt_fetching", "prompt_attending", "prompts")
 _DIMS = (64, 128)
 _LEAST_BLOCK = 8
@@ -44,6 +42,11 @@ class PromptSizes:
             and self.block_size >= _LEAST_BLOCK
             and longer % shorter == 0
         )
+
+    @property
+    def threads(self) -> int:
+        """Two warpgroups compute, and of a third, which gives registers away, a thread fetches."""
+        return 3 * 128
 
     @property
     def shared_bytes(self) -> int:

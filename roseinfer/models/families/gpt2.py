@@ -17,10 +17,10 @@ from roseinfer.kernels.products.linear import (
     num_parts,
 )
 from roseinfer.kernels.products.many_rows import multiply_in_parts
-from roseinfer.kernels.warpgroups.streamed_products import has_warpgroups
+from roseinfer.kernels.warpgroups.matrices import has_warpgroups
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register
-from roseinfer.models.families.streamed_passes import count_streamed
+from roseinfer.models.families.counted_passes import count_streamed
 
 if TYPE_CHECKING:
     from roseinfer.attention.backend import AttentionBackend

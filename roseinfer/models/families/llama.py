@@ -13,14 +13,14 @@ import torch
 
 from roseinfer.engine_paths import EnginePath
 from roseinfer.kernels.persistent.step_weights import StepLayer, StepWeights
-from roseinfer.kernels.rms_norm import add_rms_norm, embed_rms_norm
+from roseinfer.kernels.rms_norm import add_rms_norm, embed_rms_norm, rms_norm
 from roseinfer.kernels.scores import score_arguments
 from roseinfer.models.causal import CausalModel
 from roseinfer.models.families import register
-from roseinfer.models.families.linear_layers import in_parts, whole
+from roseinfer.models.families.counted_passes import count_paired, count_streamed
+from roseinfer.models.families.linear_layers import Product, whole
 from roseinfer.models.families.mlps import Experts, GatedMlp, mlp_of
 from roseinfer.models.families.steps_in_one_kernel import LONGEST, StepsInOneKernel
-from roseinfer.models.families.streamed_passes import count_streamed
 from roseinfer.models.joined import join_biases, join_weights
 from roseinfer.rotation import Rotation
 
@@ -104,13 +104,12 @@ class FusedLlama(CausalModel):
             token_ids, body.embed_tokens.weight, *_of(layers[0].norm), self._embedding_times
         )
         count_streamed(x, layers[0].qkv, attention)
+        count_paired(x, layers[0].mlp, attention)
         for at, layer in enumerate(layers):
             out = self._attend(at, x, positions, attention)
-            added = in_parts(out, layer.out, always=self.batch_invariant)
-            x = self._add(residual, added, layer.norm_of_mlp, exchange)
-            added = layer.mlp.parts(x, always=self.batch_invariant)
+            x = self._add(residual, Product(out, layer.out), layer.norm_of_mlp, exchange)
             after = layers[at + 1].norm if at + 1 < len(layers) else body.norm
-            x = self._add(residual, added, after, exchange)
+            x = self._add(residual, layer.mlp.added(x), after, exchange)
         return self._head(x, last_rows)
 
     @staticmethod
@@ -129,10 +128,20 @@ class FusedLlama(CausalModel):
             out = attention.attend_rotated(at, query, key, value, positions, layer.rotation)
         return out.view(len(x), -1)
 
-    def _add(self, residual: Tensor, parts: Tensor, norm: Any, exchange: Exchange | None) -> Tensor:
-        """Add the parts of a product to the residual stream in place; return that normed."""
-        added = self.added_up(parts, exchange)
-        return add_rms_norm(residual, added, *_of(norm), self._added_times, exchange)
+    def _add(
+        self, residual: Tensor, added: Product | Tensor, norm: Any, exchange: Exchange | None
+    ) -> Tensor:
+        """Add a product, or parts, to the residual stream in place; return that normed."""
+        if isinstance(added, Product):
+            alone = self.batch_invariant and not self.ranks
+            if alone and added.added_in_pairs(residual, self._added_times):
+                return rms_norm(residual, *_of(norm))
+        parts = self.added_up(self._parts(added), exchange)
+        return add_rms_norm(residual, parts, *_of(norm), self._added_times, exchange)
+
+    def _parts(self, added: Product | Tensor) -> Tensor:
+        always = self.batch_invariant
+        return added.parts(always=always) if isinstance(added, Product) else added
 
     def _head(self, x: Tensor, last_rows: Tensor | None) -> Tensor:
         if last_rows is not None:

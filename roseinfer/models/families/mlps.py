@@ -13,7 +13,7 @@ from roseinfer.kernels.experts.choice import choose_experts
 from roseinfer.kernels.experts.visiting import visit_gated, visit_weighed
 from roseinfer.kernels.experts.visits import visits_of
 from roseinfer.kernels.products.streamed import stream_linear_in_parts
-from roseinfer.models.families.linear_layers import gated, in_parts
+from roseinfer.models.families.linear_layers import Product, gated
 from roseinfer.models.joined import join_weights
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ class GatedMlp:
             gates_and_ups = join_weights((module.gate_proj, module.up_proj))
         return cls(gates_and_ups, module.down_proj.weight)
 
-    def parts(self, x: Tensor, *, always: bool) -> Tensor:
-        """Compute what is added to each row as ``[parts, rows, width]``, as ``in_parts`` does."""
-        return in_parts(gated(x, self.gates_and_ups), self.down, always=always)
+    def added(self, x: Tensor) -> Product:
+        """Compute all but the last product, which is what is added to each row."""
+        return Product(gated(x, self.gates_and_ups), self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Experts:
             shared=always_shared or router.norm_topk_prob, rounded=not always_shared,
         )  # fmt: skip
 
-    def parts(self, x: Tensor, *, always: bool) -> Tensor:  # noqa: ARG002
+    def added(self, x: Tensor) -> Tensor:
         """Compute what is added to each row as ``[parts, rows, width]``: a part for each expert.
 
         No other row has a say in its bits in any case.

@@ -9,9 +9,9 @@ from torch.nn.functional import embedding
 
 from roseinfer.kernels.rms_norm import add_behind_rms_norm
 from roseinfer.models.families import register
-from roseinfer.models.families.linear_layers import in_parts
+from roseinfer.models.families.counted_passes import count_paired, count_streamed
+from roseinfer.models.families.linear_layers import Product
 from roseinfer.models.families.llama import FusedLlama
-from roseinfer.models.families.streamed_passes import count_streamed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,19 +32,19 @@ class FusedOlmo2(FusedLlama):
         attention: AttentionBackend,
     ) -> Tensor:
         body = self._model.model
-        residual, always = embedding(token_ids, body.embed_tokens.weight), self.batch_invariant
+        residual = embedding(token_ids, body.embed_tokens.weight)
         count_streamed(residual, self._layers[0].qkv, attention)
+        count_paired(residual, self._layers[0].mlp, attention)
         for at, layer in enumerate(self._layers):
             out = self._attend(at, residual, positions, attention)
-            self._add_normed(residual, in_parts(out, layer.out, always=always), layer.norm)
-            parts = layer.mlp.parts(residual, always=always)
-            self._add_normed(residual, parts, layer.norm_of_mlp)
+            self._add_normed(residual, Product(out, layer.out), layer.norm)
+            self._add_normed(residual, layer.mlp.added(residual), layer.norm_of_mlp)
         return self._head(body.norm(residual), last_rows)
 
     @staticmethod
     def _norms(layer: Any) -> tuple[Any, Any]:
         return layer.post_attention_layernorm, layer.post_feedforward_layernorm
 
-    def _add_normed(self, residual: Tensor, parts: Tensor, norm: Any) -> None:
-        added = self.added_up(parts, None)
-        add_behind_rms_norm(residual, added, norm.weight, norm.variance_epsilon)
+    def _add_normed(self, residual: Tensor, added: Product | Tensor, norm: Any) -> None:
+        parts = self.added_up(self._parts(added), None)
+        add_behind_rms_norm(residual, parts, norm.weight, norm.variance_epsilon)

@@ -1,0 +1,86 @@
+"""Products by pairs of programs have the bits of others, on a GPU that has warpgroups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from roseinfer import LLM, EnginePath, SamplingParams
+from roseinfer.kernels.products.gated import multiply_gated
+from roseinfer.kernels.products.many_rows import multiply_in_parts
+from roseinfer.kernels.products.streamed import stream_linear_in_parts
+from roseinfer.kernels.rms_norm import add_rms_norm, rms_norm
+from roseinfer.kernels.warpgroups import paired_products
+from roseinfer.kernels.warpgroups.matrices import has_warpgroups
+from roseinfer.models.families import counted_passes, linear_layers
+from tests.fused.same_bits import model_of
+from tests.warpgroups.pairs import SHAPES, TOLERANCE, Paired, Shape, off
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not has_warpgroups(torch.device("cuda"), torch.bfloat16),
+    reason="only GPUs of compute capability 9 have warpgroups",
+)
+LARGE = {
+    "a prompt": Shape(1024, 2048, 2048, parts=4),
+    "many rows": Shape(8000, 8192, 2048, parts=4, times=0.22),
+    "rows that fill no pair": Shape(1153, 4096, 1024, parts=8),
+    "gates of a prompt": Shape(1100, 2048, 8192, gates=True),
+    "gates of Qwen3": Shape(2048, 1024, 3072, gates=True),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_bits_of_products(kind: str) -> None:
+    paired = Paired(LARGE[kind], "cuda")
+    x, weight, shape = paired.x, paired.weight, paired.shape
+    for _ in range(3):
+        paired.room.copy_(paired.before)
+        got = paired.computed()
+        if shape.gates:
+            want = multiply_gated(x @ weight.T)
+        else:
+            parts = multiply_in_parts(x.contiguous(), weight.T, shape.parts)
+            gain = torch.ones_like(weight[:, 0])
+            want = paired.before[: shape.rows, : shape.outputs].contiguous()
+            normed = add_rms_norm(want, parts, gain, 1e-5, shape.times)
+            assert torch.equal(rms_norm(got, gain, 1e-5), normed)
+        assert torch.equal(got, want)
+        assert not paired.spoilt()
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_products(kind: str) -> None:
+    paired = Paired(SHAPES[kind], "cuda")
+    assert off(paired.computed(), paired.expected()) < TOLERANCE
+    assert not paired.spoilt()
+
+
+def test_a_row_has_the_bits_that_it_has_among_few() -> None:
+    paired = Paired(Shape(1024, 2048, 2048, parts=4), "cuda")
+    few = paired.before[:1024, :2048].contiguous()[:5]
+    parts = stream_linear_in_parts(paired.x[:5].contiguous(), paired.weight)
+    assert len(parts) == 4
+    add_rms_norm(few, parts, torch.ones_like(few[0]), 1e-5)
+    assert torch.equal(paired.computed()[:5], few)
+
+
+def test_texts_and_their_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paired_products, "_FEWEST_TILES", 1)  # these layers are small
+    prompts = [[7, 3, 90], [12] * 70, list(range(2, 400)), list(range(2, 380)), [5, 6, 7, 8]]
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True, logprobs=True)
+    settings: dict[str, Any] = {"device": "cuda", "max_length": 512, "kv_cache_tokens": 4096}
+
+    def told() -> Any:
+        llm = LLM(model_of("llama"), **settings)
+        return llm, [(each.token_ids, each.logprobs) for each in llm.generate(prompts, params)]
+
+    llm, got = told()
+    assert llm.engine.path_counts[EnginePath.PAIRED]
+    monkeypatch.setattr(linear_layers, "adds_product", lambda *_: False)
+    for module in (linear_layers, counted_passes):
+        monkeypatch.setattr(module, "gates_product", lambda *_: False)
+    llm, want = told()
+    assert not llm.engine.path_counts[EnginePath.PAIRED]
+    assert got == want
