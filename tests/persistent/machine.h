@@ -23,7 +23,7 @@ struct uint4 { u32 x, y, z, w; };
 struct Lane { u32 seq; u64 value[2][2]; };
 struct Fiber { ucontext_t context; void* left_at[5]; int block, thread; bool begun, over; };
 struct Named { int count; u32 generation; };
-static const int MOST_NAMED = 3;  // barriers of a program
+static const int MOST_NAMED = 4;  // barriers of a program
 static Fiber* fibers;
 static int here, threads_of_block;
 static size_t shared_of_block;  // bytes from a program's shared memory to the next one's

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.kernels.warpgroups.prompt_attention import attend_prompts, tokens_of_tile
+from roseinfer.kernels.warpgroups.prompt_attention import attend_prompts
 from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
 from roseinfer.layer_traits import LayerTraits
 from tests.persistent.emulated import EmulatedProgram
@@ -88,7 +88,7 @@ class Attention:
     def computed(self, program: Program | None = None, programs: int | None = None) -> Tensor:
         """Have the kernel compute it."""
         given = self.query, self.k_cache, self.v_cache, self.tables
-        tiles = self.tiles(tokens_of_tile(self.prompts.group))
+        tiles = self.tiles(self.prompts.sizes.tokens)
         return attend_prompts(*given, tiles, self.traits, program=program, programs=programs)
 
     def expected(self) -> Tensor:

@@ -86,6 +86,6 @@ def test_attention_moves_what_its_tokens_see_once() -> None:
     assert told.pop(address(attention.k_cache)) == 2 * tokens * of_token  # both have one storage
     assert told.pop(address(attention.query)) == attention.query.numel() * 2
     assert told.pop(address(attention.tables)) == 4 * 8
-    columns = 4 * (3 + 3) * 8  # of three tiles of 32 tokens and of three more
+    columns = 4 * (2 + 2) * 8  # of two tiles of 48 tokens and of two more
     assert sum(told.values()) == columns + attention.query.numel() * 2
     assert not recorder.not_counted

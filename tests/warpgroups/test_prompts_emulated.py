@@ -63,9 +63,10 @@ WRONG = {
         "",
     ),
     "a part begins with what is left of the one before": (
-        "            for (int i = 0; i < SUMS; i++) sums[i] = 0;\n        } else",
-        "            for (int i = 0; i < 0; i++) sums[i] = 0;\n        } else",
+        "sums[i] = ends ? 0.0f : ",
+        "sums[i] = ends ? sums[i] : ",
     ),
+    "what was seen before is not shrunk": ("sums[i] * shrink[i / 2 % 2];", "sums[i];"),
     "an item is left out": ("if (i < items)", "if (i + 1 < items)"),
     "heads behind the group are stored": (" && own_row % TILE_G < GROUP", ""),
 }

@@ -11,7 +11,7 @@ import torch
 
 from roseinfer import AttentionPath
 from roseinfer.kernels.runtime import is_interpreted
-from roseinfer.kernels.warpgroups.prompt_attention import attend_prompts, tokens_of_tile
+from roseinfer.kernels.warpgroups.prompt_attention import attend_prompts
 from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
 from tests.attention.test_chunk_kernel import Case
 from tests.persistent.emulated import COMPILER
@@ -42,7 +42,7 @@ def test_a_backend_hands_over_what_the_kernel_needs(
     case.attention._kernels = replace(
         case.attention._kernels,
         prompts=partial(attend_prompts, program=program, programs=3),
-        prompt_tile=lambda *_, **__: tokens_of_tile(group),
+        prompt_tile=lambda *_, **__: PromptSizes(64, group, block_size).tokens,
     )
     got = case.run()
     assert case.path_counts[AttentionPath.PROMPTS] == 1

@@ -61,6 +61,8 @@ static void wait_for_products() {
     for (size_t& end : mine.ends) end -= some;
     sync_warp();
 }
+template <int PLACE>
+static void wait_for_last_products() { wait_for_products<0>(); }
 // A place is an address over 16, and where columns are in strips, how far these lie apart.
 struct TilePlace {
     u64 sixteenths;

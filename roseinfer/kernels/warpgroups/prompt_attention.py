@@ -14,7 +14,7 @@ from roseinfer.kernels.moves import announced
 from roseinfer.kernels.scores import score_arguments
 from roseinfer.kernels.warpgroups.loaded_kernels import loaded
 from roseinfer.kernels.warpgroups.matrices import Map, has_warpgroups
-from roseinfer.kernels.warpgroups.prompt_sizes import ROWS, TILE_TOKENS, PromptSizes
+from roseinfer.kernels.warpgroups.prompt_sizes import TILE_TOKENS, PromptSizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -57,11 +57,6 @@ class PromptParams(ctypes.Structure):
     )
 
 
-def tokens_of_tile(group: int) -> int:
-    """Return how many tokens a program takes."""
-    return ROWS >> (group - 1).bit_length()
-
-
 def prompt_tile(
     query: Tensor,
     k_cache: Tensor,
@@ -83,7 +78,7 @@ def prompt_tile(
         and traits.slopes is None
     )
     sizes = _sizes(query, k_cache)
-    tokens = tokens_of_tile(sizes.group)
+    tokens = sizes.tokens
     fit = (
         plain
         and most > tokens // 2
@@ -110,7 +105,7 @@ def attend_prompts(
     program: Program | None = None,
     programs: int | None = None,
 ) -> Tensor:
-    """Compute what ``paged_attention_chunks`` does, with ``tokens_of_tile`` tokens in a tile.
+    """Compute what ``paged_attention_chunks`` does, in tiles of as many tokens as a program takes.
 
     ``program`` is one that is not that of the device, and ``programs`` how many of it are launched.
     """

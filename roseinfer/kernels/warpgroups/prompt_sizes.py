@@ -8,8 +8,8 @@ from roseinfer.kernels.cuda import sources
 from roseinfer.kernels.cuda.tensor_maps import SIDE
 from roseinfer.kernels.warpgroups.instructions import add_product, add_product_of_held, product
 
-ROWS = 128
-"""Of a program: tokens by the query heads that share a KV head, rounded up to a power of two."""
+_ROWS = 64
+"""Of a warpgroup: tokens by the query heads that share a KV head, rounded up to a power of two."""
 TILE_TOKENS = 64
 """Tokens that are looked at together."""
 _FILES = ("prompt_items", "prompt_fetching", "prompt_attending", "prompts")
@@ -17,6 +17,8 @@ _DIMS = (64, 128)
 _LEAST_BLOCK = 8
 """Tokens: fewer do not begin where the copy engine's order of pieces does."""
 _MOST_GROUP = 16
+_REGISTERS = {2: 240, 3: 160}
+"""Of a thread that computes, by how many warpgroups do. Those that fetch leave it so many."""
 _STAGES = 4
 _STRIP = TILE_TOKENS * SIDE * 2
 _ONES = 8
@@ -44,19 +46,35 @@ class PromptSizes:
         )
 
     @property
+    def groups(self) -> int:
+        """Count the warpgroups that compute: as many as have room for what their threads hold."""
+        return 3 if self.dim == SIDE else 2
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens a program takes."""
+        return self.groups * _ROWS >> (self.group - 1).bit_length()
+
+    @property
     def threads(self) -> int:
-        """Two warpgroups compute, and of a third, which gives registers away, a thread fetches."""
-        return 3 * 128
+        """One more warpgroup, which gives registers away, has a thread that fetches."""
+        return (self.groups + 1) * 128
 
     @property
     def shared_bytes(self) -> int:
         """The shared memory of a program: queries, two rings, and barriers."""
         strips = self.dim // SIDE
         of_rings = _STAGES * (strips + strips + 1)
-        return (ROWS // TILE_TOKENS * strips + of_rings) * _STRIP + 1024
+        return (self.groups * strips + of_rings) * _STRIP + 1024
 
     def defines(self) -> dict[str, int]:
-        named = asdict(self) | {"stages": _STAGES, "shared_bytes": self.shared_bytes}
+        told = {
+            "groups": self.groups,
+            "registers": _REGISTERS[self.groups],
+            "stages": _STAGES,
+            "shared_bytes": self.shared_bytes,
+        }
+        named = asdict(self) | told
         return {name.upper(): value for name, value in named.items()}
 
     def source(self, *, machine: bool = True) -> str:

@@ -23,6 +23,9 @@ DEV void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory
 DEV void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT>
 DEV void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
+// Wait for all, at one of several places in the source, which the compiler would make one of if they were alike.
+template <int PLACE>
+DEV void wait_for_last_products() { asm volatile("wgmma.wait_group.sync.aligned 0; // %0" ::"n"(PLACE) : "memory"); }
 // Where they find a tile of so many columns, in strips of 64, that is added up over its rows.
 DEV TilePlace columns_at(const void* p, int strip) {
     return 1ull << 62 | (u64)(1024 >> 4) << 32 | (u64)(strip >> 4) << 16 | (at(p) & 0x3ffff) >> 4;

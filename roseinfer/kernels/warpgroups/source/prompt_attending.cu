@@ -196,19 +196,23 @@ struct Attending {
         if (ends) top[0] = top[1] = as_float(0xff800000u);
         weigh(begin + TILE_T, shrink);
         settled<TILE_T / 2>(scores);
-        wait_for_products<0>();
+        // The compiler waits behind a branch, and would before all weights are made if there was none.
+        if (any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+            wait_for_last_products<1>();
+            settle_values(weights);
+            if (ends) fold(before);
+#pragma unroll
+            for (int i = 0; i < SUMS; i++) sums[i] = ends ? 0.0f : sums[i] * shrink[i / 2 % 2];
+        } else {
+            wait_for_last_products<2>();
+            settle_values(weights);
+        }
+        give_back(s->values_read, &v);
+        round_weights(weights);
+    }
+    DEV void settle_values(u32* weights) {
         settled<SUMS>(sums);
         settled<TILE_T / 4>(weights);
-        give_back(s->values_read, &v);
-        if (ends) {
-            fold(before);
-#pragma unroll
-            for (int i = 0; i < SUMS; i++) sums[i] = 0;
-        } else if (any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
-#pragma unroll
-            for (int i = 0; i < SUMS; i++) sums[i] *= shrink[i / 2 % 2];
-        }
-        round_weights(weights);
     }
     DEV void multiply_values(const u32* weights) {
         TilePlace values = columns_at(s->values[v.slot], STRIP);
@@ -224,8 +228,7 @@ struct Attending {
         multiply_values(weights);
         end_products();
         wait_for_products<0>();
-        settled<SUMS>(sums);
-        settled<TILE_T / 4>(weights);
+        settle_values(weights);
         give_back(s->values_read, &v);
     }
     // What is stored behind the last token that is seen may be anything, and nothing times that NaN.

@@ -1,18 +1,18 @@
 // Attention of prompts: of many new tokens of a sequence, whose keys and values are stored already.
 //
-// A program has 64 rows for each of two warpgroups: consecutive tokens of a sequence, and of each the
-// query heads that share a KV head. One thread fetches keys and values of 64 tokens at a time into two
+// A program has 64 rows for each warpgroup: consecutive tokens of a sequence, and of each the query
+// heads that share a KV head. One thread fetches keys and values of 64 tokens at a time into two
 // rings. A warpgroup multiplies its weights by the values of a tile and its queries by the keys of the
-// next one in one go. While it makes weights of the scores, the other one has the tensor cores.
+// next one in one go. While it makes weights of the scores, the others have the tensor cores.
 //
 // Each row adds up in the order of kernels/weighing.py, and gets the same bits.
 //
-// Told: DIM, numbers of a head; GROUP, query heads of a KV head; BLOCK_SIZE; STAGES, tiles of each ring;
-// SHARED_BYTES.
+// Told: DIM, numbers of a head; GROUP, query heads of a KV head; BLOCK_SIZE; GROUPS, warpgroups, and
+// REGISTERS of each of their threads; STAGES, tiles of each ring; SHARED_BYTES.
 
 constexpr int TILE_T = 64;  // tokens that are looked at together
 constexpr int SIDE = 64;    // numbers that lie side by side
-constexpr int GROUPS = 2, ROWS = 64;  // warpgroups, and the rows of each
+constexpr int ROWS = 64;    // of a warpgroup
 constexpr int TILE_G = power_of_two(GROUP);
 constexpr int TOKENS = ROWS / TILE_G;  // of a warpgroup
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;

@@ -18,7 +18,7 @@ DEV void program(const Params& p, Shared* s) {
         give_registers<24>();
         if (THREAD < CONSUMERS + 32 && elected()) fetch(p, s);
     } else {
-        take_registers<240>();
+        take_registers<REGISTERS>();
         wait_for_kernel_in_front();
         Attending attending(p, s);
         each_item(p, [&](const Item& item, const Item& next) { attending.attend(item, next); });
