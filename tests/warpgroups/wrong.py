@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roseinfer.kernels.warpgroups.tiles import tiles_for
+from tests import warm_process
+from tests.python_process import ROOT
 from tests.warpgroups import pairs, prompts
 from tests.warpgroups.products import Product, Shape, emulated
 from tests.warpgroups.prompts import Attention, Prompts
@@ -33,8 +35,8 @@ def complaint(kernel: str, find: str, replace: str, folder: Path) -> str:
 
     The machine ends its process when it refuses something, and so may what is written elsewhere.
     """
-    command = [sys.executable, "-m", "tests.warpgroups.wrong", kernel, find, replace, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    arguments = ["-m", "tests.warpgroups.wrong", kernel, find, replace, str(folder)]
+    done = warm_process.run(arguments, cwd=ROOT, environment=os.environ)
     assert done.stdout.startswith(_READY), done.stderr
     ended = f"ended with {done.returncode}" if done.returncode else ""
     return done.stdout.removeprefix(_READY).strip() or ended
