@@ -26,6 +26,9 @@ _MOST_ROWS = 64
 """A program takes at most so many query tokens times heads, or one token where heads are more."""
 _LEAST_ROWS = 16
 """Tensor cores take no fewer."""
+_MOST_MIXED = 5000
+"""Tiles by KV heads. If there are more, a sequence's keys and values are fetched more than once
+where its tiles do not stand together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class TritonAttention(AttentionBackend):
         self._batch = batch
         self._tables: dict[int, Tensor] = {}
         self._lengths: Tensor | None = None
-        self._tiles: dict[int, tuple[Tensor, ...]] = {}
+        self._tiles: dict[tuple[int, bool], tuple[Tensor, ...]] = {}
         self._places: dict[int, tuple[Tensor, Tensor]] = {}
 
     def lone_row(self) -> ResidentBatch | None:
@@ -169,7 +172,8 @@ class TritonAttention(AttentionBackend):
         tile_q = self._kernels.prompt_tile(query, *caches, traits, most=most, longest=longest)
         if tile_q:
             self.path_counts[AttentionPath.PROMPTS] += 1
-            return self._kernels.prompts(query, *caches, table, self._cut(batch, tile_q), traits)
+            tiles = self._cut(batch, tile_q, mixed=True)
+            return self._kernels.prompts(query, *caches, table, tiles, traits)
         self.path_counts[AttentionPath.CHUNK_TRITON] += 1
         heads = 1 << (query.shape[1] // self.kv.num_heads - 1).bit_length()
         wanted = 1 << (most - 1).bit_length()
@@ -179,10 +183,14 @@ class TritonAttention(AttentionBackend):
             query, *caches, table, tiles, traits, tile_q=tile_q, longest=longest
         )
 
-    def _cut(self, batch: StepBatch, tile_q: int) -> tuple[Tensor, ...]:
-        """Cut the sequences behind the single tokens into tiles of tokens, one for a program."""
-        if tile_q in self._tiles:
-            return self._tiles[tile_q]
+    def _cut(self, batch: StepBatch, tile_q: int, *, mixed: bool = False) -> tuple[Tensor, ...]:
+        """Cut the sequences behind the single tokens into tiles of tokens, one for a program.
+
+        If ``mixed``, and if they are not too many, what takes longest of all sequences begins
+        first: programs that take one tile after the other get equal shares then.
+        """
+        if (tile_q, mixed) in self._tiles:
+            return self._tiles[tile_q, mixed]
         tiles: list[tuple[int, int, int, int]] = []
         row = 0
         for at in range(batch.singles, len(batch.counts)):
@@ -191,9 +199,11 @@ class TritonAttention(AttentionBackend):
             for begin in reversed(range(0, count, tile_q)):  # what takes longest begins first
                 tiles.append((at, row + begin, min(tile_q, count - begin), first + begin))
             row += count
+        if mixed and len(tiles) * self.kv.num_heads <= _MOST_MIXED:
+            tiles.sort(key=lambda tile: -(tile[2] + tile[3]))
         columns = [list(column) for column in zip(*tiles, strict=True)]
-        self._tiles[tile_q] = self.staging.stage(columns).columns
-        return self._tiles[tile_q]
+        self._tiles[tile_q, mixed] = self.staging.stage(columns).columns
+        return self._tiles[tile_q, mixed]
 
     def _table(self, batch: StepBatch, layer: int) -> Tensor:
         """Bring the blocks of every sequence in a group of layers to the device, once a step."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from roseinfer import AttentionPath
+from roseinfer.attention import triton
 from roseinfer.kernels.runtime import is_interpreted
 from roseinfer.kernels.warpgroups.prompt_attention import attend_prompts
 from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
@@ -48,6 +49,37 @@ def test_a_backend_hands_over_what_the_kernel_needs(
     assert case.path_counts[AttentionPath.PROMPTS] == 1
     assert not case.path_counts[AttentionPath.CHUNK_TRITON]
     torch.testing.assert_close(got, case.reference(), atol=TOLERANCE, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("most", "in_order"), [(1000, True), (10, False)])
+def test_what_takes_longest_begins_first(
+    most: int, in_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all sequences, or where tiles are many of each sequence, one after the other."""
+    monkeypatch.setattr(triton, "_MOST_MIXED", most)
+    case = Case(
+        "cpu", [(3, 1), (70, 40), (0, 130), (5, 3)],
+        q_heads=4, head_dim=64, block_size=16, dtype=torch.bfloat16,
+    )  # fmt: skip
+    handed: list[tuple[torch.Tensor, ...]] = []
+
+    def attend(query: torch.Tensor, *given: Any) -> torch.Tensor:
+        handed.append(given[3])
+        return torch.zeros_like(query)
+
+    case.attention._kernels = replace(
+        case.attention._kernels, prompts=attend, prompt_tile=lambda *_, **__: 32
+    )
+    case.run()
+    sequences, rows, counts, positions = (column.tolist() for column in handed[0])
+    seen = [count + position for count, position in zip(counts, positions, strict=True)]
+    assert (seen == sorted(seen, reverse=True)) is in_order
+    assert (sequences == [1, 1, 2, 2, 2, 2, 2, 3]) is not in_order
+    begins = dict(zip((1, 2, 3), (0, 40, 170), strict=True))
+    behind = {1: 70, 2: 0, 3: 5}
+    for at, row, position in zip(sequences, rows, positions, strict=True):
+        assert row - begins[at] == position - behind[at]
+    assert sorted(counts) == [2, 3, 8, 32, 32, 32, 32, 32]
 
 
 def test_a_cpu_has_no_such_kernel() -> None:
