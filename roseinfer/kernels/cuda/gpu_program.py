@@ -84,7 +84,8 @@ class GpuProgram:
     ):
         """``block`` are the threads of a program, and ``shared`` the bytes that it is given."""
         library = driver()
-        self._device, self._index = device, torch.device(device).index
+        own = device.index
+        self._index = torch.cuda.current_device() if own is None else own
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._block, self._shared = block, shared
         self._attributes = (_Attribute * len(attributes))(*attributes)
@@ -111,7 +112,7 @@ class GpuProgram:
         launch = ctypes.byref(self._launch_of(programs, stream))
         check(driver().cuLaunchKernelEx(launch, self._function, pointers, None))
 
-    @lru_cache(64)  # noqa: B019
+    @lru_cache(1 << 10)  # noqa: B019 - programs are kept for as long as there is a process
     def _launch_of(self, programs: int, stream: int) -> _Launch:
         return _Launch(
             grid=(programs, 1, 1),
