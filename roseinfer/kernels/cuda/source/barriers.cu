@@ -2,3 +2,14 @@
 DEV void wait_for(u64* b, u32 parity) {
     while (!mbar_try(b, parity)) yield();
 }
+// Where a thread is in a ring of so many tiles: the phases of a tile's barriers take turns.
+template <int TILES>
+struct RingTurn {
+    int slot;
+    u32 parity;
+    DEV void forward() {
+        if (++slot < TILES) return;
+        slot = 0;
+        parity ^= 1;
+    }
+};

@@ -36,15 +36,7 @@ struct alignas(1024) Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives as much");
 
-struct Turn {
-    int slot;
-    u32 parity;
-    DEV void forward() {
-        if (++slot < STAGES) return;
-        slot = 0;
-        parity ^= 1;
-    }
-};
+typedef RingTurn<STAGES> Turn;
 struct Item {
     int row, output;  // a program's first ones
 };

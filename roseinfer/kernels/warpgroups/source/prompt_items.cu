@@ -44,16 +44,7 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives as much");
 static_assert(DIM % SIDE == 0 && 16 % smaller(TILE_G, 16) == 0, "rows and heads fit the products");
 static_assert(BLOCK_SIZE % TILE_T == 0 || (TILE_T % BLOCK_SIZE == 0 && BLOCK_SIZE >= 8), "tiles fit blocks");
 
-// Where a thread is in a ring.
-struct Turn {
-    int slot;
-    u32 parity;
-    DEV void forward() {
-        if (++slot < STAGES) return;
-        slot = 0;
-        parity ^= 1;
-    }
-};
+typedef RingTurn<STAGES> Turn;
 
 // Some tokens of a sequence, for one KV head.
 struct Item {
