@@ -196,7 +196,7 @@ struct Attending {
         if (ends) top[0] = top[1] = as_float(0xff800000u);
         weigh(begin + TILE_T, shrink);
         settled<TILE_T / 2>(scores);
-        // The compiler waits behind a branch, and would before all weights are made if there was none.
+        // Without a branch in front of it the compiler would put the wait before all weights are made.
         if (any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
             wait_for_last_products<1>();
             settle_values(weights);
