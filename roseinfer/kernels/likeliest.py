@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from roseinfer.kernels.moves import moves, taken
-from roseinfer.kernels.runtime import launch
+from roseinfer.kernels.runtime import launch, num_tiles, power_of_two
 
 if TYPE_CHECKING:
     from roseinfer.kernels.moves import Given
@@ -100,8 +100,8 @@ def advance_to_likeliest(
     A row with NaN or nothing finite gets -1 in ``chosen`` and 0 in ``tokens``.
     """
     rows, width = logits.shape
-    strip = triton.cdiv(triton.cdiv(width, _STRIPS), _TILE) * _TILE
-    strips = triton.cdiv(width, strip)
+    strip = num_tiles(num_tiles(width, _STRIPS), _TILE) * _TILE
+    strips = num_tiles(width, strip)
     best = logits.new_empty((rows, strips), dtype=torch.float32)
     place, kind = logits.new_empty((2, rows, strips), dtype=torch.int32)
     launch(
@@ -111,5 +111,5 @@ def advance_to_likeliest(
     launch(
         _advance_kernel, (rows,), best, place, kind, chosen, tokens, lengths, active,
         strips, lengths.stride(0), active.stride(0),
-        width, triton.next_power_of_2(strips), num_warps=1, early=True,
+        width, power_of_two(strips), num_warps=1, early=True,
     )  # fmt: skip

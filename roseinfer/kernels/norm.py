@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from roseinfer.kernels.moves import moves, taken
-from roseinfer.kernels.runtime import launch
+from roseinfer.kernels.runtime import launch, power_of_two
 from roseinfer.kernels.sums.add_up_ranks import (
     add_up_ranks,
     arguments,
@@ -136,7 +136,7 @@ def add_norm(
     launch(
         _add_norm_kernel, (rows,), residual, added, bias, norm.weight, norm.bias, normed, *pointers,
         *added.stride()[:2], residual.stride(0), normed.stride(0), norm.eps,
-        width, triton.next_power_of_2(width), len(added), bias is not None, *constants,
+        width, power_of_two(width), len(added), bias is not None, *constants,
         num_warps=16, early=True,
     )  # fmt: skip
     return normed
@@ -153,7 +153,7 @@ def embed_norm(
         _embed_norm_kernel, (len(tokens),),
         tokens, positions, words, places, norm.weight, norm.bias, residual, normed,
         positions.stride(0), words.stride(0), places.stride(0), residual.stride(0),
-        normed.stride(0), norm.eps, width, triton.next_power_of_2(width),
+        normed.stride(0), norm.eps, width, power_of_two(width),
         num_warps=16, early=True,
     )  # fmt: skip
     return residual, normed

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from roseinfer.kernels.moves import moves, taken
-from roseinfer.kernels.runtime import launch
+from roseinfer.kernels.runtime import launch, power_of_two
 from roseinfer.kernels.sums.add_up_ranks import (
     add_up_ranks,
     arguments,
@@ -187,7 +187,7 @@ def add_rms_norm(
     launch(
         _add_kernel, (rows,), residual, added, gain, normed, *pointers,
         *added.stride()[:2], residual.stride(0), normed.stride(0), epsilon, times,
-        width, triton.next_power_of_2(width), len(added), *constants,
+        width, power_of_two(width), len(added), *constants,
         num_warps=warps_of_row(width), early=True,
     )  # fmt: skip
     return normed
@@ -199,7 +199,7 @@ def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
     normed = torch.empty_like(x)
     launch(
         _norm_kernel, (rows,), x, gain, normed, x.stride(0), normed.stride(0), epsilon,
-        width, triton.next_power_of_2(width), num_warps=warps_of_row(width), early=True,
+        width, power_of_two(width), num_warps=warps_of_row(width), early=True,
     )  # fmt: skip
     return normed
 
@@ -210,7 +210,7 @@ def add_behind_rms_norm(residual: Tensor, added: Tensor, gain: Tensor, epsilon: 
     launch(
         _behind_kernel, (rows,), residual, added, gain,
         *added.stride()[:2], residual.stride(0), epsilon,
-        width, triton.next_power_of_2(width), len(added), num_warps=warps_of_row(width), early=True,
+        width, power_of_two(width), len(added), num_warps=warps_of_row(width), early=True,
     )  # fmt: skip
 
 
@@ -224,7 +224,7 @@ def embed_rms_norm(
     launch(
         _embed_kernel, (len(tokens),), tokens, words, gain, residual, normed,
         words.stride(0), residual.stride(0), normed.stride(0), epsilon, times,
-        width, triton.next_power_of_2(width), num_warps=warps_of_row(width), early=True,
+        width, power_of_two(width), num_warps=warps_of_row(width), early=True,
     )  # fmt: skip
     return residual, normed
 

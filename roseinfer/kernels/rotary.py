@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from roseinfer.kernels.moves import moves, taken
-from roseinfer.kernels.runtime import launch
+from roseinfer.kernels.runtime import launch, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,6 +152,6 @@ def rotate(query: Tensor, key: Tensor, positions: Tensor, rotation: Rotation) ->
         _rotate_kernel, (tokens,), query, key, positions, *arguments,
         *query.stride()[:2], *key.stride()[:2], positions.stride(0),
         q_heads, k_heads, head_dim,
-        triton.next_power_of_2(q_heads), triton.next_power_of_2(k_heads),
-        triton.next_power_of_2(head_dim), num_warps=4, early=True,
+        power_of_two(q_heads), power_of_two(k_heads),
+        power_of_two(head_dim), num_warps=4, early=True,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How Triton kernels run here: whether they can, interpreted or compiled, and how they start.
+"""How kernels run here: whether they can, interpreted or compiled, in what tiles, how they start.
 
 Importing this imports no Triton, which settles when it is first imported whether kernels are
 interpreted.
@@ -46,6 +46,19 @@ def _has_early_starts(device: int) -> bool:
 
 
 _num_gpus = cache(torch.cuda.device_count)
+
+
+def num_tiles(numbers: int, of_tile: int) -> int:
+    """Return how many tiles so many numbers fill, or begin to.
+
+    Triton has such a function, and one of the next, which take a host ten times as long.
+    """
+    return -(-numbers // of_tile)
+
+
+def power_of_two(least: int) -> int:
+    """Return the first power of two that is no smaller."""
+    return 1 << (least - 1).bit_length()
 
 
 def launch(

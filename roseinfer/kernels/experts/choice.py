@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from roseinfer.kernels.moves import moves, taken
-from roseinfer.kernels.runtime import launch
+from roseinfer.kernels.runtime import launch, power_of_two
 
 if TYPE_CHECKING:
     from roseinfer.kernels.moves import Given
@@ -75,7 +75,7 @@ def choose_experts(
     weights = parts.new_empty((rows, most), dtype=dtype)
     launch(
         _choose_kernel, (rows,), parts, experts, weights, like, *parts.stride()[:2],
-        num_experts, triton.next_power_of_2(num_experts), num_parts,
-        most, triton.next_power_of_2(most), shared, num_warps=1, early=True,
+        num_experts, power_of_two(num_experts), num_parts,
+        most, power_of_two(most), shared, num_warps=1, early=True,
     )  # fmt: skip
     return experts, weights

@@ -19,7 +19,7 @@ from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.products.dot import dot
 from roseinfer.kernels.products.gated import gated
 from roseinfer.kernels.products.streamed import num_stages
-from roseinfer.kernels.runtime import launch
+from roseinfer.kernels.runtime import launch, num_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,7 +171,7 @@ def _launch(
     tile_k = _LARGE_TILE_K if visits.tile_rows == _FEWEST_ROWS else _LARGE_TILE_K // 2
     tile_bytes = (tile_weights + visits.tile_rows) * tile_k * x.element_size()
     launch(
-        kernel, (triton.cdiv(outputs, _TILE_N), visits.num_tiles),
+        kernel, (num_tiles(outputs, _TILE_N), visits.num_tiles),
         *tensors, visits.experts, visits.order, visits.tiles, rows, visits.num_tiles,
         *strides, outputs, inputs, _TILE_N, tile_k, num_stages(tile_bytes, x.get_device()),
         most, visits.tile_rows, visits.few, visits.tile_visits, early=True,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from roseinfer.kernels.moves import taken
 from roseinfer.kernels.products.streamed import tile_of_rows
+from roseinfer.kernels.runtime import power_of_two
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +55,7 @@ def visits_of(experts: Tensor, num_experts: int) -> Visits:
     if rows <= MOST_ROWS:
         by_visit, tile = rows * most < num_experts, tile_of_rows(rows)
         if by_visit:
-            looked_through = triton.next_power_of_2(rows * most)
+            looked_through = power_of_two(rows * most)
             return Visits(experts, experts, experts, rows * most, tile, looked_through)
         return Visits(experts, experts, experts, num_experts, tile)
     found, order = experts.flatten().sort(stable=True)

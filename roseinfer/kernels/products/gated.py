@@ -10,7 +10,7 @@ import triton.language as tl
 from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.products.dot import dot
 from roseinfer.kernels.products.streamed import ask_for, may_ask, num_stages, tile_of_rows
-from roseinfer.kernels.runtime import launch
+from roseinfer.kernels.runtime import launch, num_tiles
 from roseinfer.kernels.warpgroups.streamed_products import stream, streams
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def linear_gated(x: Tensor, weight: Tensor) -> Tensor:
     tile_k = _LARGE_TILE_K if tile_r == _FEWEST_ROWS else _LARGE_TILE_K // 2
     stages = num_stages((2 * _TILE_N + tile_r) * tile_k * x.element_size(), x.get_device())
     launch(
-        _gated_kernel, (triton.cdiv(outputs, _TILE_N), triton.cdiv(rows, tile_r)),
+        _gated_kernel, (num_tiles(outputs, _TILE_N), num_tiles(rows, tile_r)),
         x, weight, out, rows, x.stride(0), weight.stride(0), out.stride(0),
         outputs, inputs, tile_r, _TILE_N, tile_k, stages, may_ask(weight, inputs), early=True,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def multiply_gated(both: Tensor) -> Tensor:
     rows, outputs = both.shape[0], both.shape[1] // 2
     out = both.new_empty((rows, outputs))
     launch(
-        _multiply_kernel, (rows, triton.cdiv(outputs, _TILE)), both, out,
+        _multiply_kernel, (rows, num_tiles(outputs, _TILE)), both, out,
         both.stride(0), out.stride(0), outputs, _TILE, early=True,
     )  # fmt: skip
     return out

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.products.dot import dot
-from roseinfer.kernels.runtime import launch
+from roseinfer.kernels.runtime import launch, num_tiles, power_of_two
 from roseinfer.kernels.warpgroups.streamed_products import stream, streams
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gelu: bool 
     tile_n, tile_k, warps, stages = _whole_tiles(rows, outputs)
     out = x.new_empty((rows, outputs))
     launch(
-        _whole_kernel, (triton.cdiv(outputs, tile_n), triton.cdiv(rows, tile_r)),
+        _whole_kernel, (num_tiles(outputs, tile_n), num_tiles(rows, tile_r)),
         x, weight, bias, out, rows, x.stride(0), *weight.stride(), out.stride(0),
         outputs, inputs, tile_r, tile_n, tile_k, stages, bias is not None, gelu,
         num_warps=warps, early=True,
@@ -166,7 +166,7 @@ def gelu(x: Tensor) -> Tensor:
     rows, width = x.shape
     out = torch.empty_like(x)
     launch(
-        _gelu_kernel, (rows, triton.cdiv(width, _TILE)), x, out, x.stride(0), out.stride(0),
+        _gelu_kernel, (rows, num_tiles(width, _TILE)), x, out, x.stride(0), out.stride(0),
         width, _TILE, early=True,
     )  # fmt: skip
     return out
@@ -174,10 +174,10 @@ def gelu(x: Tensor) -> Tensor:
 
 def num_parts(inputs: int, outputs: int, rows: int) -> int:
     """Return the fewest parts, of one to four tiles each, that give enough programs."""
-    strips = triton.cdiv(outputs, _TILE_N) * triton.cdiv(rows, tile_of_rows(rows))
-    tiles = triton.cdiv(inputs, _TILE_K)
-    each = triton.cdiv(tiles, triton.cdiv(_PROGRAMS_WANTED, strips))
-    return int(triton.cdiv(tiles, min(each, 4)))
+    strips = num_tiles(outputs, _TILE_N) * num_tiles(rows, tile_of_rows(rows))
+    tiles = num_tiles(inputs, _TILE_K)
+    each = num_tiles(tiles, num_tiles(_PROGRAMS_WANTED, strips))
+    return num_tiles(tiles, min(each, 4))
 
 
 def cut_evenly(inputs: int, parts: int) -> bool:
@@ -198,7 +198,7 @@ def linear_in_parts(x: Tensor, weight: Tensor, parts: int) -> Tensor:
         stream(x, weight.T, None, out, 1)
         return out
     launch(
-        _parts_kernel, (triton.cdiv(outputs, tile_n), parts, triton.cdiv(rows, tile_r)),
+        _parts_kernel, (num_tiles(outputs, tile_n), parts, num_tiles(rows, tile_r)),
         x, weight, out, rows, x.stride(0), *weight.stride(), *out.stride()[:2],
         outputs, inputs, tile_r, tile_n, _TILE_K, parts, early=True,
     )  # fmt: skip
@@ -207,7 +207,7 @@ def linear_in_parts(x: Tensor, weight: Tensor, parts: int) -> Tensor:
 
 @cache
 def tile_of_rows(rows: int) -> int:
-    return int(min(_MOST_TILE_R, max(16, triton.next_power_of_2(rows))))
+    return min(_MOST_TILE_R, max(16, power_of_two(rows)))
 
 
 @cache

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.products.dot import dot
-from roseinfer.kernels.runtime import launch
+from roseinfer.kernels.runtime import launch, num_tiles, power_of_two
 from roseinfer.kernels.warpgroups.streamed_products import stream, streams
 
 if TYPE_CHECKING:
@@ -135,10 +135,10 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
         return
     tile_r = tile_of_rows(rows)
     tile_n, tile_k = (2 * _TILE_N, _TILE_K // 2) if outputs >= _WIDE else (_TILE_N, _TILE_K)
-    last = inputs - (parts - 1) * triton.cdiv(inputs, parts * tile_k) * tile_k
+    last = inputs - (parts - 1) * num_tiles(inputs, parts * tile_k) * tile_k
     stages = num_stages((tile_n + tile_r) * tile_k * x.element_size(), x.get_device())
     launch(
-        _streamed_kernel, (triton.cdiv(outputs, tile_n), parts, triton.cdiv(rows, tile_r)),
+        _streamed_kernel, (num_tiles(outputs, tile_n), parts, num_tiles(rows, tile_r)),
         x, weight, bias, out, rows, x.stride(0), weight.stride(0), *out.stride()[:2],
         outputs, inputs, tile_r, tile_n, tile_k, parts, stages, bias is not None,
         may_ask(weight, last), early=True,
@@ -147,15 +147,15 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
 
 @cache
 def tile_of_rows(rows: int) -> int:
-    return int(min(64, max(16, triton.next_power_of_2(rows))))
+    return min(64, max(16, power_of_two(rows)))
 
 
 @cache
 def num_parts(outputs: int, inputs: int) -> int:
     """Return the parts of a layer, which no row has a say in: they decide how it is rounded."""
-    strips = triton.cdiv(outputs, _TILE_N)
-    wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS_WANTED, strips))
-    return int(max(1, min(wanted, inputs // _LEAST_SHARE)))
+    strips = num_tiles(outputs, _TILE_N)
+    wanted = power_of_two(num_tiles(_PROGRAMS_WANTED, strips))
+    return max(1, min(wanted, inputs // _LEAST_SHARE))
 
 
 def cut_evenly(outputs: int, inputs: int) -> bool:

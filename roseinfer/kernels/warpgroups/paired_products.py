@@ -10,6 +10,7 @@ import torch
 
 from roseinfer.kernels.cuda.tensor_maps import SIDE
 from roseinfer.kernels.moves import announced
+from roseinfer.kernels.runtime import num_tiles
 from roseinfer.kernels.warpgroups.loaded_kernels import loaded
 from roseinfer.kernels.warpgroups.matrices import Map, lies_well, map_of, place_of
 from roseinfer.kernels.warpgroups.paired_sizes import OUTPUTS, ROWS, PairedSizes
@@ -90,7 +91,7 @@ def gate_product(
 
 def _fits(x: Tensor, weight: Tensor, parts: int, sizes: PairedSizes) -> bool:
     outputs, inputs = weight.shape
-    tiles = _count(len(x), ROWS) * _count(outputs // (1 + sizes.gates), OUTPUTS)
+    tiles = num_tiles(len(x), ROWS) * num_tiles(outputs // (1 + sizes.gates), OUTPUTS)
     fit = (
         tiles >= _FEWEST_TILES
         and inputs % (parts * SIDE) == 0
@@ -142,7 +143,7 @@ def _params(
         num_rows=rows,
         parts=parts,
         tiles=inputs // parts // SIDE,
-        pairs=min(most_pairs, _count(rows, 2 * ROWS) * _count(outputs, OUTPUTS)),
+        pairs=min(most_pairs, num_tiles(rows, 2 * ROWS) * num_tiles(outputs, OUTPUTS)),
         times=times,
     )
 
@@ -150,10 +151,6 @@ def _params(
 def _moved(x: Tensor, weight: Tensor, out: Tensor, times: int) -> list[tuple[Tensor, int]]:
     """Count all once, and what is added to twice."""
     return [(x, x.nbytes), (weight, weight.nbytes), (out, times * out.nbytes)]
-
-
-def _count(numbers: int, of_tile: int) -> int:
-    return -(-numbers // of_tile)
 
 
 @cache

@@ -10,6 +10,7 @@ import torch
 
 from roseinfer.kernels.cuda.tensor_maps import SIDE
 from roseinfer.kernels.moves import announced
+from roseinfer.kernels.runtime import num_tiles
 from roseinfer.kernels.warpgroups.loaded_kernels import loaded
 from roseinfer.kernels.warpgroups.matrices import Map, lies_well, map_of, place_of
 from roseinfer.kernels.warpgroups.tiles import DEEPEST, MOST_ROWS, OUTPUTS, Tiles, tiles_for
@@ -84,7 +85,7 @@ def stream(
         as_is=out.dtype is torch.float32,
     )
     with announced(KERNEL, partial(_moved, x, weight, bias, out)):
-        program.launch(params, -(-outputs // OUTPUTS) * parts)
+        program.launch(params, num_tiles(outputs, OUTPUTS) * parts)
 
 
 def _moved(*tensors: Tensor | None) -> list[tuple[Tensor, int]]:
