@@ -59,6 +59,11 @@ def test_what_cannot_be_cut_into_tiles_goes_elsewhere() -> None:
     assert not adds(inputs=512 - 64), "parts of other than whole tiles"
     assert not adds(outputs=2048 + 32)
     assert not adds(beside=4), "rows that do not begin where the copy engine can fetch them"
+    residual, odd = numbers(1024, 2048), numbers(2048, 2048 + 4)[:, :2048]
+    assert adds_product(residual, numbers(1024, 2048), numbers(2048, 2048), 4)
+    assert not adds_product(odd[:1024], numbers(1024, 2048), numbers(2048, 2048), 4)
+    assert not adds_product(residual, odd[:1024], numbers(2048, 2048), 4)
+    assert not adds_product(residual, numbers(1024, 2048), odd, 4)
     residual, x, weight = (
         numbers(*size, dtype=torch.float16) for size in ((1024, 2048), (1024, 64), (2048, 64))
     )

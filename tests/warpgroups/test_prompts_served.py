@@ -55,7 +55,7 @@ def test_a_backend_hands_over_what_the_kernel_needs(
 def test_what_takes_longest_begins_first(
     most: int, in_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all sequences, or where tiles are many of each sequence, one after the other."""
+    """Tiles of all sequences stand in one order, or where they are many, sequence by sequence."""
     monkeypatch.setattr(triton, "_MOST_MIXED", most)
     case = Case(
         "cpu", [(3, 1), (70, 40), (0, 130), (5, 3)],

@@ -59,9 +59,9 @@ struct Item {
     }
 };
 
-// Of a sequence those items come first that see the most. Programs take them to and fro, so that each gets
-// long and short ones, and a sequence's at about the same time, so that its keys and values come from memory
-// once. What an item is is read while the one before is attended to.
+// Those items come first that see the most: of all sequences, or where these are many, of each. Programs take
+// them to and fro, so that each gets long and short ones. Items of a sequence that are taken at about the same
+// time have its keys and values come from memory once. What an item is is read while the one before is attended to.
 struct Columns {
     int sequence, row, count, position;
 };
