@@ -131,11 +131,14 @@ static void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     }
 }
 static void load_matrices(u32* r, const void* row) {
-    u64 all[32][2];
+    u64 all[32][2], own[2], later[2];
     if ((u64)row % 16) refuse("a row of a matrix is not aligned");
-    post((u64)row, 0, all);
+    memcpy(own, row, 16);
+    post(own[0], own[1], all);  // it may be read when its thread comes, and until the last one has come
+    memcpy(later, row, 16);
+    if (memcmp(own, later, 16)) refuse("a row of a matrix is written while it is read");
     int lane = THREAD % 32;
-    for (int m = 0; m < 4; m++) memcpy(&r[m], (char*)all[m * 8 + lane / 4][0] + lane % 4 * 4, 4);
+    for (int m = 0; m < 4; m++) memcpy(&r[m], (char*)all[m * 8 + lane / 4] + lane % 4 * 4, 4);
 }
 
 // ---------------------------------------------------------------- memory and arithmetic

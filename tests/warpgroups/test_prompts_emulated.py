@@ -41,12 +41,17 @@ def test_attention_of_prompts(case: str, tmp_path: Path) -> None:
 
 WRONG = {
     "keys are not waited for": (
-        "        wait_for(&s->keys_there[k.slot], k.parity);\n        wait_for(&s->values_there",
-        "        wait_for(&s->values_there",
+        "        wait_for(&s->keys_there[k.slot], k.parity);\n        begin_products();\n",
+        "        begin_products();\n",
     ),
     "keys are given back before they are read": (
-        "        wait_for_products<1>();\n",
-        "        give_back(s->keys_read, &k);\n        wait_for_products<1>();\n",
+        "        wait_for_products<LEFT>();\n        settled<TILE_T / 2>(scores);\n"
+        "        give_back(s->keys_read, &k);\n",
+        "        give_back(s->keys_read, &k);\n        wait_for_products<LEFT>();\n",
+    ),
+    "values are given back before they are read": (
+        "            wait_for_last_products<2>();\n",
+        "            sync_warp();\n",
     ),
     "some of a warp still wait when it says that they have": (
         "            sync_warp();  // before one of it says for all that they have waited\n",
@@ -58,15 +63,30 @@ WRONG = {
     ),
     "a token sees itself twice": (">= position[i / 2 % 2]", "> position[i / 2 % 2]"),
     "a token does not see itself": ("all_total[half] = 1;", "all_total[half] = 0;"),
-    "the next item's queries come too soon": (
-        "        meet();  // the last item's queries are read\n",
-        "",
+    "results come where others still multiply queries": (
+        "    DEV void store() {\n        meet();\n",
+        "    DEV void store() {\n",
+    ),
+    "queries are multiplied before all are there": (
+        "        ask_for_queries(next);\n        meet();\n",
+        "        ask_for_queries(next);\n",
+    ),
+    "keys of own tokens come where values are still read": (
+        "        sync_warp();\n        lay<OWN_TOKENS>(keys);\n",
+        "        lay<OWN_TOKENS>(keys);\n",
+    ),
+    "values of own tokens are read before they are there": (
+        "        lay<OWN_TOKENS>(values);\n        sync_warp();\n",
+        "        lay<OWN_TOKENS>(values);\n",
     ),
     "a part begins with what is left of the one before": (
-        "sums[i] = ends ? 0.0f : ",
-        "sums[i] = ends ? sums[i] : ",
+        "        fold(top);\n        kept = false;\n",
+        "        fold(top);\n",
     ),
-    "what was seen before is not shrunk": ("sums[i] * shrink[i / 2 % 2];", "sums[i];"),
+    "a part is left out": ("            if (ends) end_part(part_top);\n            ends", "            ends"),
+    "what was seen of a part is not shrunk": ("sums[i] *= shrink[i / 2 % 2];", ";"),
+    "what was seen of parts is not shrunk": ("all[i] *= shrink[i / 2 % 2];", ";"),
+    "some values are left out": ("        ask(SIXTEENS - 1, SIXTEENS);\n", ""),
     "an item is left out": ("if (i < items)", "if (i + 1 < items)"),
     "heads behind the group are stored": (" && own_row % TILE_G < GROUP", ""),
 }

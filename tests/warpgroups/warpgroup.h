@@ -14,7 +14,15 @@ static void copy_rows(void* to, const TensorMap* map, int row, int group, u64* b
 }
 
 // The first factor is a tile, or what the four threads of a row hold of it.
-struct Multiplied { float* d; const char* a; const u32* held[4]; const char* b; int columns, strip; bool afresh; };
+struct Multiplied {
+    float* d;
+    const char* a;
+    const u32* held[4];
+    const char* b;
+    int columns, strip;
+    bool afresh;
+    u64 rows;  // all the warpgroup's, when it asks: any of its warps may read any of them until all have waited
+};
 struct Products { std::vector<Multiplied> asked; std::vector<size_t> ends; };
 static std::vector<Products> products;  // of all threads
 static Products& own_products() {
@@ -38,7 +46,14 @@ static float second_factor(const Multiplied& m, int column, int k) {
     if (!m.strip) return number_at(m.b, column, k);
     return number_in((u64)m.b + column / 64 * m.strip + k * 128 + column % 64 * 2);
 }
+static u64 all_rows(const char* a) {
+    u64 sum = 0, eight;
+    if (!a || THREAD % 32) return 0;  // one of a warp looks
+    for (int i = 0; i < 64 * 128; i += 8) memcpy(&eight, (const char*)((u64)a & ~127ull) + i, 8), sum = sum * 31 + eight;
+    return sum;
+}
 static void make(const Multiplied& m) {
+    if (all_rows(m.a) != m.rows) refuse("rows change while they are multiplied");
     int t = THREAD, own = t % 128 / 32 * 16 + t % 32 / 4, first = t % 4 * 2;
     for (int i = 0; i < m.columns / 2; i++) {
         float sum = m.afresh ? 0 : m.d[i];
@@ -78,17 +93,17 @@ static TilePlace columns_at(const void* p, int strip) { return {(u64)p >> 4, str
 static TilePlace further(TilePlace place, int bytes) { return {place.sixteenths + (bytes >> 4), place.strip}; }
 template <int COLUMNS_>
 static void multiply_places(float* d, TilePlace a, TilePlace b, bool afresh = false) {
-    own_products().asked.push_back({d, a.check(128), {}, b.check(128), COLUMNS_, 0, afresh});
+    own_products().asked.push_back({d, a.check(128), {}, b.check(128), COLUMNS_, 0, afresh, all_rows(a.check(128))});
 }
 template <int COLUMNS_>
 static void multiply_places_afresh(float* d, TilePlace a, TilePlace b) { multiply_places<COLUMNS_>(d, a, b, true); }
 template <int COLUMNS_>
 static void multiply_tiles(float* d, const void* a, const void* b) { multiply_places<COLUMNS_>(d, tile_at(a), tile_at(b)); }
 template <int COLUMNS_>
-static void multiply_held(float* d, const u32* a, TilePlace b) {
+static void multiply_held(float* d, const u32* a, TilePlace b, bool kept) {
     u64 all[32][2];
     post((u64)a, 0, all);
-    Multiplied m = {d, 0, {}, b.check(1), COLUMNS_, b.strip, false};
+    Multiplied m = {d, 0, {}, b.check(1), COLUMNS_, b.strip, !kept, 0};
     for (int i = 0; i < 4; i++) m.held[i] = (const u32*)all[THREAD % 32 / 4 * 4 + i][0];
     own_products().asked.push_back(m);
 }

@@ -28,13 +28,18 @@ DEV void multiply_places_afresh<{columns}>(float* d, TilePlace a, TilePlace b) {
 
 
 def add_product_of_held(columns: int) -> str:
-    """Return the function that multiplies what threads hold by a tile, and adds that."""
+    """Return the function that multiplies what threads hold by a tile.
+
+    It adds that to the sums where they are kept, and forgets what they were elsewhere.
+    """
     held = ", ".join(f"%{columns // 2 + i}" for i in range(4))
+    b, kept = (f"%{columns // 2 + i}" for i in (4, 5))
     return f"""
 template <>
-DEV void multiply_held<{columns}>(float* d, const u32* a, TilePlace b) {{
-    asm volatile("{_multiply(columns)}, {{{held}}}, %{columns // 2 + 4}, 1, 1, 1, 1;"
-                 : {_sums(columns)} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+DEV void multiply_held<{columns}>(float* d, const u32* a, TilePlace b, bool kept) {{
+    asm volatile("{{ .reg .pred add; setp.ne.b32 add, {kept}, 0;"
+                 "{_multiply(columns)}, {{{held}}}, {b}, add, 1, 1, 1; }}"
+                 : {_sums(columns)} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)kept));
 }}
 """
 

@@ -38,9 +38,9 @@ template <int WIDE>
 DEV void multiply_places_afresh(float* d, TilePlace a, TilePlace b);
 template <int WIDE>
 DEV void multiply_tiles(float* d, const void* a, const void* b) { multiply_places<WIDE>(d, tile_at(a), tile_at(b)); }
-// The same with what threads hold of the rows.
+// The same with what threads hold of the rows: sums are kept, or forgotten.
 template <int WIDE>
-DEV void multiply_held(float* d, const u32* a, TilePlace b);
+DEV void multiply_held(float* d, const u32* a, TilePlace b, bool kept);
 
 // What threads have written to shared memory is seen by tensor cores from here on, and by the copy engine.
 DEV void show_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -8,6 +8,7 @@ struct Attending {
     int position[2];        // of its rows' tokens
     float scores[TILE_T / 2];
     float top[2], sums[SUMS];  // of the part of the context that is looked at
+    bool kept;                 // of what the sums were: nothing where a part begins
     float all_top[2], all_total[2], all[DIM / 2];
 
     DEV Attending(const Params& params, Shared* shared) : p(params), s(shared), k{0, 0}, v{0, 0} {
@@ -26,32 +27,34 @@ struct Attending {
         warp = alike(t / 32), lane = t % 32, row = lane / 4, pair = lane % 4;
 #pragma unroll
         for (int half = 0; half < 2; half++) position[half] = item.position + token_of(own_row(half));
-        u32 keys[EIGHTS][DIM / 8], two[DIM / 4];
-        uint4 pieces[PIECES];
-        read_queries(pieces);
-        read_own(keys, two);
-        meet();  // the last item's queries are read
-        write_queries(pieces);
-        meet();
-        look_at_own(keys, two);
+        begin_item();
         ask_for_queries(next);
+        meet();
         int tiles = item.tiles(), mine = own_tiles();
         begin_part();
-        if (mine) look_at_keys();
-        int part = 0, end = part_begin(1);
         u32 weights[TILE_T / 4];
-        float shrink[2];
         if (mine) {
-            weigh(0, shrink);
+            ask_for_scores();
+            wait_for_scores<0>();
+            float shrink[2];
+            weigh(0, shrink, [](int, int) {});
             round_weights(weights);
         }
+        int part = 0, end = part_begin(1);
+        bool ends = false;  // a part, which is folded while the scores of the next one's second tile are made
+        float part_top[2];
 #pragma unroll 1
-        for (int i = 0; i + 1 < mine; i++) {
-            look_at_tiles(i * TILE_T, weights, (i + 1) * TILE_T == end);
-            if ((i + 1) * TILE_T == end) end = part_begin(++part + 1);
+        for (int i = 1; i < mine; i++) {
+            ask_for_scores();
+            if (ends) end_part(part_top);
+            ends = i * TILE_T == end;
+            if (ends) end = part_begin(++part + 1);
+            part_top[0] = top[0], part_top[1] = top[1];
+            look_at_tile(i * TILE_T, weights, ends);
         }
         if (mine) {
-            look_at_values((mine - 1) * TILE_T, weights);
+            if (ends) end_part(part_top);
+            look_at_last((mine - 1) * TILE_T, weights);
             fold(top);
         }
         // Others see more than this warpgroup.
@@ -82,44 +85,62 @@ struct Attending {
         ask_for(p.query + (next.row + token) * p.query_token + (next.kv_head * GROUP + member) * p.query_head + t % 2 * (DIM / 2));
         if (t % 128 == 0) ask_for(next.table + next.position / BLOCK_SIZE);
     }
-    // Rows that are no query's have another one's numbers, and are not stored.
-    DEV void read_queries(uint4* pieces) const {
-#pragma unroll
-        for (int i = 0; i < PIECES; i++) {
-            int own = (i * 128 + t) / (DIM / 8), piece = t % (DIM / 8), member = own % TILE_G;
-            member = member < GROUP ? member : 0;
-            pieces[i] = *(const uint4*)(p.query + (item.row + there(token_of(own))) * p.query_token +
-                                        (item.kv_head * GROUP + member) * p.query_head + piece * 8);
-        }
-    }
-    DEV void write_queries(const uint4* pieces) {
-#pragma unroll
-        for (int i = 0; i < PIECES; i++) {
-            int own = (i * 128 + t) / (DIM / 8), piece = t % (DIM / 8);
-            *(uint4*)place_in_queries(own, piece) = pieces[i];
-        }
-        show_copy_engine();
-    }
     DEV int there(int token) const { return token < item.count ? token : item.count - 1; }
     DEV void query_fragment(u32* a, int deep) const {
         load_matrices(a, place_in_queries(warp * 16 + lane % 16, deep * 2 + lane / 16));
     }
 
-    // Read the keys of a warp's tokens, and the values of a thread's rows' tokens.
-    DEV void read_own(u32 (*keys)[DIM / 8], u32* two) {
+    // A warp brings its rows' queries and their own tokens' keys and values, 16 bytes a thread. Keys and values lie
+    // where the queries will, until each thread has those that it needs.
+    DEV void begin_item() {
+        uint4 queries[PIECES], keys[OWN_PIECES], values[OWN_PIECES];
+        read_own(values, p.v_cache);
+        read_own(keys, p.k_cache);
+        read_queries(queries);
+        u32 two[DIM / 4], own_keys[EIGHTS][DIM / 8];
+        sync_warp();
+        lay<OWN_TOKENS>(values);
+        sync_warp();
 #pragma unroll
-        for (int e = 0; e < EIGHTS; e++) {
-            int token = there(token_of(warp * 16) + e * 8 + row % larger(16 / TILE_G, 1));
-            const u16* key = p.k_cache + item.cache_row(p, item.position + token) * DIM + pair * 2;
+        for (int n = 0; n < DIM / 8; n += 2)
+            load_matrices(two + n * 2, place_in_queries(warp * 16 + lane % 16 / TILE_G, n + lane / 16));
+        sync_warp();
+        lay<OWN_TOKENS>(keys);
+        sync_warp();
 #pragma unroll
-            for (int i = 0; i < DIM / 8; i++) keys[e][i] = cached2(key + i * 8);
+        for (int e = 0; e < EIGHTS; e++)
+#pragma unroll
+            for (int i = 0; i < DIM / 8; i += 4)
+                load_matrices(own_keys[e] + i, place_in_queries(warp * 16 + e * 8 + lane % 8 % OWN_TOKENS, i + lane / 8));
+        sync_warp();
+        lay<16>(queries);
+        show_copy_engine();
+        sync_warp();
+        look_at_own(own_keys, two);
+    }
+    DEV void read_own(uint4* pieces, const u16* cache) const {
+#pragma unroll
+        for (int i = 0; i < OWN_PIECES; i++) {
+            int token = there(token_of(warp * 16) + smaller(i * AT_A_TIME + lane / (DIM / 8), OWN_TOKENS - 1));
+            pieces[i] = *(const uint4*)(cache + item.cache_row(p, item.position + token) * DIM + lane % (DIM / 8) * 8);
         }
+    }
+    // Rows that are no query's have another one's numbers, and are not stored.
+    DEV void read_queries(uint4* pieces) const {
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int token = there(token_of(own_row(half)));
-            const u16* value = p.v_cache + item.cache_row(p, item.position + token) * DIM + pair * 2;
+        for (int i = 0; i < PIECES; i++) {
+            int own = warp * 16 + i * AT_A_TIME + lane / (DIM / 8), member = own % TILE_G;
+            member = member < GROUP ? member : 0;
+            pieces[i] = *(const uint4*)(p.query + (item.row + there(token_of(own))) * p.query_token +
+                                        (item.kv_head * GROUP + member) * p.query_head + lane % (DIM / 8) * 8);
+        }
+    }
+    template <int COUNT>
+    DEV void lay(const uint4* pieces) {
 #pragma unroll
-            for (int n = 0; n < DIM / 8; n++) two[n * 2 + half] = cached2(value + n * 8);
+        for (int i = 0; i < larger(COUNT / AT_A_TIME, 1); i++) {
+            int own = i * AT_A_TIME + lane / (DIM / 8);
+            if (own < COUNT) *(uint4*)place_in_queries(warp * 16 + own, lane % (DIM / 8)) = pieces[i];
         }
     }
     // Look at the rows' own tokens, whose products are the diagonal of one with all of the warp's tokens.
@@ -157,16 +178,18 @@ struct Attending {
     DEV void begin_part() {
 #pragma unroll
         for (int half = 0; half < 2; half++) top[half] = as_float(0xff800000u);  // minus infinity
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) sums[i] = 0;
+        kept = false;
     }
-    // Look at the first tile's keys, behind which there is nothing to be multiplied yet.
-    DEV void look_at_keys() {
+    // Have the next tile's keys multiplied by the queries.
+    DEV void ask_for_scores() {
         wait_for(&s->keys_there[k.slot], k.parity);
         begin_products();
         multiply_keys();
         end_products();
-        wait_for_products<0>();
+    }
+    template <int LEFT>
+    DEV void wait_for_scores() {
+        wait_for_products<LEFT>();
         settled<TILE_T / 2>(scores);
         give_back(s->keys_read, &k);
     }
@@ -179,30 +202,23 @@ struct Attending {
             else multiply_places_afresh<TILE_T>(scores, queries, keys);
         }
     }
-    // Multiply a tile's weights by its values, and make weights of the next one's scores meanwhile.
-    DEV void look_at_tiles(int begin, u32* weights, bool ends) {
-        wait_for(&s->keys_there[k.slot], k.parity);
+    // Multiply a tile's weights by its values, and make weights of the next one's scores meanwhile. A warp waits
+    // until a product that it asks for can begin, and so it asks for one at a time.
+    DEV void look_at_tile(int next, u32* weights, bool ends) {
         wait_for(&s->values_there[v.slot], v.parity);
         begin_products();
-        multiply_keys();
-        end_products();
-        begin_products();
-        multiply_values(weights);
-        end_products();
-        wait_for_products<1>();
-        settled<TILE_T / 2>(scores);
-        give_back(s->keys_read, &k);
-        float shrink[2], before[2] = {top[0], top[1]};
+        multiply_values(weights, 0, 1);
+        wait_for_scores<1>();
+        float shrink[2];
         if (ends) top[0] = top[1] = as_float(0xff800000u);
-        weigh(begin + TILE_T, shrink);
+        weigh(next, shrink, [&](int first, int last) { multiply_values(weights, first, last); });
         settled<TILE_T / 2>(scores);
         // Without a branch in front of it the compiler would put the wait before all weights are made.
-        if (any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+        if (!ends && any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
             wait_for_last_products<1>();
             settle_values(weights);
-            if (ends) fold(before);
 #pragma unroll
-            for (int i = 0; i < SUMS; i++) sums[i] = ends ? 0.0f : sums[i] * shrink[i / 2 % 2];
+            for (int i = 0; i < SUMS; i++) sums[i] *= shrink[i / 2 % 2];
         } else {
             wait_for_last_products<2>();
             settle_values(weights);
@@ -210,23 +226,29 @@ struct Attending {
         give_back(s->values_read, &v);
         round_weights(weights);
     }
+    DEV void end_part(const float* top) {
+        fold(top);
+        kept = false;
+    }
     DEV void settle_values(u32* weights) {
         settled<SUMS>(sums);
         settled<TILE_T / 4>(weights);
     }
-    DEV void multiply_values(const u32* weights) {
+    // Those of some 16 tokens each.
+    DEV void multiply_values(const u32* weights, int first, int last) {
         TilePlace values = columns_at(s->values[v.slot], STRIP);
 #pragma unroll
-        for (int i = 0; i < TILE_T / 16; i++)
-            multiply_held<DIM + ONES>(sums, weights + i * 4, further(values, i * 16 * SIDE * 2));
+        for (int i = first; i < last; i++)
+            multiply_held<DIM + ONES>(sums, weights + i * 4, further(values, i * 16 * SIDE * 2), i || kept);
+        end_products();
+        kept = true;
     }
     // The last tile.
-    DEV void look_at_values(int begin, u32* weights) {
+    DEV void look_at_last(int begin, u32* weights) {
         wait_for(&s->values_there[v.slot], v.parity);
         if (begin + TILE_T > item.last()) clear_behind(item.last() - begin);
         begin_products();
-        multiply_values(weights);
-        end_products();
+        multiply_values(weights, 0, SIXTEENS);
         wait_for_products<0>();
         settle_values(weights);
         give_back(s->values_read, &v);
@@ -240,15 +262,17 @@ struct Attending {
         show_copy_engine();
         meet();
     }
-    // Make weights of a tile's scores, and shrink what was seen before.
-    DEV void weigh(int begin, float* shrink) {
+    // Make weights of a tile's scores, and find how much what was seen before shrinks. Products of the tile before
+    // are asked for meanwhile.
+    template <class Ask>
+    DEV void weigh(int begin, float* shrink, Ask ask) {
         const float NOTHING = as_float(0xff800000u);  // minus infinity
         if (begin + TILE_T > item.position + group * TOKENS) {
 #pragma unroll
             for (int i = 0; i < TILE_T / 2; i++)
                 if (begin + i / 4 * 8 + pair * 2 + i % 2 >= position[i / 2 % 2]) scores[i] = NOTHING;
         }
-        float less[2];
+        float less[2], most[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float some[4];
@@ -257,14 +281,19 @@ struct Attending {
 #pragma unroll
             for (int i = 4; i < TILE_T / 8; i++)
                 some[i % 4] = larger_of(some[i % 4], larger_of(scores[i * 4 + half * 2], scores[i * 4 + half * 2 + 1]));
-            float most = larger_of(larger_of(some[0], some[1]), larger_of(some[2], some[3]));
-            most = larger_of(most, shfl(most, 1));
-            most = larger_of(most, shfl(most, 2));
-            float higher = larger_of(top[half], most * p.scale);
+            most[half] = larger_of(larger_of(some[0], some[1]), larger_of(some[2], some[3]));
+        }
+        ask(1, SIXTEENS - 1);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            most[half] = larger_of(most[half], shfl(most[half], 1));
+            most[half] = larger_of(most[half], shfl(most[half], 2));
+            float higher = larger_of(top[half], most[half] * p.scale);
             less[half] = higher == NOTHING ? 0.0f : higher;
             shrink[half] = exp2_flushed(top[half] - less[half]);
             top[half] = higher;
         }
+        ask(SIXTEENS - 1, SIXTEENS);
 #pragma unroll
         for (int i = 0; i < TILE_T / 2; i++) scores[i] = exp2_flushed(times_plus(scores[i], p.scale, -less[i / 2 % 2]));
     }
@@ -274,18 +303,20 @@ struct Attending {
     }
     // Add what was seen of a part to what was seen before it.
     DEV void fold(const float* top) {
+        float shrink[2], weight[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float higher = larger_of(all_top[half], top[half]);
-            float shrink = exp2_flushed(all_top[half] - higher), weight = exp2_flushed(top[half] - higher);
+            shrink[half] = exp2_flushed(all_top[half] - higher), weight[half] = exp2_flushed(top[half] - higher);
             all_top[half] = higher;
-            all_total[half] = all_total[half] * shrink + sums[DIM / 2 + half * 2] * weight;
-#pragma unroll
-            for (int i = 0; i < DIM / 4; i++) {
-                int at = i / 2 * 4 + half * 2 + i % 2;
-                all[at] = all[at] * shrink + sums[at] * weight;
-            }
+            all_total[half] = all_total[half] * shrink[half] + sums[DIM / 2 + half * 2] * weight[half];
         }
+        if (any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {  // most parts have no higher score than those before
+#pragma unroll
+            for (int i = 0; i < DIM / 2; i++) all[i] *= shrink[i / 2 % 2];
+        }
+#pragma unroll
+        for (int i = 0; i < DIM / 2; i++) all[i] += sums[i] * weight[i / 2 % 2];
     }
     // The queries have been read: what comes of them goes where they lay, and then row by row.
     DEV void store() {

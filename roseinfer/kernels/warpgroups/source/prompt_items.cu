@@ -11,6 +11,7 @@
 // REGISTERS of each of their threads; STAGES, tiles of each ring; SHARED_BYTES.
 
 constexpr int TILE_T = 64;  // tokens that are looked at together
+constexpr int SIXTEENS = TILE_T / 16;
 constexpr int SIDE = 64;    // numbers that lie side by side
 constexpr int ROWS = 64;    // of a warpgroup
 constexpr int TILE_G = power_of_two(GROUP);
@@ -20,8 +21,10 @@ constexpr int STRIP = 64 * SIDE * 2;  // bytes of 64 rows by SIDE numbers
 constexpr int DEEP = DIM / SIDE;
 constexpr int ONES = 8;                 // columns of ones behind the values, whose products are sums of weights
 constexpr int SUMS = (DIM + ONES) / 2;  // of a thread
-constexpr int PIECES = ROWS * DIM / 8 / 128;          // of 8 numbers, that a thread brings of the queries
-constexpr int EIGHTS = larger(16 / TILE_G / 8, 1);  // tokens of a warp, by 8
+constexpr int OWN_TOKENS = larger(16 / TILE_G, 1);  // tokens of a warp
+constexpr int EIGHTS = larger(OWN_TOKENS / 8, 1);   // the same, by 8
+constexpr int AT_A_TIME = 32 / (DIM / 8);    // rows that a warp brings, 16 bytes a thread
+constexpr int PIECES = 16 / AT_A_TIME, OWN_PIECES = larger(OWN_TOKENS / AT_A_TIME, 1);  // that a thread brings
 constexpr int AT_ONCE = smaller(BLOCK_SIZE, TILE_T);  // tokens that lie one behind the other
 
 struct Params {
