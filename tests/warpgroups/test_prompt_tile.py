@@ -120,5 +120,5 @@ def test_few_tokens_and_short_contexts_go_elsewhere() -> None:
     assert asked(*given(), most=17) == 32
     assert not asked(*given(), most=16)
     for dim, tokens in ((64, 48), (128, 32)):
-        assert asked(*given(dim=dim), longest=1024) == tokens
-        assert not asked(*given(dim=dim), longest=1023)
+        assert asked(*given(dim=dim), longest=6 * tokens) == tokens
+        assert not asked(*given(dim=dim), longest=6 * tokens - 1)

@@ -56,7 +56,7 @@ def test_the_kernel_is_there_for_all_sizes() -> None:
 
 
 def test_texts_and_their_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_attention, "_FROM", 0)  # these contexts are short
+    monkeypatch.setattr(prompt_attention, "_FEWEST_TILES", 0)  # these contexts are short
     prompts = [[7, 3, 90], [12] * 70, list(range(2, 400)), list(range(2, 380)), [5, 6, 7, 8]]
     params = SamplingParams(max_new_tokens=20, ignore_eos=True, logprobs=True)
     settings: dict[str, Any] = {
