@@ -83,7 +83,10 @@ WRONG = {
         "        fold(top);\n        kept = false;\n",
         "        fold(top);\n",
     ),
-    "a part is left out": ("            if (ends) end_part(part_top);\n            ends", "            ends"),
+    "a part is left out": (
+        "            if (ends) end_part(part_top);\n            ends",
+        "            ends",
+    ),
     "what was seen of a part is not shrunk": ("sums[i] *= shrink[i / 2 % 2];", ";"),
     "what was seen of parts is not shrunk": ("all[i] *= shrink[i / 2 % 2];", ";"),
     "some values are left out": ("        ask(SIXTEENS - 1, SIXTEENS);\n", ""),

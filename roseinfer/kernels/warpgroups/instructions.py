@@ -39,7 +39,8 @@ template <>
 DEV void multiply_held<{columns}>(float* d, const u32* a, TilePlace b, bool kept) {{
     asm volatile("{{ .reg .pred add; setp.ne.b32 add, {kept}, 0;"
                  "{_multiply(columns)}, {{{held}}}, {b}, add, 1, 1, 1; }}"
-                 : {_sums(columns)} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)kept));
+                 : {_sums(columns)}
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)kept));
 }}
 """
 
