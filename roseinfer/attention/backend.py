@@ -132,6 +132,26 @@ class AttentionBackend(ABC):
         query = rotation.of_queries(query, positions)
         return self.attend_new(layer, query, rotation.of_keys(key, positions), value)
 
+    def ends_alone(self, rows: Tensor | None) -> bool:  # noqa: ARG002  (some never do)
+        """Tell if ``attend_ends`` may be called for these rows, and is worth it."""
+        return False
+
+    def attend_ends(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        rotation: Rotation | None,
+        rows: Tensor,
+    ) -> Tensor:
+        """Store as the others do, and attend from the last token of each sequence alone.
+
+        Those are at ``rows``. In the last layer nobody asks what comes of other tokens.
+        """
+        raise NotImplementedError
+
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {}
 _Backend = TypeVar("_Backend", bound=type[AttentionBackend])

@@ -93,7 +93,7 @@ class TritonAttention(AttentionBackend):
     def prepare(self, batch: StepBatch | ResidentBatch) -> None:
         self._batch = batch
         self._tables: dict[int, Tensor] = {}
-        self._lengths: Tensor | None = None
+        self._lengths: dict[int, Tensor] = {}
         self._tiles: dict[tuple[int, bool], tuple[Tensor, ...]] = {}
         self._places: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -130,6 +130,30 @@ class TritonAttention(AttentionBackend):
         self._kernels.rotate(query, key, positions, rotation)
         return self.attend_new(layer, query, key, value)
 
+    def ends_alone(self, rows: Tensor | None) -> bool:
+        match self._batch:
+            case StepBatch(counts=counts) if rows is not None:
+                return len(rows) == len(counts)  # one for each sequence
+            case _:
+                return False
+
+    def attend_ends(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        rotation: Rotation | None,
+        rows: Tensor,
+    ) -> Tensor:
+        batch = self._batch
+        assert isinstance(batch, StepBatch)
+        if rotation is not None:
+            self._kernels.rotate(query, key, positions, rotation)
+        batch.new.write(layer, key, value)
+        return self._singly(batch, layer, query.index_select(0, rows))
+
     def attend(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
         """Compute the attention of ``[tokens, q_heads, head_dim]`` over all that is stored."""
         outputs = []
@@ -149,21 +173,22 @@ class TritonAttention(AttentionBackend):
             size = self.kv.block_size
             block = rows.tables[group].gather(1, (rows.lengths // size)[:, None])[:, 0]
             self._places[group] = block, rows.lengths % size
-        if self._lengths is None:
-            self._lengths = rows.lengths + 1
+        if not self._lengths:
+            self._lengths[len(query)] = rows.lengths + 1
         caches = self.kv.caches(layer)
         self._kernels.append(*caches, key, value, *self._places[group])
         return self._kernels.decode(
-            query, *caches, rows.tables[group], self._lengths, self.traits[layer]
+            query, *caches, rows.tables[group], self._lengths[len(query)], self.traits[layer]
         )
 
     def _singly(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
-        """Compute the attention of the sequences in front, which have one new token each."""
+        """Compute the attention of the last tokens of so many sequences in front."""
         self.path_counts[AttentionPath.DECODE_TRITON] += 1
-        if self._lengths is None:
-            self._lengths = self.staging.stage([list(batch.lengths[: batch.singles])]).columns[0]
+        count = len(query)
+        if count not in self._lengths:
+            self._lengths[count] = self.staging.stage([list(batch.lengths[:count])]).columns[0]
         caches, table = self.kv.caches(layer), self._table(batch, layer)
-        return self._kernels.decode(query, *caches, table, self._lengths, self.traits[layer])
+        return self._kernels.decode(query, *caches, table, self._lengths[count], self.traits[layer])
 
     def _chunks(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
         """Compute the attention of the sequences behind, which have several new tokens."""

@@ -142,6 +142,16 @@ class CausalModel:
         given = token_ids, positions, None, attention
         return self.logits(*given), CausalModel.logits(self, *given)
 
+    def _ends(
+        self, layer: int, last_rows: torch.Tensor | None, attention: AttentionBackend
+    ) -> torch.Tensor | None:
+        """Return the rows from which alone a layer attends, or None where it does from all.
+
+        Of the last layer nobody asks for other rows, and all of its keys and values are stored.
+        """
+        last = layer + 1 == self.shape.num_layers
+        return last_rows if last and attention.ends_alone(last_rows) else None
+
     def exchange_of(self, rows: int, attention: AttentionBackend) -> Exchange | None:
         """Return what a forward pass of so many rows adds up over ranks through, and count that."""
         if self.exchange is None or rows > self.exchange.most_rows:

@@ -71,7 +71,7 @@ def test_texts_and_their_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> N
         return llm, [(each.token_ids, each.logprobs) for each in llm.generate(prompts, params)]
 
     llm, got = told()
-    assert llm.engine.path_counts[AttentionPath.PROMPTS] > 5
+    assert llm.engine.path_counts[AttentionPath.PROMPTS] >= 4  # two steps, and the last layer not
     began = TritonAttention.__init__
 
     def without(self: TritonAttention, *given: Any) -> None:

@@ -76,8 +76,14 @@ class FusedGPT2(CausalModel):
             mixer, mlp = block.attn, block.mlp
             new = _whole(x, mixer.c_attn, few).view(len(x), 3, -1, self.shape.head_dim)
             query, key, value = new.unbind(1)
-            out = attention.attend_new(layer, query, key, value)
-            added = self.added_up(self._parts(out.view(len(x), -1), mixer.c_proj), exchange)
+            ends = self._ends(layer, last_rows, attention)
+            if ends is None:
+                out = attention.attend_new(layer, query, key, value)
+            else:
+                out = attention.attend_ends(layer, query, key, value, positions, None, ends)
+                residual, last_rows = residual[ends], None
+                few = len(residual) <= MOST_ROWS
+            added = self.added_up(self._parts(out.flatten(1), mixer.c_proj), exchange)
             x = add_norm(residual, added, mixer.c_proj.bias, block.ln_2, exchange)
             x = _whole(x, mlp.c_fc, few, activate=True)
             added = self.added_up(self._parts(x, mlp.c_proj), exchange)

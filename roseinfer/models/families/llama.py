@@ -106,7 +106,10 @@ class FusedLlama(CausalModel):
         count_streamed(x, layers[0].qkv, attention)
         count_paired(x, layers[0].mlp, attention)
         for at, layer in enumerate(layers):
-            out = self._attend(at, x, positions, attention)
+            ends = self._ends(at, last_rows, attention)
+            out = self._attend(at, x, positions, attention, ends)
+            if ends is not None:
+                residual, last_rows = residual[ends], None
             x = self._add(residual, Product(out, layer.out), layer.norm_of_mlp, exchange)
             after = layers[at + 1].norm if at + 1 < len(layers) else body.norm
             x = self._add(residual, layer.mlp.added(x), after, exchange)
@@ -117,11 +120,21 @@ class FusedLlama(CausalModel):
         """Return the norm of attention and that of the MLP."""
         return layer.input_layernorm, layer.post_attention_layernorm
 
-    def _attend(self, at: int, x: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
-        """Attend in a layer; return ``[tokens, q_heads * head_dim]``."""
+    def _attend(
+        self,
+        at: int,
+        x: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        ends: Tensor | None,
+    ) -> Tensor:
+        """Attend in a layer; return ``[tokens, q_heads * head_dim]``, or of ``ends`` alone."""
         layer, kv_heads = self._layers[at], self.shape.num_kv_heads
         new = whole(x, layer.qkv, layer.qkv_bias).view(len(x), -1, self.shape.head_dim)
         query, key, value = new.tensor_split([-2 * kv_heads, -kv_heads], 1)
+        if ends is not None:
+            given = query, key, value, positions, layer.rotation
+            return attention.attend_ends(at, *given, ends).flatten(1)
         if layer.rotation is None:
             out = attention.attend_new(at, query, key, value)
         else:

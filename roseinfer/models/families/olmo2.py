@@ -36,7 +36,10 @@ class FusedOlmo2(FusedLlama):
         count_streamed(residual, self._layers[0].qkv, attention)
         count_paired(residual, self._layers[0].mlp, attention)
         for at, layer in enumerate(self._layers):
-            out = self._attend(at, residual, positions, attention)
+            ends = self._ends(at, last_rows, attention)
+            out = self._attend(at, residual, positions, attention, ends)
+            if ends is not None:
+                residual, last_rows = residual[ends], None
             self._add_normed(residual, Product(out, layer.out), layer.norm)
             self._add_normed(residual, layer.mlp.added(residual), layer.norm_of_mlp)
         return self._head(body.norm(residual), last_rows)
