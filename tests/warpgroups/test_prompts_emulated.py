@@ -68,8 +68,8 @@ WRONG = {
         "    DEV void store() {\n",
     ),
     "queries are multiplied before all are there": (
-        "        ask_for_queries(next);\n        meet();\n",
-        "        ask_for_queries(next);\n",
+        "        meet();  // all warps' queries are there\n",
+        "",
     ),
     "keys of own tokens come where values are still read": (
         "        sync_warp();\n        lay<OWN_TOKENS>(keys);\n",

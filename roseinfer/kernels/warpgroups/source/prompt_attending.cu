@@ -29,7 +29,7 @@ struct Attending {
         for (int half = 0; half < 2; half++) position[half] = item.position + token_of(own_row(half));
         begin_item();
         ask_for_queries(next);
-        meet();
+        meet();  // all warps' queries are there
         int tiles = item.tiles(), mine = own_tiles();
         begin_part();
         u32 weights[TILE_T / 4];
