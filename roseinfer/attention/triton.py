@@ -94,6 +94,9 @@ class TritonAttention(AttentionBackend):
         self._batch = batch
         self._tables: dict[int, Tensor] = {}
         self._lengths: dict[int, Tensor] = {}
+        """Those of so many sequences in front."""
+        self._row_lengths: Tensor | None = None
+        """Those of rows, each with its new token."""
         self._tiles: dict[tuple[int, bool], tuple[Tensor, ...]] = {}
         self._places: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -152,13 +155,13 @@ class TritonAttention(AttentionBackend):
         if rotation is not None:
             self._kernels.rotate(query, key, positions, rotation)
         batch.new.write(layer, key, value)
-        return self._singly(batch, layer, query.index_select(0, rows))
+        return self._singly(batch, layer, query.index_select(0, rows), len(batch.counts))
 
     def attend(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
         """Compute the attention of ``[tokens, q_heads, head_dim]`` over all that is stored."""
         outputs = []
         if batch.singles:
-            outputs.append(self._singly(batch, layer, query[: batch.singles]))
+            outputs.append(self._singly(batch, layer, query[: batch.singles], batch.singles))
         if batch.singles < len(batch.counts):
             outputs.append(self._chunks(batch, layer, query[batch.singles :]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -173,18 +176,17 @@ class TritonAttention(AttentionBackend):
             size = self.kv.block_size
             block = rows.tables[group].gather(1, (rows.lengths // size)[:, None])[:, 0]
             self._places[group] = block, rows.lengths % size
-        if not self._lengths:
-            self._lengths[len(query)] = rows.lengths + 1
+        if self._row_lengths is None:
+            self._row_lengths = rows.lengths + 1
         caches = self.kv.caches(layer)
         self._kernels.append(*caches, key, value, *self._places[group])
         return self._kernels.decode(
-            query, *caches, rows.tables[group], self._lengths[len(query)], self.traits[layer]
+            query, *caches, rows.tables[group], self._row_lengths, self.traits[layer]
         )
 
-    def _singly(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
+    def _singly(self, batch: StepBatch, layer: int, query: Tensor, count: int) -> Tensor:
         """Compute the attention of the last tokens of so many sequences in front."""
         self.path_counts[AttentionPath.DECODE_TRITON] += 1
-        count = len(query)
         if count not in self._lengths:
             self._lengths[count] = self.staging.stage([list(batch.lengths[:count])]).columns[0]
         caches, table = self.kv.caches(layer), self._table(batch, layer)
