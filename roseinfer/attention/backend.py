@@ -146,11 +146,14 @@ class AttentionBackend(ABC):
         rotation: Rotation | None,
         rows: Tensor,
     ) -> Tensor:
-        """Store as the others do, and attend from the last token of each sequence alone.
+        """Store as the others do, and return what comes of the last token of each sequence alone.
 
-        Those are at ``rows``. In the last layer nobody asks what comes of other tokens.
+        Those are at ``rows``. In the last layer nobody asks for other tokens, and a backend that
+        need not attend from them saves that.
         """
-        raise NotImplementedError
+        if rotation is None:
+            return self.attend_new(layer, query, key, value)[rows]
+        return self.attend_rotated(layer, query, key, value, positions, rotation)[rows]
 
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {}

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
+from roseinfer.attention.backend import AttentionBackend
 from roseinfer.attention.paths import AttentionPath
 from roseinfer.attention.triton import TritonAttention
+from roseinfer.engine.runner import SequenceRunner
 from roseinfer.models.families.gpt2 import FusedGPT2
 from tests.engine.families import tiny
 from tests.fused.runners import assert_close, by_transformers, fused
 from tests.fused.test_llama import PROMPTS, family_of, network
-
-if TYPE_CHECKING:
-    from roseinfer.engine.runner import SequenceRunner
 
 KIN = ["llama", "qwen3", "smollm3", "olmo2", "mixtral", "gpt2"]
 
@@ -59,6 +58,18 @@ def test_all_is_computed_where_each_token_is_asked_for(device: str, kin: str) ->
     assert_close(logits, by_transformers(model, every))
     assert engine.path_counts[AttentionPath.CHUNK_TRITON] == engine.model.shape.num_layers
     assert not engine.path_counts[AttentionPath.DECODE_TRITON]
+
+
+@pytest.mark.parametrize("kin", ["llama", "gpt2"])
+def test_a_backend_may_attend_from_all(
+    device: str, kin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AttentionBackend, "ends_alone", lambda _, rows: rows is not None)
+    model, made_for = made(kin, device)
+    engine = SequenceRunner(made_for.model, made_for.kv, attention="reference")
+    _, logits = engine.prefill(PROMPTS)
+    assert_close(logits, by_transformers(model, PROMPTS))
+    assert len(logits) == len(PROMPTS)
 
 
 def test_one_token_each_in_front_of_prompts(device: str) -> None:
