@@ -2,8 +2,8 @@
 //
 // A program has 64 rows for each warpgroup: consecutive tokens of a sequence, and of each the query
 // heads that share a KV head. One thread fetches keys and values of 64 tokens at a time into two
-// rings. A warpgroup multiplies its weights by the values of a tile and its queries by the keys of the
-// next one in one go. While it makes weights of the scores, the others have the tensor cores.
+// rings. A warpgroup multiplies its queries by the keys of the next tile, and its weights by the values of a tile
+// while it makes weights of those scores. Meanwhile the others have the tensor cores too.
 //
 // Each row adds up in the order of kernels/weighing.py, and gets the same bits.
 //
