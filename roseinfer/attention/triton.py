@@ -47,7 +47,9 @@ class AttentionKernels:
     append: Callable[..., None]
     """Stores the new tokens of rows, in blocks and at positions that the device knows."""
     rotate: Callable[..., None]
-    """Rotates queries and keys in place."""
+    """Rotates queries, keys or both in place."""
+    rotates_queries: Callable[..., bool]
+    """Tells if ``prompts`` can rotate queries itself, which saves going through all of them."""
 
 
 def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
@@ -58,7 +60,11 @@ def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
     from roseinfer.kernels.attend_chunks import paged_attention_chunks
     from roseinfer.kernels.attend_decode import append_and_attend, paged_attention_decode
     from roseinfer.kernels.rotary import rotate
-    from roseinfer.kernels.warpgroups.prompt_attention import attend_prompts, prompt_tile
+    from roseinfer.kernels.warpgroups.prompt_attention import (
+        attend_prompts,
+        prompt_tile,
+        rotates_queries,
+    )
 
     return AttentionKernels(
         decode=paged_attention_decode,
@@ -68,6 +74,7 @@ def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
         append_and_attend=append_and_attend,
         append=launch_identity_pos,
         rotate=rotate,
+        rotates_queries=rotates_queries,
     )
 
 
@@ -130,8 +137,19 @@ class TritonAttention(AttentionBackend):
         positions: Tensor,
         rotation: Rotation,
     ) -> Tensor:
-        self._kernels.rotate(query, key, positions, rotation)
-        return self.attend_new(layer, query, key, value)
+        match self._batch:
+            case StepBatch(singles=singles, counts=counts) as batch if singles < len(counts) and (
+                tile_q := self._rotating_tile(batch, layer, query, rotation)
+            ):
+                if singles:
+                    in_front = (each[:singles] for each in (query, key, positions))
+                    self._kernels.rotate(*in_front, rotation)
+                self._kernels.rotate(None, key[singles:], positions[singles:], rotation)
+                batch.new.write(layer, key, value)
+                return self.attend(batch, layer, query, tile_q, rotation)
+            case _:
+                self._kernels.rotate(query, key, positions, rotation)
+                return self.attend_new(layer, query, key, value)
 
     def ends_alone(self, rows: Tensor | None) -> bool:
         match self._batch:
@@ -157,13 +175,28 @@ class TritonAttention(AttentionBackend):
         batch.new.write(layer, key, value)
         return self._singly(batch, layer, query.index_select(0, rows), len(batch.counts))
 
-    def attend(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
-        """Compute the attention of ``[tokens, q_heads, head_dim]`` over all that is stored."""
+    def attend(
+        self,
+        batch: StepBatch,
+        layer: int,
+        query: Tensor,
+        tile_q: int = 0,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        """Compute the attention of ``[tokens, q_heads, head_dim]`` over all that is stored.
+
+        With a rotation, the queries of prompts are yet to be rotated, by their kernel, in tiles of
+        ``tile_q`` tokens.
+        """
         outputs = []
         if batch.singles:
             outputs.append(self._singly(batch, layer, query[: batch.singles], batch.singles))
         if batch.singles < len(batch.counts):
-            outputs.append(self._chunks(batch, layer, query[batch.singles :]))
+            behind = query[batch.singles :]
+            if tile_q := tile_q or self._prompt_tile(batch, layer, behind):
+                outputs.append(self._prompts(batch, layer, behind, tile_q, rotation))
+            else:
+                outputs.append(self._chunks(batch, layer, behind))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_drafts(
@@ -192,15 +225,32 @@ class TritonAttention(AttentionBackend):
         caches, table = self.kv.caches(layer), self._table(batch, layer)
         return self._kernels.decode(query, *caches, table, self._lengths[count], self.traits[layer])
 
+    def _prompt_tile(self, batch: StepBatch, layer: int, query: Tensor) -> int:
+        """Return how many tokens a tile has for the kernel of prompts; 0 where another attends."""
+        how_many = {"most": max(batch.counts), "longest": max(batch.lengths)}
+        caches, traits = self.kv.caches(layer), self.traits[layer]
+        return self._kernels.prompt_tile(query, *caches, traits, **how_many)
+
+    def _rotating_tile(
+        self, batch: StepBatch, layer: int, query: Tensor, rotation: Rotation
+    ) -> int:
+        """Return the same where that kernel can rotate the queries too; else 0."""
+        can = self._kernels.rotates_queries(query, rotation)
+        return self._prompt_tile(batch, layer, query) if can else 0
+
+    def _prompts(
+        self, batch: StepBatch, layer: int, query: Tensor, tile_q: int, rotation: Rotation | None
+    ) -> Tensor:
+        """Compute the attention of the sequences behind, which have many new tokens."""
+        self.path_counts[AttentionPath.PROMPTS] += 1
+        caches, table = self.kv.caches(layer), self._table(batch, layer)
+        tiles = self._cut(batch, tile_q, mixed=True)
+        return self._kernels.prompts(query, *caches, table, tiles, self.traits[layer], rotation)
+
     def _chunks(self, batch: StepBatch, layer: int, query: Tensor) -> Tensor:
         """Compute the attention of the sequences behind, which have several new tokens."""
         caches, table = self.kv.caches(layer), self._table(batch, layer)
         traits, longest, most = self.traits[layer], max(batch.lengths), max(batch.counts)
-        tile_q = self._kernels.prompt_tile(query, *caches, traits, most=most, longest=longest)
-        if tile_q:
-            self.path_counts[AttentionPath.PROMPTS] += 1
-            tiles = self._cut(batch, tile_q, mixed=True)
-            return self._kernels.prompts(query, *caches, table, tiles, traits)
         self.path_counts[AttentionPath.CHUNK_TRITON] += 1
         heads = 1 << (query.shape[1] // self.kv.num_heads - 1).bit_length()
         wanted = 1 << (most - 1).bit_length()

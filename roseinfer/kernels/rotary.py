@@ -97,8 +97,11 @@ def load_rotated(
 
 def _rotated_moved(given: Given) -> dict[str, int]:
     """Count every head twice, read and written, and what it is rotated by."""
-    tokens = len(given["query"])
-    moved = {name: 2 * taken(given[name], given[name].numel()) for name in ("query", "key")}
+    tokens = len(given["positions"])
+    heads = {"query": given["Q_HEADS"], "key": given["K_HEADS"]}
+    moved = {
+        name: 2 * taken(given[name], tokens * count * given["D"]) for name, count in heads.items()
+    }
     moved["positions"] = taken(given["positions"], tokens)
     return moved | rotation_moved(given, tokens)
 
@@ -112,7 +115,7 @@ def _rotate_kernel(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program takes all heads of one token."""
+    """A program takes all heads of one token: of queries, of keys, or of both."""
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, TILE_D)
     q, k = tl.arange(0, TILE_Q), tl.arange(0, TILE_K)
@@ -120,34 +123,44 @@ def _rotate_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     position = tl.load(positions + token * p_s).to(tl.int64)
+    whole = (dims < D)[None, :]
     queries = query + token * q_s + q * q_h
     keys = key + token * k_s + k * k_h
-    turned_q = load_rotated(
-        queries, q, dims, position, cosines, sines, query_gain, epsilon,
-        Q_HEADS, D, TURN, NORMED, TOGETHER,
-    )  # fmt: skip
-    turned_k = load_rotated(
-        keys, k, dims, position, cosines, sines, key_gain, epsilon,
-        K_HEADS, D, TURN, NORMED, TOGETHER,
-    )  # fmt: skip
+    if Q_HEADS:
+        turned_q = load_rotated(
+            queries, q, dims, position, cosines, sines, query_gain, epsilon,
+            Q_HEADS, D, TURN, NORMED, TOGETHER,
+        )  # fmt: skip
+    if K_HEADS:
+        turned_k = load_rotated(
+            keys, k, dims, position, cosines, sines, key_gain, epsilon,
+            K_HEADS, D, TURN, NORMED, TOGETHER,
+        )  # fmt: skip
     # A head is read by several threads, each of which may be behind those that write it.
     tl.debug_barrier()
-    whole = (dims < D)[None, :]
-    tl.store(
-        queries[:, None] + dims[None, :], turned_q.to(query.dtype.element_ty),
-        (q < Q_HEADS)[:, None] & whole,
-    )  # fmt: skip
-    tl.store(
-        keys[:, None] + dims[None, :], turned_k.to(key.dtype.element_ty),
-        (k < K_HEADS)[:, None] & whole,
-    )  # fmt: skip
+    if Q_HEADS:
+        tl.store(
+            queries[:, None] + dims[None, :], turned_q.to(query.dtype.element_ty),
+            (q < Q_HEADS)[:, None] & whole,
+        )  # fmt: skip
+    if K_HEADS:
+        tl.store(
+            keys[:, None] + dims[None, :], turned_k.to(key.dtype.element_ty),
+            (k < K_HEADS)[:, None] & whole,
+        )  # fmt: skip
 
 
-def rotate(query: Tensor, key: Tensor, positions: Tensor, rotation: Rotation) -> None:
-    """Norm and rotate ``[tokens, heads, head_dim]`` in place, elements of heads side by side."""
+def rotate(query: Tensor | None, key: Tensor | None, positions: Tensor, rotation: Rotation) -> None:
+    """Norm and rotate ``[tokens, heads, head_dim]`` in place, elements of heads side by side.
+
+    Either may be None, and only the others are rotated then.
+    """
+    given = query if query is not None else key
+    assert given is not None
+    query, key = (given[:, :0] if each is None else each for each in (query, key))
     tokens, q_heads, head_dim = query.shape
     k_heads = key.shape[1]
-    arguments = rotation_arguments(rotation, query)
+    arguments = rotation_arguments(rotation, given)
     launch(
         _rotate_kernel, (tokens,), query, key, positions, *arguments,
         *query.stride()[:2], *key.stride()[:2], positions.stride(0),

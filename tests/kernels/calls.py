@@ -58,13 +58,14 @@ def appends(function: Callable[..., None], **where: torch.Tensor | int) -> None:
     function(k_cache_layer=k_cache, v_cache_layer=v_cache, **new, **where)
 
 
-def rotate(*gains: int, together: bool = False) -> None:
+def rotate(*gains: int, together: bool = False, of: str = "both") -> None:
     """Three tokens, a part of whose heads of 20 does not turn."""
     qkv = numbers(3, 4 + 2 + 2, 20)
     angles = numbers(80, 12), numbers(80, 12)
     query_gain, key_gain = map(numbers, gains) if gains else (None, None)
     rotation = Rotation(*angles, query_gain, key_gain, 1e-6, together)
-    rotary.rotate(qkv[:, :4], qkv[:, 4:6], index(7, 2, 0), rotation)
+    query, key = (qkv[:, :4], qkv[:, 4:6]) if of == "both" else (None, qkv[:, 4:6])
+    rotary.rotate(query, key, index(7, 2, 0), rotation)
 
 
 def attend(*, new: bool, more: Sequence[str] = ()) -> torch.Tensor:
@@ -267,6 +268,7 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "visit few of many experts": (lambda: visit(3, 20), _VISITS),
     "visit experts by many rows": (lambda: visit(70, 3), _VISITS),
     "rotate": (rotate, ["_rotate_kernel"]),
+    "rotate keys": (lambda: rotate(of="keys"), ["_rotate_kernel"]),
     "norm and rotate": (lambda: rotate(20, 20), ["_rotate_kernel"]),
     "norm together and rotate": (
         lambda: rotate(80, 40, together=True),

@@ -266,8 +266,8 @@ MUTANTS = (
         "chunks-attend-with-the-wrong-rows",
         "Beside requests that decode, a prompt's queries are taken from the first rows.",
         _BATCH,
-        "self._chunks(batch, layer, query[batch.singles :])",
-        "self._chunks(batch, layer, query[: len(query) - batch.singles])",
+        "behind = query[batch.singles :]",
+        "behind = query[: len(query) - batch.singles]",
     ),
     _mutant(
         "newest-token-unseen",

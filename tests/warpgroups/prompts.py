@@ -12,6 +12,7 @@ import torch
 from roseinfer.kernels.warpgroups.prompt_attention import attend_prompts
 from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
 from roseinfer.layer_traits import LayerTraits
+from roseinfer.rotation import Rotation
 from tests.persistent.emulated import EmulatedProgram
 
 if TYPE_CHECKING:
@@ -43,7 +44,15 @@ class Prompts:
 class Attention:
     """A cache whose blocks lie in any order, with NaN wherever no token is stored, and queries."""
 
-    def __init__(self, prompts: Prompts, device: str = "cpu", *, sharp: float = 1.0) -> None:
+    def __init__(
+        self,
+        prompts: Prompts,
+        device: str = "cpu",
+        *,
+        sharp: float = 1.0,
+        rotates: bool = False,
+    ) -> None:
+        """With ``rotates`` it is the kernel that rotates queries, by angles of every position."""
         draw = torch.Generator().manual_seed(len(prompts.sequences) + prompts.block_size)
 
         def numbers(*size: int) -> Tensor:
@@ -71,6 +80,9 @@ class Attention:
         self.query = wide[:, : heads * prompts.group]
         self.traits = LayerTraits(dim**-0.5)
         self.device = device
+        angles = torch.rand((max(lengths), dim // 2), generator=draw).repeat(1, 2) * 6
+        cosines, sines = (each.bfloat16().to(device) for each in (angles.cos(), angles.sin()))
+        self.rotation = Rotation(cosines, sines) if rotates else None
 
     def tiles(self, tokens: int) -> tuple[Tensor, ...]:
         """Cut the sequences into tiles of so many tokens, as a forward pass does it."""
@@ -89,11 +101,27 @@ class Attention:
         """Have the kernel compute it."""
         given = self.query, self.k_cache, self.v_cache, self.tables
         tiles = self.tiles(self.prompts.sizes.tokens)
-        return attend_prompts(*given, tiles, self.traits, program=program, programs=programs)
+        return attend_prompts(
+            *given, tiles, self.traits, self.rotation, program=program, programs=programs
+        )
+
+    @property
+    def positions(self) -> Tensor:
+        """Where the new tokens stand."""
+        each = [torch.arange(before, before + new) for before, new in self.prompts.sequences]
+        return torch.cat(each).to(self.device)
+
+    @property
+    def rotated(self) -> Tensor:
+        """The queries as they are attended with."""
+        if self.rotation is None:
+            return self.query
+        return self.rotation.of_queries(self.query, self.positions)
 
     def expected(self) -> Tensor:
         """Compute it in float64."""
         out = torch.empty(self.query.shape, dtype=torch.float64)
+        query = self.rotated.cpu().double()
         row = 0
         for (before, new), table in zip(self.prompts.sequences, self.tables.cpu(), strict=True):
             length = before + new
@@ -104,7 +132,7 @@ class Attention:
             seen = torch.arange(length)[None] <= torch.arange(before, length)[:, None]
             for head in range(out.shape[1]):
                 kv_head = head // self.prompts.group
-                scores = self.query[row : row + new, head].cpu().double() @ keys[:, kv_head].T
+                scores = query[row : row + new, head] @ keys[:, kv_head].T
                 weights = (scores * self.traits.scale).masked_fill(~seen, -torch.inf).softmax(1)
                 out[row : row + new, head] = weights @ values[:, kv_head]
             row += new

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from roseinfer.kernels.warpgroups import prompt_attention
-from roseinfer.kernels.warpgroups.prompt_attention import prompt_tile
+from roseinfer.kernels.warpgroups.prompt_attention import prompt_tile, rotates_queries
 from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
 from roseinfer.layer_traits import LayerTraits
+from roseinfer.rotation import Rotation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,3 +123,13 @@ def test_few_tokens_and_short_contexts_go_elsewhere() -> None:
     for dim, tokens in ((64, 48), (128, 32)):
         assert asked(*given(dim=dim), longest=6 * tokens) == tokens
         assert not asked(*given(dim=dim), longest=6 * tokens - 1)
+
+
+def test_whole_heads_that_are_not_normed_are_rotated_by_the_kernel() -> None:
+    query, *_ = given()
+    table, gain = torch.zeros((100, 128), dtype=torch.bfloat16), torch.ones(128)
+    assert rotates_queries(query, Rotation(table, table))
+    assert not rotates_queries(query, Rotation(table, table, gain, gain))
+    part, spread = table[:, :64].contiguous(), table.T.contiguous().T
+    for other in (part, spread, table.float()):
+        assert not rotates_queries(query, Rotation(other, other))

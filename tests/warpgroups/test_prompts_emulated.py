@@ -32,11 +32,12 @@ CASES = {
 def test_attention_of_prompts(case: str, tmp_path: Path) -> None:
     prompts = CASES[case]
     program = emulated(prompts.sizes, tmp_path)
-    attention = Attention(prompts, sharp=3.0)
-    want = attention.expected()
-    for program.seed, programs in enumerate((1, 2, 5)):
-        got = attention.computed(program, programs).double()
-        assert float((got - want).abs().max()) < TOLERANCE
+    for rotates, runs in ((False, (1, 5)), (True, (2,))):
+        attention = Attention(prompts, sharp=3.0, rotates=rotates)
+        want = attention.expected()
+        for program.seed, programs in enumerate(runs):
+            got = attention.computed(program, programs).double()
+            assert float((got - want).abs().max()) < TOLERANCE
 
 
 WRONG = {
@@ -72,13 +73,16 @@ WRONG = {
         "",
     ),
     "keys of own tokens come where values are still read": (
-        "        sync_warp();\n        lay<OWN_TOKENS>(keys);\n",
-        "        lay<OWN_TOKENS>(keys);\n",
+        "        sync_warp();\n        lay_own(keys);\n",
+        "        lay_own(keys);\n",
     ),
     "values of own tokens are read before they are there": (
-        "        lay<OWN_TOKENS>(values);\n        sync_warp();\n",
-        "        lay<OWN_TOKENS>(values);\n",
+        "        lay_own(values);\n        sync_warp();\n",
+        "        lay_own(values);\n",
     ),
+    "queries are not rotated": ("if (p.cosines) rotate(pieces);", ""),
+    "halves turn the same way": ("-b[0] * s[0]", "b[0] * s[0]"),
+    "tokens of a warp turn alike": ("if (i * OF_ROUND % TILE_G == 0)", "if (i == 0)"),
     "a part begins with what is left of the one before": (
         "        fold(top);\n        kept = false;\n",
         "        fold(top);\n",

@@ -11,6 +11,7 @@ import torch
 from roseinfer import LLM, AttentionPath, SamplingParams
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kernels.attend_chunks import paged_attention_chunks
+from roseinfer.kernels.rotary import rotate
 from roseinfer.kernels.warpgroups import prompt_attention
 from roseinfer.kernels.warpgroups.matrices import has_warpgroups
 from roseinfer.kernels.warpgroups.prompt_attention import program_of
@@ -36,15 +37,19 @@ LONG = {
 def by_triton(attention: Attention) -> Tensor:
     tokens = max(1, 64 >> (attention.prompts.group - 1).bit_length())
     longest = max(before + new for before, new in attention.prompts.sequences)
-    given = attention.query, attention.k_cache, attention.v_cache, attention.tables
+    query = attention.query.clone()
+    if attention.rotation:
+        rotate(query, None, attention.positions, attention.rotation)
+    given = query, attention.k_cache, attention.v_cache, attention.tables
     tiles = attention.tiles(tokens)
     return paged_attention_chunks(*given, tiles, attention.traits, tile_q=tokens, longest=longest)
 
 
+@pytest.mark.parametrize("rotates", [False, True])
 @pytest.mark.parametrize("sharp", [1.0, 6.0])
 @pytest.mark.parametrize("case", [*CASES, *LONG])
-def test_bits_of_attention(case: str, sharp: float) -> None:
-    attention = Attention({**CASES, **LONG}[case], "cuda", sharp=sharp)
+def test_bits_of_attention(case: str, sharp: float, rotates: bool) -> None:
+    attention = Attention({**CASES, **LONG}[case], "cuda", sharp=sharp, rotates=rotates)
     got = attention.computed()
     assert torch.equal(got, by_triton(attention))
     assert float((got.double().cpu() - attention.expected()).abs().max()) < TOLERANCE * sharp

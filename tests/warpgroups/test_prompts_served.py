@@ -14,6 +14,7 @@ from roseinfer.attention import triton
 from roseinfer.kernels.runtime import is_interpreted
 from roseinfer.kernels.warpgroups.prompt_attention import attend_prompts
 from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
+from roseinfer.rotation import Rotation
 from tests.attention.test_chunk_kernel import Case
 from tests.persistent.emulated import COMPILER
 from tests.warpgroups.prompts import TOLERANCE, emulated
@@ -49,6 +50,60 @@ def test_a_backend_hands_over_what_the_kernel_needs(
     assert case.path_counts[AttentionPath.PROMPTS] == 1
     assert not case.path_counts[AttentionPath.CHUNK_TRITON]
     torch.testing.assert_close(got, case.reference(), atol=TOLERANCE, rtol=1e-5)
+
+
+class Stored:
+    """Stores new tokens of a case where it has others by now."""
+
+    def __init__(self, case: Case, positions: torch.Tensor) -> None:
+        size, caches = case.kv.block_size, case.kv.caches(0)
+        owners = [own for own, new in zip(case.lists, case.counts, strict=True) for _ in range(new)]
+        blocks = [own[at // size] for own, at in zip(owners, positions.tolist(), strict=True)]
+        self.where = torch.tensor(blocks), slice(None), positions % size
+        self.caches = caches
+
+    def write(self, layer: int, *new: torch.Tensor) -> None:
+        assert layer == 0
+        for cache, numbers in zip(self.caches, new, strict=True):
+            cache[self.where] = numbers
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_who_rotates_queries(tmp_path: Path, whole: bool) -> None:
+    """The kernel does, where heads turn as a whole, and all others go through them before."""
+    case = Case(
+        "cpu", [(3, 1), (8, 1), (70, 40), (0, 130), (5, 3)],
+        q_heads=4, head_dim=64, block_size=16, dtype=torch.bfloat16,
+    )  # fmt: skip
+    sizes = PromptSizes(64, 2, 16)
+    rotated: list[int] = []
+    kernels = case.attention._kernels
+
+    def rotate(query: torch.Tensor | None, *given: Any) -> None:
+        rotated.append(0 if query is None else len(query))
+        kernels.rotate(query, *given)
+
+    case.attention._kernels = replace(
+        kernels,
+        prompts=partial(attend_prompts, program=emulated(sizes, tmp_path), programs=3),
+        prompt_tile=lambda *_, **__: sizes.tokens,
+        rotate=rotate,
+    )
+    angles = torch.rand(130, 32 if whole else 16).repeat(1, 2) * 6
+    rotation = Rotation(angles.cos().bfloat16(), angles.sin().bfloat16())
+    ends = zip(case.batch.lengths, case.counts, strict=True)
+    positions = torch.cat([torch.arange(end - count, end) for end, count in ends])
+    key, value = (torch.randn(2, len(positions), 2, 64) / 2).bfloat16()
+    case.attention.prepare(replace(case.batch, new=Stored(case, positions)))  # type: ignore[arg-type]
+    case.query = case.query / 2
+    query = case.query.clone()
+    got = case.attention.attend_rotated(0, query, key.clone(), value, positions, rotation)
+
+    Stored(case, positions).write(0, rotation.of_keys(key, positions), value)
+    case.query = rotation.of_queries(case.query, positions)
+    torch.testing.assert_close(got, case.reference(), atol=TOLERANCE, rtol=1e-5)
+    assert rotated == ([2, 0] if whole else [len(positions)])
+    assert case.path_counts[AttentionPath.PROMPTS] == 1
 
 
 @pytest.mark.parametrize(("most", "in_order"), [(1000, True), (10, False)])

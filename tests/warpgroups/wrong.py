@@ -79,7 +79,7 @@ def _prompts(replaced: Replaced) -> Iterator[str]:
     sizes = _PROMPTS.sizes
     program = prompts.emulated(sizes, replaced.room(), replaced.source(sizes))
     yield _READY
-    attention = Attention(_PROMPTS, sharp=3.0)
+    attention = Attention(_PROMPTS, sharp=3.0, rotates=True)
     want = attention.expected()
     for program.seed in range(_SEEDS):
         off = (attention.computed(program, 3).double() - want).abs().max()

@@ -10,7 +10,7 @@ import torch
 
 from roseinfer.kernels.attend_chunks import chunks_moved
 from roseinfer.kernels.cuda.tensor_maps import SIDE, encoded
-from roseinfer.kernels.moves import announced
+from roseinfer.kernels.moves import announced, taken
 from roseinfer.kernels.scores import score_arguments
 from roseinfer.kernels.warpgroups.loaded_kernels import loaded
 from roseinfer.kernels.warpgroups.matrices import Map, has_warpgroups
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from roseinfer.kernels.cuda.gpu_program import GpuProgram, Program
     from roseinfer.layer_traits import LayerTraits
+    from roseinfer.rotation import Rotation
 
 KERNEL = "attend_prompts"
 """Its name in the source."""
@@ -40,7 +41,10 @@ class PromptParams(ctypes.Structure):
     _fields_ = (
         ("keys", Map),
         ("values", Map),
-        *((name, ctypes.c_void_p) for name in ("query", "k_cache", "v_cache", "out")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("query", "k_cache", "v_cache", "cosines", "sines", "out")
+        ),
         *(
             (name, ctypes.c_void_p)
             for name in ("tables", "sequences", "rows", "counts", "positions")
@@ -52,7 +56,7 @@ class PromptParams(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in ("block_rows", "head_rows", "table_width")),
         *((name, ctypes.c_int) for name in ("tiles", "kv_heads", "programs")),
         ("scale", ctypes.c_float),
-        ("unused", ctypes.c_ubyte * 48),
+        ("unused", ctypes.c_ubyte * 32),
     )
 
 
@@ -100,12 +104,14 @@ def attend_prompts(
     tables: Tensor,
     tiles: tuple[Tensor, ...],
     traits: LayerTraits,
+    rotation: Rotation | None = None,
     *,
     program: Program | None = None,
     programs: int | None = None,
 ) -> Tensor:
     """Compute what ``paged_attention_chunks`` does, in tiles of as many tokens as a program takes.
 
+    With a rotation, which must be one that ``rotates_queries``, they are yet to be rotated.
     ``program`` is one that is not that of the device, and ``programs`` how many of it are launched.
     """
     sizes = _sizes(query, k_cache)
@@ -115,9 +121,12 @@ def attend_prompts(
     kv_heads, (block_rows, head_rows) = k_cache.shape[1], _rows_between(k_cache)
     items = len(tiles[0]) * kv_heads
     programs = min(items, programs or _multiprocessors(query.device))
+    angles = (rotation.cosines, rotation.sines) if rotation else ()
     params = PromptParams(
         _map(program, k_cache), _map(program, v_cache),
-        *(each.data_ptr() for each in (query, k_cache, v_cache, out, tables, *tiles)),
+        *(each.data_ptr() for each in (query, k_cache, v_cache)),
+        *([each.data_ptr() for each in angles] or (None, None)),
+        *(each.data_ptr() for each in (out, tables, *tiles)),
         *query.stride()[:2], *out.stride()[:2], block_rows, head_rows, tables.stride(0),
         len(tiles[0]), kv_heads, programs, score_arguments(traits, query).scale,
     )  # fmt: skip
@@ -125,16 +134,25 @@ def attend_prompts(
     given = dict(
         zip((*names, "positions"), (query, k_cache, v_cache, out, tables, *tiles), strict=True)
     )
-    with announced(KERNEL, partial(_moved, given, sizes)):
+    with announced(KERNEL, partial(_moved, given, sizes, angles)):
         program.launch(params, programs)
     return out
 
 
+def rotates_queries(query: Tensor, rotation: Rotation) -> bool:
+    """Tell if ``attend_prompts`` can rotate queries by this: whole heads, which are not normed."""
+    tables = rotation.cosines, rotation.sines
+    return rotation.query_gain is None and all(
+        each.dtype is query.dtype and each.stride() == (query.shape[2], 1) for each in tables
+    )
+
+
 def _moved(
-    given: Mapping[str, Tensor], sizes: PromptSizes
+    given: Mapping[str, Tensor], sizes: PromptSizes, angles: tuple[Tensor, ...]
 ) -> list[tuple[Tensor, int | Callable[[], int]]]:
     more = {"D": sizes.dim, "BLOCK": sizes.block_size, **_PLAIN}
-    return [(given[name], amount) for name, amount in chunks_moved({**given, **more}).items()]
+    moved = [(given[name], amount) for name, amount in chunks_moved({**given, **more}).items()]
+    return moved + [(each, taken(each, len(given["query"]) * sizes.dim)) for each in angles]
 
 
 def _sizes(query: Tensor, k_cache: Tensor) -> PromptSizes:

@@ -9,6 +9,8 @@ DEV constexpr int power_of_two(int least) {
 }
 DEV float larger_of(float a, float b) { return fmaxf(a, b); }
 DEV float wide(u16 v) { return as_float((u32)v << 16); }
+DEV float low(u32 two) { return as_float(two << 16); }
+DEV float high(u32 two) { return as_float(two & 0xffff0000u); }
 DEV float rounded(float v) { return wide(to_bf16(v)); }
 // silu(gate) * up, rounded where the model's own modules round.
 DEV u16 gated(float gate, float up) {

@@ -93,19 +93,19 @@ struct Attending {
     // A warp brings its rows' queries and their own tokens' keys and values, 16 bytes a thread. Keys and values lie
     // where the queries will, until each thread has those that it needs.
     DEV void begin_item() {
-        uint4 queries[PIECES], keys[OWN_PIECES], values[OWN_PIECES];
+        uint4 queries[ROUNDS][2], keys[OWN_PIECES], values[OWN_PIECES];
         read_own(values, p.v_cache);
         read_own(keys, p.k_cache);
         read_queries(queries);
         u32 two[DIM / 4], own_keys[EIGHTS][DIM / 8];
         sync_warp();
-        lay<OWN_TOKENS>(values);
+        lay_own(values);
         sync_warp();
 #pragma unroll
         for (int n = 0; n < DIM / 8; n += 2)
             load_matrices(two + n * 2, place_in_queries(warp * 16 + lane % 16 / TILE_G, n + lane / 16));
         sync_warp();
-        lay<OWN_TOKENS>(keys);
+        lay_own(keys);
         sync_warp();
 #pragma unroll
         for (int e = 0; e < EIGHTS; e++)
@@ -113,7 +113,7 @@ struct Attending {
             for (int i = 0; i < DIM / 8; i += 4)
                 load_matrices(own_keys[e] + i, place_in_queries(warp * 16 + e * 8 + lane % 8 % OWN_TOKENS, i + lane / 8));
         sync_warp();
-        lay<16>(queries);
+        lay_queries(queries);
         show_copy_engine();
         sync_warp();
         look_at_own(own_keys, two);
@@ -125,22 +125,54 @@ struct Attending {
             pieces[i] = *(const uint4*)(cache + item.cache_row(p, item.position + token) * DIM + lane % (DIM / 8) * 8);
         }
     }
-    // Rows that are no query's have another one's numbers, and are not stored.
-    DEV void read_queries(uint4* pieces) const {
+    // Rows that are no query's have another one's numbers, and are not stored. A thread brings pieces that lie half a
+    // row apart, and rotates them.
+    DEV int row_of(int round) const { return warp * 16 + round * OF_ROUND + lane / HALF; }
+    DEV void read_queries(uint4 (*pieces)[2]) const {
 #pragma unroll
-        for (int i = 0; i < PIECES; i++) {
-            int own = warp * 16 + i * AT_A_TIME + lane / (DIM / 8), member = own % TILE_G;
+        for (int i = 0; i < ROUNDS; i++) {
+            int own = row_of(i), member = own % TILE_G;
             member = member < GROUP ? member : 0;
-            pieces[i] = *(const uint4*)(p.query + (item.row + there(token_of(own))) * p.query_token +
-                                        (item.kv_head * GROUP + member) * p.query_head + lane % (DIM / 8) * 8);
+            const u16* from = p.query + (item.row + there(token_of(own))) * p.query_token +
+                              (item.kv_head * GROUP + member) * p.query_head + lane % HALF * 8;
+            pieces[i][0] = *(const uint4*)from;
+            pieces[i][1] = *(const uint4*)(from + DIM / 2);
+        }
+        if (p.cosines) rotate(pieces);
+    }
+    DEV void rotate(uint4 (*pieces)[2]) const {
+        uint4 cosines, sines;
+#pragma unroll
+        for (int i = 0; i < ROUNDS; i++) {
+            if (i * OF_ROUND % TILE_G == 0) {  // other tokens
+                long long at = (long long)(item.position + there(token_of(row_of(i)))) * DIM + lane % HALF * 8;
+                cosines = *(const uint4*)(p.cosines + at), sines = *(const uint4*)(p.sines + at);
+            }
+            turn_two(pieces[i][0].x, pieces[i][1].x, cosines.x, sines.x);
+            turn_two(pieces[i][0].y, pieces[i][1].y, cosines.y, sines.y);
+            turn_two(pieces[i][0].z, pieces[i][1].z, cosines.z, sines.z);
+            turn_two(pieces[i][0].w, pieces[i][1].w, cosines.w, sines.w);
         }
     }
-    template <int COUNT>
-    DEV void lay(const uint4* pieces) {
+    // Two numbers of each half.
+    DEV void turn_two(u32& first, u32& second, u32 cosines, u32 sines) const {
+        float a[2] = {low(first), high(first)}, b[2] = {low(second), high(second)};
+        float c[2] = {low(cosines), high(cosines)}, s[2] = {low(sines), high(sines)};
+        first = two_bf16(times_plus(a[0], c[0], -b[0] * s[0]), times_plus(a[1], c[1], -b[1] * s[1]));
+        second = two_bf16(times_plus(b[0], c[0], a[0] * s[0]), times_plus(b[1], c[1], a[1] * s[1]));
+    }
+    DEV void lay_queries(uint4 (*pieces)[2]) {
 #pragma unroll
-        for (int i = 0; i < larger(COUNT / AT_A_TIME, 1); i++) {
+        for (int i = 0; i < ROUNDS; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                *(uint4*)place_in_queries(row_of(i), lane % HALF + half * HALF) = pieces[i][half];
+    }
+    DEV void lay_own(const uint4* pieces) {
+#pragma unroll
+        for (int i = 0; i < OWN_PIECES; i++) {
             int own = i * AT_A_TIME + lane / (DIM / 8);
-            if (own < COUNT) *(uint4*)place_in_queries(warp * 16 + own, lane % (DIM / 8)) = pieces[i];
+            if (own < OWN_TOKENS) *(uint4*)place_in_queries(warp * 16 + own, lane % (DIM / 8)) = pieces[i];
         }
     }
     // Look at the rows' own tokens, whose products are the diagonal of one with all of the warp's tokens.
@@ -170,8 +202,8 @@ struct Attending {
         }
 #pragma unroll
         for (int i = 0; i < DIM / 4; i++) {
-            all[i * 2] = wide((u16)two[i]);
-            all[i * 2 + 1] = wide((u16)(two[i] >> 16));
+            all[i * 2] = low(two[i]);
+            all[i * 2 + 1] = high(two[i]);
         }
     }
 

@@ -24,12 +24,15 @@ constexpr int SUMS = (DIM + ONES) / 2;  // of a thread
 constexpr int OWN_TOKENS = larger(16 / TILE_G, 1);  // tokens of a warp
 constexpr int EIGHTS = larger(OWN_TOKENS / 8, 1);   // the same, by 8
 constexpr int AT_A_TIME = 32 / (DIM / 8);    // rows that a warp brings, 16 bytes a thread
-constexpr int PIECES = 16 / AT_A_TIME, OWN_PIECES = larger(OWN_TOKENS / AT_A_TIME, 1);  // that a thread brings
+constexpr int OWN_PIECES = larger(OWN_TOKENS / AT_A_TIME, 1);  // that a thread brings
+constexpr int HALF = DIM / 16;  // pieces of half a row, which turns against the other half
+constexpr int ROUNDS = DIM / 32, OF_ROUND = 16 / ROUNDS;  // a warp brings so many rows of queries at a time
 constexpr int AT_ONCE = smaller(BLOCK_SIZE, TILE_T);  // tokens that lie one behind the other
 
 struct Params {
     TensorMap keys, values;
     const u16 *query, *k_cache, *v_cache;
+    const u16 *cosines, *sines;  // of positions, by which queries are yet to be rotated, or nothing
     u16* out;
     const long long *tables, *sequences, *rows, *counts, *positions;
     long long query_token, query_head, out_token, out_head;  // numbers from one to the next
