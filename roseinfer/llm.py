@@ -133,16 +133,19 @@ class LLM:
         shown = sys.stderr.isatty() if progress is None else progress
         counted = counting(len(asked), "generating", "requests") if shown else nullcontext(int)
         with self.in_use(), counted as done, self._requests() as requests:
-            for at, (prompt, own) in enumerate(zip(asked, params, strict=True)):
-                try:
-                    with uninterrupted():
-                        requests.append(self.engine.submit(prompt, own))
-                except RoseinferError as error:
-                    outputs[at] = RequestOutput(prompt, [], None, "error", error=str(error))
-                    done()
-                else:
-                    waiting[requests[-1].id] = at
-            while waiting:
+            coming = deque(enumerate(zip(asked, params, strict=True)))
+            while coming or waiting:
+                # The others are taken in while the GPU computes what these make a step of.
+                while coming and not self.engine.is_fed:
+                    at, (prompt, own) = coming.popleft()
+                    try:
+                        with uninterrupted():
+                            requests.append(self.engine.submit(prompt, own))
+                    except RoseinferError as error:
+                        outputs[at] = RequestOutput(prompt, [], None, "error", error=str(error))
+                        done()
+                    else:
+                        waiting[requests[-1].id] = at
                 for update in self._step():
                     request = update.request
                     if request.finish_reason is not None and request.id in waiting:

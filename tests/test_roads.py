@@ -25,11 +25,11 @@ DECIDE = ["llm.py", "engine/engine.py", "engine/scheduler.py", "engine/request.p
 PROMPT = [
     "llm.py",
     "engine/engine.py",
+    "engine/scheduler.py",
     "engine/request.py",
     "models/shape.py",
     "engine/request_room.py",
     "engine/runner.py",
-    "engine/scheduler.py",
     "kv/manager.py",
     "engine/prefix_cache.py",
     "attention/reference.py",

@@ -152,6 +152,11 @@ class Engine:
         return bool(self._scheduler.waiting or self._scheduler.running)
 
     @property
+    def is_fed(self) -> bool:
+        """Tell if the next step would be the same with more requests behind those that wait."""
+        return self._scheduler.is_fed
+
+    @property
     def num_waiting(self) -> int:
         return len(self._scheduler.waiting)
 

@@ -129,6 +129,11 @@ class PrefixCache:
         matched = entries if tail is None else entries[:-1]
         return Held(matched, tail, matched[-1] if matched else self._root), block_lists, num_tokens
 
+    def may_match(self, tokens: Sequence[int]) -> bool:
+        """Tell if ``match`` may find something. Nothing is held."""
+        found = self._full_blocks(tokens, min(len(tokens) - 1, self.kv.block_size))
+        return bool(found) or self._longest_tail(self._root, tokens, len(tokens) - 1) is not None
+
     def insert(self, held: Held, session: InferenceSession) -> None:
         """Add the blocks that a sequence has filled.
 

@@ -256,6 +256,10 @@ class BlockSupply:
         request.held, session.block_lists, found = self._prefixes.match(tokens)
         request.found = session.stored = session.room = found
 
+    def may_find(self, request: Request) -> bool:
+        """Tell if the prefix cache may have some of a prompt that waits."""
+        return self._prefixes is not None and self._prefixes.may_match(request.session.token_ids)
+
     def note_stored(self, request: Request) -> None:
         """Offer the blocks that a request has filled to the prefix cache.
 

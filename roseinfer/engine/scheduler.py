@@ -69,6 +69,19 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
+    @property
+    def is_fed(self) -> bool:
+        """Tell if the next step would be the same with more requests behind those that wait."""
+        config = self._config
+        in_order = config.prefill_admission_policy == "fifo"
+        most = config.prefill_max_batch_size if in_order else looked_at(config)
+        if len(self.waiting) >= most:
+            return True
+        if not in_order or sum(each.pending for each in self.waiting) < config.prefill_max_tokens:
+            return False
+        new = (each.pending for each in self.waiting if not self._supply.may_find(each))
+        return sum(new) >= config.prefill_max_tokens
+
     def remove(self, request: Request) -> None:
         paused = self.paused.pop(request.id, None)
         if request in self._leaving:
@@ -185,6 +198,11 @@ class Scheduler:
         self.waiting.insert(next(later, len(self.waiting)), request)
 
 
+def looked_at(config: EngineConfig) -> int:
+    """Return how many of the waiting requests a step may choose among."""
+    return max(_WINDOW, config.prefill_max_batch_size)
+
+
 class PromptShare:
     """The part of a step that goes to prompts: first to those begun, then to new ones."""
 
@@ -209,7 +227,7 @@ class PromptShare:
         skipped: list[Request] = []
         most_passed_over = 0
         """How often one of them was."""
-        for request in list(islice(waiting, max(_WINDOW, self.config.prefill_max_batch_size))):
+        for request in list(islice(waiting, looked_at(self.config))):
             if min(self.tokens, self.prompts, self.blocks) < 1 or (skipped and first_come):
                 break
             if len(running) >= self.config.max_batch_size:
