@@ -44,7 +44,9 @@ COMPILE = """
             return dict(experts="*i32", parts="*fp32").get(name, "*i64")
         if kernel is _visit_weighed_kernel and name == "out":
             return "*fp32"
-        if kernel in (_whole_kernel, _parts_kernel, _gated_kernel, _streamed_kernel, *VISITS):
+        if kernel in (
+            _whole_kernel, _parts_kernel, _gated_kernel, _streamed_kernel, _norm_kernel, *VISITS
+        ):
             if name == "rows":
                 return "i32"
             if name == "out" and kernel is _parts_kernel:
@@ -116,7 +118,7 @@ COMPILE = """
         check(_add_kernel, kind_of, N=48, TILE_N=64, PARTS=2, **over)
     check(_embed_norm_kernel, dtype, N=48, TILE_N=64)
     check(_behind_kernel, dtype, N=48, TILE_N=64, PARTS=2)
-    check(_norm_kernel, dtype, N=48, TILE_N=64)
+    check(_norm_kernel, dtype, N=48, TILE_N=64, ROWS=4)
     check(_embed_kernel, dtype, N=48, TILE_N=64)
     check(_multiply_kernel, dtype, N=48, TILE=64)
     check(_strip_kernel, dtype, N=5000, STRIP=1024, TILE=1024)

@@ -52,7 +52,8 @@ class Touched:
 
     def _note(self, seen: list[tuple[Any, int]], ptrs: Any, mask: Any) -> None:
         width = ptrs.get_element_ty().primitive_bitwidth // 8
-        seen.append((ptrs.data[mask.data].ravel(), width))
+        # What comes of two masks may be numbers in place of truths.
+        seen.append((ptrs.data[mask.data.astype(bool)].ravel(), width))
 
     def _launched(self, launch: Launch) -> None:
         self.kernels.append(launch.kernel)

@@ -108,6 +108,7 @@ class _Memory:
 
     def _judge(self, verb: str, pointers: Any, mask: Any, width: int) -> Any:
         """Return the mask without the lanes that are out of bounds, and note those."""
+        mask = mask.astype(bool)  # what comes of two masks may be numbers in place of truths
         asked = pointers[mask]
         if not asked.size:
             return mask
@@ -117,7 +118,6 @@ class _Memory:
             own = numbers == number
             wrong[own] = self._strange(verb, number, asked[own] & ADDRESS, width)
         if wrong.any():
-            mask = mask.copy()
             mask[mask] = ~wrong
         return mask
 
