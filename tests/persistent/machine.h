@@ -172,7 +172,7 @@ static u16 to_bf16(float v) {
 }
 static u32 two_bf16(float first, float second) { return to_bf16(first) | (u32)to_bf16(second) << 16; }
 static float exp2_flushed(float v) { return exp2f(v); }
-static float exp2_full(float v) { return exp2f(v); }
 static float over(float a, float b) { return a / b; }
+static float one_over(float v) { return 1 / v; }
 static float root_under_one(float v) { return 1 / sqrtf(v); }
 static float times_plus(float a, float b, float c) { return fmaf(a, b, c); }

@@ -82,7 +82,7 @@ WRONG = {
     ),
     "queries are not rotated": ("if (p.cosines) rotate(pieces);", ""),
     "halves turn the same way": ("-b[0] * s[0]", "b[0] * s[0]"),
-    "tokens of a warp turn alike": ("if (i * OF_ROUND % TILE_G == 0)", "if (i == 0)"),
+    "tokens of a warp turn alike": ("there(token_of(row_of(i)))", "there(token_of(warp * 16))"),
     "a part begins with what is left of the one before": (
         "        fold(top);\n        kept = false;\n",
         "        fold(top);\n",

@@ -123,30 +123,29 @@ DEV void load_matrices(u32* r, const void* row) {
 }
 
 // Arithmetic as the Triton kernels' instructions do it.
-DEV u16 to_bf16(float v) {
-    u16 r;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));
-    return r;
-}
 DEV u32 two_bf16(float first, float second) {
     u32 r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
     return r;
 }
+// The instruction for one takes several times as long.
+DEV u16 to_bf16(float v) { return (u16)two_bf16(v, 0.0f); }
 DEV float exp2_flushed(float v) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
-    return r;
-}
-DEV float exp2_full(float v) {
-    float r;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(r) : "f"(v));
     return r;
 }
 DEV float over(float a, float b) {
     float r;
     asm("div.full.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
     return r;
+}
+// The same for one over a number that is one or more, in fewer instructions.
+DEV float one_over(float v) {
+    float r;
+    bool large = v > 8.50705917e37f;  // two to the 126th
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(large ? v * 0.25f : v));
+    return large ? r * 0.25f : r;
 }
 DEV float root_under_one(float v) {
     float r;

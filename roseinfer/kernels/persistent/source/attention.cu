@@ -257,9 +257,9 @@
             float higher = larger_of(top[i], highest * p->scale);
             shrink[i] = exp2_flushed(top[i] - higher);
             top[i] = higher;
-            u32 first = to_bf16(exp2_flushed(times_plus(d[i * 2], p->scale, -higher)));
-            u32 second = to_bf16(exp2_flushed(times_plus(d[i * 2 + 1], p->scale, -higher)));
-            *(u32*)&s->weights[(i * 8 + row) * W_PITCH + warp * 8 + pair * 2] = first | second << 16;
+            float first = exp2_flushed(times_plus(d[i * 2], p->scale, -higher));
+            float second = exp2_flushed(times_plus(d[i * 2 + 1], p->scale, -higher));
+            *(u32*)&s->weights[(i * 8 + row) * W_PITCH + warp * 8 + pair * 2] = two_bf16(first, second);
         }
         meet();
     }

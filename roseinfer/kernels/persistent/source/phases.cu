@@ -25,7 +25,7 @@
 #pragma unroll 1
         for (int r = t; r < count; r += CONSUMERS) {
             if (none) logits[r] = 0x7fff;
-            else if (mlp) tell(p->hidden + first + r, gated(s->results[r], s->results[blocks * ROWS + r]), stamp_of(layer));
+            else if (mlp) tell(p->hidden + first + r, to_bf16(gated(s->results[r], s->results[blocks * ROWS + r])), stamp_of(layer));
             else if (!head) tell(p->qkv_new + first + r, to_bf16(biased(layer, first + r, s->results[r])), stamp_of(layer));
         }
     }

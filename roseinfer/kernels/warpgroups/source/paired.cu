@@ -170,15 +170,15 @@ struct Multiplying {
             for (int n = 0; n < OUTPUTS / 8; n++) {
                 int i = n * 4 + half * 2;
                 u32* word = (u32*)(to + n / 8 * OF_COLUMNS + ((n % 8) ^ (row % 8)) * 16);
-                *word = GATES ? (u32)gated(part[i], other[i]) | (u32)gated(part[i + 1], other[i + 1]) << 16
-                              : two_bf16(added((u16)*word, other[i]), added((u16)(*word >> 16), other[i + 1]));
+                *word = GATES ? two_bf16(gated(part[i], other[i]), gated(part[i + 1], other[i + 1]))
+                              : two_bf16(added(low(*word), other[i]), added(high(*word), other[i + 1]));
             }
         }
         show_copy_engine();
         sync_warp();
         if (lane == 0) mbar_arrive(&s->written[group]);
     }
-    DEV float added(u16 before, float sum) const { return times_plus(sum, p.times, wide(before)); }
+    DEV float added(float before, float sum) const { return times_plus(sum, p.times, before); }
 };
 
 DEV void program(const Params& p, Shared* s) {

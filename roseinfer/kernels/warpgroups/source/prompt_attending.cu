@@ -127,7 +127,7 @@ struct Attending {
     }
     // Rows that are no query's have another one's numbers, and are not stored. A thread brings pieces that lie half a
     // row apart, and rotates them.
-    DEV int row_of(int round) const { return warp * 16 + round * OF_ROUND + lane / HALF; }
+    DEV int row_of(int round) const { return warp * 16 + lane / HALF * ROUNDS + round; }
     DEV void read_queries(uint4 (*pieces)[2]) const {
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) {
@@ -144,7 +144,7 @@ struct Attending {
         uint4 cosines, sines;
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) {
-            if (i * OF_ROUND % TILE_G == 0) {  // other tokens
+            if (i % ALIKE == 0) {  // another token
                 long long at = (long long)(item.position + there(token_of(row_of(i)))) * DIM + lane % HALF * 8;
                 cosines = *(const uint4*)(p.cosines + at), sines = *(const uint4*)(p.sines + at);
             }

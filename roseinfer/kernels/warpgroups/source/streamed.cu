@@ -129,7 +129,7 @@ DEV void each_sum(const Params& p, Place at, Take take) {
 
 DEV void store(const Params& p, Place at, const Sums& sums) {
     if (STRIPS == 2) {
-        each_sum(p, at, [&](int i, int, long long to) { ((u16*)p.out)[to] = gated(sums.d[0][i], sums.d[STRIPS - 1][i]); });
+        each_sum(p, at, [&](int i, int, long long to) { ((u16*)p.out)[to] = to_bf16(gated(sums.d[0][i], sums.d[STRIPS - 1][i])); });
     } else if (p.as_is) {
         each_sum(p, at, [&](int i, int, long long to) { ((float*)p.out)[to] = sums.d[0][i]; });
     } else {
