@@ -80,7 +80,12 @@ WRONG = {
         "        lay_own(values);\n        sync_warp();\n",
         "        lay_own(values);\n",
     ),
-    "queries are not rotated": ("if (p.cosines) rotate(pieces);", ""),
+    "queries are not rotated": ("if (p.cosines) rotate();", ""),
+    "queries are not waited for": ("        wait_for_copies();\n", ""),
+    "the next queries come where those of now lie": (
+        "s->queries[side ^ 1][group]",
+        "s->queries[side][group]",
+    ),
     "halves turn the same way": ("-b[0] * s[0]", "b[0] * s[0]"),
     "tokens of a warp turn alike": ("there(token_of(row_of(i)))", "there(token_of(warp * 16))"),
     "a part begins with what is left of the one before": (

@@ -62,10 +62,10 @@ class PromptSizes:
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory of a program: queries, two rings, and barriers."""
+        """The shared memory of a program: queries of two items, two rings, and barriers."""
         strips = self.dim // SIDE
         of_rings = _STAGES * (strips + strips + 1)
-        return (self.groups * strips + of_rings) * _STRIP + 1024
+        return (2 * self.groups * strips + of_rings) * _STRIP + 1024
 
     def defines(self) -> dict[str, int]:
         told = {

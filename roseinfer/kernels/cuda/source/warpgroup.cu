@@ -57,6 +57,11 @@ DEV void settled(u32* numbers) {
 }
 // True for a warp where it is true in one of its threads.
 DEV bool any(bool v) { return __any_sync(0xffffffffu, v); }
+// A thread has 16 bytes copied to shared memory, and waits for all that it has asked for.
+DEV void copy_piece(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at(to)), "l"(from) : "memory");
+}
+DEV void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // What is read soon comes to the first-level cache.
 DEV void ask_for(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 // How many registers each thread of a warpgroup has: those that one gives, another one may take.

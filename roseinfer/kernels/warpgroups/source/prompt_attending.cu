@@ -4,6 +4,7 @@ struct Attending {
     Shared* s;
     int group, t, warp, lane, row, pair;
     Turn k, v;
+    int side;  // where the item's queries lie. Those of the next come to the other side meanwhile
     Item item;
     int position[2];        // of its rows' tokens
     float scores[TILE_T / 2];
@@ -11,7 +12,7 @@ struct Attending {
     bool kept;                 // of what the sums were: nothing where a part begins
     float all_top[2], all_total[2], all[DIM / 2];
 
-    DEV Attending(const Params& params, Shared* shared) : p(params), s(shared), k{0, 0}, v{0, 0} {
+    DEV Attending(const Params& params, Shared* shared) : p(params), s(shared), k{0, 0}, v{0, 0}, side(1) {
         group = alike(THREAD / 128), t = THREAD % 128, warp = t / 32, lane = t % 32, row = lane / 4, pair = lane % 4;
     }
     DEV void meet() const { bar_sync(1 + group, 128); }
@@ -22,13 +23,14 @@ struct Attending {
 
     DEV void attend(const Item& given, const Item& next) {
         item = given;
+        side = alike(side ^ 1);
         t = THREAD % 128;
         afresh(t);  // what follows from it takes no registers else
         warp = alike(t / 32), lane = t % 32, row = lane / 4, pair = lane % 4;
 #pragma unroll
         for (int half = 0; half < 2; half++) position[half] = item.position + token_of(own_row(half));
         begin_item();
-        ask_for_queries(next);
+        if (next.count) bring_queries(next);
         meet();  // all warps' queries are there
         int tiles = item.tiles(), mine = own_tiles();
         begin_part();
@@ -78,46 +80,37 @@ struct Attending {
         turn->forward();
     }
 
-    // Those of the next item come to the caches meanwhile.
-    DEV void ask_for_queries(const Item& next) const {
-        int token = t / 2 / TILE_G + group * TOKENS, member = t / 2 % TILE_G;
-        if (token >= next.count || member >= GROUP) return;
-        ask_for(p.query + (next.row + token) * p.query_token + (next.kv_head * GROUP + member) * p.query_head + t % 2 * (DIM / 2));
-        if (t % 128 == 0) ask_for(next.table + next.position / BLOCK_SIZE);
-    }
-    DEV int there(int token) const { return token < item.count ? token : item.count - 1; }
     DEV void query_fragment(u32* a, int deep) const {
         load_matrices(a, place_in_queries(warp * 16 + lane % 16, deep * 2 + lane / 16));
     }
 
-    // A warp brings its rows' queries and their own tokens' keys and values, 16 bytes a thread. Keys and values lie
-    // where the queries will, until each thread has those that it needs.
+    // A warp brings its rows' queries, and its own tokens' keys and values, 16 bytes a thread. Keys and values lie where
+    // the next queries will, until each thread has those that it needs.
     DEV void begin_item() {
-        uint4 queries[ROUNDS][2], keys[OWN_PIECES], values[OWN_PIECES];
+        uint4 keys[OWN_PIECES], values[OWN_PIECES];
         read_own(values, p.v_cache);
         read_own(keys, p.k_cache);
-        read_queries(queries);
         u32 two[DIM / 4], own_keys[EIGHTS][DIM / 8];
         sync_warp();
         lay_own(values);
         sync_warp();
 #pragma unroll
         for (int n = 0; n < DIM / 8; n += 2)
-            load_matrices(two + n * 2, place_in_queries(warp * 16 + lane % 16 / TILE_G, n + lane / 16));
+            load_matrices(two + n * 2, place_in_next(warp * 16 + lane % 16 / TILE_G, n + lane / 16));
         sync_warp();
         lay_own(keys);
+        wait_for_copies();
+        if (p.cosines) rotate();
+        show_copy_engine();
         sync_warp();
 #pragma unroll
         for (int e = 0; e < EIGHTS; e++)
 #pragma unroll
             for (int i = 0; i < DIM / 8; i += 4)
-                load_matrices(own_keys[e] + i, place_in_queries(warp * 16 + e * 8 + lane % 8 % OWN_TOKENS, i + lane / 8));
-        sync_warp();
-        lay_queries(queries);
-        show_copy_engine();
-        sync_warp();
+                load_matrices(own_keys[e] + i, place_in_next(warp * 16 + e * 8 + lane % 8 % OWN_TOKENS, i + lane / 8));
         look_at_own(own_keys, two);
     }
+    DEV int there(int token) const { return item.there(token); }
     DEV void read_own(uint4* pieces, const u16* cache) const {
 #pragma unroll
         for (int i = 0; i < OWN_PIECES; i++) {
@@ -128,30 +121,35 @@ struct Attending {
     // Rows that are no query's have another one's numbers, and are not stored. A thread brings pieces that lie half a
     // row apart, and rotates them.
     DEV int row_of(int round) const { return warp * 16 + lane / HALF * ROUNDS + round; }
-    DEV void read_queries(uint4 (*pieces)[2]) const {
+    DEV int piece_of(int half) const { return lane % HALF + half * HALF; }
+    DEV void bring_queries(const Item& next) const {
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) {
             int own = row_of(i), member = own % TILE_G;
             member = member < GROUP ? member : 0;
-            const u16* from = p.query + (item.row + there(token_of(own))) * p.query_token +
-                              (item.kv_head * GROUP + member) * p.query_head + lane % HALF * 8;
-            pieces[i][0] = *(const uint4*)from;
-            pieces[i][1] = *(const uint4*)(from + DIM / 2);
+            const u16* from = p.query + (next.row + next.there(token_of(own))) * p.query_token +
+                              (next.kv_head * GROUP + member) * p.query_head + lane % HALF * 8;
+            copy_piece(place_in_next(own, piece_of(0)), from);
+            copy_piece(place_in_next(own, piece_of(1)), from + DIM / 2);
         }
-        if (p.cosines) rotate(pieces);
+        if (t == 0) ask_for(next.table + next.position / BLOCK_SIZE);
     }
-    DEV void rotate(uint4 (*pieces)[2]) const {
-        uint4 cosines, sines;
+    DEV void rotate() const {
+        uint4 c, s;
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) {
             if (i % ALIKE == 0) {  // another token
                 long long at = (long long)(item.position + there(token_of(row_of(i)))) * DIM + lane % HALF * 8;
-                cosines = *(const uint4*)(p.cosines + at), sines = *(const uint4*)(p.sines + at);
+                c = *(const uint4*)(p.cosines + at), s = *(const uint4*)(p.sines + at);
             }
-            turn_two(pieces[i][0].x, pieces[i][1].x, cosines.x, sines.x);
-            turn_two(pieces[i][0].y, pieces[i][1].y, cosines.y, sines.y);
-            turn_two(pieces[i][0].z, pieces[i][1].z, cosines.z, sines.z);
-            turn_two(pieces[i][0].w, pieces[i][1].w, cosines.w, sines.w);
+            uint4* first = (uint4*)place_in_queries(row_of(i), piece_of(0));
+            uint4* second = (uint4*)place_in_queries(row_of(i), piece_of(1));
+            uint4 a = *first, b = *second;
+            turn_two(a.x, b.x, c.x, s.x);
+            turn_two(a.y, b.y, c.y, s.y);
+            turn_two(a.z, b.z, c.z, s.z);
+            turn_two(a.w, b.w, c.w, s.w);
+            *first = a, *second = b;
         }
     }
     // Two numbers of each half.
@@ -161,18 +159,11 @@ struct Attending {
         first = two_bf16(times_plus(a[0], c[0], -b[0] * s[0]), times_plus(a[1], c[1], -b[1] * s[1]));
         second = two_bf16(times_plus(b[0], c[0], a[0] * s[0]), times_plus(b[1], c[1], a[1] * s[1]));
     }
-    DEV void lay_queries(uint4 (*pieces)[2]) {
-#pragma unroll
-        for (int i = 0; i < ROUNDS; i++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                *(uint4*)place_in_queries(row_of(i), lane % HALF + half * HALF) = pieces[i][half];
-    }
     DEV void lay_own(const uint4* pieces) {
 #pragma unroll
         for (int i = 0; i < OWN_PIECES; i++) {
             int own = i * AT_A_TIME + lane / (DIM / 8);
-            if (own < OWN_TOKENS) *(uint4*)place_in_queries(warp * 16 + own, lane % (DIM / 8)) = pieces[i];
+            if (own < OWN_TOKENS) *(uint4*)place_in_next(warp * 16 + own, lane % (DIM / 8)) = pieces[i];
         }
     }
     // Look at the rows' own tokens, whose products are the diagonal of one with all of the warp's tokens.
@@ -226,7 +217,7 @@ struct Attending {
         give_back(s->keys_read, &k);
     }
     DEV void multiply_keys() {
-        TilePlace queries = tile_at(s->queries[group]), keys = tile_at(s->keys[k.slot]);
+        TilePlace queries = tile_at(s->queries[side][group]), keys = tile_at(s->keys[k.slot]);
 #pragma unroll
         for (int i = 0; i < DIM / 16; i++) {
             int bytes = i / 4 * STRIP + i % 4 * 32;
@@ -373,7 +364,9 @@ struct Attending {
         }
     }
     // Where 8 numbers of a row lie, in the order that the copy engine would lay them.
-    DEV unsigned char* place_in_queries(int own, int piece) const {
-        return s->queries[group] + piece / 8 * STRIP + own * SIDE * 2 + ((piece % 8 ^ own % 8) << 4);
+    DEV unsigned char* place_in_queries(int own, int piece) const { return place(s->queries[side][group], own, piece); }
+    DEV unsigned char* place_in_next(int own, int piece) const { return place(s->queries[side ^ 1][group], own, piece); }
+    DEV unsigned char* place(unsigned char* queries, int own, int piece) const {
+        return queries + piece / 8 * STRIP + own * SIDE * 2 + ((piece % 8 ^ own % 8) << 4);
     }
 };

@@ -44,7 +44,7 @@ struct Params {
 };
 
 struct alignas(1024) Shared {
-    unsigned char queries[GROUPS][DEEP * STRIP], keys[STAGES][DEEP * STRIP], values[STAGES][(DEEP + 1) * STRIP];
+    unsigned char queries[2][GROUPS][DEEP * STRIP], keys[STAGES][DEEP * STRIP], values[STAGES][(DEEP + 1) * STRIP];
     u64 keys_there[STAGES], keys_read[STAGES], values_there[STAGES], values_read[STAGES];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives as much");
@@ -60,6 +60,7 @@ struct Item {
     int kv_head, count, position;
 
     DEV int last() const { return position + count - 1; }
+    DEV int there(int token) const { return smaller(token, count - 1); }
     DEV int tiles() const { return (last() + TILE_T - 1) / TILE_T; }
     DEV long long cache_row(const Params& p, int token) const {
         return table[token / BLOCK_SIZE] * p.block_rows + kv_head * p.head_rows + token % BLOCK_SIZE;

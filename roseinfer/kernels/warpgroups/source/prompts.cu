@@ -21,6 +21,7 @@ DEV void program(const Params& p, Shared* s) {
         take_registers<REGISTERS>();
         wait_for_kernel_in_front();
         Attending attending(p, s);
+        attending.bring_queries(item_of(p, columns_of(p, BLOCK), BLOCK));
         each_item(p, [&](const Item& item, const Item& next) { attending.attend(item, next); });
     }
 }
