@@ -26,8 +26,8 @@ constexpr int EIGHTS = larger(OWN_TOKENS / 8, 1);   // the same, by 8
 constexpr int AT_A_TIME = 32 / (DIM / 8);    // rows that a warp brings, 16 bytes a thread
 constexpr int OWN_PIECES = larger(OWN_TOKENS / AT_A_TIME, 1);  // that a thread brings
 constexpr int HALF = DIM / 16;  // pieces of half a row, which turns against the other half
-constexpr int ROUNDS = DIM / 32;            // in which a warp brings its rows of queries
-constexpr int ALIKE = smaller(TILE_G, ROUNDS);  // rounds in which a thread brings a token's
+constexpr int ROUNDS = DIM / 32;  // in which a warp brings its rows of queries
+constexpr int ALIKE = smaller(TILE_G, ROUNDS);  // rounds in which a thread brings those of one token
 constexpr int AT_ONCE = smaller(BLOCK_SIZE, TILE_T);  // tokens that lie one behind the other
 
 struct Params {
