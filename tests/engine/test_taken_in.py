@@ -86,11 +86,14 @@ def test_a_step_begins_as_soon_as_it_is_full(monkeypatch: pytest.MonkeyPatch) ->
     assert watched.taken_in[:3] == [2, 4, 6]
 
 
-def test_what_the_prefix_cache_has_fills_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cached", [12, 2], ids=["blocks", "a part of one"])
+def test_what_the_prefix_cache_has_fills_no_step(
+    cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watched = Watched(monkeypatch, prefill_max_tokens=10)
-    watched.texts([[9] * 12])
+    watched.texts([[9] * cached], SamplingParams(max_new_tokens=1, ignore_eos=True))
     before = len(watched.steps)
-    watched.texts([[9] * 12 + [at] for at in range(2, 9)])
+    watched.texts([[9] * cached + [at] for at in range(2, 9)])
     taken_in, (decoding, chunks) = watched.taken_in[before], watched.steps[before]
     assert taken_in == 8, "the one before, and all seven"
     assert not decoding
