@@ -82,7 +82,7 @@ COMPILE = """
     traits = dict(WINDOW=40, CAPPED=True, SINKING=True, SLOPED=True)
     capability, dtype = int(sys.argv[1]), sys.argv[2]
     attends = dict(GROUP=2, D=80, TILE_D=128, TILE_T=64, LIMIT=0)
-    decodes = dict(Q_HEADS=4, TILE_G=16, ROWS=9, **attends)
+    decodes = dict(Q_HEADS=4, TILE_G=16, ROWS=9, TURN=0, **attends)
     for block in (16, 64):
         check(_decode_kernel, dtype, BLOCK=block, SPLITS=4, APPENDS=True, ROOM=True, **decodes)
     check(_decode_kernel, dtype, BLOCK=64, SPLITS=1, APPENDS=True, ROOM=True, **decodes)
@@ -92,7 +92,9 @@ COMPILE = """
             decodes |= dict(D=head_dim, TILE_D=head_dim, TILE_T=tile_of_tokens(head_dim * size))
             ways = dict(BLOCK=64, SPLITS=1, APPENDS=True, ROOM=programs == 1)
             check(_decode_kernel, kind_of, _warps(programs, head_dim), **ways, **decodes)
-    check(_decode_kernel, dtype, BLOCK=64, SPLITS=1, APPENDS=True, ROOM=True, **decodes, **traits)
+    ways = dict(BLOCK=64, SPLITS=1, APPENDS=True, ROOM=True)
+    check(_decode_kernel, dtype, **ways, **decodes, **traits)
+    check(_decode_kernel, dtype, **ways, **{**decodes, "TURN": 64})
     heads = dict(Q_HEADS=4, K_HEADS=2, D=80, TILE_Q=4, TILE_K=2, TILE_D=128)
     for together in (False, True):
         check(_rotate_kernel, dtype, TURN=64, NORMED=True, TOGETHER=together, **heads)
@@ -131,4 +133,4 @@ COMPILE = """
 def test_the_kernels_of_decoding_compile(capability: int, dtype: str) -> None:
     """For GPUs that let kernels start early, and for others."""
     code = COMPILE.replace("sys.argv[1]", f"'{capability}'").replace("sys.argv[2]", f"'{dtype}'")
-    assert len(run_python(code, warm=True).split()) == 43
+    assert len(run_python(code, warm=True).split()) == 44

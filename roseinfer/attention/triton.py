@@ -118,12 +118,8 @@ class TritonAttention(AttentionBackend):
         match self._batch:
             case ResidentBatch(drafts=True) as rows:
                 return self._attend_drafts(rows, layer, query, key, value)
-            case ResidentBatch(tables, lengths):
-                self.path_counts[AttentionPath.APPEND_AND_ATTEND] += 1
-                caches, table = self.kv.caches(layer), tables[self.kv.group_of(layer)]
-                return self._kernels.append_and_attend(
-                    query, key, value, *caches, table, lengths, self.traits[layer]
-                )
+            case ResidentBatch() as rows:
+                return self._attend_rows(rows, layer, query, key, value, None)
             case StepBatch() as batch:
                 batch.new.write(layer, key, value)
                 return self.attend(batch, layer, query)
@@ -138,6 +134,8 @@ class TritonAttention(AttentionBackend):
         rotation: Rotation,
     ) -> Tensor:
         match self._batch:
+            case ResidentBatch(drafts=False) as rows if rotation.query_gain is None:
+                return self._attend_rows(rows, layer, query, key, value, rotation)
             case StepBatch(singles=singles, counts=counts) as batch if singles < len(counts) and (
                 tile_q := self._rotating_tile(batch, layer, query, rotation)
             ):
@@ -150,6 +148,22 @@ class TritonAttention(AttentionBackend):
             case _:
                 self._kernels.rotate(query, key, positions, rotation)
                 return self.attend_new(layer, query, key, value)
+
+    def _attend_rows(
+        self,
+        rows: ResidentBatch,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: Rotation | None,
+    ) -> Tensor:
+        """Store the new tokens of all rows and attend from them, in one kernel."""
+        self.path_counts[AttentionPath.APPEND_AND_ATTEND] += 1
+        caches, table = self.kv.caches(layer), rows.tables[self.kv.group_of(layer)]
+        return self._kernels.append_and_attend(
+            query, key, value, *caches, table, rows.lengths, self.traits[layer], rotation
+        )
 
     def ends_alone(self, rows: Tensor | None) -> bool:
         match self._batch:

@@ -30,6 +30,7 @@ from roseinfer.kernels.attend_parts import (
 from roseinfer.kernels.context_parts import num_parts, part_begin
 from roseinfer.kernels.moves import moves, taken
 from roseinfer.kernels.products.dot import dot
+from roseinfer.kernels.rotary import load_rotated
 from roseinfer.kernels.runtime import is_interpreted, launch
 from roseinfer.kernels.scores import numbers_by_head, score_arguments
 from roseinfer.kernels.weighing import (
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
     from roseinfer.kernels.moves import Given
     from roseinfer.layer_traits import LayerTraits
+    from roseinfer.rotation import Rotation
 
 _MOST_SPLITS = 32
 _PROCESSORS = 132
@@ -86,6 +88,9 @@ def _decode_moved(given: Given) -> dict[str, int | Callable[[], int]]:
     if appends:
         moved |= {name: taken(given[name], given[name].numel()) for name in ("key", "value")}
     moved |= numbers_by_head(given)
+    if given["TURN"]:
+        angles = sequences * given["TURN"]
+        moved |= {name: taken(given[name], angles) for name in ("cosines", "sines")}
     if given["SPLITS"] == 1:
         return moved | {"out": taken(given["out"], query.numel())}
     return moved | seen_parts_moved(given)
@@ -97,6 +102,7 @@ def _decode_kernel(
     query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max, weights_sum,
     scale, cap, sinks, slopes,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKING: tl.constexpr, SLOPED: tl.constexpr,
+    cosines, sines, TURN: tl.constexpr,
     q_s, q_h, k_s, k_h, v_s, v_h, o_s, o_h,
     kc_b, kc_h, kc_t, table_pitch, length_pitch,
     Q_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
@@ -127,7 +133,13 @@ def _decode_kernel(
         if ROOM:
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    q = tl.load(query + sequence * q_s + heads[:, None] * q_h + dims[None, :], q_inside, other=0.0)
+    queries = query + sequence * q_s + heads * q_h
+    if TURN:
+        q = load_rotated(
+            queries, members, dims, own, cosines, sines, query, 0.0, GROUP, D, TURN, False, False
+        ).to(query.dtype.element_ty)
+    else:
+        q = tl.load(queries[:, None] + dims[None, :], q_inside, other=0.0)
     row = (sequence * Q_HEADS + heads) * ROWS
     if APPENDS:
         k_from, v_from = (
@@ -139,13 +151,13 @@ def _decode_kernel(
     slot = tl.load(table + own // BLOCK).to(tl.int64) * kc_b + kv_head * kc_h + own % BLOCK * kc_t
     if SPLITS == 1:
         all_top, all_total, all_sums = _take_own(
-            q, k_from, v_from, k_cache + slot, v_cache + slot, dims, d_inside, scale, cap, sinks,
-            slopes, heads, real, CAPPED, SLOPED, SINKING, APPENDS,
+            q, k_from, v_from, k_cache + slot, v_cache + slot, dims, d_inside, own, cosines, sines,
+            scale, cap, sinks, slopes, heads, real, CAPPED, SLOPED, SINKING, APPENDS, D, TURN,
         )  # fmt: skip
     elif split == SPLITS - 1:  # it has the fewest parts
         own_top, own_total, own_sums = _take_own(
-            q, k_from, v_from, k_cache + slot, v_cache + slot, dims, d_inside, scale, cap, sinks,
-            slopes, heads, real, CAPPED, SLOPED, SINKING, APPENDS,
+            q, k_from, v_from, k_cache + slot, v_cache + slot, dims, d_inside, own, cosines, sines,
+            scale, cap, sinks, slopes, heads, real, CAPPED, SLOPED, SINKING, APPENDS, D, TURN,
         )  # fmt: skip
         note_part(
             partial, weights_max, weights_sum, row, own_top, own_total, own_sums, real, d_inside, D
@@ -200,12 +212,21 @@ def _decode_kernel(
 
 @triton.jit
 def _take_own(
-    q, k_from, v_from, k_slot, v_slot, dims, d_inside, scale, cap, sinks, slopes, heads, real,
+    q, k_from, v_from, k_slot, v_slot, dims, d_inside, own, cosines, sines,
+    scale, cap, sinks, slopes, heads, real,
     CAPPED: tl.constexpr, SLOPED: tl.constexpr, SINKING: tl.constexpr, APPENDS: tl.constexpr,
+    D: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """Look at the own token, which is stored in its slot first if it is new."""
     if APPENDS:
-        k = tl.load(k_from + dims, d_inside, other=0.0).to(k_slot.dtype.element_ty)
+        if TURN:
+            one = tl.arange(0, 1)
+            k = load_rotated(
+                k_from + one, one, dims, own, cosines, sines, k_from, 0.0, 1, D, TURN, False, False
+            )  # fmt: skip
+            k = tl.sum(k, 0).to(k_slot.dtype.element_ty)
+        else:
+            k = tl.load(k_from + dims, d_inside, other=0.0).to(k_slot.dtype.element_ty)
         v = tl.load(v_from + dims, d_inside, other=0.0).to(v_slot.dtype.element_ty)
         tl.store(k_slot + dims, k, d_inside)
         tl.store(v_slot + dims, v, d_inside)
@@ -249,12 +270,15 @@ def append_and_attend(
     tables: Tensor,
     lengths: Tensor,
     traits: LayerTraits,
+    rotation: Rotation | None = None,
 ) -> Tensor:
     """Store one token for each sequence, ``[sequences, kv_heads, head_dim]``, and attend from it.
 
     This is ``paged_attention_decode``, but ``lengths[i]`` counts what is stored before, and row
     ``i`` of ``tables`` has a block for the new token too. On a GPU ``lengths`` may be read before
     the kernel in front has ended: it must not be what writes them.
+
+    With a rotation without norms, queries and keys are yet to be rotated, each by its position.
     """
     _check(query, k_cache, v_cache)
     query = _side_by_side(query)
@@ -280,10 +304,14 @@ def append_and_attend(
     if is_interpreted():  # counting to a limit; tables of slots are wider than any sequence needs
         limit = max(1, int(lengths.max())) if appends else most_tokens
     arguments = score_arguments(traits, query)
+    cosines = sines = query
+    turn = 0
+    if rotation is not None:
+        cosines, sines, turn = rotation.cosines, rotation.sines, rotation.cosines.shape[1]
     launch(
         _decode_kernel, (sequences, kv_heads, splits),
         query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max,
-        weights_sum, *arguments,
+        weights_sum, *arguments, cosines, sines, turn,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2],
         *k_cache.stride()[:3], tables.stride(0), lengths.stride(0),
         q_heads, group, head_dim, block_size, tile_g, tile_d,

@@ -68,7 +68,7 @@ def rotate(*gains: int, together: bool = False, of: str = "both") -> None:
     rotary.rotate(query, key, index(7, 2, 0), rotation)
 
 
-def attend(*, new: bool, more: Sequence[str] = ()) -> torch.Tensor:
+def attend(*, new: bool, more: Sequence[str] = (), turn: int = 0) -> torch.Tensor:
     """Two sequences whose query heads share KV heads, in a pool that has room for more."""
     k_cache, v_cache = caches(12, 2, BLOCK, 20)
     qkv = numbers(2, 4 + 2 + 2, 20, dtype=torch.float16)
@@ -77,8 +77,9 @@ def attend(*, new: bool, more: Sequence[str] = ()) -> torch.Tensor:
     lists = tables([1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
     traits = traits_of(more, 4, 20, str(torch.get_default_device()), window=39)
     if new:
+        rotation = Rotation(*numbers(2, 80, turn, dtype=torch.float16)) if turn else None
         return attend_decode.append_and_attend(
-            query, key, value, k_cache, v_cache, lists, lengths, traits
+            query, key, value, k_cache, v_cache, lists, lengths, traits, rotation
         )
     return attend_decode.paged_attention_decode(query, k_cache, v_cache, lists, lengths, traits)
 
@@ -176,6 +177,7 @@ CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "clone between pools": (copy_between_pools, ["_clone_kernel"]),
     "attend": (lambda: attend(new=False), ["_decode_kernel"]),
     "append and attend": (lambda: attend(new=True), ["_decode_kernel"]),
+    "append, rotate and attend": (lambda: attend(new=True, turn=12), ["_decode_kernel"]),
     "attend in a window": (
         lambda: attend(new=False, more=["window", "cap", "slopes"]),
         ["_decode_kernel"],
