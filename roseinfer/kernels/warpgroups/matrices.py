@@ -33,6 +33,11 @@ def has_warpgroups(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device)[0] == _CAPABILITY
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def lies_well(matrix: Tensor) -> bool:
     """Tell if the copy engine can fetch tiles of a matrix."""
     return (

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
-
-import torch
 
 from roseinfer.kernels.cuda.tensor_maps import SIDE
 from roseinfer.kernels.moves import announced
 from roseinfer.kernels.runtime import num_tiles
 from roseinfer.kernels.warpgroups.loaded_kernels import loaded
-from roseinfer.kernels.warpgroups.matrices import Map, lies_well, map_of, place_of
+from roseinfer.kernels.warpgroups.matrices import (
+    Map,
+    lies_well,
+    map_of,
+    multiprocessors,
+    place_of,
+)
 from roseinfer.kernels.warpgroups.paired_sizes import OUTPUTS, ROWS, PairedSizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from torch import Tensor
 
     from roseinfer.kernels.cuda.gpu_program import GpuProgram, Program
@@ -112,7 +117,7 @@ def _multiply(
 ) -> None:
     program = program or program_of(sizes, x.device)
     assert program is not None
-    pairs = pairs or _most_pairs(x.device)
+    pairs = pairs or multiprocessors(x.device) // 2
     places = place_of(x), place_of(weight), place_of(out)
     params = _params(program.encode, *places, parts, times, pairs)
     with announced(KERNEL, partial(_moved, x, weight, out, 1 if sizes.gates else 2)):
@@ -151,11 +156,6 @@ def _params(
 def _moved(x: Tensor, weight: Tensor, out: Tensor, times: int) -> list[tuple[Tensor, int]]:
     """Count all once, and what is added to twice."""
     return [(x, x.nbytes), (weight, weight.nbytes), (out, times * out.nbytes)]
-
-
-@cache
-def _most_pairs(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count // 2
 
 
 def program_of(sizes: PairedSizes, device: torch.device) -> GpuProgram | None:

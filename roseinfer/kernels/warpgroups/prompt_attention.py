@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
 from roseinfer.kernels.attend_chunks import chunks_moved
-from roseinfer.kernels.cuda.tensor_maps import SIDE, encoded
 from roseinfer.kernels.moves import announced, taken
 from roseinfer.kernels.scores import score_arguments
+from roseinfer.kernels.warpgroups.caches import (
+    caches_lie_well,
+    heads_lie_well,
+    is_plain,
+    map_of_cache,
+    rows_between,
+)
 from roseinfer.kernels.warpgroups.loaded_kernels import loaded
-from roseinfer.kernels.warpgroups.matrices import Map, has_warpgroups
-from roseinfer.kernels.warpgroups.prompt_sizes import TILE_TOKENS, PromptSizes
+from roseinfer.kernels.warpgroups.matrices import Map, has_warpgroups, multiprocessors
+from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import torch
     from torch import Tensor
 
     from roseinfer.kernels.cuda.gpu_program import GpuProgram, Program
@@ -29,9 +34,6 @@ KERNEL = "attend_prompts"
 """Its name in the source."""
 _FEWEST_TILES = 6
 """Of a context. With fewer the kernel was slower than Triton's on an H100, end to end."""
-_PIECE = 8
-"""Numbers that are read at once, which begin at a multiple of as many."""
-_MOST_CACHE_ROWS = 1 << 31
 _PLAIN = {"WINDOW": 0, "SINKING": False, "SLOPED": False}
 
 
@@ -74,25 +76,17 @@ def prompt_tile(
     It is 0 where another attends. A sequence has ``most`` new tokens or fewer, and ``longest`` or
     fewer in all.
     """
-    plain = (
-        traits.window is None
-        and traits.cap is None
-        and traits.sinks is None
-        and traits.slopes is None
-    )
     sizes = _sizes(query, k_cache)
     tokens = sizes.tokens
     fit = (
-        plain
+        is_plain(traits)
         and most > tokens // 2
         and longest >= _FEWEST_TILES * tokens
         and has_warpgroups(query.device, query.dtype)
         and k_cache.dtype is query.dtype
         and sizes.fit()
-        and _query_lies_well(query)
-        and k_cache.stride() == v_cache.stride()
-        and _cache_lies_well(k_cache)
-        and _cache_lies_well(v_cache)
+        and heads_lie_well(query)
+        and caches_lie_well(k_cache, v_cache)
     )
     return tokens if fit and program_of(sizes, query.device) is not None else 0
 
@@ -118,12 +112,12 @@ def attend_prompts(
     program = program or program_of(sizes, query.device)
     assert program is not None
     out = query.new_empty(query.shape)
-    kv_heads, (block_rows, head_rows) = k_cache.shape[1], _rows_between(k_cache)
+    kv_heads, (block_rows, head_rows) = k_cache.shape[1], rows_between(k_cache)
     items = len(tiles[0]) * kv_heads
-    programs = min(items, programs or _multiprocessors(query.device))
+    programs = min(items, programs or multiprocessors(query.device))
     angles = (rotation.cosines, rotation.sines) if rotation else ()
     params = PromptParams(
-        _map(program, k_cache), _map(program, v_cache),
+        map_of_cache(program, k_cache), map_of_cache(program, v_cache),
         *(each.data_ptr() for each in (query, k_cache, v_cache)),
         *([each.data_ptr() for each in angles] or (None, None)),
         *(each.data_ptr() for each in (out, tables, *tiles)),
@@ -158,48 +152,6 @@ def _moved(
 def _sizes(query: Tensor, k_cache: Tensor) -> PromptSizes:
     _, kv_heads, block_size, dim = k_cache.shape
     return PromptSizes(dim, query.shape[1] // kv_heads, block_size)
-
-
-def _map(program: Program, cache: Tensor) -> ctypes.Array[ctypes.c_ubyte]:
-    """Return the map of a cache as a matrix, of which a tile is tokens that lie in one block."""
-    _, _, block_size, dim = cache.shape
-    rows, at_once = _cache_rows(cache), min(block_size, TILE_TOKENS)
-    where = cache.data_ptr(), rows, dim, dim, at_once, SIDE
-    return Map.from_buffer_copy(encoded(program.encode, *where))
-
-
-def _rows_between(cache: Tensor) -> tuple[int, int]:
-    """Return how many rows of a matrix lie between blocks, and between heads."""
-    return cache.stride(0) // cache.shape[3], cache.stride(1) // cache.shape[3]
-
-
-def _cache_rows(cache: Tensor) -> int:
-    blocks, kv_heads, block_size, _ = cache.shape
-    block_rows, head_rows = _rows_between(cache)
-    return (blocks - 1) * block_rows + (kv_heads - 1) * head_rows + block_size
-
-
-def _query_lies_well(query: Tensor) -> bool:
-    return (
-        query.stride(2) == 1
-        and query.data_ptr() % (_PIECE * query.element_size()) == 0
-        and all(stride % _PIECE == 0 for stride in query.stride()[:2])
-    )
-
-
-def _cache_lies_well(cache: Tensor) -> bool:
-    dim = cache.shape[3]
-    return (
-        cache.stride()[2:] == (dim, 1)
-        and cache.data_ptr() % (_PIECE * cache.element_size()) == 0
-        and all(stride % dim == 0 for stride in cache.stride()[:2])
-        and _cache_rows(cache) < _MOST_CACHE_ROWS
-    )
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def program_of(sizes: PromptSizes, device: torch.device) -> GpuProgram | None:

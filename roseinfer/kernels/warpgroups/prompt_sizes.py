@@ -6,21 +6,15 @@ from dataclasses import asdict, dataclass
 
 from roseinfer.kernels.cuda import sources
 from roseinfer.kernels.cuda.tensor_maps import SIDE
+from roseinfer.kernels.warpgroups.caches import STRIP, TILE_TOKENS, sizes_fit
 from roseinfer.kernels.warpgroups.instructions import add_product, add_product_of_held, product
 
 _ROWS = 64
 """Of a warpgroup: tokens by the query heads that share a KV head, rounded up to a power of two."""
-TILE_TOKENS = 64
-"""Tokens that are looked at together."""
 _FILES = ("prompt_items", "prompt_fetching", "prompt_attending", "prompts")
-_DIMS = (64, 128)
-_LEAST_BLOCK = 8
-"""Tokens: fewer do not begin where the copy engine's order of pieces does."""
-_MOST_GROUP = 16
 _REGISTERS = {2: 240, 3: 160}
 """Of a thread that computes, by how many warpgroups do. Those that fetch leave it so many."""
 _STAGES = 4
-_STRIP = TILE_TOKENS * SIDE * 2
 _ONES = 8
 """Columns of ones behind the values."""
 
@@ -37,13 +31,7 @@ class PromptSizes:
 
     def fit(self) -> bool:
         """Tell if the kernel can be compiled for them."""
-        longer, shorter = max(self.block_size, TILE_TOKENS), min(self.block_size, TILE_TOKENS)
-        return (
-            self.dim in _DIMS
-            and self.group <= _MOST_GROUP
-            and self.block_size >= _LEAST_BLOCK
-            and longer % shorter == 0
-        )
+        return sizes_fit(self.dim, self.group, self.block_size)
 
     @property
     def groups(self) -> int:
@@ -65,7 +53,7 @@ class PromptSizes:
         """The shared memory of a program: queries of two items, two rings, and barriers."""
         strips = self.dim // SIDE
         of_rings = _STAGES * (strips + strips + 1)
-        return (2 * self.groups * strips + of_rings) * _STRIP + 1024
+        return (2 * self.groups * strips + of_rings) * STRIP + 1024
 
     def defines(self) -> dict[str, int]:
         told = {

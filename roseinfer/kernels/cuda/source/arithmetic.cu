@@ -19,3 +19,10 @@ DEV float gated(float gate, float up) {
     float open = one_over(1.0f + exp2_flushed(gate * -1.44269502162933349609375f));
     return rounded(gate * open) * rounded(up);
 }
+// Rotate a head: two numbers of one half, and those of the other half that turn against them.
+DEV void turn_two(u32& first, u32& second, u32 cosines, u32 sines) {
+    float a[2] = {low(first), high(first)}, b[2] = {low(second), high(second)};
+    float c[2] = {low(cosines), high(cosines)}, s[2] = {low(sines), high(sines)};
+    first = two_bf16(times_plus(a[0], c[0], -b[0] * s[0]), times_plus(a[1], c[1], -b[1] * s[1]));
+    second = two_bf16(times_plus(b[0], c[0], a[0] * s[0]), times_plus(b[1], c[1], a[1] * s[1]));
+}

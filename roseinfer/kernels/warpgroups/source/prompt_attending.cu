@@ -152,13 +152,6 @@ struct Attending {
             *first = a, *second = b;
         }
     }
-    // Two numbers of each half.
-    DEV void turn_two(u32& first, u32& second, u32 cosines, u32 sines) const {
-        float a[2] = {low(first), high(first)}, b[2] = {low(second), high(second)};
-        float c[2] = {low(cosines), high(cosines)}, s[2] = {low(sines), high(sines)};
-        first = two_bf16(times_plus(a[0], c[0], -b[0] * s[0]), times_plus(a[1], c[1], -b[1] * s[1]));
-        second = two_bf16(times_plus(b[0], c[0], a[0] * s[0]), times_plus(b[1], c[1], a[1] * s[1]));
-    }
     DEV void lay_own(const uint4* pieces) {
 #pragma unroll
         for (int i = 0; i < OWN_PIECES; i++) {
