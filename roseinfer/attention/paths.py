@@ -14,6 +14,8 @@ class AttentionPath(StrEnum):
     """Warpgroups do the same for prompts of many tokens, with the same bits."""
     APPEND_AND_ATTEND = "attention_append_and_attend"
     """This kernel also stores the token that it attends from."""
+    ROWS = "attention_rows"
+    """A kernel that fetches ahead does both, with the same bits."""
     SLOTS_REFERENCE = "attention_slots_reference"
     """Torch operations do the same."""
     REFERENCE = "attention_reference"

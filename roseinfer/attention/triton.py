@@ -50,6 +50,9 @@ class AttentionKernels:
     """Rotates queries, keys or both in place."""
     rotates_queries: Callable[..., bool]
     """Tells if ``prompts`` can rotate queries itself, which saves going through all of them."""
+    rows: Callable[..., Tensor]
+    """Does what ``append_and_attend`` does, where ``attends_rows`` says so."""
+    attends_rows: Callable[..., bool]
 
 
 def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
@@ -65,6 +68,7 @@ def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
         prompt_tile,
         rotates_queries,
     )
+    from roseinfer.kernels.warpgroups.row_attention import attend_rows, attends_rows
 
     return AttentionKernels(
         decode=paged_attention_decode,
@@ -75,6 +79,8 @@ def load_attention_kernels(device: torch.device) -> AttentionKernels | None:
         append=launch_identity_pos,
         rotate=rotate,
         rotates_queries=rotates_queries,
+        rows=attend_rows,
+        attends_rows=attends_rows,
     )
 
 
@@ -159,11 +165,14 @@ class TritonAttention(AttentionBackend):
         rotation: Rotation | None,
     ) -> Tensor:
         """Store the new tokens of all rows and attend from them, in one kernel."""
-        self.path_counts[AttentionPath.APPEND_AND_ATTEND] += 1
-        caches, table = self.kv.caches(layer), rows.tables[self.kv.group_of(layer)]
-        return self._kernels.append_and_attend(
-            query, key, value, *caches, table, rows.lengths, self.traits[layer], rotation
-        )
+        heads, caches, traits = (query, key, value), self.kv.caches(layer), self.traits[layer]
+        kernel, path = self._kernels.append_and_attend, AttentionPath.APPEND_AND_ATTEND
+        whole = rotation is None or self._kernels.rotates_queries(query, rotation)
+        if whole and self._kernels.attends_rows(*heads, *caches, traits):
+            kernel, path = self._kernels.rows, AttentionPath.ROWS
+        self.path_counts[path] += 1
+        table = rows.tables[self.kv.group_of(layer)]
+        return kernel(*heads, *caches, table, rows.lengths, traits, rotation)
 
     def ends_alone(self, rows: Tensor | None) -> bool:
         match self._batch:

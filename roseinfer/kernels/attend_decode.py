@@ -59,7 +59,7 @@ _AT_ONCE = 8 * _PROCESSORS
 would take the place of those that have not begun."""
 
 
-def _decode_moved(given: Given) -> dict[str, int | Callable[[], int]]:
+def rows_moved(given: Given) -> dict[str, int | Callable[[], int]]:
     """Count the keys and values of the lengths that the sequences have when the kernel runs."""
     query, lengths, k_cache, tables = (
         given[name] for name in ("query", "lengths", "k_cache", "tables")
@@ -96,7 +96,7 @@ def _decode_moved(given: Given) -> dict[str, int | Callable[[], int]]:
     return moved | seen_parts_moved(given)
 
 
-@moves(_decode_moved)
+@moves(rows_moved)
 @triton.jit
 def _decode_kernel(
     query, key, value, k_cache, v_cache, tables, lengths, out, partial, weights_max, weights_sum,

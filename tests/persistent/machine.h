@@ -130,15 +130,37 @@ static void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         d[e] = sum;
     }
 }
-static void load_matrices(u32* r, const void* row) {
-    u64 all[32][2], own[2], later[2];
+static void see_matrices(u64 (*all)[2], const void* row) {
+    u64 own[2], later[2];
     if ((u64)row % 16) refuse("a row of a matrix is not aligned");
     memcpy(own, row, 16);
     post(own[0], own[1], all);  // it may be read when its thread comes, and until the last one has come
     memcpy(later, row, 16);
     if (memcmp(own, later, 16)) refuse("a row of a matrix is written while it is read");
+}
+static void load_matrices(u32* r, const void* row) {
+    u64 all[32][2];
+    see_matrices(all, row);
     int lane = THREAD % 32;
     for (int m = 0; m < 4; m++) memcpy(&r[m], (char*)all[m * 8 + lane / 4] + lane % 4 * 4, 4);
+}
+static void load_matrices_turned(u32* r, const void* row) {
+    u64 all[32][2];
+    see_matrices(all, row);
+    int lane = THREAD % 32;
+    for (int m = 0; m < 4; m++)
+        for (int i = 0; i < 2; i++) memcpy((char*)&r[m] + i * 2, (char*)all[m * 8 + lane % 4 * 2 + i] + lane / 4 * 2, 2);
+}
+static u32 turned(u32 two) {
+    u64 all[32][2];
+    post(two, 0, all);
+    int lane = THREAD % 32;
+    u32 turned = 0;
+    for (int i = 0; i < 2; i++) {
+        u32 held = (u32)all[(lane % 4 * 2 + i) * 4 + lane / 8][0];
+        turned |= (held >> lane / 4 % 2 * 16 & 0xffff) << i * 16;
+    }
+    return turned;
 }
 
 // ---------------------------------------------------------------- memory and arithmetic

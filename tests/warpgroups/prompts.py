@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roseinfer.kernels.cuda.gpu_program import Program
+    from roseinfer.kernels.warpgroups.row_sizes import RowSizes
 
 TOLERANCE = 2e-2
 _MACHINE = Path(__file__).parent / "warpgroup.h"
@@ -77,7 +78,8 @@ class Attention:
         new = sum(count for _, count in prompts.sequences)
         # Queries lie beside keys and values.
         wide = numbers(new, heads * (prompts.group + 2), dim) * sharp
-        self.query = wide[:, : heads * prompts.group]
+        query_heads = heads * prompts.group
+        self.query, self.key, self.value = wide.tensor_split([query_heads, query_heads + heads], 1)
         self.traits = LayerTraits(dim**-0.5)
         self.device = device
         angles = torch.rand((max(lengths), dim // 2), generator=draw).repeat(1, 2) * 6
@@ -122,12 +124,12 @@ class Attention:
         """Compute it in float64."""
         out = torch.empty(self.query.shape, dtype=torch.float64)
         query = self.rotated.cpu().double()
+        caches = self.k_cache.cpu(), self.v_cache.cpu()
         row = 0
         for (before, new), table in zip(self.prompts.sequences, self.tables.cpu(), strict=True):
             length = before + new
             keys, values = (
-                cache.cpu()[table].transpose(1, 2).flatten(0, 1)[:length].double()
-                for cache in (self.k_cache, self.v_cache)
+                cache[table].transpose(1, 2).flatten(0, 1)[:length].double() for cache in caches
             )
             seen = torch.arange(length)[None] <= torch.arange(before, length)[:, None]
             for head in range(out.shape[1]):
@@ -140,7 +142,7 @@ class Attention:
 
 
 def emulated(
-    sizes: PromptSizes, folder: Path, text: str | None = None, **more: object
+    sizes: PromptSizes | RowSizes, folder: Path, text: str | None = None, **more: object
 ) -> EmulatedProgram:
     """Return the kernel for an emulated machine; ``text`` is what runs in place of its source."""
     source = text or sizes.source(machine=False)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import pytest
+
 from pytest_roseinfer.gates.work.moved.byte_recorder import ByteRecorder
 from pytest_roseinfer.gates.work.moved.operation_bytes import address
-from roseinfer.kernels.warpgroups import paired_products, prompt_attention
+from roseinfer.kernels.warpgroups import paired_products, prompt_attention, row_attention
 from roseinfer.kernels.warpgroups.streamed_products import KERNEL, stream
 from tests.warpgroups import pairs
 from tests.warpgroups.products import Product, Shape
 from tests.warpgroups.prompts import Attention, Prompts
+from tests.warpgroups.rows import Rows
 
 if TYPE_CHECKING:
     import ctypes
@@ -88,4 +91,27 @@ def test_attention_moves_what_its_tokens_see_once() -> None:
     assert told.pop(address(attention.tables)) == 4 * 8
     columns = 4 * (2 + 2) * 8  # of two tiles of 48 tokens and of two more
     assert sum(told.values()) == columns + attention.query.numel() * 2
+    assert not recorder.not_counted
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+def test_attention_of_rows_moves_what_they_see_and_store_once(rotates: bool) -> None:
+    rows = Rows([10, 0, 130], rotates=rotates)
+    own, of_token = rows.attention, 2 * 64 * 2
+    with ByteRecorder("cpu") as recorder:
+        rows.computed(rows.sizes(2, 2), Nothing())
+    told: Counter[int] = Counter()
+    for move in recorder.moves:
+        if move.by == row_attention.KERNEL:
+            assert isinstance(move.amount, int)
+            told[move.address] += move.amount
+    assert told.pop(address(own.k_cache)) == 2 * (11 + 1 + 131) * of_token  # both have one storage
+    assert told.pop(address(own.query)) == 3 * (2 * 4 + 2 + 2) * 64 * 2  # and so have the heads
+    assert told.pop(address(own.tables)) == (1 + 1 + 3) * 8
+    assert told.pop(address(rows.lengths)) == 3 * 8
+    if rotates:
+        assert own.rotation is not None
+        for angles in (own.rotation.cosines, own.rotation.sines):
+            assert told.pop(address(angles)) == 3 * 64 * 2
+    assert list(told.values()) == [own.query.numel() * 2]
     assert not recorder.not_counted

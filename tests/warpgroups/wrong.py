@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roseinfer.kernels.warpgroups.tiles import tiles_for
 from tests import warm_process
@@ -13,18 +13,22 @@ from tests.python_process import ROOT
 from tests.warpgroups import pairs, prompts
 from tests.warpgroups.products import Product, Shape, emulated
 from tests.warpgroups.prompts import Attention, Prompts
+from tests.warpgroups.rows import Rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from roseinfer.kernels.warpgroups.paired_sizes import PairedSizes
     from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
+    from roseinfer.kernels.warpgroups.row_sizes import RowSizes
     from roseinfer.kernels.warpgroups.tiles import Tiles
 
 _SHAPES = (Shape(2688, 104), Shape(5120, 72, parts=2), Shape(1472, 72, strips=2))
 """Of more tiles than have room at a time."""
 _PROMPTS = Prompts([(0, 300), (70, 90), (5, 33)], group=3)
 _PAIRED = pairs.Shape(300, 256, 320, parts=2, times=0.22)
+_ROW_LENGTHS = [600, 300, 5, 70]
+_ROW_HEADS: dict[str, Any] = {"group": 3}
 _SEEDS = 7
 """Of orders in which threads have turns: some wrongs are seen in half of them."""
 _ROWS = 13
@@ -49,7 +53,7 @@ class Replaced:
     def __init__(self, find: str, replace: str, folder: Path) -> None:
         self.find, self.replace, self.folder = find, replace, folder
 
-    def source(self, sizes: Tiles | PromptSizes | PairedSizes) -> str:
+    def source(self, sizes: Tiles | PromptSizes | PairedSizes | RowSizes) -> str:
         text = sizes.source(machine=False)
         assert not self.find or text.count(self.find) == 1, self.find
         return text.replace(self.find, self.replace) if self.find else text
@@ -101,10 +105,21 @@ def _pairs(replaced: Replaced) -> Iterator[str]:
             yield f"off by {off}"
 
 
+def _rows(replaced: Replaced) -> Iterator[str]:
+    sizes = Rows([0], **_ROW_HEADS).sizes(2, 2)
+    program = prompts.emulated(sizes, replaced.room(), replaced.source(sizes))
+    yield _READY
+    for program.seed in range(_SEEDS):
+        off = Rows(_ROW_LENGTHS, **_ROW_HEADS).off(sizes, program)
+        if not off < prompts.TOLERANCE:
+            yield f"off by {off}"
+
+
 _KERNELS: dict[str, Callable[[Replaced], Iterator[str]]] = {
     "products": _products,
     "prompts": _prompts,
     "pairs": _pairs,
+    "rows": _rows,
 }
 
 

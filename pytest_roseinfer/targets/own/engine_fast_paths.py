@@ -76,8 +76,8 @@ compile takes seconds for every model of every mix, so no switch here asks for i
 ``tests/engine/test_compiling.py`` compares it with its twin. No request here has a guide:
 ``tests/guided`` holds those to what they get alone. No model here is as wide as a step in one
 kernel needs it: ``tests/persistent`` compares that with several kernels. What is streamed or
-paired has no switch: ``tests/warpgroups`` compares such products with those of other kernels, and
-so it does with ``AttentionPath.PROMPTS``, whose contexts are longer than any here."""
+paired has no switch, nor have ``AttentionPath.PROMPTS`` and ``ROWS``, whose contexts or batches
+are larger than any here: ``tests/warpgroups`` compares them with the kernels that they replace."""
 _FIRST = (
     EnginePath.RESIDENT,
     EnginePath.RUN_AHEAD,

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import argparse
 
 _DECODE = """\
-One layer's attention of one new token for each sequence, us per call; append_and_attend stores
-the token too. A shape is SEQUENCESxCONTEXT:QUERY HEADS/KV HEADSxHEAD SIZE. floor: all keys and
-values read once at the measured copy bandwidth. Caches take turns, so that none is in L2."""
+One layer's attention of one new token for each sequence, us per call; append_and_attend and rows
+store the token too. A shape is SEQUENCESxCONTEXT:QUERY HEADS/KV HEADSxHEAD SIZE. floor: all keys
+and values read once at the measured copy bandwidth. Caches take turns, so that none is in L2."""
 _PREFILL = """\
 One layer's attention of several new tokens for each sequence, which are stored already, us per
 call. A shape is SEQUENCESxSTORED+NEW:QUERY HEADS/KV HEADSxHEAD SIZE. floor: the operations of both

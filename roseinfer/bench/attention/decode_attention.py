@@ -71,11 +71,15 @@ def _calls(rig: Rig, *, kernels: bool) -> dict[AttentionPath, Callable[[], objec
     if not kernels:
         return {AttentionPath.SLOTS_REFERENCE: fused(append_and_attend_reference)}
     from roseinfer.kernels.attend_decode import append_and_attend, paged_attention_decode
+    from roseinfer.kernels.warpgroups.row_attention import attend_rows, attends_rows
 
     lengths = rig.stored + 1
-    return {
+    calls: dict[AttentionPath, Callable[[], object]] = {
         AttentionPath.APPEND_AND_ATTEND: fused(append_and_attend),
         AttentionPath.DECODE_TRITON: lambda: paged_attention_decode(
             rig.new[0], *next(layers), rig.tables, lengths, traits
         ),
     }
+    if attends_rows(*rig.new, *rig.layers[0], traits):
+        calls[AttentionPath.ROWS] = fused(attend_rows)
+    return calls

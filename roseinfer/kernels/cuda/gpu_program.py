@@ -19,8 +19,10 @@ from roseinfer.kernels.cuda.nvrtc import CannotCompile
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_SHARED_BYTES = 8
-"""The driver's name for how much dynamic shared memory a function may be given."""
+_SHARED_BYTES, _SHARED_SHARE = 8, 9
+"""The driver's names for how much dynamic shared memory a function may be given, and for the share
+of a multiprocessor's memory that is shared, in percent. Left to itself, the driver keeps the share
+that the kernel before had if one program has room, whether or not more would with another."""
 
 
 class Program(Protocol):
@@ -98,6 +100,7 @@ class GpuProgram:
                 )
             )
             check(library.cuFuncSetAttribute(self._function, _SHARED_BYTES, shared))
+            check(library.cuFuncSetAttribute(self._function, _SHARED_SHARE, 100))
             if not self._room():
                 raise CannotCompile("a multiprocessor has no room for one of its programs")
 

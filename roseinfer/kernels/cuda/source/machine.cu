@@ -121,6 +121,17 @@ DEV void load_matrices(u32* r, const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at(row)) : "memory");
 }
+// The same with rows and columns exchanged.
+DEV void load_matrices_turned(u32* r, const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at(row)) : "memory");
+}
+// A matrix of 8 rows of which each lane has two numbers, with rows and columns exchanged.
+DEV u32 turned(u32 two) {
+    u32 r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(two));
+    return r;
+}
 
 // Arithmetic as the Triton kernels' instructions do it.
 DEV u32 two_bf16(float first, float second) {

@@ -1,0 +1,155 @@
+"""Launching the attention of rows that decode, which has the bits of Triton's kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+from typing import TYPE_CHECKING
+
+from roseinfer.kernels.attend_decode import rows_moved
+from roseinfer.kernels.moves import announced
+from roseinfer.kernels.runtime import num_tiles
+from roseinfer.kernels.scores import score_arguments
+from roseinfer.kernels.warpgroups.caches import (
+    caches_lie_well,
+    heads_lie_well,
+    is_plain,
+    map_of_cache,
+    rows_between,
+)
+from roseinfer.kernels.warpgroups.loaded_kernels import loaded
+from roseinfer.kernels.warpgroups.matrices import Map, has_warpgroups, multiprocessors
+from roseinfer.kernels.warpgroups.row_sizes import RowSizes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+    from torch import Tensor
+
+    from roseinfer.kernels.cuda.gpu_program import GpuProgram, Program
+    from roseinfer.layer_traits import LayerTraits
+    from roseinfer.rotation import Rotation
+
+KERNEL = "attend_rows"
+"""Its name in the source."""
+_FEWEST_PROGRAMS = 32
+"""With fewer on a GPU, several share a context in Triton's kernel."""
+_PLAIN = {"WINDOW": 0, "SINKING": False, "SLOPED": False, "APPENDS": True, "SPLITS": 1}
+
+
+class RowParams(ctypes.Structure):
+    """The kernel's argument, ``Params`` in its source, which ends at a multiple of 64 bytes."""
+
+    _fields_ = (
+        ("keys", Map),
+        ("values", Map),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("query", "key", "value", "k_cache", "v_cache", "cosines", "sines", "out")
+        ),
+        *((name, ctypes.c_void_p) for name in ("tables", "lengths")),
+        *(
+            (f"{name}_{of}", ctypes.c_longlong)
+            for name in ("query", "key", "value", "out")
+            for of in ("token", "head")
+        ),
+        *((name, ctypes.c_longlong) for name in ("block_rows", "head_rows")),
+        *((name, ctypes.c_longlong) for name in ("table_width", "length_pitch")),
+        ("kv_heads", ctypes.c_int),
+        ("scale", ctypes.c_float),
+        ("unused", ctypes.c_ubyte * 8),
+    )
+
+
+def attends_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    traits: LayerTraits,
+) -> bool:
+    """Tell if the kernel is the fastest here, and compile it then."""
+    fit = (
+        is_plain(traits)
+        and len(query) * k_cache.shape[1] >= _FEWEST_PROGRAMS
+        and has_warpgroups(query.device, query.dtype)
+        and k_cache.dtype is query.dtype
+        and all(map(heads_lie_well, (query, key, value)))
+        and caches_lie_well(k_cache, v_cache)
+    )
+    if not fit:
+        return False
+    sizes = _sizes(query, k_cache)
+    return sizes.fit() and program_of(sizes, query.device) is not None
+
+
+def attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    traits: LayerTraits,
+    rotation: Rotation | None = None,
+    *,
+    program: Program | None = None,
+    sizes: RowSizes | None = None,
+) -> Tensor:
+    """Do what ``append_and_attend`` does.
+
+    On a GPU what is stored of earlier tokens may be read before the kernel in front has ended, as
+    ``lengths`` and ``tables`` may: it must not be what writes them. ``program`` is one that is not
+    that of the device, for ``sizes``.
+    """
+    sizes = sizes or _sizes(query, k_cache)
+    program = program or program_of(sizes, query.device)
+    assert program is not None
+    out = query.new_empty(query.shape)
+    kv_heads = k_cache.shape[1]
+    angles = (rotation.cosines, rotation.sines) if rotation else ()
+    heads = query, key, value, out
+    params = RowParams(
+        map_of_cache(program, k_cache), map_of_cache(program, v_cache),
+        *(each.data_ptr() for each in (query, key, value, k_cache, v_cache)),
+        *([each.data_ptr() for each in angles] or (None, None)),
+        *(each.data_ptr() for each in (out, tables, lengths)),
+        *(stride for each in heads for stride in each.stride()[:2]),
+        *rows_between(k_cache), tables.stride(0), lengths.stride(0),
+        kv_heads, score_arguments(traits, query).scale,
+    )  # fmt: skip
+    names = "query", "key", "value", "out", "k_cache", "v_cache", "tables", "lengths"
+    given = dict(zip(names, (*heads, k_cache, v_cache, tables, lengths), strict=True))
+    given |= dict(zip(("cosines", "sines"), angles, strict=False))
+    with announced(KERNEL, partial(_moved, given, sizes)):
+        program.launch(params, len(query) * kv_heads)
+    return out
+
+
+def _moved(
+    given: Mapping[str, Tensor], sizes: RowSizes
+) -> list[tuple[Tensor, int | Callable[[], int]]]:
+    told = {
+        "D": sizes.dim,
+        "BLOCK": sizes.block_size,
+        "GROUP": sizes.group,
+        "Q_HEADS": given["query"].shape[1],
+        "TURN": sizes.dim if "cosines" in given else 0,
+    }
+    return [
+        (given[name], amount) for name, amount in rows_moved({**given, **told, **_PLAIN}).items()
+    ]
+
+
+def _sizes(query: Tensor, k_cache: Tensor) -> RowSizes:
+    _, kv_heads, block_size, dim = k_cache.shape
+    programs = num_tiles(len(query) * kv_heads, multiprocessors(query.device))
+    return RowSizes.chosen(dim, query.shape[1] // kv_heads, block_size, programs)
+
+
+def program_of(sizes: RowSizes, device: torch.device) -> GpuProgram | None:
+    """Return the kernel, or None where it cannot be compiled."""
+    return loaded(sizes, KERNEL, device, "rows are attended from in Triton's kernel")

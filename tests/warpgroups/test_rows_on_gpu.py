@@ -1,0 +1,76 @@
+"""Attention of rows by its own kernel has the bits of Triton's, on a GPU that has it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from roseinfer import LLM, AttentionPath, SamplingParams
+from roseinfer.attention.triton import TritonAttention
+from roseinfer.kernels.attend_decode import append_and_attend
+from roseinfer.kernels.warpgroups.matrices import has_warpgroups
+from roseinfer.kernels.warpgroups.row_attention import program_of
+from tests.fused.same_bits import model_of
+from tests.warpgroups.prompts import TOLERANCE
+from tests.warpgroups.rows import Rows, same_bits
+from tests.warpgroups.test_rows_emulated import CASES, WAYS
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not has_warpgroups(torch.device("cuda"), torch.bfloat16),
+    reason="only GPUs of compute capability 9 have the kernel",
+)
+MORE: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "parts of two sizes": ([4095, 4096, 4097, 9000, 513], {"group": 4, "dim": 128}),
+    "rows in turn": ([100 + at for at in range(90)], {"kv_heads": 8, "dim": 128}),
+}
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("sharp", [1.0, 6.0])
+@pytest.mark.parametrize("case", [*CASES, *MORE])
+def test_bits_of_attention(case: str, sharp: float, rotates: bool) -> None:
+    lengths, heads = {**CASES, **MORE}[case]
+    rows = Rows(lengths, "cuda", sharp=sharp, rotates=rotates, **heads)
+    caches = rows.attention.k_cache.clone(), rows.attention.v_cache.clone()
+    given = *rows.heads, *caches, *rows.told
+    want = append_and_attend(*given)
+    for way in WAYS:
+        rows = Rows(lengths, "cuda", sharp=sharp, rotates=rotates, **heads)
+        got = rows.computed(rows.sizes(*way))
+        assert torch.equal(got, want)
+        assert all(map(same_bits, rows.caches, caches))
+    off = (got.double().cpu() - rows.attention.expected()).abs().max()
+    assert float(off) < TOLERANCE * sharp
+
+
+def test_the_kernel_is_there_for_all_sizes() -> None:
+    device = torch.device("cuda", 0)
+    for lengths, heads in [*CASES.values(), *MORE.values()]:
+        for way in WAYS:
+            assert program_of(Rows(lengths[:1], **heads).sizes(*way), device)
+
+
+def test_texts_and_their_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [[7, 3, 90 + at % 50] * (1 + at * 3) for at in range(40)]
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True, logprobs=True)
+    settings: dict[str, Any] = {"device": "cuda", "max_length": 512, "kv_cache_tokens": 16384}
+
+    def told() -> Any:
+        llm = LLM(model_of("llama"), max_batch_size=40, **settings)
+        return llm, [(each.token_ids, each.logprobs) for each in llm.generate(prompts, params)]
+
+    llm, got = told()
+    assert llm.engine.path_counts[AttentionPath.ROWS]
+    began = TritonAttention.__init__
+
+    def without(self: TritonAttention, *given: Any) -> None:
+        began(self, *given)
+        self._kernels = replace(self._kernels, attends_rows=lambda *_: False)
+
+    monkeypatch.setattr(TritonAttention, "__init__", without)
+    llm, want = told()
+    assert not llm.engine.path_counts[AttentionPath.ROWS]
+    assert got == want
