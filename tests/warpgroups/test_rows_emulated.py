@@ -26,7 +26,7 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "as many as two have": ([90, 0, 8], {"dim": 128, "group": 16, "block_size": 8}),
     "seven heads": ([450, 129, 10], {"dim": 128, "group": 7}),
 }
-WAYS = [(4, 2), (3, 2), (2, 2), (1, 3)]
+WAYS = [(4, 4), (3, 2), (4, 2), (1, 3), (2, 2)]
 """Warps, and places of each."""
 
 

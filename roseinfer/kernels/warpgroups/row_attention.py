@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 KERNEL = "attend_rows"
 """Its name in the source."""
-_FEWEST_PROGRAMS = 32
-"""With fewer on a GPU, several share a context in Triton's kernel."""
+_FEWEST_PROGRAMS = 48
+"""So many multiprocessors read about as fast as all. With fewer programs, several share a context
+in Triton's kernel."""
 _PLAIN = {"WINDOW": 0, "SINKING": False, "SLOPED": False, "APPENDS": True, "SPLITS": 1}
 
 

@@ -14,9 +14,9 @@ _REST = 2 << 10
 """Barriers and scores of the new token, and what is left of the last 1,024 bytes."""
 _PROGRAM_BYTES = 1 << 10
 """Of which every program takes so many besides its own."""
-_WARPS_AND_PLACES = ((4, 2), (3, 2), (2, 2), (1, 3))
+_WARPS_AND_PLACES = ((4, 4), (4, 2), (3, 2), (2, 2), (1, 3))
 """Those for few programs first."""
-_IN_TURN = 2
+_IN_TURN = 3
 """Which of them is for programs that come one after the other."""
 _FILES = ("row_tiles", "row_attending")
 
