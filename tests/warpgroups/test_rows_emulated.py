@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from roseinfer.kernels.warpgroups.row_sizes import RowSizes
 from tests.persistent.emulated import COMPILER
 from tests.warpgroups.prompts import TOLERANCE, emulated
 from tests.warpgroups.rows import Rows
@@ -28,6 +29,7 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
 }
 WAYS = [(4, 4), (3, 2), (4, 2), (1, 3), (2, 2)]
 """Warps, and places of each."""
+TIGHT = [(64, 6, (4, 2)), (64, 8, (3, 2)), (64, 9, (1, 3)), (64, 15, (4, 2)), (128, 7, (2, 2))]
 
 
 @pytest.mark.many_alike
@@ -40,6 +42,16 @@ def test_attention_of_rows(case: str, tmp_path: Path) -> None:
     assert program.shared_bytes() <= sizes.shared_bytes
     for program.seed, rotates in enumerate((False, True)):
         assert Rows(lengths, rotates=rotates, **heads).off(sizes, program) < TOLERANCE
+
+
+@pytest.mark.many_alike
+@pytest.mark.parametrize(("dim", "group", "way"), TIGHT)
+def test_a_program_is_given_as_much_memory_as_it_takes(
+    dim: int, group: int, way: tuple[int, int], tmp_path: Path
+) -> None:
+    """Sizes that fill their last 1,024 bytes: the compiler refuses a kernel that is given less."""
+    sizes = RowSizes(dim, group, 64, *way)
+    assert emulated(sizes, tmp_path).shared_bytes() <= sizes.shared_bytes
 
 
 FIRST = "if (begin) meet();  // all that was seen before has been added\n"

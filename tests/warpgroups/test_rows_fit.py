@@ -125,7 +125,7 @@ def test_tensors_that_lie_otherwise_go_elsewhere(compiled: list[RowSizes], which
 @pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled, and so none runs on a CPU")
 @pytest.mark.parametrize("turn", [0, 64, 32])
 def test_a_backend_hands_over_what_the_kernel_needs(tmp_path: Path, turn: int) -> None:
-    """Of heads that turn in part, Triton's kernel takes care."""
+    """Triton's kernel takes heads that turn in part."""
     lengths = [70, 5, 130]
     case = Case(
         "cpu", [(length, 1) for length in lengths],
