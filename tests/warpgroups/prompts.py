@@ -132,11 +132,10 @@ class Attention:
                 cache[table].transpose(1, 2).flatten(0, 1)[:length].double() for cache in caches
             )
             seen = torch.arange(length)[None] <= torch.arange(before, length)[:, None]
-            for head in range(out.shape[1]):
-                kv_head = head // self.prompts.group
-                scores = query[row : row + new, head] @ keys[:, kv_head].T
-                weights = (scores * self.traits.scale).masked_fill(~seen, -torch.inf).softmax(1)
-                out[row : row + new, head] = weights @ values[:, kv_head]
+            own = query[row : row + new].view(new, -1, self.prompts.group, self.prompts.dim)
+            scores = torch.einsum("nhgd,shd->hgns", own, keys) * self.traits.scale
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            out[row : row + new] = torch.einsum("hgns,shd->nhgd", weights, values).flatten(1, 2)
             row += new
         return out
 

@@ -70,6 +70,7 @@ def asked(tensors: list[Tensor], traits: LayerTraits = PLAIN) -> bool:
 @pytest.mark.parametrize(
     ("rows", "heads", "way"),
     [
+        (3, {}, (4, 2)),
         (16, {}, (4, 2)),
         (32, {}, (3, 2)),
         (40, {}, (2, 2)),
@@ -96,7 +97,7 @@ def test_layers_that_ask_for_more_go_elsewhere(compiled: list[RowSizes], what: s
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "few rows": {"rows": 5},
+    "few rows": {"rows": 2},
     "small blocks": {"block_size": 4},
     "blocks that no tile divides": {"block_size": 48},
     "heads of 80": {"dim": 80},
