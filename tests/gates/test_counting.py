@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import cProfile
 import gc
 import sys
 from dataclasses import replace
+from pstats import Stats
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -244,6 +246,16 @@ def test_tracers_and_profilers_of_others_are_neither_counted_nor_lost() -> None:
         sys.settrace(before[0])
         sys.setprofile(before[1])
     assert beside == alone
+
+
+def test_a_run_is_profiled_on_behind_a_count() -> None:
+    def behind() -> None: ...
+
+    with cProfile.Profile() as profiler:
+        assert counted(busy)
+        behind()
+    profiled = {name for _, _, name in Stats(profiler).stats}  # type: ignore[attr-defined]
+    assert "behind" in profiled
 
 
 class Garbage:

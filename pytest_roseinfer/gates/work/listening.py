@@ -19,6 +19,11 @@ class Listening(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._listening = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """What is compiled runs by operations here, and torch would import its compiler."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

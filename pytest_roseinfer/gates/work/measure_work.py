@@ -100,7 +100,6 @@ def _count(step: Step, own: OwnCode, device: str) -> StepWork:
 def _no_garbage_collected() -> Iterator[None]:
     """Keep garbage collection out of the counts: its time is random, and finalisers are calls."""
     was_on = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -94,8 +94,17 @@ def count_python_calls(step: Callable[[], object], own: OwnCode) -> defaultdict[
         try:
             step()
         finally:
-            sys.setprofile(before)
+            _profile_again(before)
     return counts
+
+
+def _profile_again(before: Any) -> None:
+    """Let in what profiled before; Python takes no cProfile back by itself."""
+    if callable(before) or before is None:
+        sys.setprofile(before)
+    else:
+        sys.setprofile(None)
+        before.enable()
 
 
 def _torch_functions() -> dict[CodeType, tuple[str, str]]:
