@@ -1,8 +1,14 @@
-"""Draws the window of each layer, around the edges of blocks."""
+"""Draws the window of each layer, around the edges of blocks, and gives a cache such windows."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from hypothesis import strategies as st
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
 
 Windows = tuple[int | None, ...]
 
@@ -16,3 +22,10 @@ def layer_windows(draw: st.DrawFn, num_layers: int, *, block_size: int, groups: 
     drawn = draw(st.lists(kinds, min_size=1, max_size=min(groups, num_layers), unique=True))
     others = (draw(st.sampled_from(drawn)) for _ in range(num_layers - len(drawn)))
     return (*drawn, *others)
+
+
+def with_windows(spec: CacheSpec, adapter: type[KVCacheAdapter], windows: Windows) -> CacheSpec:
+    """Return the cache with a layer for each window, and with blocks for all who share them."""
+    sharing = len({*windows}) if adapter.window_pools == "shared" else 1
+    blocks = sharing * spec.num_blocks
+    return replace(spec, num_layers=len(windows), num_blocks=blocks, windows=windows)

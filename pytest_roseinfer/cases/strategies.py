@@ -7,7 +7,7 @@ are coded (see ``payload``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hypothesis import strategies as st
@@ -17,7 +17,7 @@ from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
 from pytest_roseinfer.adapters.compiled_shapes import Bounds, few_of, few_shapes
 from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.cases.kernel_inputs import block_tables, strided_views
-from pytest_roseinfer.cases.layer_windows import layer_windows
+from pytest_roseinfer.cases.layer_windows import layer_windows, with_windows
 from pytest_roseinfer.cases.lengths import boundary_cuts, boundary_lengths
 from pytest_roseinfer.cases.openings import (
     cut_what_is_found,
@@ -350,9 +350,7 @@ def _draw_spec(
     if groups := adapter.window_groups:
         layers = max(spec.num_layers, min(2, groups))
         windows = draw(layer_windows(layers, block_size=spec.block_size, groups=groups))
-        sharing = len({*windows}) if adapter.window_pools == "shared" else 1
-        blocks = sharing * spec.num_blocks
-        spec = replace(spec, num_layers=layers, num_blocks=blocks, windows=windows)
+        spec = with_windows(spec, adapter, windows)
     return spec
 
 

@@ -177,6 +177,8 @@ class MixRun:
         found, name = [*self.adapter.tokens(each.request)], f"request {each.number}"
         if not each.ended:
             each.past.note(self.adapter, each.request, len(found))
+        if len(found) < each.tokens and not each.cancelled:
+            self._fail_of(each, f"{name} had {each.tokens} tokens and has {len(found)}")
         if each.ended and len(found) > each.tokens:
             late = self.adapter.spelled(found[each.tokens])
             self._fail_of(each, f"{name} had ended and got token {each.tokens}: {late}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_roseinfer.adapters.cache import CacheSpec
 from pytest_roseinfer.cases.every_step import every_step, every_texts
 from pytest_roseinfer.cases.history import History
+from pytest_roseinfer.cases.layer_windows import with_windows
 from pytest_roseinfer.running.machine import Machine
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.oracle import Oracle
 
 BLOCKS, BLOCK_SIZE = 3, 2
+WINDOWS = (None, BLOCK_SIZE)
+"""Of layers, where a cache has groups of them; one has the last."""
 
 
 @dataclass(slots=True)
@@ -42,6 +45,8 @@ def beginnings(
         dtype=adapter.dtypes[0],
         options={**usual, **(options or {})},
     )
+    if groups := adapter.window_groups:
+        spec = with_windows(spec, adapter, WINDOWS[-groups:])
     return (History(spec, (), texts=texts) for texts in every_texts(adapter))
 
 

@@ -27,6 +27,8 @@ DESCRIPTION = (
     "status 0 only when all paths were reached and all were equal."
 )
 _LEAST = {"examples": 1, "seed": 0, "search_seconds": 0}
+_OF_SEARCHES = ("examples", "search_seconds", "seed", "report")
+"""These mean nothing where every history is run."""
 _SHARED = ("target", "profile", "examples", "search_seconds", "seed", "report")
 """The plugin has each of these too, as ``--roseinfer-NAME``."""
 _USAGE_ERROR = 4
@@ -50,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--exhaustive",
         nargs="*",
         metavar="TARGET",
-        help="run every short history of these caches, package.module:Class, or of roseinfer's own",
+        help="run every short history of these caches and of --target, or of roseinfer's own",
     )
 
 
@@ -59,7 +61,11 @@ def run(args: argparse.Namespace) -> int:
         sys.path.insert(0, os.getcwd())
     try:
         _refuse_mistakes(args)
-        return _search(args) if args.exhaustive is None else _walk(args.exhaustive)
+        return (
+            _search(args)
+            if args.exhaustive is None
+            else _walk([*args.exhaustive, *(args.target or ())])
+        )
     except (Mistake, TargetError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return _USAGE_ERROR
@@ -70,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
 def _refuse_mistakes(args: argparse.Namespace) -> None:
     """Refuse what pytest would refuse too, but after seconds."""
     profile_named("--profile", args.profile)
+    if args.exhaustive is not None:
+        for name in _OF_SEARCHES:
+            if getattr(args, name) is not None:
+                raise Mistake(f"{_dashed(f'--{name}')} is for searches, and --exhaustive runs all")
     for name, least in _LEAST.items():
         if (number := getattr(args, name)) is not None:
             require_at_least(_dashed(f"--{name}"), number, least)

@@ -78,6 +78,7 @@ MISTAKES = {
         "verify --target Cache": "is no target",
         f"verify --target {_KV}:GroupedManger": "did you mean GroupedManager?",
         f"verify --exhaustive {_KV[:-1]}:GroupedManager": f"did you mean {_KV}?",
+        "verify --exhaustive --seed 3": "--seed is for searches, and --exhaustive runs all",
         "verify --profil dev --sed 3": "did you mean --seed?",
     },
     "roseinfer.bench": {

@@ -25,6 +25,7 @@ from tests.plugin.engines.broken_engines import (
     RaisesInAStep,
     RefusesWhatFits,
     TakesAnothersPrefix,
+    TakesATokenBack,
 )
 from tests.plugin.engines.toy_engine import ToyAdapter, ToyForks
 from tests.python_process import ROOT
@@ -39,6 +40,7 @@ REASONS = {
     TakesAnothersPrefix: WRONG_TOKEN,
     LosesTheLastToken: r"request \d ended after \d+ tokens; alone it gets \d+",
     GeneratesOneTokenMore: r"request \d, token \d+: \d+; alone it has ended by then",
+    TakesATokenBack: r"request \d had \d+ tokens and has \d+",
     IgnoresCancel: r"request \d was cancelled and goes on",
     EndsOthersWithTheCancelled: r"request \d ended after \d+ tokens; alone it gets \d+",
     LetsSomebodyWaitForever: r"requests \[\d(, \d)*\] have not ended after \d+ steps",

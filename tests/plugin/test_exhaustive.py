@@ -20,9 +20,15 @@ from pytest_roseinfer.settings import SHIPPED_TARGETS
 from pytest_roseinfer.suite import exhaustive
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 from roseinfer.cli import main
-from tests.plugin.caches import branching_text_caches, broken_text_caches, namespaced_caches
+from tests.plugin.caches import (
+    branching_text_caches,
+    broken_text_caches,
+    broken_window_caches,
+    namespaced_caches,
+)
 from tests.plugin.caches.branching_text_caches import BranchingTextCache
 from tests.plugin.caches.list_cache import ListCache
+from tests.plugin.caches.window_cache import LazyCache, WindowCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +49,13 @@ LATER: dict[type[KVCacheAdapter], tuple[Operation, ...]] = {
     ),
 }
 """What is found at the fifth or sixth step, and not before: the steps from where to walk on."""
-BROKEN = (*broken_text_caches.BROKEN, *branching_text_caches.BROKEN, *namespaced_caches.BROKEN)
+BROKEN = (
+    broken_window_caches.FreesATokenEarly,
+    broken_window_caches.SlidesTheFirstGroupOnly,
+    *broken_text_caches.BROKEN,
+    *branching_text_caches.BROKEN,
+    *namespaced_caches.BROKEN,
+)
 
 
 def walk_all(adapter: type[KVCacheAdapter], most: int, steps: tuple[Operation, ...] = ()) -> Walked:
@@ -74,7 +86,8 @@ def test_each_history_is_run_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "cache", [ListCache, BranchingTextCache, namespaced_caches.NamespacedCache]
+    "cache",
+    [ListCache, BranchingTextCache, namespaced_caches.NamespacedCache, WindowCache, LazyCache],
 )
 def test_right_caches_pass(cache: type[KVCacheAdapter]) -> None:
     assert walk_all(cache, 2).histories
@@ -175,7 +188,13 @@ def test_verify_walks_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(exhaustive, "run", run)
     assert main(["verify", "--exhaustive"]) == main(["verify", "--exhaustive", MANAGER]) == 7
-    assert walked == [[], [MANAGER]]
+    assert main(["verify", "--exhaustive", "--target", MANAGER]) == 7
+    assert walked == [[], [MANAGER], [MANAGER]]
+
+
+def test_all_that_is_shipped_can_be_walked() -> None:
+    assert len(exhaustive.SHIPPED) == 3
+    assert exhaustive.run((), steps=2) == 0
 
 
 def test_an_empty_sequence_is_not_taken_for_one_with_blocks() -> None:

@@ -48,6 +48,14 @@ class LosesTheLastToken(ToyAdapter):
     engine_type = ForgetfulEngine
 
 
+class TakesATokenBack(ToyAdapter):
+    """Who has to wait is computed again, and shows what it has by then."""
+
+    def tokens(self, request: ToyRequest) -> list[int]:
+        waits = request in self.engine.running[self.engine.batch_size :]
+        return request.tokens[:-2] if waits else request.tokens
+
+
 class TalkativeEngine(ToyEngine):
     def limit(self, request: ToyRequest) -> int:
         return request.sampling.max_new_tokens + 1
