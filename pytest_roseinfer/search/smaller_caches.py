@@ -36,9 +36,12 @@ def smaller_caches(adapter: type[KVCacheAdapter], history: History) -> Iterator[
         if size < spec.block_size:
             yield _with_blocks_of(size, history)
             yield _with(history, block_size=size)
-    fewest = _FEWEST_BLOCKS * max(1, len({*spec.windows}))
-    for blocks in smaller_numbers(spec.num_blocks, fewest):
+    for blocks in smaller_numbers(spec.num_blocks, fewest_blocks(spec)):
         yield _with(history, num_blocks=blocks)
+
+
+def fewest_blocks(spec: CacheSpec) -> int:
+    return _FEWEST_BLOCKS * max(1, len({*spec.windows}))
 
 
 def _with(history: History, **fields: Any) -> History:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 from pytest_roseinfer.cases.operations.lookups.take import Take
 from pytest_roseinfer.cases.operations.operation import MOST_SEQUENCES, NAMING, Write
+from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.set_options import SetOptions
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
 from pytest_roseinfer.cases.operations.writes.fill import Fill
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.oracle.windowed import ORACLES
-from pytest_roseinfer.search.smaller_caches import smaller_caches
+from pytest_roseinfer.search.smaller_caches import fewest_blocks, smaller_caches
 from pytest_roseinfer.search.smaller_steps import replace_field, simpler_steps, with_numbers
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def passes_of_histories(
         _with_all_numbers_lower,
         _with_joined_steps,
         _without_two_steps,
+        _with_less_room,
         _renamed,
     )
     return [partial(_sensible, way, adapter) for way in ways]
@@ -68,7 +70,7 @@ def _sensible(
 
 def what_makes_sense(adapter: type[KVCacheAdapter], history: History) -> History:
     """Leave out the steps that cannot be done or drawn; end what is left half done."""
-    oracle = ORACLES[bool(history.spec.windows)].of(adapter, history.spec, history.texts)
+    oracle = _oracle(adapter, history)
     shows_room = "ledger" in adapter.abilities
     kept: list[Operation] = []
     for each in history.operations:
@@ -85,6 +87,10 @@ def what_makes_sense(adapter: type[KVCacheAdapter], history: History) -> History
     kept += [Fill()] * len(oracle.reserved)
     kept += map(Take, oracle.looked_up)
     return replace(history, operations=tuple(kept))
+
+
+def _oracle(adapter: type[KVCacheAdapter], history: History) -> Oracle:
+    return ORACLES[bool(history.spec.windows)].of(adapter, history.spec, history.texts)
 
 
 def _can_be_done(step: Operation, oracle: Oracle) -> bool:
@@ -112,7 +118,9 @@ def _with_one_sequence_for_two(_: type[KVCacheAdapter], history: History) -> Ite
             _without_rows_of(gone, step) if kept in _names(step) else step
             for step in history.operations
         )
-        yield _with(history, (_with_names(step, as_one) for step in apart if step))
+        merged = [_with_names(step, as_one) for step in apart if step]
+        yield _with(history, merged)
+        yield _with(history, (step for step in merged if step != Free(kept)))
 
 
 def _without_rows_of(seq: int, step: Operation) -> Operation | None:
@@ -152,6 +160,25 @@ def _without_two_steps(_: type[KVCacheAdapter], history: History) -> Iterator[Hi
     steps = history.operations
     for pair in combinations(reversed(range(len(steps))), 2):
         yield _with(history, (step for at, step in enumerate(steps) if at not in pair))
+
+
+def _with_less_room(adapter: type[KVCacheAdapter], history: History) -> Iterator[History]:
+    """Leave something out, and as many blocks as it took, for what is wrong where few are free."""
+    free = _free(adapter, history)
+    for way in (_without_a_sequence, _without_steps, _without_two_steps, _with_simpler_steps):
+        for left in way(adapter, history):
+            smaller = what_makes_sense(adapter, left)
+            blocks = smaller.spec.num_blocks - _free(adapter, smaller) + free
+            if fewest_blocks(smaller.spec) <= blocks < smaller.spec.num_blocks:
+                yield replace(smaller, spec=replace(smaller.spec, num_blocks=blocks))
+
+
+def _free(adapter: type[KVCacheAdapter], history: History) -> int:
+    """Count the blocks that are free in the end."""
+    oracle = _oracle(adapter, history)
+    for step in history.operations:
+        step.apply(oracle)
+    return oracle.pages_free()
 
 
 def _with_switches_set_before(_: type[KVCacheAdapter], history: History) -> Iterator[History]:

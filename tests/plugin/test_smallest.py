@@ -12,6 +12,7 @@ from pytest_roseinfer import (
     CacheSpec,
     Divergence,
     History,
+    Oracle,
     RequestMix,
     conformance,
     settings,
@@ -157,6 +158,14 @@ def has(*kinds: type[Operation], tokens: int = 0) -> Callable[[History], bool]:
     return fails
 
 
+def oracle_before_the_end(case: History) -> Oracle:
+    """Return the oracle before the last step of a history."""
+    oracle = Oracle.of(GroupedManager, case.spec, case.texts)
+    for step in case.operations[:-1]:
+        step.apply(oracle)
+    return oracle
+
+
 def test_no_step_is_left_that_is_not_needed() -> None:
     small = shrunk(History(CacheSpec(options=UNUSUAL), STEPS, finite=False), has(Fork))
     assert small.operations == (Append((0,)), Fork(0, 1))
@@ -167,6 +176,35 @@ def test_one_sequence_is_enough_where_two_are_not_needed() -> None:
     steps = (Append((3,)), Fork(3, 1), Truncate(1, 0))
     small = shrunk(History(CacheSpec(options=USUAL), steps), has(Truncate))
     assert small.operations == (Append((0,)), Truncate(0, 0))
+
+
+def test_a_parent_that_is_freed_goes_with_one_of_its_forks() -> None:
+    """The last two who share a block write to it at once."""
+
+    def fails(case: History) -> bool:
+        oracle, last = oracle_before_the_end(case), case.operations[-1]
+        ends = {seq: id(pages[-1]) for seq, pages in oracle.sequences.items() if pages}
+        writing = [ends.get(seq) for seq, _ in last.rows()]
+        return len(writing) == 2 == [*ends.values()].count(writing[0] or 0) and len({*writing}) == 1
+
+    steps = (Append((0,)), Fork(0, 1), Fork(0, 2), Free(0), Append((1, 2)))
+    small = shrunk(History(CacheSpec(options=USUAL), steps), fails)
+    assert small.operations == (Append((0,)), Fork(0, 1), Append((0, 1)))
+
+
+def test_what_takes_room_goes_with_the_room() -> None:
+    """A batch takes all that is left."""
+
+    def fails(case: History) -> bool:
+        oracle, last = oracle_before_the_end(case), case.operations[-1]
+        if len(last.rows()) < 2 or not last.fits(oracle):
+            return False
+        last.apply(oracle)
+        return not oracle.pages_free()
+
+    steps = (*(Append((seq,)) for seq in (0, 1, 2)), Append((3, 4)))
+    small = shrunk(History(CacheSpec(num_blocks=5, options=USUAL), steps), fails)
+    assert (small.operations, small.spec.num_blocks) == ((Append((0, 1)),), 2)
 
 
 def test_what_is_written_in_two_steps_is_written_in_one() -> None:
