@@ -33,7 +33,7 @@ class Difference(AssertionError):
         self._details = details
 
     def __str__(self) -> str:
-        before = f"{self.shown_by} found the same, and shows on what."
+        before = f"All of it is shown by {self.shown_by}, which met the same."
         return "\n\n".join([self.what, before if self.shown_by else self._details(), *self.added])
 
 

@@ -18,5 +18,5 @@ def elsewhere(arena: Pair, layer: int, kind: str, head: int, missing: torch.Tens
     places = (as_bits(held) == as_bits(missing.contiguous())).all(-1).nonzero().tolist()
     for block, other, slot in places:
         of_head = f", head {other}" if other != head else ""
-        return f"; it lies in block {block}, position {slot}{of_head}"
+        return f"; the right one lies in block {block}, position {slot}{of_head}"
     return ""

@@ -45,7 +45,8 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
-    add("--hf-model-id", default="gpt2", metavar="NAME", help="directory, hub id, or tiny (gpt2)")
+    names = "directory, hub id, or tiny (gpt2)"
+    add("--hf-model-id", "--model", default="gpt2", metavar="NAME", help=names)
     known = ", ".join(ARCHITECTURES)
     drawn = f"an architecture by name ({known}), with random weights; needs no network"
     add("--random-weights", action="store_true", help=drawn)

@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(given, namespace)
         if unknown:
             named = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-            known = [word for word in self._option_string_actions if word.startswith("--")]
-            alike = did_you_mean(named[0], known) if named else ""
+            known = [word[2:] for word in self._option_string_actions if word.startswith("--")]
+            alike = did_you_mean(named[0].lstrip("-"), known, "--") if named else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{alike}")
         return found, unknown

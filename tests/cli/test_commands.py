@@ -142,6 +142,7 @@ def test_verify_says_what_its_search_is_known_to_find(
         (["generate", "--temprature", "0.5"], "--temprature 0.5; did you mean --temperature?"),
         (["verify", "--exmples=5"], "--exmples=5; did you mean --examples?"),
         (["--verzion"], "--verzion; did you mean --version?"),
+        (["generate", "--nonsense"], "--nonsense\n"),
         (["verify", "everything"], "unrecognized arguments: everything\n"),
     ],
 )

@@ -14,6 +14,7 @@ _KV = "pytest_roseinfer.targets.roseinfer_kv"
 _MODEL = {
     "--hf-model-id ./nowhere": "there is no such directory",
     "--hf-model-id .": "it holds no config.json",
+    "--random-weights --model gpt3": "did you mean gpt2?",
     "--random-weights --hf-model-id gpt3": "did you mean gpt2?",
     "--device gpu": "the engine runs on cpu, cuda or cuda:1",
     "--dtype float23": "did you mean float32?",

@@ -49,7 +49,7 @@ def test_the_file_says_what_a_step_does(gated: Project) -> None:
 
 def test_the_example_of_the_how_to_is_one(project: Project) -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-to.md").read_text(encoding="utf-8")
-    section = page.partition("**Gate the work of a decode step.**")[2]
+    section = page.partition("### Gate the work of a decode step\n")[2]
     example = section.partition("```python\n")[2].partition("```")[0]
     engine = ENGINE.replace("__init__(self)", "__init__(self, batch_size)")
     project.write(my_engine=engine, test_costs=example)
@@ -81,7 +81,7 @@ BYTES = """
 def test_more_bytes_fail_and_the_least_is_shown(project: Project) -> None:
     """The example of the how-to does as much as its page says."""
     page = (Path(__file__).parents[2] / "docs" / "how-to.md").read_text(encoding="utf-8")
-    section = page.partition("**Gate the bytes of a decode step.**")[2]
+    section = page.partition("### Gate the bytes of a decode step\n")[2]
     example = section.partition("```python\n")[2].partition("```")[0]
     project.write(my_engine=BYTES, test_costs=example)
     result = project.pytest(UPDATE)

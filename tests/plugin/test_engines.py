@@ -132,7 +132,7 @@ def test_each_that_is_not_is_rejected_for_what_it_does(engines: Project) -> None
 def how_to() -> tuple[str, str]:
     """Return the example of docs/how-to.md for engines, and what follows it."""
     page = (ROOT / "docs" / "how-to.md").read_text(encoding="utf-8")
-    section = page.partition("**Test a whole engine.**")[2].partition("\n\n**")[0]
+    section = page.partition("### Test a whole engine\n")[2].partition("\n## ")[0]
     code, after = section.partition("```python\n")[2].split("```")
     return code, after
 

@@ -41,7 +41,7 @@ def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
     shown = [line.strip() for line in lines[start + 1 :] if line]
     assert shown[0] == (
         "peek: sequence 0, layer 0, K: position 0, head 0 (1 of 1 wrong): expected sequence 0, "
-        "token 0, found sequence 1, token 0; it lies in "
+        "token 0, found sequence 1, token 0; the right one lies in "
         "block 1, position 0"
     )
     assert shown[1] == "after step 1 of"
@@ -78,7 +78,7 @@ def test_a_difference_is_said_in_words_and_drawn(project: Project) -> None:
 def test_what_another_test_met_before_is_not_shown_twice(project: Project) -> None:
     said = fail(project, "SwapsRows").stdout.str()
     assert said.count("after step 1 of") == 1
-    first = "test_it.py::TestIt::test_histories found the same, and shows on what."
+    first = "All of it is shown by test_it.py::TestIt::test_histories, which met the same."
     assert said.count(first) == said.count("replay with:") - 1 > 0
     again = project.pytest("test_it.py", *SEARCH, "-k", "permuting")
     assert again.stdout.str().count("after step 1 of") == 1

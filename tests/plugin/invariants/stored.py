@@ -116,7 +116,7 @@ WRONG: Wrong = [
     (
         read_back,
         one_slot_late(),
-        "token 2; it lies in block 1, position 1",
+        "token 2; the right one lies in block 1, position 1",
     ),
     (
         read_back,
