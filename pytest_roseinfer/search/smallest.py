@@ -77,8 +77,9 @@ class Smallest(Generic[_Case]):
         try:
             self.check(candidate)
         except type(self.failure) as failure:
-            # Who raises an error has another mistake than who holds what is wrong.
-            if type(failure.__cause__) is not type(self.failure.__cause__):
+            # Who raises an error has another mistake than who holds what is wrong. But an error may
+            # come of what was held, which a smaller example shows at once.
+            if type(failure.__cause__) not in (type(self.failure.__cause__), type(None)):
                 return False
             self.example, self.failure = candidate, failure
             return True

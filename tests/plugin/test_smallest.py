@@ -286,6 +286,27 @@ def test_what_fails_in_another_way_is_no_smaller_example() -> None:
     assert small.example.size == len(STEPS)
 
 
+@pytest.mark.parametrize(("large", "small", "left"), [(KeyError, None, 1), (None, KeyError, 5)])
+def test_an_error_may_come_of_what_a_smaller_example_shows(
+    large: type[Exception] | None, small: type[Exception] | None, left: int
+) -> None:
+    """What is held is wrong in one, and an error is raised in the other."""
+
+    def failure(case: History) -> Difference:
+        failed = Difference("it fails", str)
+        raised = large if case.size == len(STEPS) else small
+        failed.__cause__ = raised() if raised else None
+        return failed
+
+    def check(case: History) -> None:
+        raise failure(case)
+
+    history = History(CacheSpec(options=USUAL), STEPS)
+    shrunken = Smallest(history, failure(history), check)
+    shrunken.shrink(passes_of_histories(GroupedManager))
+    assert shrunken.example.size == left
+
+
 def test_many_steps_that_are_alike_are_said_in_one_line() -> None:
     steps = [Append((0,))] * 300 + [Free(0)] * 3 + [Append((1,))]
     words = History(CacheSpec(), tuple(steps)).words({300: "refused: no room"})
