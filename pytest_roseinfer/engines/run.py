@@ -177,7 +177,7 @@ class MixRun:
         found, name = [*self.adapter.tokens(each.request)], f"request {each.number}"
         if not each.ended:
             each.past.note(self.adapter, each.request, len(found))
-        if len(found) < each.tokens and not each.cancelled:
+        if len(found) < each.tokens and not each.cancelled:  # an engine may forget who was
             self._fail_of(each, f"{name} had {each.tokens} tokens and has {len(found)}")
         if each.ended and len(found) > each.tokens:
             late = self.adapter.spelled(found[each.tokens])

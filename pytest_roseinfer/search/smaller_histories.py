@@ -120,7 +120,8 @@ def _with_one_sequence_for_two(_: type[KVCacheAdapter], history: History) -> Ite
         )
         merged = [_with_names(step, as_one) for step in apart if step]
         yield _with(history, merged)
-        yield _with(history, (step for step in merged if step != Free(kept)))
+        if Free(kept) in merged:
+            yield _with(history, (step for step in merged if step != Free(kept)))
 
 
 def _without_rows_of(seq: int, step: Operation) -> Operation | None:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 KERNEL = "attend_rows"
 """Its name in the source."""
 _FEWEST_PROGRAMS = 24
-"""They are as fast as several for each context, which Triton's kernel has, even if contexts are
-long. Fewer are faster only if contexts are short, which a graph cannot know."""
+"""They are about as fast as several for each context, which Triton's kernel has, even if contexts
+are long. Fewer are faster only if contexts are short, which a graph cannot know."""
 _PLAIN = {"WINDOW": 0, "SINKING": False, "SLOPED": False, "APPENDS": True, "SPLITS": 1}
 
 
