@@ -280,8 +280,8 @@ class BlockSupply:
         """Take back all blocks of a request. The prefix cache may keep what is stored in them."""
         session = request.session
         self._withdraw(request)
-        session.cut(self._kv, len(session.token_ids))
         if self._prefixes and request.held:
+            session.cut(self._kv, len(session.token_ids))  # what is in flight may come to naught
             self._prefixes.release(request.held, session)
             request.held = None
         in_windows = [block for at, _ in self._windows for block in session.block_lists[at]]

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from operator import index as whole
 from typing import TYPE_CHECKING
 
@@ -67,9 +69,9 @@ class AppendPlan:
 
     layer: int
     """First layer of those that the pool's blocks have room for."""
-    blocks: list[int]
+    blocks: Sequence[int]
     """Each token's block index, in the order of the rows."""
-    positions: list[int]
+    positions: Sequence[int]
     """Each token's position within its block."""
     rows: list[int] | None = None
     """Which tokens of the caller's batch these are; None means all of them, in order."""
@@ -90,7 +92,9 @@ class AppendPlan:
     @property
     def constant_position(self) -> bool:
         positions = self.positions
-        return bool(positions) and positions.count(positions[0]) == len(positions)
+        if not positions or positions[0] != positions[-1]:  # so with nearly all prompts
+            return False
+        return positions.count(positions[0]) == len(positions)
 
 
 def survey(
@@ -259,10 +263,15 @@ def _extend_rows(
     block_lists: Sequence[list[int] | None],
     counts: Sequence[int],
 ) -> None:
-    """Find places for the tokens after each row's first."""
-    blocks: list[int] = []
-    positions: list[int] = []
+    """Find places for the tokens after each row's first.
+
+    A step of prompts has thousands. The places are arrays, which are copied to the device as they
+    are; lists would be gone through for that, one number after the other, while the GPU waits.
+    """
+    blocks = array("q")
+    positions = array("q")
     block_size = pool.block_size
+    places = _places(block_size)
     for row, num_tokens in enumerate(counts):
         blocks.append(plan.blocks[row])
         positions.append(plan.positions[row])
@@ -274,6 +283,12 @@ def _extend_rows(
             begin = info.length
             info.length += min(count, block_size - begin)
             count -= info.length - begin
-            blocks += [info.block_index] * (info.length - begin)
-            positions += range(begin, info.length)
+            blocks += array("q", (info.block_index,)) * (info.length - begin)
+            positions += places[begin : info.length]
     plan.blocks, plan.positions = blocks, positions
+
+
+@cache
+def _places(block_size: int) -> array[int]:
+    """Return the positions of a block."""
+    return array("q", range(block_size))

@@ -165,7 +165,7 @@ class IndexStaging:
                 "making many more"
             )
 
-    def stage(self, columns: Sequence[list[int]]) -> StagedIndices:
+    def stage(self, columns: Sequence[Sequence[int]]) -> StagedIndices:
         """Put columns of equal length on the device with a single copy."""
         length = len(columns[0])
         size = length * len(columns)

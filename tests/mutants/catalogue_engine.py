@@ -90,10 +90,10 @@ MUTANTS = (
         "cancelled-and-kept-whole",
         "A prompt that is cancelled between two chunks leaves what it has room for to be found.",
         _SUPPLY,
-        "        session.cut(self._kv, len(session.token_ids))\n",
-        "        if 0 < session.stored < request.prompt_length:\n"
-        "            session.stored = min(session.room, request.prompt_length)\n"
-        "        session.cut(self._kv, len(session.token_ids))\n",
+        "            session.cut(self._kv, len(session.token_ids))",
+        "            if 0 < session.stored < request.prompt_length:\n"
+        "                session.stored = min(session.room, request.prompt_length)\n"
+        "            session.cut(self._kv, len(session.token_ids))",
         rows=("S5",),
         targets=(ENGINE,),  # without a model nothing is cancelled
     ),
