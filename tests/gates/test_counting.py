@@ -20,6 +20,7 @@ from pytest_roseinfer.gates.work.measure_work import Step, measure_work
 from pytest_roseinfer.gates.work.python_calls import OwnCode
 from pytest_roseinfer.gates.work.tensor_work import TensorWork
 from roseinfer.kernels.runtime import is_interpreted
+from tests.python_process import run_python
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -268,6 +269,22 @@ class Garbage:
 
     def __del__(self) -> None:
         Garbage.finalised += 1
+
+
+def test_to_count_imports_no_compiler_of_torch() -> None:
+    """It takes a hundred times as long to import as a step takes to be counted."""
+    found = run_python("""
+        import sys
+
+        import torch
+
+        from pytest_roseinfer.gates.work.tensor_work import TensorWork
+
+        work = TensorWork("cpu")
+        work.count(lambda: torch.ones(2) + 1)
+        print(work.counts["operations"]["add"], "torch._dynamo" in sys.modules)
+    """)
+    assert found.split() == ["1", "False"]
 
 
 def test_garbage_is_not_collected_in_the_step() -> None:
