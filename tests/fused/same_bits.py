@@ -76,13 +76,14 @@ class Asked:
 def requests() -> list[Asked]:
     """Return prompts of all lengths, many of which begin alike.
 
-    Some end a few tokens before a tile, a part or a block does, so that decoding gets there.
+    Some end a few tokens before a tile, a part or a block does, so that decoding gets there, and
+    some have more parts than a program sees at a time.
     """
     rng = random.Random(7)
-    shared = [rng.randrange(2, 500) for _ in range(270)]
+    shared = [rng.randrange(2, 500) for _ in range(505)]
     asked = []
     for number in range(NUM_REQUESTS):
-        length = rng.choice((2, 5, 17, 40, 60, 64, 125, 129, 188, 200, 252, 270))
+        length = rng.choice((2, 5, 17, 40, 60, 64, 125, 129, 188, 200, 252, 505))
         begins = rng.choice((0, length // 2, length - 1))
         rest = [rng.randrange(2, 500) for _ in range(length - begins)]
         asked.append(Asked(shared[:begins] + rest, 4 + number % 30))

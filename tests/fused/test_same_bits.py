@@ -41,6 +41,13 @@ TOLD = [
 ]
 
 
+def test_mixes_decode_over_the_ends_of_tiles_and_parts() -> None:
+    asked = [(len(each.prompt), each.new) for each in same_bits.requests()]
+    decoded = {position for size, new in asked for position in range(size, size + new)}
+    assert decoded >= {64, 128, 192, 256, 512}
+    assert all(size + new <= same_bits.POSITIONS for size, new in asked)
+
+
 @on_a_gpu
 @pytest.mark.parametrize("kin", ["llama", "gpt2", "mixtral"])
 def test_every_row_of_logits_as_alone(device: str, kin: str) -> None:
