@@ -48,8 +48,12 @@ _NETWORKS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def model_of(kin: str) -> Any:
-    """Build a small model whose layers are wide enough to be cut into parts."""
+def model_of(kin: str, device: str = "cuda") -> Any:
+    """Build a small model whose layers are wide enough to be cut into parts.
+
+    Its weights are large, but for those of queries: a single token would get all of the attention,
+    and nothing would be added up.
+    """
     torch.manual_seed(5)
     heads, kv_heads = _HEADS[kin]
     if kin == "gpt2":
@@ -64,7 +68,14 @@ def model_of(kin: str) -> Any:
                 max_position_embeddings=POSITIONS,
             )
         )  # fmt: skip
-    return scaled_up(network).to(torch.bfloat16).to("cuda")
+    scaled_up(network)
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if name.endswith("q_proj.weight"):
+                weight.div_(16)
+            elif name.endswith("c_attn.weight"):
+                weight[:, : weight.shape[0]].div_(16)
+    return network.to(torch.bfloat16).to(device)
 
 
 @dataclass(frozen=True, slots=True)

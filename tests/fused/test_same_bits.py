@@ -31,6 +31,8 @@ on_a_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="the interpreter multiplies by numpy, in other orders"
 )
 MIXES = 25
+PART = 128
+"""Tokens of the first parts that attention cuts a context into."""
 EXACT: dict[str, Any] = {"batch_invariant": True, "max_length": 512, "kv_cache_tokens": 4096}
 REPEATING = [[7, 3, 90], [12] * 70, [5, 6, 7, 8, 5, 6, 7, 8]]
 TOLD = [
@@ -46,6 +48,18 @@ def test_mixes_decode_over_the_ends_of_tiles_and_parts() -> None:
     decoded = {position for size, new in asked for position in range(size, size + new)}
     assert decoded >= {64, 128, 192, 256, 512}
     assert all(size + new <= same_bits.POSITIONS for size, new in asked)
+
+
+@pytest.mark.parametrize("kin", ["llama", "gpt2", "mixtral"])
+def test_attention_of_the_models_is_spread_over_parts(kin: str) -> None:
+    network = same_bits.model_of(kin, "cpu")
+    network.set_attn_implementation("eager")
+    prompt = max((each.prompt for each in same_bits.requests()), key=len)
+    out = network(torch.tensor([prompt]), output_attentions=True)
+    for weights in out.attentions:
+        parts = [part.float().sum(-1) for part in weights[0, :, -1].split(PART, -1)]
+        largest = torch.stack(parts).amax(0)
+        assert largest.median() < 0.5, "few sums have one part alone in them"
 
 
 @on_a_gpu
