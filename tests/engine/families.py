@@ -68,6 +68,17 @@ def scaled_up(model: Any) -> Any:
     return model.eval()
 
 
+def attending_widely(model: Any, less: float) -> Any:
+    """Divide the weights of queries: if all weights are large, attention sees one token alone."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("q_proj.weight"):
+                weight.div_(less)
+            elif name.endswith("c_attn.weight"):
+                weight[:, : weight.shape[0]].div_(less)
+    return model
+
+
 def greedy_step(runner: SequenceRunner, sessions: Sequence[InferenceSession]) -> None:
     """Store what is not stored of the sessions, and append the most likely token to each."""
     tokens = runner.extend(sessions).argmax(-1).tolist()

@@ -30,7 +30,7 @@ from transformers import (
 from roseinfer import LLM, EnginePath, SamplingParams
 from roseinfer.attention.paths import AttentionPath
 from roseinfer.kernels.warpgroups import paired_products, prompt_attention, row_attention
-from tests.engine.families import scaled_up
+from tests.engine.families import attending_widely, scaled_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,11 +49,7 @@ _NETWORKS: dict[str, tuple[Any, Any]] = {
 
 
 def model_of(kin: str, device: str = "cuda") -> Any:
-    """Build a small model whose layers are wide enough to be cut into parts.
-
-    Its weights are large, but for those of queries: a single token would get all of the attention,
-    and nothing would be added up.
-    """
+    """Build a small model whose layers are wide enough to be cut into parts."""
     torch.manual_seed(5)
     heads, kv_heads = _HEADS[kin]
     if kin == "gpt2":
@@ -68,14 +64,7 @@ def model_of(kin: str, device: str = "cuda") -> Any:
                 max_position_embeddings=POSITIONS,
             )
         )  # fmt: skip
-    scaled_up(network)
-    with torch.no_grad():
-        for name, weight in network.named_parameters():
-            if name.endswith("q_proj.weight"):
-                weight.div_(16)
-            elif name.endswith("c_attn.weight"):
-                weight[:, : weight.shape[0]].div_(16)
-    return network.to(torch.bfloat16).to(device)
+    return attending_widely(scaled_up(network), 16).to(torch.bfloat16).to(device)
 
 
 @dataclass(frozen=True, slots=True)
