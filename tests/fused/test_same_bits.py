@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +74,19 @@ def test_every_row_of_logits_as_alone(device: str, kin: str) -> None:
     if has_warpgroups(torch.device("cuda", 0), torch.bfloat16):
         without = set() if kin == "llama" else {EnginePath.PAIRED}  # its MLP is none for pairs
         assert {path for path in same_bits.BY_SIZE if paths[path]} == {*same_bits.BY_SIZE} - without
+
+
+@on_a_gpu
+@pytest.mark.parametrize("kin", ["llama", "gpt2", "mixtral"])
+def test_two_runs(device: str, kin: str) -> None:
+    if device != "cuda":
+        pytest.skip("this is about a GPU")
+    run = f"from tests.fused import same_bits\nprint(same_bits.fingerprint({kin!r}))"
+    command = [sys.executable, "-c", run]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    (one, _), (other, _) = (process.communicate(timeout=100) for process in runs)
+    assert one.strip().isdigit()
+    assert one == other
 
 
 @on_a_gpu
