@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 import_all(operations)
 
+GATHERS_EVERY = (1, 3)
+"""After how many steps a sequence is gathered, the plainest first."""
 _FEW = 3
 """So many steps that are alike have a line each."""
 
@@ -30,6 +32,9 @@ class History:
     finite: bool = True
     texts: tuple[Branch, ...] = ()
     """What sequences say, by name and in turns, if the cache is told."""
+    gathers_every: int = 1
+    """A sequence is gathered after one step in so many, and after the last step: a cache that is
+    read after each one never shows what it forgets to bring up to date before the next read."""
 
     @property
     def size(self) -> int:
@@ -58,6 +63,9 @@ class History:
             texts.append(
                 "all tokens are 1, but where text n leaves the one it begins as, it is n + 1"
             )
+        if self.gathers_every > 1:
+            when = f"step m if {self.gathers_every} divides n + m, and after the last step"
+            texts.append(f"sequence n is gathered after {when}")
         return "\n".join([f"a cache with {shape}", *texts, *_numbered(said)])
 
     def to_json(self) -> dict[str, Any]:
@@ -65,6 +73,7 @@ class History:
             "spec": asdict(self.spec),
             "finite": self.finite,
             "texts": self.texts,
+            "gathers_every": self.gathers_every,
             "operations": [step.to_json() for step in self.operations],
         }
 
@@ -76,6 +85,7 @@ class History:
             tuple(map(Operation.from_json, data["operations"])),
             data["finite"],
             tuple(map(tuple, data.get("texts", ()))),
+            data.get("gathers_every", 1),
         )
 
 

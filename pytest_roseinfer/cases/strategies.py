@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
 from pytest_roseinfer.adapters.compiled_shapes import Bounds, few_of, few_shapes
-from pytest_roseinfer.cases.history import History
+from pytest_roseinfer.cases.history import GATHERS_EVERY, History
 from pytest_roseinfer.cases.kernel_inputs import block_tables, strided_views
 from pytest_roseinfer.cases.layer_windows import layer_windows, with_windows
 from pytest_roseinfer.cases.lengths import boundary_cuts, boundary_lengths
@@ -329,7 +329,9 @@ def histories(
             break
         writer.take(move())
     _finish(writer)
-    return History(spec, tuple(writer.steps), finite=draw(st.booleans()), texts=texts)
+    every = draw(st.sampled_from(GATHERS_EVERY)) if "gather" in adapter.abilities else 1
+    finite = draw(st.booleans())
+    return History(spec, tuple(writer.steps), finite, texts, gathers_every=every)
 
 
 def _draw_spec(

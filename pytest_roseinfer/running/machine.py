@@ -22,7 +22,7 @@ from pytest_roseinfer.adapters.names.condition_names import OWN_CONDITIONS
 from pytest_roseinfer.adapters.reuse_conditions import USED_AGAIN
 from pytest_roseinfer.cases.operations.device.read import Read
 from pytest_roseinfer.cases.operations.operation import Driven, asked
-from pytest_roseinfer.cases.payload import Payload
+from pytest_roseinfer.cases.payload import Payload, same_bits
 from pytest_roseinfer.cases.weak_hash import Collisions
 from pytest_roseinfer.discover import import_all
 from pytest_roseinfer.findings.divergence import Divergence
@@ -76,6 +76,8 @@ class Machine:
         self.attends = attends and "attend" in self.can
         self.oracle = ORACLES[bool(spec.windows)].of(adapter_type, spec, history.texts)
         self.payload = Payload(spec, history.finite, tolerance)
+        self.last = not history.operations
+        """Whether no step comes after this one."""
         self.done: list[Operation] = []
         self.refused: dict[int, str] = {}
         """Why the cache had to refuse steps, by their numbers."""
@@ -128,7 +130,9 @@ class Machine:
     def _possible_operations(self) -> Iterator[Operation]:
         """List what can be done. How much was found, and so is copied, this run alone knows."""
         finds = "begin_with" in self.can
-        for operation in self.history.operations:
+        operations = self.history.operations
+        for number, operation in enumerate(operations, 1):
+            self.last = number == len(operations)
             step = operation.fitted(self.oracle) if finds else operation
             if step.possible(self.oracle) or not self.shares_prefixes:
                 yield step
@@ -167,7 +171,7 @@ class Machine:
         if self.storage and "table" in self.can and self.device.idle:
             self.storage.poison_what_was_freed(before, self.now)
         done = len(self.done)
-        due = done % EVERY == 0 or done >= self.history.size
+        due = self.last or done % EVERY == 0
         if self.attends and due and self.device.idle:
             counted.update(self._ask_for_attention())
         return counted
@@ -207,6 +211,8 @@ class Machine:
             due = " or ".join(each.__name__ for each in errors)
             may = fits or may_fit
             what += room if may else f", where one of {listed} ({due}) is due: {refused}"
+            if may and not fits:
+                what += f"; if it fits only where blocks are found, raise one of {listed} ({due})"
             self.fail(Finding(what, cause=error))
         else:
             if not fits and not may_fit:
@@ -217,6 +223,8 @@ class Machine:
             if wrong := operation.settle(oracle, answer):
                 self.fail(Finding(wrong))
         if written:
+            if self.device.idle and (changed := self._changed_inputs()):
+                self.fail(Finding(f"the write changed the {changed} that it was handed"))
             # A cache that keeps what it was handed reads poison from here on.
             self.device.overwrite(driven.key)
             self.device.overwrite(driven.value)
@@ -235,7 +243,14 @@ class Machine:
             self.seen.setdefault(token, seq)
         tokens, driven = operation.inputs(written.tokens), self.driven
         driven.key, driven.value = self.payload.inputs(tokens, written.layout)
+        self.handed = driven.key.clone(), driven.value.clone()
         self.device.hand_over(driven.key, driven.value)
+
+    def _changed_inputs(self) -> str:
+        """Say which tensors are no more what they were when the cache was handed them."""
+        given = ("keys", self.driven.key), ("values", self.driven.value)
+        both = zip(given, self.handed, strict=True)
+        return " and ".join(name for (name, now), was in both if not same_bits(now, was))
 
     def _drive(self, operation: Operation, said: list[Said]) -> object:
         """Have the cache do a step, told first what the tokens say; return what it answers."""
@@ -314,8 +329,11 @@ class Machine:
             for seq in self.oracle.readable
             for layer in range(self.spec.num_layers)
             for route in routes
-            if route == "peek" or route in self.can
+            if route == "peek" or (route in self.can and (when or self._gathers(seq)))
         }
+
+    def _gathers(self, seq: int) -> bool:
+        return self.last or (len(self.done) + seq) % self.history.gathers_every == 0
 
     def _read_and_finish(self) -> Reads:
         """Have the device finish; return what the cache read before that and had to wait for."""

@@ -24,6 +24,8 @@ def smaller_caches(adapter: type[KVCacheAdapter], history: History) -> Iterator[
         yield _with(history, options=options)
     if not history.finite:
         yield replace(history, finite=True)
+    if history.gathers_every > 1:
+        yield replace(history, gathers_every=1)
     yield from (replace(history, texts=history.texts[:few]) for few in range(1, len(history.texts)))
     yield from (_with(history, **layers) for layers in _fewer_layers(spec))
     yield from (_with(history, windows=windows) for windows in _smaller_windows(spec))

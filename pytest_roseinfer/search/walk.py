@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.adapters.cache import CacheSpec
 from pytest_roseinfer.cases.every_step import every_step, every_texts
-from pytest_roseinfer.cases.history import History
+from pytest_roseinfer.cases.history import GATHERS_EVERY, History
 from pytest_roseinfer.cases.layer_windows import with_windows
 from pytest_roseinfer.running.machine import Machine
 
@@ -47,7 +47,8 @@ def beginnings(
     )
     if groups := adapter.window_groups:
         spec = with_windows(spec, adapter, WINDOWS[-groups:])
-    return (History(spec, (), texts=texts) for texts in every_texts(adapter))
+    each = max(GATHERS_EVERY)  # every beginning of a history is one itself, and so is all gathered
+    return (History(spec, (), texts=texts, gathers_every=each) for texts in every_texts(adapter))
 
 
 def walk(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,6 +27,7 @@ from tests.plugin.caches import (
     broken_window_caches,
     namespaced_caches,
 )
+from tests.plugin.caches.adversaries import UploadsItsTableLate
 from tests.plugin.caches.branching_text_caches import BranchingTextCache
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.caches.window_cache import LazyCache, WindowCache
@@ -62,7 +64,7 @@ def walk_all(adapter: type[KVCacheAdapter], most: int, steps: tuple[Operation, .
     walked = Walked()
     options = KERNELS_OFF if "triton" in adapter.option_choices else {}
     for beginning in beginnings(adapter, options):
-        history = History(beginning.spec, steps, texts=beginning.texts)
+        history = replace(beginning, operations=steps)
         assert all(each.size == most for each in walk(adapter, history, most, walked))
     return walked
 
@@ -73,6 +75,12 @@ def test_what_fits_the_bounds_is_found(cache: type[KVCacheAdapter]) -> None:
     steps = LATER.get(cache, ())
     with pytest.raises(Divergence):
         walk_all(cache, len(steps) + 2 if steps else 3, steps)
+
+
+def test_what_only_an_unread_step_shows_is_found() -> None:
+    steps = (Append((0,)),) * 3
+    with pytest.raises(Divergence, match="gather: sequence 0"):
+        walk_all(UploadsItsTableLate, 5, steps)
 
 
 def test_each_history_is_run_once() -> None:

@@ -63,6 +63,45 @@ class PeekSharesMemory(PagedCache):
         return torch.stack(keys, 1)[layer], torch.stack(values, 1)[layer]
 
 
+class ChangesItsInputs(ListCache):
+    """What it stores is right; the caller's keys are not, and attention may need them yet."""
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        super().append(seqs, key, value)
+        key.div_(2)
+
+
+class UploadsItsTableLate(PagedCache):
+    """A read brings the table on the device up to date, unless it has as many blocks as before.
+
+    If all is read after every step, it never has other ones.
+    """
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        self.uploaded: dict[int, list[int]] = {}
+
+    def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = self.tables[seq]
+        if len(self.uploaded.get(seq, ())) != len(blocks):
+            self.uploaded[seq] = [*blocks]
+        keys, values = (
+            cache[layer, self.uploaded[seq]].transpose(1, 2).flatten(0, 1)[: self.lengths[seq]]
+            for cache in (self.keys, self.values)
+        )
+        return keys, values
+
+    def truncate(self, seq: int, length: int) -> None:
+        keep = -(-length // self.spec.block_size)
+        self.unused += self.tables[seq][keep:]
+        del self.tables[seq][keep:]
+        self.lengths[seq] = length
+
+    def free(self, seq: int) -> None:
+        self.uploaded.pop(seq, None)
+        super().free(seq)
+
+
 class NeverTakesItsFastPath(PagedCache):
     def write(
         self, blocks: list[int], positions: list[int], key: torch.Tensor, value: torch.Tensor
@@ -124,6 +163,8 @@ TestReturnsItsInputs = conformance(ReturnsItsInputs)
 TestIgnoresAppends = conformance(IgnoresAppends)
 TestWritesNothing = conformance(WritesNothing)
 TestPeekSharesMemory = conformance(PeekSharesMemory)
+TestChangesItsInputs = conformance(ChangesItsInputs)
+TestUploadsItsTableLate = conformance(UploadsItsTableLate)
 TestNeverTakesItsFastPath = conformance(NeverTakesItsFastPath)
 TestClaimsAPathItsRowsRuleOut = conformance(ClaimsAPathItsRowsRuleOut)
 TestClaimsAPathItsSwitchesRuleOut = conformance(ClaimsAPathItsSwitchesRuleOut)
