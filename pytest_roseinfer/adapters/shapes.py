@@ -43,10 +43,18 @@ def refuse_shapes(adapter: type[KVCacheAdapter]) -> None:
         if not (listed and said and all(value in named or is_right(value) for value in said)):
             raise TypeError(
                 f"{adapter.__name__}.{name} is {said!r}: list what the cache can be built with, "
-                f"the usual first: {example}"
+                f"the usual first: {example}{_codes(said)}"
             )
     for name, least in _FEWEST.items():
         refuse_bound(adapter, name, least)
+
+
+def _codes(said: object) -> str:
+    """Say what is missing where one of the dtypes is one of codes."""
+    named = [each for each in said if isinstance(each, str)] if isinstance(said, Sequence) else []
+    codes = [each for each in named if isinstance(getattr(torch, each, None), torch.dtype)]
+    missing = [each for each in codes if not _is_dtype(each)]
+    return f"; {missing[0]} needs tolerance[{missing[0]!r}] as well" if missing else ""
 
 
 def refuse_bound(adapter: type[Adapter], name: str, least: int) -> None:

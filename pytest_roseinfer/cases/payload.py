@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x2545F4914F6CDD1D
 _MIX = 0x1B873593CC9E2D51
+_NOT_KEPT = ", which are not kept where numbers go through another dtype"
 _NARROWER = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _NO_ELEMENT = 65535
 """In the place of an element, for numbers that all elements of a token share."""
@@ -243,16 +244,23 @@ class Payload:
             bits = {WORDS.get((row.dtype, each), ANY_NAN) for each in as_bits(row).tolist()}
             return " and ".join(sorted(bits))
         bits_of_none = f"bits no token has ({row.tolist()[:4]}...)"
-        if right is None or not right.isfinite().all():
+        if right is None:
             return bits_of_none
-        if self.tolerance and (times := times_as_large(right, row)):
-            return f"{times:.4g} times that"
+        wrong = (as_bits(row) != as_bits(right)).nonzero().flatten().tolist()
+        if not self.tolerance and row[wrong].isnan().all() and right[wrong].isnan().all():
+            return f"that but for the bits of NaN in elements {_listed(wrong)}{_NOT_KEPT}"
+        if not right.isfinite().all():
+            return bits_of_none
         off = f"up to {(row.double() - right.double()).abs().max():.3g} off"
+        if self.tolerance:
+            least = f"1/{1 / self.tolerance.of_greatest:.4g}"
+            off += f" where {least} of the greatest of its {self.tolerance.over} is allowed"
+        if self.tolerance and (times := times_as_large(right, row)):
+            return f"{times:.4g} times that, {off}"
         if not row.isfinite().all():
             off = "in part not finite"
         if rounded := rounded_to(right, row):
             return f"that rounded to {rounded}, {off}"
-        wrong = (as_bits(row) != as_bits(right)).nonzero().flatten().tolist()
         if not self.tolerance and len(wrong) < len(row):
             return f"that but for elements {_listed(wrong)}: {self._words(row[wrong])}"
         return f"{bits_of_none}, {off}"

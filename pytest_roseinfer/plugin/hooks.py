@@ -132,8 +132,7 @@ def pytest_make_collect_report(
 
         try:
             warn_of_uncollected(collector, report.result)
-            if not report.result:
-                warn_of_unused(collector)
+            warn_of_unused(collector, report.result)
         except Warning as warning:  # where warnings are errors
             report.outcome, report.longrepr = "failed", str(warning)
     return report

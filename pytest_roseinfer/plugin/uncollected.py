@@ -28,20 +28,29 @@ def warn_of_uncollected(
             )
 
 
-def warn_of_unused(module: pytest.Module) -> None:
-    """Warn of each adapter that a module defines which has no tests, and no class for them."""
+def warn_of_unused(
+    module: pytest.Module, collected: Sequence[pytest.Item | pytest.Collector]
+) -> None:
+    """Warn of each adapter in a module that has no tests, and no class for them."""
     values = vars(module.obj).values()
-    if any(map(_is_made, values)):
+    if not all(map(_is_adapter, collected)) or any(map(_is_made, values)):
         return
     for value in values:
         own = isinstance(value, type) and value.__module__ == module.obj.__name__
         if own and issubclass(value, Adapter) and not value.__name__.startswith("_"):
+            name = value.__name__.removeprefix("Test")
+            rename = f"name it {name}, and " if name != value.__name__ else ""
             module.warn(
                 pytest.PytestCollectionWarning(
-                    f"{value.__name__} is an adapter that nothing here tests: write "
-                    f"Test{value.__name__} = conformance({value.__name__})"
+                    f"{value.__name__} is an adapter that nothing here tests: {rename}write "
+                    f"Test{name} = conformance({name})"
                 )
             )
+
+
+def _is_adapter(collected: pytest.Item | pytest.Collector) -> bool:
+    """Tell if pytest took an adapter for a class of tests, for its name."""
+    return isinstance(collected, pytest.Class) and issubclass(collected.obj, Adapter)
 
 
 def _is_made(value: object) -> bool:

@@ -116,7 +116,42 @@ def test_more_bytes_fail_and_the_least_is_shown(project: Project) -> None:
     )
 
 
-OF_MODULES = "weights= must hold torch.Module or torch.Tensor, and not"
+CACHE_ALONE = """
+    from my_engine import Engine
+
+    def test_decode(roseinfer_costs):
+        engine = Engine(4)
+        roseinfer_costs.check_bytes(
+            "decode", lambda: engine.keys.copy_(engine.values), tokens=4, weights=[],
+            cache=[engine.keys, engine.values], context_bytes=lambda: 64,
+        )
+"""
+
+
+def test_bytes_of_a_cache_alone(project: Project) -> None:
+    project.write(my_engine=BYTES, test_costs=CACHE_ALONE)
+    result = project.pytest(UPDATE)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["  weights: 0 bytes, beside the least of 0"])
+
+
+def test_steps_that_differ_are_told_what_before_is_for(project: Project) -> None:
+    differing = """
+        from itertools import count
+        import torch
+
+        def test_decode(roseinfer_costs):
+            steps, rows = count(1), torch.zeros(4)
+            step = lambda: [rows.add_(1) for _ in range(next(steps))]
+            roseinfer_costs.check("decode", step, tokens=4)
+    """
+    project.write(test_costs=differing)
+    result = project.pytest(UPDATE)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*before= has to bring each step to the same contexts"])
+
+
+OF_MODULES = "weights= must hold torch.nn.Module or torch.Tensor, and not"
 WRONG_BYTES = {
     "step=engine.step()": "step= must be a function, and is None",
     "step=lambda rows: engine.step()": "step= is called without arguments: *'rows'",

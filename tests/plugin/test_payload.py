@@ -107,3 +107,12 @@ def poisoned(like: torch.Tensor, why: Poison) -> torch.Tensor:
     row = like.clone()
     poison(row, why)
     return row
+
+
+def test_other_bits_of_nan_are_said_to_be_that() -> None:
+    payload = Payload(LIKE, finite=False)
+    right = torch.tensor([1.0, float("nan"), 2.0, float("inf")])
+    got = right.clone()
+    got.view(torch.int32)[1] += 5
+    found = payload.contents(right, got, 0, 1, "K", KNOWN)
+    assert "found that but for the bits of NaN in elements 1, which are not kept" in found.words()

@@ -99,7 +99,12 @@ def test_a_cache_that_is_wrong_in_one_shape_is_found(
         ("block_sizes", (True,), "numbers from 1 on, as in (16, 32)"),
         ("dtypes", "float32", 'names of torch dtypes, as in ("float32", "bfloat16")'),
         ("dtypes", ("float33",), 'names of torch dtypes, as in ("float32", "bfloat16")'),
-        ("dtypes", ("int32",), 'names of torch dtypes, as in ("float32", "bfloat16")'),
+        (
+            "dtypes",
+            ("float32", "int8"),
+            'names of torch dtypes, as in ("float32", "bfloat16"); '
+            "int8 needs tolerance['int8'] as well",
+        ),
     ],
 )
 def test_a_list_that_makes_no_sense_is_refused(name: str, said: Any, right: str) -> None:

@@ -43,6 +43,13 @@ def test_an_adapter_without_tests_is_hinted_at(project: Project) -> None:
     assert result.stdout.str().count("is an adapter that") == 1
 
 
+def test_an_adapter_whose_name_pytest_collects_is_hinted_at(project: Project) -> None:
+    result = run(project, "class TestMine(ListCache):\n    pass")
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    hint = "* PytestCollectionWarning: TestMine is an adapter that nothing here tests: name it Mine"
+    result.stdout.fnmatch_lines([f"{hint}, and write TestMine = conformance(Mine)"])
+
+
 def test_an_adapter_beside_tests_is_not(project: Project) -> None:
     """They may run histories on it."""
     classes = """

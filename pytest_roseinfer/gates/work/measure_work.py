@@ -66,14 +66,14 @@ def warm_up(step: Step, times: int) -> None:
         step.run()
 
 
-def refuse_differences(first: StepWork, second: StepWork, remedy: str = "") -> None:
+def refuse_differences(first: StepWork, second: StepWork) -> None:
     """Raise if two steps in a row did not do the same work."""
     if differing := [
         f"{group.title}, {what}: {one} and {other}"
         for name, group in GROUPS.items()
         for what, one, other in changed_counts(first.groups[name], second.groups[name])
     ]:
-        lines = [*differing, remedy] if remedy else differing
+        lines = [*differing, "before= has to bring each step to the same contexts"]
         raise CannotCompare(
             "two steps did not do the same, so no baseline says how much a step does:\n  "
             + "\n  ".join(lines)

@@ -55,10 +55,8 @@ def measure_bytes(step: Step, memory: StepMemory, device: str) -> StepBytes:
     """Return the bytes that one step moves, which must be the same in the next."""
     warm_up(step, 1)
     first, second = (_moved(step, memory, device) for _ in range(2))
-    refuse_differences(
-        first.work, second.work, "before= has to bring each step to the same contexts"
-    )
-    if not first.work.groups[WEIGHTS]:
+    refuse_differences(first.work, second.work)
+    if memory.has_weights and not first.work.groups[WEIGHTS]:
         skipped = ", ".join(first.work.groups[NOT_COUNTED]) or "nothing"
         raise CannotCompare(
             f"nothing that was counted reads any of weights=; what was not counted: {skipped}"

@@ -23,6 +23,7 @@ KEYS_AND_VALUES = "keys_and_values"
 ACTIVATIONS = "activations"
 """All that is neither: also indices, block tables and logits."""
 
+_NAMES = {torch.nn.Module: "torch.nn.Module", torch.Tensor: "torch.Tensor"}
 _TOKEN_BYTES = 8
 """A token is a 64-bit number where it comes in, and where the next one goes out."""
 
@@ -42,6 +43,10 @@ class StepMemory:
         self._cache = _all_of("cache", cache, (torch.Tensor,))
         self._groups |= {address(tensor): KEYS_AND_VALUES for tensor in self._cache}
         self._context_bytes = context_bytes
+
+    @property
+    def has_weights(self) -> bool:
+        return bool(self._weights)
 
     def group_of(self, of: int) -> str:
         """Return whose memory lies at an address, that of a tensor's storage."""
@@ -110,6 +115,6 @@ def _all_of(name: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
     except TypeError:
         found = [given]
     if wrong := [each for each in found if not isinstance(each, kinds)]:
-        wanted = " or ".join(f"torch.{kind.__name__}" for kind in kinds)
+        wanted = " or ".join(_NAMES[kind] for kind in kinds)
         raise CannotCompare(f"{name}= must hold {wanted}, and not {type(wrong[0]).__name__}")
     return found
