@@ -60,7 +60,9 @@ class SamplingParams:
         for name, (kinds, holds, wanted) in _SAMPLING.items():
             value = getattr(self, name)
             if not (isinstance(value, kinds) and holds(value)):
-                raise ConfigError(f"SamplingParams.{name} is {value!r}; it must be {wanted}")
+                wrong = kinds[0] in _NUMBER and not isinstance(value, kinds)
+                kind = f" of type {type(value).__name__}" if wrong else ""
+                raise ConfigError(f"SamplingParams.{name} is {value!r}{kind}; it must be {wanted}")
         object.__setattr__(self, "stop", tuple(self.stop))  # a list could still grow
         if self.top_logprobs:
             object.__setattr__(self, "logprobs", True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,15 @@ from roseinfer.cli.model_options import (
     load_llm,
     refuse_mistakes,
 )
-from roseinfer.errors import ConfigError, RoseinferError, UnsupportedModel
+from roseinfer.errors import (
+    BadArgument,
+    ConfigError,
+    RoseinferError,
+    UnsupportedModel,
+    did_you_mean,
+)
 from roseinfer.guided.guide import Guide
-from roseinfer.how_far import say
+from roseinfer.how_far import let_go_of_the_result, say
 from roseinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,7 +49,9 @@ _TOLD = ("logprobs", "top_logprobs", "prompt_logprobs")
 _FAILED, _NOTHING_DONE = 1, 2
 _INTERRUPTED, _NOBODY_READS = 128 + 2, 128 + 13
 """These are the statuses by which a shell reports the signals SIGINT and SIGPIPE."""
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _TITLE_LENGTH = 60
+_GUIDE = """--guide '{"regex": "[0-9]+"}'"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +111,12 @@ def run(args: argparse.Namespace) -> int:
         return _INTERRUPTED
     except BrokenPipeError:  # all that is printed is flushed at once, so nothing is left
         return _NOBODY_READS
+    except OSError as error:
+        if error.errno not in _NOT_WRITTEN:
+            raise
+        let_go_of_the_result()
+        _complain(f"the texts cannot be written: {error.strerror}")
+        return _NOTHING_DONE
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -207,11 +222,21 @@ def _params(args: argparse.Namespace) -> SamplingParams:
 
 def _guide(text: str) -> Guide:
     """Read a guide whose only field is named in a JSON object."""
+    wanted = f"--guide {text!r:.80}: it must be a JSON object, as in {_GUIDE}"
     try:
-        return Guide(**json.loads(text))
-    except (TypeError, ValueError) as error:  # of JSON, of names, or of a guide itself
-        wanted = 'it must be a JSON object, as in --guide \'{"regex": "[0-9]+"}\''
-        raise ConfigError(f"--guide {text!r:.80}: {wanted}: {error}") from None
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{wanted}: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(wanted)
+    forms = [each.name for each in fields(Guide)]
+    for unknown in found.keys() - set(forms):
+        known = did_you_mean(unknown, forms) or f": it is one of {', '.join(forms)}"
+        raise ConfigError(f"--guide {text!r:.80} asks for no form that there is{known}")
+    try:
+        return Guide(**found)
+    except BadArgument as error:
+        raise ConfigError(f"--guide {text!r:.80}: {error}") from None
 
 
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_ids: bool) -> int:
@@ -229,7 +254,8 @@ def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_ids: bool) -
     except UnsupportedModel:
         raise  # no fault of the prompt
     except RoseinferError as error:
-        print(flush=True)
+        if generated:
+            print(flush=True)
         _complain(error)
         return _FAILED
     print(flush=True)

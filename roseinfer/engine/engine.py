@@ -405,13 +405,13 @@ class Engine:
 
 def _no_distribution(request: Request) -> NoDistribution:
     """Return the error of a request for which no token was chosen."""
-    why = "hold NaN, or nothing finite"
-    if request.guide is not None:
-        why += f", or {request.guide.failure}"
-    length = len(request.session.token_ids)
-    return NoDistribution(
-        f"the model's logits for token {length} {why}: there is no next token to choose"
+    guide = request.guide
+    why = (
+        f"the model's logits for token {len(request.session.token_ids)} hold NaN, or nothing finite"
     )
+    if guide is not None:
+        why = guide.failure if guide.gave_up else f"{why}, or {guide.failure}"
+    return NoDistribution(f"{why}: there is no next token to choose")
 
 
 def _tell(update: Update, told: Told) -> None:

@@ -163,10 +163,24 @@ def token_ids_of(prompt: str | Sequence[int], tokenizer: Any) -> list[int]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in Rust is not an Exception
+        if isinstance(prompt, str) and (at := _not_unicode(prompt)) is not None:
+            raise BadArgument(
+                f"a prompt is a text, and character {at} of this one, {prompt[at]!r}, is half of "
+                "one, as stands for bytes that are no UTF-8"
+            ) from None
         raise BadArgument(
             "a prompt is a text that the tokenizer can read, or token ids: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _not_unicode(text: str) -> int | None:
+    """Return the place of the first character that cannot be written as UTF-8, if there is one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
 
 
 class BlockSupply:

@@ -27,6 +27,8 @@ _SHOWN_LINES = re.compile(r"\n +\d+ \| ")
 """What begins the lines of a grammar in an error, which whoever asked may not have written so."""
 _SAMPLE = 'aé好😀 {"b": [10,\n2]}'
 """Where only one text can come next, it is cut into tokens by the tokenizer itself."""
+_NO_TOKEN = "NoExtensionBias"
+"""In what the matcher says where no token may come."""
 _END = "<|where the grammar may end|>"
 
 
@@ -79,6 +81,8 @@ def _compile(guide: Guide, tokenizer: Any) -> Any:
         matcher = LLMatcher(tokenizer, grammar_of(guide, LLMatcher), log_level=0, limits=limits)
     except ValueError as error:
         raise BadArgument(f"this form of text cannot be followed: {error}") from None
+    if not matcher.is_error() and not _may_begin(matcher):
+        raise BadArgument("this form of text cannot be followed: no text is of this form")
     if matcher.is_error():
         said = _SHOWN_LINES.split(matcher.get_error(), 1)[0]
         why = " ".join(said.split())
@@ -86,6 +90,13 @@ def _compile(guide: Guide, tokenizer: Any) -> Any:
             why = f"{why[:_LONGEST_REASON]}..."
         raise BadArgument(f"this form of text cannot be followed: {why}")
     return matcher
+
+
+def _may_begin(matcher: Any) -> bool:
+    """Tell if there is a token with which a text can begin. What is too hard, its step will say."""
+    copy = matcher.deep_copy()
+    copy.compute_bitmask()
+    return _NO_TOKEN not in (copy.get_error() or "")
 
 
 def _tokenizer_of(tokenizer: Any, vocabulary: int) -> tuple[Any, int]:

@@ -67,6 +67,9 @@ def _as_json(schema: Any) -> str:
 
 
 def _as_texts(texts: Any) -> tuple[str, ...]:
-    if isinstance(texts, (list, tuple)) and all(isinstance(one, str) and one for one in texts):
+    is_list = isinstance(texts, (list, tuple)) and bool(texts)
+    if is_list and all(isinstance(one, str) and one for one in texts):
         return tuple(texts)  # a list could still grow
-    raise BadArgument(f"Guide.choice is {texts!r}; it must be texts in a list, none of them empty")
+    raise BadArgument(
+        f"Guide.choice is {texts!r}; it must be one or more texts in a list, none of them empty"
+    )

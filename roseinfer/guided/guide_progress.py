@@ -52,9 +52,13 @@ class GuideProgress:
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     @property
+    def gave_up(self) -> bool:
+        return bool(self._matcher.is_error())
+
+    @property
     def failure(self) -> str:
         """Why there is no next token: the matcher gave up, or the vocabulary has none."""
-        if self._matcher.is_error():
+        if self.gave_up:
             said = self._matcher.get_error().splitlines() or ["it broke off"]
             return f"the form of this text is too hard to follow: {said[0]}"
         return "the form of this text allows none of the tokens that the model can choose"

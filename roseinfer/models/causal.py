@@ -64,10 +64,15 @@ def attend(
     if dropout:
         asked.add(f"dropout={dropout}")
     attention = RUNNING.get()
-    if asked or attention is None:
+    if attention is None:
         raise UnsupportedModel(
-            f"{type(module).__name__} asks its attention for "
-            f"{', '.join(sorted(asked)) or 'what runs outside the engine'}, which is not supported"
+            f"the model of this {type(module).__name__} belongs to an engine, which was made of it "
+            "and computes it now: load it once more to compute it without"
+        )
+    if asked:
+        raise UnsupportedModel(
+            f"{type(module).__name__} asks its attention for {', '.join(sorted(asked))}, which is "
+            "not supported"
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
     out = attention.attend_new(

@@ -25,8 +25,14 @@ def locate(name: str) -> str:
     """
     if name == "tiny":
         return name
+    if not name:
+        raise _refused(name, "it is no name: give a directory, a hub id, or 'tiny'")
+    if name.startswith("~"):
+        name = str(Path(name).expanduser())
+    if Path(name).is_file():
+        raise _refused(name, f"it is a file: give the directory, {str(Path(name).parent)!r}")
     # No hub id begins like this or has more than two parts.
-    if Path(name).is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if Path(name).is_dir() or name.startswith((".", "/")) or name.count("/") > 1:
         _require_checkpoint(name)
         return name
     return _from_hub(name)

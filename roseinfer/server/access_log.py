@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from roseinfer.errors import RoseinferError
+from roseinfer.how_far import let_go_of_the_result, say
 from roseinfer.server.refusals import Refused, refusal_of
 from roseinfer.server.streaming import ClientGone
 
@@ -58,7 +59,12 @@ def note_error(scope: Scope, error: Exception) -> None:
 
 
 def write_line(line: str) -> None:
-    print(line, flush=True)
+    """Print a line, as long as somebody takes it: requests are answered all the same."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        let_go_of_the_result()
+        say(f"no more lines of requests are printed: {error.strerror}")
 
 
 class AccessLog:

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from roseinfer.errors import BadArgument
+from roseinfer.errors import BadArgument, ConfigError
 from roseinfer.server.refusals import Refused
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Prompts:
         self._shape = facts.shape
         self._most_tokens = most_tokens
         self._chat_template = chat_template or getattr(facts.tokenizer, "chat_template", None)
+        self._refuse_no_template()
         self._thread = ThreadPoolExecutor(1, "roseinfer-prompts")
         self._read_there: set[Future[Any]] = set()
         """What the thread has to do. A tokenizer does one thing at a time."""
@@ -96,17 +97,37 @@ class Prompts:
         tools: Sequence[Mapping[str, Any]],
     ) -> list[Prompt]:
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(each) for each in messages],
-                tools=[*tools] or None,
-                chat_template=self._chat_template,
-                tokenize=False,
-                add_generation_prompt=True,
-            )
+            text = self._apply([dict(each) for each in messages], tools)
         except Exception as error:  # templates raise what they like, as for roles in a wrong order
             why = f"the chat template takes no such messages: {error}"
             raise Refused(400, why, param=field, code="invalid_value") from None
         return [self._checked(self._encode(text, field, add_special_tokens=False), field)]
+
+    def _refuse_no_template(self) -> None:
+        """Raise for what no chat can be written by, so that no client is blamed for it later."""
+        if not isinstance(self._chat_template, str):
+            return
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            self._apply([{"role": "user", "content": "Hello"}])
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the chat template cannot be read, line {error.lineno}: {error.message}; "
+                "--chat-template FILE gives another"
+            ) from None
+        except Exception:  # of this message: others may be taken
+            return
+
+    def _apply(self, messages: list[dict[str, Any]], tools: Sequence[Any] = ()) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages,
+            tools=[*tools] or None,
+            chat_template=self._chat_template,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        return text
 
     def _encode(self, text: str, field: str, **options: Any) -> list[int]:
         try:

@@ -103,6 +103,28 @@ def claim_an_unknown_type(directory: Path) -> None:
     edit(directory / "config.json", lambda config: config.update(model_type="abacus"))
 
 
+def claim_a_layer_less(directory: Path) -> None:
+    edit(directory / "config.json", lambda config: config.update(n_layer=1))
+
+
+def store_codes(directory: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    weights["transformer.h.1.mlp.c_fc.weight"] = torch.ones(64, 256, dtype=torch.int8)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def point_to_weights(directory: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (directory / "model.safetensors").write_text(pointer)
+
+
+def no_object_for_generation(directory: Path) -> None:
+    (directory / "generation_config.json").write_text("[]")
+
+
 def remove_everything(directory: Path) -> None:
     for path in directory.iterdir():
         path.unlink()
@@ -114,9 +136,20 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "weights cut in the header": (truncate("model.safetensors", 100), "cannot be loaded"),
     "empty weights": (truncate("model.safetensors", 0), "cannot be loaded"),
     "no weights": (remove("model.safetensors"), "cannot be loaded.*safetensors"),
-    "pickled weights": (pickle_weights, "cannot be loaded.*safetensors"),
+    "pickled weights": (pickle_weights, "pickles are not read.*save_pretrained"),
+    "a pointer to weights": (point_to_weights, "model.safetensors is a pointer.* git lfs pull"),
+    "weights that are codes": (store_codes, r"h.1.mlp.c_fc.weight is of type I8 and no quantiz"),
+    "a layer more": (
+        claim_a_layer_less,
+        r"has \d+ weights of layers .* transformer.h.1.attn",
+    ),
     "a weight less": (lose_a_weight, "lacks 1 weights, transformer.h.1.mlp.c_fc.weight among"),
-    "weights of another shape": (claim_another_shape, "cannot be loaded"),
+    "weights of another shape": (claim_another_shape, r"has \d+ weights of other shapes than its"),
+    "generation config cut short": (
+        truncate("generation_config.json", 5),
+        "config.json is no JSON",
+    ),
+    "no generation config": (no_object_for_generation, "config.json is no JSON object"),
     "config cut short": (truncate("config.json", 30), "cannot be loaded.*config"),
     "no config": (remove("config.json"), "cannot be loaded"),
     "unknown type": (claim_an_unknown_type, "cannot be loaded.*abacus"),

@@ -52,6 +52,12 @@ def test_a_prompt_that_cannot_be_read_fails_alone(
     assert_no_block_is_lost(llm)
 
 
+def test_a_prompt_with_half_a_character_says_which(device: str) -> None:
+    llm = LLM("tiny", device=device, kv_cache_tokens=512)
+    (refused,) = llm.generate(["ab\udcff"], greedy(), progress=False)
+    assert "character 2 of this one, '\\udcff', is half of one" in str(refused.error)
+
+
 @each_tokenizer
 def test_a_stream_of_such_a_prompt_is_told_why_and_the_others_go_on(
     device: str, make: Callable[[list[str]], Any], unreadable: str, said: str

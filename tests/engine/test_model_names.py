@@ -109,6 +109,20 @@ def test_a_directory_that_is_not_there(name: str) -> None:
     assert refused(name).endswith("there is no such directory")
 
 
+def test_a_file_and_no_name(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    said = f"it is a file: give the directory, {str(tmp_path)!r}"
+    assert refused(str(tmp_path / "model.safetensors")).endswith(said)
+    assert "it is no name: give a directory" in refused("")
+
+
+def test_a_directory_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").touch()
+    assert locate("~/mine") == str(tmp_path / "mine")
+
+
 def test_the_directory_that_was_probably_meant(tmp_path: Path) -> None:
     (tmp_path / "models" / "gpt2-tuned").mkdir(parents=True)
     assert refused("./models/gpt2-tunde").endswith("did you mean models/gpt2-tuned?")

@@ -401,6 +401,7 @@ def test_the_likeliest_are_told_those_of_equals_by_the_lowest_id(
         ({"ignore_eos": "no"}, "ignore_eos is 'no'; it must be True or False"),
         ({"logprobs": 1}, "logprobs is 1; it must be True or False"),
         ({"top_logprobs": 21}, "top_logprobs is 21; it must be at least 0 and at most 20"),
+        ({"temperature": "1"}, "temperature is '1' of type str; it must be at least 0"),
         ({"top_logprobs": None}, "top_logprobs is None"),
         ({"prompt_logprobs": 1}, "prompt_logprobs is 1; it must be True or False"),
         ({"temperature": float("nan")}, "temperature"),

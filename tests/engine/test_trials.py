@@ -237,7 +237,7 @@ def test_a_mask_is_refused() -> None:
 
 def test_attention_outside_the_engine_is_refused() -> None:
     model = CausalModel(build(transformers.LlamaConfig(**SHAPE)))._model
-    with pytest.raises(UnsupportedModel, match="for what runs outside the engine"):
+    with pytest.raises(UnsupportedModel, match="belongs to an engine, which was made of it"):
         model(torch.tensor([[1, 2]]))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from roseinfer.errors import ConfigError
 from tests.server.served import MODEL, running
 
 if TYPE_CHECKING:
@@ -148,6 +149,12 @@ def test_a_template_of_ones_own() -> None:
         assert answer["choices"][0]["message"]["content"] == continued(
             server, "[Be brief.][Who\nam I?][You.][Sure?]"
         )
+
+
+def test_a_template_that_cannot_be_read_is_refused_before_anybody_asks() -> None:
+    said = r"the chat template cannot be read, line 1: .*; --chat-template FILE gives another"
+    with pytest.raises(ConfigError, match=said), running(chat_template="{% for %}"):
+        pass
 
 
 def test_a_template_that_refuses_messages_is_quoted() -> None:

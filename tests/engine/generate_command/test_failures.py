@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def test_one_prompt_that_cannot_be_served(run: Run) -> None:
     outcome = run("--prompt", TOO_LONG)
-    assert (outcome.status, outcome.out) == (1, "\n")
+    assert (outcome.status, outcome.out) == (1, "")
     (line,) = outcome.err.splitlines()
     assert line.startswith("roseinfer generate: a prompt of 1024 tokens leaves no room")
 

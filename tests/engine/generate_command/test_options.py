@@ -95,12 +95,20 @@ def test_every_sampling_parameter_has_an_option() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["x", "[]", "1", '{"regexp": "a"}', "{}", '{"choice": "a"}', '{"json_object": 1}']
+    ("given", "said"),
+    [
+        ("x", ": it must be a JSON object, as in"),
+        ("[]", ": it must be a JSON object, as in"),
+        ('{"regexp": "a"}', " asks for no form that there is; did you mean regex?"),
+        ('{"zzz": "a"}', " asks for no form that there is: it is one of json_object, json_schema"),
+        ("{}", ": a Guide is one of"),
+        ('{"choice": "a"}', ": Guide.choice is 'a'; it must be one or more texts"),
+    ],
 )
-def test_what_is_no_guide_is_refused(run: Run, given: str) -> None:
+def test_what_is_no_guide_is_refused(run: Run, given: str, said: str) -> None:
     outcome = run("--prompt", "x", "--guide", given)
     assert (outcome.status, outcome.out) == (2, "")
-    assert f"roseinfer generate: --guide {given!r}: it must be a JSON object" in outcome.err
+    assert f"roseinfer generate: --guide {given!r}{said}" in outcome.err
 
 
 def test_a_text_has_the_form_that_was_asked_for(run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +15,6 @@ from tests.python_process import ROOT, run_python
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from roseinfer import LLM
 
@@ -46,6 +46,20 @@ def test_a_reader_that_leaves_ends_it_quietly(endless: subprocess.Popen[bytes]) 
     assert endless.stdout.read(1)
     endless.stdout.close()
     assert (endless.wait(60), endless.stderr.read().decode()) == (141, STARTS)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
+def test_a_full_disk_is_said_in_a_line(command: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*command, "--prompt", "Once"],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    said = f"{STARTS}roseinfer generate: the texts cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr.decode()) == (2, said)
 
 
 @pytest.mark.parametrize(
