@@ -35,6 +35,9 @@ class Opened(Writer, Protocol):
     def repeater(self, tokens: int) -> int:
         """Draw a name that no sequence has, and that says again what was said for so long."""
 
+    def parting(self, tokens: int) -> int | None:
+        """Draw one that says something else before so many tokens, or None where none does."""
+
 
 def share_blocks(writer: Opened) -> None:
     """Open with sequences of which some share blocks, or with none.
@@ -115,6 +118,38 @@ def _cut_what_is_found(writer: Opened) -> Iterator[Operation]:
     write, let_go = Append((cut,), writer.layout()), Free(other)
     yield from writer.pick(((let_go, write), (let_go, write), (write, let_go)))
     yield Prefill(writer.repeater(full + leaves), full + leaves, writer.layout())
+
+
+def may_evict_in_order(writer: Opened) -> bool:
+    """Return True if a cache says which of the blocks that it keeps it gives to others first."""
+    abilities, needed = writer.adapter.abilities, Free.needs | Prefill.needs
+    return writer.finds_prompts and writer.adapter.evicts != "any" and needed <= abilities
+
+
+def let_two_texts_go(writer: Opened) -> None:
+    """Open with two texts that part in their first block, let go of them, and need one block more.
+
+    One of the two blocks must be given to others then, and it is known which.
+    """
+    for step in _let_two_texts_go(writer):
+        if writer.over or not step.fits(writer.oracle):
+            return
+        writer.take(step)
+
+
+def _let_two_texts_go(writer: Opened) -> Iterator[Operation]:
+    size, leaves = writer.oracle.block_size, writer.adapter.match_leaves
+    (first,) = writer.fresh(1)
+    yield Prefill(first, size + leaves, writer.layout())
+    second = writer.parting(size)
+    if second is None:
+        return
+    yield Prefill(second, size + leaves, writer.layout())
+    for seq in writer.draw(st.permutations((first, second))):
+        yield Free(seq)
+    (third,) = writer.fresh(1)
+    if others := writer.oracle.pages_free() - 1:
+        yield Prefill(third, others * size, writer.layout())
 
 
 def free_in_flight(writer: Opened) -> None:

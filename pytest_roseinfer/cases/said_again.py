@@ -52,6 +52,10 @@ class SaidBefore:
         """List names under which a new sequence would say again what was said for so long."""
         return [name for name in self._unused(new, vacant) if self.again(name) >= tokens]
 
+    def parting(self, new: int, vacant: Sequence[int], tokens: int) -> list[int]:
+        """List names under which a new sequence would say something else before so many tokens."""
+        return [name for name in self._unused(new, vacant) if self.again(name) < tokens]
+
     def _unused(self, new: int, vacant: Sequence[int]) -> list[int]:
         return [*range(new, new + len(self.texts.drawn)), *vacant]
 

@@ -24,7 +24,9 @@ from pytest_roseinfer.cases.openings import (
     end_absences,
     free_in_flight,
     leave_a_text,
+    let_two_texts_go,
     may_cut_what_is_found,
+    may_evict_in_order,
     share_blocks,
 )
 from pytest_roseinfer.cases.operations.lookups.take import Take
@@ -243,6 +245,11 @@ class _Writer:
         assert self.said
         return self.pick(self.said.repeating(self.names, self.vacant, tokens))
 
+    def parting(self, tokens: int) -> int | None:
+        assert self.said
+        names = self.said.parting(self.names, self.vacant, tokens)
+        return self.pick(names) if names else None
+
     def batch(self, fresh: Sequence[int]) -> tuple[int, ...]:
         return self.draw(append_batches(self.live, fresh))
 
@@ -362,6 +369,8 @@ def _begin(writer: _Writer) -> None:
     if "texts" in abilities:
         if may_cut_what_is_found(writer) and writer.pick((False,) * 7 + (True,)):
             cut_what_is_found(writer)
+        elif may_evict_in_order(writer) and writer.pick((False,) * 3 + (True,)):
+            let_two_texts_go(writer)
         else:
             leave_a_text(writer)
     if "use_queue" in abilities:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 
-from pytest_roseinfer import CacheSpec, Divergence, History, conformance, run_history, settings
+from pytest_roseinfer import (
+    CacheSpec,
+    Divergence,
+    History,
+    KVCacheAdapter,
+    conformance,
+    run_history,
+    settings,
+)
 from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
@@ -19,10 +27,9 @@ from pytest_roseinfer.oracle.texts import WHOLE, Texts
 from pytest_roseinfer.running import coverage
 from tests.plugin.caches import broken_text_caches
 from tests.plugin.caches.paged_cache import PagedCache
+from tests.plugin.caches.tail_cache import TailCache
 from tests.plugin.caches.text_cache import HashedTextCache, RenewedTextCache, TextCache
-
-if TYPE_CHECKING:
-    from pytest_roseinfer import KVCacheAdapter
+from tests.plugin.drawn import drawn
 
 
 def test_texts_are_equal_as_long_as_they_are_drawn_so() -> None:
@@ -134,3 +141,17 @@ def test_hashes_that_never_collide_fail_the_run(cache: type[KVCacheAdapter], mis
     conformance(cache)().test_histories()
     problems = coverage.current().of(cache).problems(require_paths=True)
     assert any("hash_collision" in line for line in problems) == missed
+
+
+def test_some_histories_have_one_of_two_kept_blocks_evicted() -> None:
+    """Only then it shows which one a cache evicts first."""
+    pattern = ("Prefill", "Prefill", "Free", "Free", "Prefill")
+    counts = Counter[type[KVCacheAdapter]]()
+    for cache in (TextCache, TailCache):
+
+        def count(history: History, cache: type[KVCacheAdapter] = cache) -> None:
+            counts[cache] += pattern == tuple(type(s).__name__ for s in history.operations[:5])
+
+        drawn(cache, 200, 1, count)
+    assert counts[TextCache] >= 4
+    assert counts[TailCache] < counts[TextCache] // 2, "it says nothing of the order"

@@ -50,11 +50,13 @@ class HasFewerBlocks(PagedRanks):
 class WithoutBooks(PagedCache):
     ledger = KVCacheAdapter.ledger
     table = KVCacheAdapter.table  # type: ignore[assignment]
+    arena = KVCacheAdapter.arena
 
 
 class OneBlockLessWithoutBooks(OneBlockLess):
     ledger = KVCacheAdapter.ledger
     table = KVCacheAdapter.table  # type: ignore[assignment]
+    arena = KVCacheAdapter.arena
 
 
 class HasFewerBlocksUnseen(ShardedAdapter):
