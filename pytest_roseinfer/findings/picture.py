@@ -31,7 +31,8 @@ def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: S
     if location:
         seqs = _involved(oracle, location, tables.get(location.layer, {}))
         lines.append(_legend(location))
-    lines.append("what should be stored, page by page (sequence.token, x holders where shared):")
+    named = "t and text.token" if oracle.texts else "sequence.token"
+    lines.append(f"what should be stored, page by page ({named}, x holders where shared):")
     for seq in seqs:
         pages = (_page(location, seq, at, oracle) for at in range(len(oracle.sequences[seq])))
         lines.append(f"  {_name(location, seq)}: {' '.join(pages)}")
