@@ -118,7 +118,7 @@ def require_device(name: str, devices: Path = Path("/dev")) -> None:
     """Refuse a device that no engine runs on, as far as can be known without torch."""
     kind, colon, number = name.partition(":")
     if kind not in _DEVICES or (colon and not number.isdecimal()):
-        alike = did_you_mean(kind, _DEVICES)
+        alike = "; did you mean cuda?" if kind == "gpu" else did_you_mean(kind, _DEVICES)
         raise ConfigError(f"device {name!r}: the engine runs on cpu, cuda or cuda:1{alike}")
     if kind == "cuda" and sys.platform == "linux":
         if not any(found for each in _GPU_FILES for found in devices.glob(each)):

@@ -28,6 +28,8 @@ class Difference(AssertionError):
         """In one line."""
         self.added: list[str] = []
         """Paragraphs for the end of the message, such as how to replay it."""
+        self.without_room = False
+        """It is an error of a step that had to be refused anyway."""
         self.shown_by = ""
         """The test that met the same before, and shows what this one leaves out."""
         self._details = details
@@ -57,3 +59,4 @@ class Divergence(Difference):
         super().__init__(finding.what, details)
         self.history = history
         self.location = finding.location
+        self.without_room = finding.without_room

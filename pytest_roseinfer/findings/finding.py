@@ -36,6 +36,8 @@ class Finding:
     location: Location | None = None
     cause: BaseException | None = None
     """What the cache raised."""
+    without_room: bool = False
+    """It was raised by a step that had to be refused."""
 
 
 def in_words(error: BaseException) -> str:

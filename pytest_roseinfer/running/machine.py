@@ -213,7 +213,7 @@ class Machine:
             what += room if may else f", where one of {listed} ({due}) is due: {refused}"
             if may and not fits:
                 what += f"; if it fits only where blocks are found, raise one of {listed} ({due})"
-            self.fail(Finding(what, cause=error))
+            self.fail(Finding(what, cause=error, without_room=not fits))
         else:
             if not fits and not may_fit:
                 self.fail(Finding(f"accepted a {name} that {why}"))

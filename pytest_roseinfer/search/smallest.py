@@ -81,8 +81,15 @@ class Smallest(Generic[_Case]):
             # come of what was held, which a smaller example shows at once.
             if type(failure.__cause__) not in (type(self.failure.__cause__), type(None)):
                 return False
+            # An error of a step that fits is worse than one where another is due.
+            if _without_room(failure) and not _without_room(self.failure):
+                return False
             self.example, self.failure = candidate, failure
             return True
         except Exception:  # something else is wrong there
             return False
         return False
+
+
+def _without_room(failure: Exception) -> bool:
+    return isinstance(failure, Difference) and failure.without_room

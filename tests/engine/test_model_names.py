@@ -216,6 +216,7 @@ def test_devices_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("sys.platform", "linux")
     for name, why in {
         "cud": "did you mean cuda",
+        "gpu": "did you mean cuda",
         "cuda:x": "cuda or cuda:1",
         "cuda:": "cuda or cuda:1",
         "cuda:0": "there is no GPU here",

@@ -37,13 +37,16 @@ from pytest_roseinfer.search.smallest import Smallest
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 from tests.plugin.caches.broken_caches import LosesTheBlock, SwapsRows
 from tests.plugin.caches.broken_swap_caches import BringsBackOneLayer, KeepsTheOldLength
+from tests.plugin.caches.paged_cache import PagedCache
 from tests.plugin.caches.swap_cache import SwapCache
 from tests.plugin.caches.window_cache import WindowCache
 from tests.plugin.engines import broken_engines
 from tests.plugin.engines.toy_engine import ToyAdapter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    import torch
 
     from pytest_roseinfer import KVCacheAdapter
     from pytest_roseinfer.adapters.base import Adapter
@@ -61,6 +64,13 @@ def searching() -> Iterator[None]:
     finally:
         settings.set_current(asked)
         coverage.set_current(seen)
+
+
+class TakesTwoRows(PagedCache):
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        if len(seqs) > 2:
+            raise RuntimeError("at most two rows")
+        super().append(seqs, key, value)
 
 
 def found(adapter: type[Adapter]) -> Difference:
@@ -103,6 +113,15 @@ def test_a_history_is_the_one_that_one_would_write(
     failure = found(adapter)
     assert isinstance(failure, Divergence)
     assert [step.words() for step in failure.history.operations] == steps
+
+
+def test_an_error_of_a_step_that_fits_stays_one() -> None:
+    """With fewer blocks it would be said that there is no room, which is not the reason."""
+    failure = found(TakesTwoRows)
+    assert isinstance(failure, Divergence)
+    said = "the write raised RuntimeError: at most two rows (3 blocks needed, 3 free)"
+    assert failure.what == said
+    assert failure.history.spec.num_blocks == 3
 
 
 @pytest.mark.parametrize(
