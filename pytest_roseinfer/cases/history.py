@@ -57,7 +57,9 @@ class History:
             for text, (parent, length, *namespaces) in enumerate(self.texts)
             if parent != text
         ]
-        if self.texts:
+        if len(self.texts) == 1:
+            texts.append("all sequences say the same, which is tokens that are 1")
+        elif self.texts:
             which = f"text n mod {len(self.texts)}, and the next text when its name is used again"
             texts.append(f"sequence n has {which}")
             texts.append(

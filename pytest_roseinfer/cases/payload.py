@@ -242,7 +242,7 @@ class Payload:
             return "zeros"
         if row.isnan().all():
             bits = {WORDS.get((row.dtype, each), ANY_NAN) for each in as_bits(row).tolist()}
-            return " and ".join(sorted(bits))
+            return " and ".join(sorted(bits)) + ", or its scale is" * bool(self.tolerance)
         bits_of_none = f"bits no token has ({row.tolist()[:4]}...)"
         if right is None:
             return bits_of_none

@@ -97,6 +97,10 @@ def test_a_history_with_texts_is_saved_and_said() -> None:
     assert History.from_json(json.loads(json.dumps(history.to_json()))) == history
     assert "text 1 begins as text 0 for 3 tokens" in history.words()
     assert "text 2 begins as text 1 and is equal to it" in history.words()
+    assert "sequence n has text n mod 3, and the next text when" in history.words()
+    alone = replace(history, texts=((0, 0),)).words()
+    assert "all sequences say the same, which is tokens that are 1" in alone
+    assert "mod" not in alone
 
 
 def test_one_without_texts_is_loaded_as_before() -> None:
