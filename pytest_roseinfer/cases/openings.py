@@ -100,7 +100,11 @@ def cut_what_is_found(writer: Opened) -> None:
     Who then says what it held must not find what was written. Drawn one by one, these steps hardly
     ever follow each other.
     """
-    for step in _cut_what_is_found(writer):
+    _take_while_they_fit(writer, _cut_what_is_found(writer))
+
+
+def _take_while_they_fit(writer: Opened, steps: Iterator[Operation]) -> None:
+    for step in steps:
         if writer.over or not step.fits(writer.oracle):
             return
         writer.take(step)
@@ -131,10 +135,7 @@ def let_two_texts_go(writer: Opened) -> None:
 
     One of the two blocks must be given to others then, and it is known which.
     """
-    for step in _let_two_texts_go(writer):
-        if writer.over or not step.fits(writer.oracle):
-            return
-        writer.take(step)
+    _take_while_they_fit(writer, _let_two_texts_go(writer))
 
 
 def _let_two_texts_go(writer: Opened) -> Iterator[Operation]:

@@ -207,12 +207,10 @@ class Machine:
         except WrongAnswer:
             raise
         except Exception as error:
-            what = f"the {name} raised {in_words(error)}"
-            due = " or ".join(each.__name__ for each in errors)
-            may = fits or may_fit
-            what += room if may else f", where one of {listed} ({due}) is due: {refused}"
-            if may and not fits:
-                what += f"; if it fits only where blocks are found, raise one of {listed} ({due})"
+            due = f"one of {listed} ({' or '.join(each.__name__ for each in errors)})"
+            also = f"{room}; if it fits only where blocks are found, raise {due}"
+            then = room if fits else also if may_fit else f", where {due} is due: {refused}"
+            what = f"the {name} raised {in_words(error)}{then}"
             self.fail(Finding(what, cause=error, without_room=not fits))
         else:
             if not fits and not may_fit:

@@ -101,7 +101,7 @@ def test_a_guide_that_becomes_too_hard_ends_its_own_text(device: str, resident: 
     hard = SamplingParams(guide=Guide(regex="(a?){1000}a{1000}"), max_new_tokens=12)
     broken, free = together(llm, [[1], [2]], [hard, FREE])
     assert broken.finish_reason == "error"
-    assert "the form of this text is too hard to follow: " in str(broken.error)
+    assert str(broken.error).startswith("the form of this text is too hard to follow: ")
     assert free.token_ids == one(engine(device), [2], FREE).token_ids
 
 

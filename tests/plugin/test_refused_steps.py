@@ -96,6 +96,13 @@ class RunsOut(PagedCache):
             raise IndexError("pop from empty list") from None
 
 
+class RunsOutOfWhatItMayFind(RunsOut):
+    sharing = "equal prefixes"
+
+    def texts(self, said: object) -> None:
+        """Find nothing by them."""
+
+
 @pytest.mark.parametrize(
     ("cache", "seqs", "said"),
     [
@@ -109,6 +116,12 @@ class RunsOut(PagedCache):
             Breaks,
             (0,),
             "the write raised IndexError: pop from empty list (1 block needed, 2 free)",
+        ),
+        (
+            RunsOutOfWhatItMayFind,
+            (0, 1, 2),
+            "the write raised IndexError: pop from empty list (3 blocks needed, 2 free); if it "
+            "fits only where blocks are found, raise one of full_errors (CacheFull)",
         ),
         (
             RunsOut,
