@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
+_ALIGNED_COLUMNS = 4
+"""Columns of float32 in 16 bytes. Torch sums a row that begins elsewhere in another order, so that
+its bits would depend on its place in the batch."""
 _STRIP = 64
 """Log-probabilities of a prompt are computed for so many tokens at a time."""
 
@@ -25,7 +29,10 @@ def rows_without_a_distribution(logits: torch.Tensor) -> torch.Tensor:
 
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Return how likely the ``[rows, n]`` tokens are by the model's logits, without parameters."""
-    return logits.float().log_softmax(-1).gather(-1, tokens)
+    scores = logits.float()
+    if missing := -scores.shape[-1] % _ALIGNED_COLUMNS:
+        scores = pad(scores, (0, missing), value=float("-inf"))
+    return scores.log_softmax(-1).gather(-1, tokens)
 
 
 def of_a_prompt(logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from roseinfer.kernels.warpgroups.prompt_sizes import PromptSizes
 from roseinfer.kernels.warpgroups.row_sizes import RowSizes
 from roseinfer.kernels.warpgroups.tiles import Tiles
 from roseinfer.models import batch_trial, loading
+from roseinfer.sampling.log_probabilities import log_probabilities
 from tests.engine.repeating import drafted
 from tests.fused import same_bits
 from tests.lanes.planted import Planted, module_with
@@ -43,6 +44,21 @@ TOLD = [
     )
     for seed, temperature in enumerate((0.0, 0.0, 0.2))
 ]
+
+
+@on_a_gpu
+@pytest.mark.parametrize("columns", [50_257, 50_304, 32_001])
+def test_log_probabilities_do_not_depend_on_the_row(columns: int) -> None:
+    """Rows of an odd number of columns begin at all alignments."""
+    torch.manual_seed(0)
+    logits = torch.randn(700, columns, device="cuda") * torch.rand(700, 1, device="cuda") * 5
+    tokens = torch.randint(columns, (700, 8), device="cuda")
+    together = log_probabilities(logits, tokens)
+    alone = [
+        log_probabilities(*(each[row : row + 1].clone() for each in (logits, tokens)))
+        for row in range(700)
+    ]
+    assert torch.equal(together, torch.cat(alone))
 
 
 def test_mixes_decode_over_the_ends_of_tiles_and_parts() -> None:

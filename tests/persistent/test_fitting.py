@@ -68,7 +68,11 @@ def test_what_the_kernel_does_not_compute() -> None:
     assert "tiles" in refused(mlp=1000)
     assert "tiles" in refused(mlp=2 * 160)
     assert "query heads" in refused(heads=64)
-    assert "norms" in refused(layer={"rotation": gains})
+    assert "norms of all heads" in refused(layer={"rotation": gains})
+    large = {"heads": 16, "kv_heads": 8, "dim": 128, "turn": 128}
+    assert refused(**large, normed=True) == refused(**large) == ""
+    assert "norms of 8 KV heads of 112" in refused(**large | {"dim": 112, "turn": 112}, normed=True)
+    assert "norms of 4 KV heads of 128" in refused(**large | {"kv_heads": 4}, normed=True)
     assert "floats" in refused(layer={"down": first.down.float()})
     assert "weights" in refused(layer={"down": first.down.T.contiguous().T})
     assert "cache of" in refused(cache=keys.float())

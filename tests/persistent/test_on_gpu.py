@@ -36,7 +36,7 @@ SHAPES = {
     "narrow": ("Llama", 512, 1536, 8, 64),
     "wide": ("Llama", 4096, 14336, 32, 128),
     "biases": ("Qwen2", 1024, 4096, 16, 64),
-    "norms of heads": ("Qwen3", 1024, 3072, 16, 128),
+    "norms of heads": ("Qwen3", 1024, 3072, 32, 128),
 }
 """The family, the width, that of the MLP, heads and how large they are."""
 

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from roseinfer.attention.backend import AttentionBackend
     from roseinfer.models.causal import CausalModel
 
-_CONTEXTS = (0, 300)
-"""No token at all, and several parts of a context."""
+_CONTEXTS = (0, 20, 129, 300)
+"""Tokens before the step: none, one part of a context, and several parts."""
+_TOKENS = 8
+"""Random tokens for each context: few sums are rounded differently when their order differs."""
 
 
 class WholeStepTrial:
@@ -41,16 +43,21 @@ class WholeStepTrial:
 
     @torch.inference_mode()
     def computed(self) -> list[Tensor]:
-        """Return the logits of steps, and the keys and values behind each."""
+        """Return the logits of steps, and the block of keys and values that each step writes to."""
         caches = [each for layer in range(self.kv.num_layers) for each in self.kv.caches(layer)]
         draw = torch.Generator(self.kv.device).manual_seed(0)
         for cache in caches:
             cache.normal_(generator=draw)
-        token = torch.ones(1, dtype=torch.int64, device=self.kv.device)
+        shape = (len(self._contexts), _TOKENS, 1)
+        tokens = torch.randint(
+            self._model.shape.vocab_size, shape, generator=draw, device=self.kv.device
+        )
         found = []
-        for context in self._contexts:
-            length = torch.full_like(token, context)
+        for context, drawn in zip(self._contexts, tokens, strict=True):
+            length = torch.full_like(drawn[0], context)
+            block = self._table[0, context // self.kv.block_size]
             self._attention.prepare(ResidentBatch([self._table], length))
-            found.append(self._model.logits(token, length, None, self._attention).clone())
-            found += [cache.clone() for cache in caches]
+            for token in drawn:
+                found.append(self._model.logits(token, length, None, self._attention).clone())
+                found += [cache[block].clone() for cache in caches]
         return found
