@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from roseinfer.errors import ConfigError, did_you_mean
+from roseinfer.errors import ConfigError, did_you_mean, short_repr
 
 TRITON_SWITCH = "ROSELLM_TRITON_KV_APPEND"
 TRITON_MIN_BATCH = "ROSELLM_TRITON_KV_APPEND_MIN_BATCH"
@@ -188,7 +187,7 @@ class EngineConfig:
             AppendPolicy.from_env()  # refuses a bad variable now, before a model is loaded
         _check_kinds(self, "", least=1)
         if self.run_ahead is not None and self.run_ahead > MOST_AHEAD:
-            raise ConfigError(f"run_ahead must be 0 to {MOST_AHEAD}, not {self.run_ahead!r}")
+            raise ConfigError(f"run_ahead must be 0 to {MOST_AHEAD}, not {self.run_ahead}")
         if self.paged_attention is not None:
             meant = "triton" if self.paged_attention else "reference"
             if self.attention_backend not in (None, meant):
@@ -267,10 +266,16 @@ def _check_kinds(
             wanted = f"a whole number of at least {lowest} and at most {most}"
             holds = type(value) is int and lowest <= value <= most
             holds = holds or (value is None and kind != "int")
+        elif kind == "float":
+            wanted = f"a number of at least 0 and at most {_MOST}"
+            holds = type(value) in (int, float) and 0 <= value <= _MOST
+        elif kind == "tuple[str, ...]":
+            wanted = "names in a tuple"
+            holds = isinstance(value, (tuple, list)) and all(isinstance(x, str) for x in value)
         else:
             continue
         if not holds:
-            raise ConfigError(f"{owner}{each.name} must be {wanted}, not {value!r}")
+            raise ConfigError(f"{owner}{each.name} must be {wanted}, not {short_repr(value)}")
 
 
 API_KEY = "ROSEINFER_API_KEY"
@@ -307,8 +312,6 @@ class ServerConfig:
             object.__setattr__(self, "api_key", os.environ.get(API_KEY))
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError(f"the API key is empty: give --api-key KEY, or set {API_KEY} to it")
-        if not 0 <= self.drain_seconds < math.inf:
-            raise ConfigError(f"drain_seconds must be 0 or more, not {self.drain_seconds!r}")
 
 
 @dataclass(frozen=True, slots=True)

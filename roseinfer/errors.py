@@ -82,6 +82,23 @@ def with_kind(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}"
 
 
+def short_repr(value: object) -> str:
+    """Return the repr of a value that a message shows: at most 200 characters, and never an error.
+
+    Python refuses to write integers of more than 4,300 digits.
+    """
+    if isinstance(value, int) and value.bit_length() > _LONGEST_INT:
+        return f"a whole number of {value.bit_length()} bits"
+    try:
+        return f"{value!r:.200}"
+    except Exception:  # of what is in it
+        return f"a {type(value).__name__} that cannot be written"
+
+
+_LONGEST_INT = 600
+"""Bits of the largest integer that is written in digits."""
+
+
 def wrong_kind(error: Exception, wanted: str, *given: object) -> RoseinferError:
     """Return the error to raise for one that came of arguments, which a call did not check first.
 
@@ -89,7 +106,7 @@ def wrong_kind(error: Exception, wanted: str, *given: object) -> RoseinferError:
     """
     if isinstance(error, RoseinferError):
         return error
-    named = " and ".join(f"{each!r:.200}" for each in given)
+    named = " and ".join(map(short_repr, given))
     return BadArgument(f"{wanted}, not {named} ({with_kind(error)})")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.errors import ConfigError
+from roseinfer.errors import ConfigError, short_repr
 from roseinfer.guided.guide import Guide
 
 if TYPE_CHECKING:
@@ -59,10 +59,15 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (kinds, holds, wanted) in _SAMPLING.items():
             value = getattr(self, name)
-            if not (isinstance(value, kinds) and holds(value)):
-                wrong = kinds[0] in _NUMBER and not isinstance(value, kinds)
-                kind = f" of type {type(value).__name__}" if wrong else ""
-                raise ConfigError(f"SamplingParams.{name} is {value!r}{kind}; it must be {wanted}")
+            # True is an int to Python, and a mistake wherever a number is meant.
+            right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+            if not (right and holds(value)):
+                kind = (
+                    f" of type {type(value).__name__}" if kinds[0] in _NUMBER and not right else ""
+                )
+                raise ConfigError(
+                    f"SamplingParams.{name} is {short_repr(value)}{kind}; it must be {wanted}"
+                )
         object.__setattr__(self, "stop", tuple(self.stop))  # a list could still grow
         if self.top_logprobs:
             object.__setattr__(self, "logprobs", True)
@@ -102,8 +107,16 @@ _SAMPLING: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     ),
     "presence_penalty": _OFF_LOGITS,
     "frequency_penalty": _OFF_LOGITS,
-    "seed": ((int, NoneType), lambda _: True, "a whole number or None"),
-    "max_new_tokens": ((int,), lambda x: x >= 1, "at least 1, a whole number"),
+    "seed": (
+        (int, NoneType),
+        lambda x: x is None or -(1 << 64) < x < 1 << 64,
+        "a whole number of at most 64 bits, or None",
+    ),
+    "max_new_tokens": (
+        (int,),
+        lambda x: 1 <= x < 1 << 63,
+        "at least 1 and below 2**63, a whole number",
+    ),
     "stop": (
         (tuple, list),
         lambda texts: all(isinstance(text, str) and text for text in texts),

@@ -370,13 +370,16 @@ class Engine:
         request.finish_reason = reason
         request.ended_at = time.monotonic()
         try:
-            return request.text.finish() if request.text else ""
+            text, stopped = request.text.finish() if request.text else ("", False)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in Rust is not an Exception
             request.finish_reason = FinishReason.ERROR
             request.error = request.error or NoText(error)
             return ""
+        if stopped and reason is FinishReason.LENGTH:
+            request.finish_reason = FinishReason.STOP
+        return text
 
     def _count(self, step: Step) -> None:
         counts = self.path_counts

@@ -53,14 +53,14 @@ class RequestText:
         self._parts.append(text)
         return text, stopped
 
-    def finish(self) -> str:
-        """Return the rest of the text after the last token."""
+    def finish(self) -> tuple[str, bool]:
+        """Return the rest of the text after the last token, and whether a stop string ended it."""
         if self._detokenizer is None:
-            return ""
-        text = self._detokenizer.flush()
+            return "", False
+        text, stopped = self._detokenizer.flush(), False
         if self._stops:
             text, stopped = self._stops.feed(text)
             if not stopped:
                 text += self._stops.flush()
         self._parts.append(text)
-        return text
+        return text, stopped

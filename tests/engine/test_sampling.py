@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 from roseinfer import ConfigError, SamplingBatch
+from roseinfer.errors import short_repr
 from roseinfer.sampling import noise as noise_module
 from roseinfer.sampling.allowed_tokens import only_allowed
 from roseinfer.sampling.log_probabilities import (
@@ -381,6 +383,9 @@ def test_the_likeliest_are_told_those_of_equals_by_the_lowest_id(
         assert each.logprob == float(likely[row, row])
 
 
+NUMBERS = [field.name for field in fields(SamplingParams) if field.type in ("int", "float")]
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -408,9 +413,15 @@ def test_the_likeliest_are_told_those_of_equals_by_the_lowest_id(
         ({"temperature": 1e39}, "temperature is 1e[+]39; .* at most 3.4e[+]38"),
         ({"temperature": float("inf")}, "temperature"),
         ({"repetition_penalty": 10**400}, "repetition_penalty .* at most 3.4e[+]38"),
+        *(({name: True}, f"{name} is True of type bool") for name in NUMBERS),
+        *(({name: 10**5000}, f"{name} is a whole number of 16610 bits") for name in NUMBERS),
+        *(({name: -(10**5000)}, f"{name} is a whole number of") for name in NUMBERS),
+        ({"stop": [10**5000]}, "stop is a list that cannot be written; it must be texts"),
+        ({"seed": True}, "seed is True of type bool"),
+        ({"seed": 10**5000}, "seed is a whole number of 16610 bits; .* at most 64 bits, or None"),
         ({"top_k": 1 << 63}, r"top_k is 9223372036854775808; .* below 2\*\*63"),
     ],
-    ids=str,
+    ids=short_repr,
 )
 def test_parameters_that_make_no_sense(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from functools import cache
 
+import pytest
+
 from tests.engine.continuations import END, TEXTS, by_transformers, greedy, one, small_llm, text_of
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 @cache
@@ -56,3 +60,18 @@ def test_stop_strings_are_each_requests_own(device: str) -> None:
     )
     assert (stopped.finish_reason, other.finish_reason) == ("stop", "length")
     assert other.token_ids == tokens
+
+
+@pytest.mark.parametrize("prompt", TEXTS)
+def test_a_stop_string_may_be_completed_by_the_end(device: str, prompt: str) -> None:
+    """The parts of a character are held back, and shown by a sign when nothing follows."""
+    tokens = by_transformers(device, prompt, 24)
+    llm, ends = small_llm(device), set()
+    for count in range(1, len(tokens) + 1):
+        whole = text_of(device, tokens[:count])
+        for stop in {whole[-1:], whole[-2:], whole[-3:], REPLACEMENT} - {""}:
+            output = one(llm, prompt, greedy(count, stop=(stop,), ignore_eos=True))
+            assert output.text == whole.partition(stop)[0]
+            assert output.finish_reason == ("stop" if stop in whole else "length")
+            ends.add(whole.endswith(REPLACEMENT) and whole.find(stop) == len(whole) - len(stop))
+    assert ends == {False, True}

@@ -14,6 +14,7 @@ import pytest
 
 from roseinfer import ConfigError
 from roseinfer.config import API_KEY, ServerConfig
+from roseinfer.errors import short_repr
 from roseinfer.server import gatekeeper
 from tests.server.served import MODEL, PATIENCE, running
 
@@ -88,7 +89,22 @@ def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"port": -1}, {"port": 1 << 16}, {"max_queue": 0}, {"drain_seconds": -1.0}],
+    [
+        {"port": -1},
+        {"port": 1 << 16},
+        {"port": 10**5000},
+        {"max_queue": 0},
+        {"max_queue": True},
+        {"drain_seconds": -1.0},
+        {"drain_seconds": float("nan")},
+        {"drain_seconds": float("inf")},
+        {"drain_seconds": True},
+        {"drain_seconds": "30"},
+        {"drain_seconds": 10**5000},
+        {"served_model_name": "rose"},
+        {"served_model_name": (1,)},
+    ],
+    ids=short_repr,
 )
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
