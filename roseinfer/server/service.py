@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from roseinfer.server.shapes.bodies import Asked
 
 
+MOST_LOGPROBS = 1 << 21
+"""Log-probabilities of one answer, each of some 50 bytes or more."""
+
+
 class Service:
     """Serves one engine, under one name or several."""
 
@@ -112,6 +116,7 @@ class Service:
         def params_of(prompt: Prompt, choice: int) -> SamplingParams:
             return body.params(min(prompt.room, body.most_tokens or prompt.room), choice, guide)
 
+        self._refuse_too_many_logprobs(body, prompts)
         return Generation(
             self.served,
             self.metrics,
@@ -122,3 +127,24 @@ class Service:
             began=began,
             prompts_only=body.prompts_only,
         )
+
+    @staticmethod
+    def _refuse_too_many_logprobs(body: Asked, prompts: Sequence[Prompt]) -> None:
+        """Refuse an answer that may get too large, before anything is generated."""
+        wanted = body.wanted_logprobs(0)
+        if not wanted.get("logprobs"):
+            return
+        tokens = sum(
+            min(prompt.room, body.most_tokens or prompt.room)
+            + len(prompt.token_ids) * wanted.get("prompt_logprobs", False)
+            for prompt in prompts
+        )
+        each = 1 + wanted.get("top_logprobs", 0)
+        count = body.choices * tokens * each
+        if count > MOST_LOGPROBS:
+            why = (
+                f"logprobs: {body.choices} choices of {tokens} tokens with {each} "
+                f"log-probabilities each are {count}, and an answer has at most {MOST_LOGPROBS}: "
+                "ask for fewer choices, tokens or likeliest tokens"
+            )
+            raise Refused(400, why, param="logprobs", code="invalid_value")

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer import SamplingParams
+from roseinfer.server import service
+from roseinfer.server.shapes.token_texts import TokenTexts
 from tests.server.clients import Asking, by_both_clients
 from tests.server.served import MODEL
 
@@ -79,3 +81,30 @@ def test_an_echo_has_the_prompts_log_probabilities(
         assert "".join(tokens[at][: len(PROMPT)]) == PROMPT
         assert offsets[at][: len(PROMPT) + 1] == [*range(len(PROMPT) + 1)]
         assert len(tops[at]) == len(PROMPT) + 12
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_may_get_too_large_is_refused(
+    server: Server, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(service, "MOST_LOGPROBS", 3 * (16 + 4) * 2)
+    asked = {"prompt": "x" * 16, "max_tokens": 4, "echo": True, "logprobs": 1, "stream": stream}
+    assert server.post("completions", **asked, n=3).status == 200
+    before = server.service.admission.open
+    refused = server.post("completions", **asked, n=4)
+    assert (refused.status, refused.error["param"]) == (400, "logprobs")
+    assert (
+        "4 choices of 20 tokens with 2 log-probabilities each are 160" in refused.error["message"]
+    )
+    assert server.service.admission.open == before
+    assert server.post("completions", **asked | {"echo": False}, n=15).status == 200
+    assert server.post("completions", **asked | {"logprobs": None}, n=20).status == 200
+
+
+def test_a_token_is_decoded_once_however_often_it_is_written(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = TokenTexts(server.service.token_texts._tokenizer)
+    assert [texts.special(256), texts.special(65)] == ["<|endoftext|>", ""]
+    monkeypatch.setattr(texts, "_tokenizer", None)
+    assert [texts.special(256), texts.special(65)] == ["<|endoftext|>", ""]

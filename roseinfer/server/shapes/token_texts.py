@@ -20,6 +20,7 @@ class TokenTexts:
 
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, list[int]]] = {}
+        self._special: dict[int, str] = {}
         self.detokenizer = detokenizers(tokenizer)
         """Makes what decodes one text token by token, as the engine does."""
 
@@ -30,8 +31,10 @@ class TokenTexts:
 
     def special(self, token: int) -> str:
         """Return what a token is written as that only prompts show; nothing for any other."""
-        shown = self._tokenizer.decode([token], skip_special_tokens=True)
-        return "" if shown else self[token][0]
+        if token not in self._special:
+            shown = self._tokenizer.decode([token], skip_special_tokens=True)
+            self._special[token] = "" if shown else self[token][0]
+        return self._special[token]
 
     def _look_up(self, token: int) -> tuple[str, list[int]]:
         text: str = self._tokenizer.decode([token])
