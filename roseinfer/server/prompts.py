@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _SHORT = 1000
 """Characters, or tokens, of prompts that are read at once: a thread would take longer to wake."""
+_TOKEN_CHARACTERS = 64
+"""Characters that a token stands for on average, at the most, where no token of the vocabulary is
+longer. Tokenizers that drop spaces or have one token for unknown text could take more."""
 Result = TypeVar("Result")
 
 
@@ -37,6 +40,9 @@ class Prompts:
         self._most_tokens = most_tokens
         self._chat_template = chat_template or getattr(facts.tokenizer, "chat_template", None)
         self._refuse_no_template()
+        most = self._room.most_new(1) + 1
+        longest = max(map(len, getattr(self._tokenizer, "get_vocab", dict)()), default=0)
+        self._most_characters = min(most, most_tokens or most) * max(longest, _TOKEN_CHARACTERS)
         self._thread = ThreadPoolExecutor(1, "roseinfer-prompts")
         self._read_there: set[Future[Any]] = set()
         """What the thread has to do. A tokenizer does one thing at a time."""
@@ -47,6 +53,9 @@ class Prompts:
 
     async def of(self, prompts: Sequence[str | list[int]], field: str) -> list[Prompt]:
         """Return prompts that stood in a field of a body."""
+        for each in prompts:
+            if isinstance(each, str):
+                self._refuse_characters(each, field)
         if sum(map(len, prompts)) <= _SHORT and not self._read_there:
             return self._read(prompts, field)
         return await self.run(self._read, prompts, field)
@@ -130,6 +139,7 @@ class Prompts:
         return text
 
     def _encode(self, text: str, field: str, **options: Any) -> list[int]:
+        self._refuse_characters(text, field)
         try:
             ids: list[int] = self._tokenizer.encode(text, **options)
         except (KeyboardInterrupt, SystemExit):
@@ -138,6 +148,13 @@ class Prompts:
             why = f"{field}: the tokenizer cannot read this text"
             raise Refused(400, why, param=field, code="invalid_value") from None
         return ids
+
+    def _refuse_characters(self, text: str, field: str) -> None:
+        """Refuse a text that is too long by its characters alone: reading it would take long."""
+        if len(text) > self._most_characters:
+            why = f"{field}: a prompt of {len(text)} characters is too long: there is room for "
+            why += f"{self._most_characters}, whatever its tokens are"
+            raise Refused(400, why, param=field, code="context_length_exceeded")
 
     def _checked(self, token_ids: list[int], field: str) -> Prompt:
         count = len(token_ids)

@@ -214,6 +214,29 @@ def test_a_prompt_that_is_longer_than_the_server_takes_is_refused() -> None:
         assert "takes 10" in refused.error["message"]
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_prompt_is_refused_by_its_characters_before_it_is_tokenised(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(config={"max_prompt_tokens": 10}) as server:
+        prompts = server.service.prompts
+        read: list[int] = []
+        real = prompts._tokenizer.encode
+
+        def encode(text: str, **options: Any) -> Any:
+            read.append(len(text))
+            return real(text, **options)
+
+        monkeypatch.setattr(prompts._tokenizer, "encode", encode)
+        for count in (640, 641):
+            text = "x" * count
+            chat = {"messages": [{"role": "user", "content": text}]}
+            refused = server.post(path, **{"prompt": text} if path == "completions" else chat)
+            assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
+        assert "characters is too long: there is room for 640" in refused.error["message"]
+        assert read == ([640] if path == "completions" else [])
+
+
 # ------------------------------------------------------------------------------------ the queue
 
 
