@@ -103,7 +103,7 @@ class LLM:
         self._uses = 0
         """Calls and streams that are open, all in the thread ``_user``."""
         self._user = 0
-        self._use_lock = threading.Lock()
+        self._use_lock = threading.RLock()  # a stream may be finalised while it is held
         self._process = os.getpid()
 
     @property

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,7 +34,7 @@ from roseinfer.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from roseinfer.config import EngineConfig
     from roseinfer.engine.flight import Flight
@@ -123,6 +125,11 @@ class Engine:
         """Updates that no step has returned yet. A step that breaks off returns none."""
         self._broken: list[Request] = []
         """The requests of the step that broke off last."""
+        self._busy = threading.Lock()
+        """Held while a step or a change runs. The garbage collector may finalise a stream inside
+        either, in any thread: what the stream changes then waits in ``_changes``."""
+        self._busy_thread: int | None = None
+        self._changes: deque[Callable[[], None]] = deque()
         self._tokenizer = loaded.tokenizer
         self._new_detokenizer = detokenizers(loaded.tokenizer) if loaded.tokenizer else None
         self._end_tokens = loaded.end_tokens
@@ -226,11 +233,14 @@ class Engine:
             drafter=self.speculation.drafter_for(params) if self.speculation else None,
         )
         self._next_id += 1
-        self._scheduler.add(request)
+        self._change(partial(self._scheduler.add, request))
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request now, unless it has ended already."""
+        """End a request, unless it has ended already: now, or after the step that runs."""
+        self._change(partial(self._cancel, request))
+
+    def _cancel(self, request: Request) -> None:
         if request.finish_reason is None:
             self.path_counts[EnginePath.CANCELLED] += 1
             self._end(request, FinishReason.CANCELLED)
@@ -240,13 +250,30 @@ class Engine:
 
         It holds no blocks meanwhile. The prefix cache keeps what it stored while there is room.
         """
+        self._change(partial(self._pause, request))
+
+    def _pause(self, request: Request) -> None:
         if request.finish_reason is None:
             self._runner.give_up_slot(request)
             self._scheduler.pause(request)
 
     def resume(self, request: Request) -> None:
         """Let a request go on, if it is paused."""
-        self._scheduler.resume(request)
+        self._change(partial(self._scheduler.resume, request))
+
+    def _change(self, what: Callable[[], None]) -> None:
+        """Change the state of requests between steps: now, unless the engine is busy."""
+        self._changes.append(what)
+        self._make_changes()
+
+    def _make_changes(self) -> None:
+        # Looked at again after each release: a change may have come just before it.
+        while self._changes and self._busy.acquire(blocking=False):
+            try:
+                while self._changes:
+                    self._changes.popleft()()
+            finally:
+                self._busy.release()
 
     def step(self) -> list[Update]:
         """Launch a step, and return an update for each request that got a token or ended.
@@ -254,6 +281,19 @@ class Engine:
         Up to ``run_ahead`` steps stay in flight when this returns. The work of a step that raises
         is done again by the next, unless its requests are cancelled or ended by ``fail_step``.
         """
+        if self._busy_thread == threading.get_ident():
+            raise BadArgument("engine: a step runs already; run no step inside another")
+        try:
+            with self._busy:
+                self._busy_thread = threading.get_ident()
+                try:
+                    return self._step()
+                finally:
+                    self._busy_thread = None
+        finally:
+            self._make_changes()
+
+    def _step(self) -> list[Update]:
         step = self._scheduler.next_step()
         try:
             if self.speculation is not None:
@@ -279,13 +319,16 @@ class Engine:
 
     def fail_step(self, error: Exception) -> list[Update]:
         """End the requests of the step that has just raised ``error``, and return the updates."""
+        self._change(partial(self._fail, error))
+        updates, self._updates = self._updates, []
+        return updates
+
+    def _fail(self, error: Exception) -> None:
         for request in self._broken:
             if request.finish_reason is None:
                 request.error = StepFailed(error)
                 self._updates.append(self._last(request, None, "", FinishReason.ERROR))
         self._broken = []
-        updates, self._updates = self._updates, []
-        return updates
 
     def _break_off(self, step: Step) -> None:
         """Give up a step that raised, however far it came.

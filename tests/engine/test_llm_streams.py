@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
 from roseinfer import EnginePath
 from tests.engine.continuations import TEXTS, by_transformers, greedy, one, small_llm
 from tests.engine.test_random_mixes import assert_no_block_is_lost
+
+if TYPE_CHECKING:
+    from roseinfer import LLM
 
 
 def test_a_stream_is_generate_in_pieces(device: str) -> None:
@@ -87,4 +93,42 @@ def test_cancelled_once_is_cancelled_for_good(device: str) -> None:
     assert (first.finish_reason, second.finish_reason) == ("cancelled", "length")
     assert second.token_ids == by_transformers(device, TEXTS[1], 16)
     assert llm.engine.path_counts[EnginePath.CANCELLED] == 1
+    assert_no_block_is_lost(llm)
+
+
+def _drop_stream_in_cycle(llm: LLM, text: str) -> Any:
+    """Begin a stream that only the garbage collector can finalise; return its request."""
+    stream = llm.stream(text, greedy(40, ignore_eos=True))
+    request = next(stream).request
+    cycle: list[Any] = [stream]
+    cycle.append(cycle)
+    return request
+
+
+@pytest.mark.parametrize("within", ["_launch", "_take", "_end", "_count"])
+def test_streams_are_finalised_within_a_step(
+    device: str, within: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector runs there; nothing fails, and the step's other requests get their texts."""
+    llm = small_llm(device)
+    inner = getattr(llm.engine, within)
+    collected: list[bool] = []
+    dropped: list[Any] = []
+
+    def collecting(*arguments: Any) -> Any:
+        if dropped and dropped[0].finish_reason is None and not collected:
+            gc.collect()
+            collected.append(dropped[0].finish_reason is None)
+        return inner(*arguments)
+
+    gc.disable()
+    try:
+        dropped.append(_drop_stream_in_cycle(llm, TEXTS[1]))
+        monkeypatch.setattr(llm.engine, within, collecting)
+        output = one(llm, TEXTS[0], greedy(ignore_eos=True))
+    finally:
+        gc.enable()
+    assert collected == [True], "cancelled within the step"
+    assert output.token_ids == by_transformers(device, TEXTS[0], 16)
+    assert dropped[0].finish_reason == "cancelled"
     assert_no_block_is_lost(llm)
