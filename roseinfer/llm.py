@@ -111,6 +111,11 @@ class LLM:
         """What a request gets has the same bits whatever else is in the batch."""
         return self.engine.sessions.model.batch_invariant
 
+    @property
+    def why_batch_variant(self) -> str | None:
+        """The reason, in words, why ``batch_invariant`` is False; None where it is True."""
+        return self.engine.sessions.model.why_batch_variant
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -90,6 +90,8 @@ class CausalModel:
     paths: tuple[EnginePath, ...] = ()
     batch_invariant: bool = False
     """What a token gets has the same bits whatever else is in the batch."""
+    why_batch_variant: str | None = None
+    """The reason, in words, why that does not hold; None where it does."""
     exchange: Exchange | None = None
     """What kernels add up rows over ranks through, where there is memory for that."""
     whole_steps: int = 0

@@ -129,17 +129,18 @@ def _causal(network: Any, config: EngineConfig, ranks: Ranks | None) -> CausalMo
             _settle_batch_invariance(fused, config)
             return fused
         _leave_kernels(network, config)
+    why = (
+        f"{type(network).__name__} runs on its own modules here, whose matrix products are rounded "
+        "by the size of a batch: it takes a model with fused kernels, on a GPU"
+    )
     if config.batch_invariant:
-        raise ConfigError(
-            f"batch_invariant=True: {type(network).__name__} runs on its own modules here, whose "
-            "matrix products are rounded by the size of a batch: it takes a model with fused "
-            "kernels, on a GPU"
-        )
+        raise ConfigError(f"batch_invariant=True: {why}")
     if config.wants("pad_head", network.device.type) and ranks is None:
         pad_head(network)
     causal = CausalModel(network, max_length=config.max_length, ranks=ranks)
     if isinstance(network.get_output_embeddings(), PaddedHead):
         causal.paths += (EnginePath.PADDED_HEAD,)
+    _note_batch_variance(causal, config, why)
     if config.compile_layers:
         compile_layers(network)
         causal.paths += (EnginePath.COMPILED,)
@@ -159,6 +160,7 @@ def _open_exchange(fused: CausalModel, config: EngineConfig, ranks: Ranks) -> No
 def _settle_batch_invariance(fused: CausalModel, config: EngineConfig) -> None:
     """Have a model on fused kernels round alike in any batch, if that is wanted and it can."""
     if config.batch_invariant is False:
+        _note_batch_variance(fused, config, "batch_invariant=False was chosen")
         return
     why = ""
     if fused.device.type != "cuda" or fused.dtype is torch.float32:
@@ -174,6 +176,14 @@ def _settle_batch_invariance(fused: CausalModel, config: EngineConfig) -> None:
         why = "matrix products of torch are rounded by the size of a batch on this GPU"
     if config.batch_invariant:
         raise ConfigError(f"batch_invariant=True: {why}")
+    _note_batch_variance(fused, config, why)
+
+
+def _note_batch_variance(model: CausalModel, config: EngineConfig, why: str) -> None:
+    """Keep the reason why a model is not batch invariant; log it on a GPU, where it could be."""
+    model.why_batch_variant = why
+    if model.device.type == "cuda" and config.batch_invariant is None:
+        _LOG.warning("%s: it is not batch invariant: %s", type(model).__name__, why)
 
 
 def _leave_kernels(network: Any, config: EngineConfig) -> None:

@@ -234,7 +234,7 @@ def test_another_order_of_adding_up_is_found(device: str, monkeypatch: pytest.Mo
 
 @on_a_gpu
 def test_products_that_depend_on_the_rows_are_refused(
-    device: str, monkeypatch: pytest.MonkeyPatch
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if device != "cuda":
         pytest.skip("this is about a GPU")
@@ -248,7 +248,18 @@ def test_products_that_depend_on_the_rows_are_refused(
     monkeypatch.setattr(loading, "same_bits_in_any_batch", lambda *_: False)
     with pytest.raises(ConfigError, match="batch_invariant=True: matrix products of torch"):
         settle(fused, llm.config.__class__(batch_invariant=True))
-    assert not LLM(network, device=device, kv_cache_tokens=64).batch_invariant
+    with caplog.at_level("WARNING"):
+        llm = LLM(network, device=device, kv_cache_tokens=64)
+    assert not llm.batch_invariant
+    assert "matrix products of torch" in caplog.text
+
+
+@pytest.mark.parametrize("chosen", [None, False])
+def test_a_model_says_why_it_is_not_batch_invariant(device: str, *, chosen: bool | None) -> None:
+    options: dict[str, Any] = {"fused_model": False, "batch_invariant": chosen}
+    llm = LLM("tiny", device=device, kv_cache_tokens=64, **options)
+    assert not llm.batch_invariant
+    assert "runs on its own modules" in str(llm.why_batch_variant)
 
 
 def test_a_model_without_kernels_refuses_it(device: str) -> None:
