@@ -23,7 +23,7 @@ SHIPPED_TARGETS = (
 ENDPOINT_TARGET = "pytest_roseinfer.endpoint.served_engine:ServedEngine"
 
 STEP_SECONDS = 60.0
-"""Some thousand times what a step usually takes: the first one may compile kernels."""
+"""Processor time, some thousand times the usual: the first step may compile kernels."""
 
 
 class Profile(NamedTuple):
@@ -127,7 +127,7 @@ class Settings:
     examples: int = PROFILES["dev"].examples
     steps: int = PROFILES["dev"].steps
     step_seconds: float = STEP_SECONDS
-    """The time that a step may take; 0 for any."""
+    """The processor time that a step may take; 0 for any."""
     search_seconds: float = PROFILES["dev"].search_seconds
     """The time for the searches of one test; 0 for any."""
     seed: int | None = None

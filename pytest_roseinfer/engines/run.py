@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from time import monotonic
+from time import process_time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_roseinfer.adapters.answers.wrong import WrongAnswer
@@ -111,7 +111,7 @@ class MixRun:
         late = self.adapter.lag * len(asked)
         most = max(each.arrives for each in asked) + tokens + late + _SLACK
         for step in range(most + 1):
-            WATCHED.began = monotonic()
+            WATCHED.began = process_time()
             self._arrive(step)
             self._cancel(step)
             self._compare_all()
@@ -347,7 +347,7 @@ def served_forks(engine: EngineAdapter, mix: RequestMix) -> Iterator[ServedFork]
     forks = engine.forked(prompt, samplings)
     require_forks(forks, len(samplings))
     for found, sampling in zip(map(list, forks), samplings, strict=True):
-        WATCHED.began = monotonic()
+        WATCHED.began = process_time()
         expected = [*engine.alone(prompt, sampling, mix)]
         same = enumerate(zip(expected, found, strict=False))
         at = next((at for at, (a, b) in same if a != b), None)

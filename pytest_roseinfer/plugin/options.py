@@ -57,7 +57,8 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "steps": (_NUMBER, "most steps of one history"),
     "step-seconds": (
         {"type": float, "metavar": "S"},
-        "a step that takes longer hangs, which is a failure; the default is 60, and 0 is no limit",
+        "a step that takes more processor time hangs, which is a failure; the default is 60, and 0 "
+        "is no limit",
     ),
     "search-seconds": (
         {"type": float, "metavar": "S"},

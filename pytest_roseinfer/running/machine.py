@@ -10,7 +10,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
-from time import monotonic
+from time import process_time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -400,7 +400,7 @@ class Machine:
 
         The cache is not asked for its books as well.
         """
-        WATCHED.began = monotonic()
+        WATCHED.began = process_time()
         try:
             yield
         except StepHung as hung:

@@ -4,6 +4,9 @@ Whoever drives one notes when its latest step began, which costs an assignment. 
 that now and then. To a step that takes too long it sends a signal, which raises an error inside
 it. Where no signal gets through, because native code hangs or what is tested catches everything,
 the thread says what was tried and ends the process.
+
+A step's limit is processor time, which a busy machine, SIGSTOP or a closed laptop does not use up.
+A step that sleeps has a limit ten times as long, of the time that the thread itself was awake.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import signal
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import monotonic
+from time import process_time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +32,8 @@ _GRACE = 10.0
 """Seconds between the signal and the end of the process, at most; short limits have a short one."""
 _LOOKS = 4
 """How often the thread looks at least while a step may take."""
+_ASLEEP = 10
+"""How many times its limit of processor time a step may take that uses none."""
 _SIGNAL = getattr(signal, "SIGALRM", None)
 
 
@@ -41,15 +46,16 @@ class Watched:
     """What is tried now, by whom the process must be ended."""
 
     seconds: float = 0.0
-    """The time that a step may take; 0 where nobody watches."""
+    """The processor time that a step may take; 0 where nobody watches."""
     began: float | None = None
-    """When the latest step began; None between two examples."""
+    """This process's processor time when the latest step began; None between two examples."""
     example: History | RequestMix | None = None
     saved: str = ""
     """How to run the example again."""
 
-    def waits(self) -> float:
-        return 0.0 if self.began is None else monotonic() - self.began
+    def takes(self) -> float:
+        """Return the processor time of the step so far, that of all threads."""
+        return 0.0 if self.began is None else process_time() - self.began
 
 
 WATCHED = Watched()
@@ -59,7 +65,8 @@ WATCHED = Watched()
 def watching(seconds: float, stderr: int = 2) -> Iterator[None]:
     """Allow each step inside so many seconds, where this platform and thread have such signals.
 
-    Last words go to the file descriptor ``stderr``. With 0 seconds any step may take forever.
+    Seconds are processor time; a step that uses none may take ten times as long. Last words go to
+    the file descriptor ``stderr``. With 0 seconds any step may take forever.
     """
     here = threading.current_thread() is threading.main_thread()
     if not seconds or not here or _SIGNAL is None or WATCHED.seconds:
@@ -89,28 +96,56 @@ class _Watchdog:
         self.grace = min(_GRACE, max(1.0, seconds))
         self.before: Any = None
         """What handled the signal."""
+        self.hangs: tuple[float | None, str] = None, ""
+        """When the step began that is to be interrupted, and what is wrong with it."""
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def interrupt(self, number: int, frame: Any) -> None:
-        if WATCHED.waits() > self.seconds:
-            raise StepHung(f"did not come back within {self.seconds:g} s")
+        began, why = self.hangs
+        if began is not None and WATCHED.began == began:
+            raise StepHung(why)
         if callable(self.before):  # it was another's alarm
             self.before(number, frame)
 
     def _watch(self) -> None:
-        interrupted = None
-        most = self.seconds + 2 * self.grace
-        while not self.over.wait(min(1.0, self.seconds / _LOOKS)):
-            # Native code that keeps the interpreter's lock stops this thread too, but not this.
-            faulthandler.dump_traceback_later(most, exit=True, file=self.stderr)
-            began, waits = WATCHED.began, WATCHED.waits()
-            if waits > self.seconds + self.grace:
+        faulthandler.register(signal.SIGPROF, self.stderr, chain=True)
+        try:
+            self._look_now_and_then(min(1.0, self.seconds / _LOOKS))
+        finally:
+            self._without_us(0, 0)
+            faulthandler.unregister(signal.SIGPROF)
+
+    def _look_now_and_then(self, pause: float) -> None:
+        began, looks, interrupted = None, 0, False
+        most, asleep = self.seconds + 2 * self.grace, _ASLEEP * self.seconds
+        while not self.over.wait(pause):
+            self._without_us(most, asleep + 2 * self.grace)
+            if WATCHED.began is None or WATCHED.began != began:
+                began, looks, interrupted = WATCHED.began, 0, False
+                continue
+            looks += 1  # and not the time since: this thread may have been stopped, too
+            took, awake = WATCHED.takes(), looks * pause
+            if took > self.seconds + self.grace or awake > asleep + self.grace:
                 self._end()
-            if waits > self.seconds and began != interrupted:
-                interrupted = began
+            if not interrupted and (took > self.seconds or awake > asleep):
+                interrupted = True
+                within = f"{self.seconds:g} s of processor time"
+                within = within if took > self.seconds else f"{asleep:g} s, and slept"
+                self.hangs = began, f"did not come back within {within}"
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
-        faulthandler.cancel_dump_traceback_later()
+
+    def _without_us(self, busy: float, asleep: float) -> None:
+        """Have the process end after so much processor time if this thread does not run again.
+
+        Native code that keeps the interpreter's lock stops it. Where that code sleeps, a traceback
+        is all, since nothing tells it from a process that was stopped; 0 calls both off.
+        """
+        signal.setitimer(signal.ITIMER_PROF, busy)
+        if asleep:
+            faulthandler.dump_traceback_later(asleep, file=self.stderr)
+        else:
+            faulthandler.cancel_dump_traceback_later()
 
     def _end(self) -> None:
         words = WATCHED.example.words() if WATCHED.example else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from time import monotonic
+from time import process_time
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.cases.history import History
@@ -96,7 +96,7 @@ def _drawn(
     """Run it once more to draw it; nothing is drawn where it hangs, is gone or cannot begin."""
     if isinstance(failure, KeyboardInterrupt) or isinstance(failure.__cause__, _NEVER_AGAIN):
         return [], None
-    WATCHED.example, WATCHED.began = history, monotonic()
+    WATCHED.example, WATCHED.began = history, process_time()
     try:
         # What cannot be drawn must not hide what was found.
         with suppress(Exception, StepHung):

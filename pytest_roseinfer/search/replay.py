@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from time import monotonic
+from time import process_time
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
@@ -56,7 +56,7 @@ def replay(file: str, allowed: Allowed) -> int:
     print(f"importing it{f' from {source}' if source else ''}\n")
     sys.path[:0] = [folder for folder in allowed.folders(trace) if folder not in sys.path]
     adapter = load_target(trace["adapter"], source)
-    WATCHED.example, WATCHED.began = example, monotonic()
+    WATCHED.example, WATCHED.began = example, process_time()
     try:
         often = how_often(partial(CHECKS[trace["check"]], adapter, example), adapter.replays)
         often.require_none()

@@ -6,7 +6,7 @@ import gc
 import warnings
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from time import monotonic
+from time import monotonic, process_time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -225,7 +225,7 @@ def _watched(check: Callable[[_Example], object]) -> Callable[[_Example], None]:
     """Have the watchdog know of each example while it is checked."""
 
     def watched(example: _Example) -> None:
-        WATCHED.example, WATCHED.began = example, monotonic()
+        WATCHED.example, WATCHED.began = example, process_time()
         try:
             check(example)
         finally:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import threading
-from time import monotonic, sleep
+from time import process_time, sleep
 from typing import TYPE_CHECKING
 
 import pytest
@@ -46,6 +49,11 @@ HUNG = "did not come back within 0.2 s"
 
 def hang() -> None:
     while True:
+        pass
+
+
+def sleep_on() -> None:
+    while True:
         sleep(0.001)
 
 
@@ -53,7 +61,7 @@ def hang() -> None:
 def watched() -> Iterator[None]:
     """An example begins under a watchdog, as in a search."""
     with watching(SECONDS):
-        WATCHED.began = monotonic()
+        WATCHED.began = process_time()
         yield
         WATCHED.began = None
 
@@ -70,6 +78,11 @@ class HangsWhenRead(PagedCache):
         return super().peek(seq, layer)
 
 
+class Sleeps(PagedCache):
+    def append(self, *_: object) -> None:
+        sleep_on()
+
+
 class HangsInABadCall(PagedCache):
     def bad_calls(self) -> Iterable[BadCall]:
         yield BadCall("free of an unknown sequence", hang, (KeyError,))
@@ -82,6 +95,7 @@ class HangsInABadCall(PagedCache):
         (HangsOnTheThirdBlock, f"the step {HUNG}", 2),
         (HangsInMake, rf"make\(\) {HUNG}", 0),
         (HangsWhenRead, f"the step {HUNG}", 3),
+        (Sleeps, "the step did not come back within 2 s, and slept", 1),
         (HangsInABadCall, f"free of an unknown sequence {HUNG}", 3),
     ],
 )
@@ -124,21 +138,50 @@ def test_an_engine_that_hangs_fails_with_its_mix(engine: type[ToyAdapter]) -> No
 def test_many_steps_may_together_take_longer_than_one() -> None:
     class Slow(PagedCache):
         def ledger(self, layer: int) -> object:  # type: ignore[override]
-            sleep(SECONDS / 3)
+            begin = process_time()
+            while process_time() - begin < SECONDS / 3:
+                pass
             return super().ledger(layer)
 
-    begin = monotonic()
+    begin = process_time()
     with watching(SECONDS):
-        WATCHED.began = monotonic()
+        WATCHED.began = process_time()
         run_history(Slow, History(CacheSpec(), (Append((0,)),) * 5))
         WATCHED.began = None
-    assert monotonic() - begin > SECONDS
+    assert process_time() - begin > SECONDS
+
+
+STOPPED = """
+from time import process_time
+from pytest_roseinfer.running.watchdog import WATCHED, watching
+
+with watching(0.1):
+    WATCHED.began = process_time()
+    print("in a step", flush=True)
+    input()
+print("came back", flush=True)
+"""
+
+
+def test_a_process_that_is_stopped_does_not_hang() -> None:
+    """It is stopped for four times as long as a step may sleep, and goes on where it was."""
+    command = [sys.executable, "-c", STOPPED]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout.readline() == "in a step\n"
+        sleep(0.3)  # the watchdog has seen the step begin
+        os.kill(process.pid, signal.SIGSTOP)
+        sleep(4)
+        os.kill(process.pid, signal.SIGCONT)
+        sleep(0.3)  # and looks again before it is over
+        out, err = process.communicate("\n", timeout=60)
+    assert (out, process.returncode) == ("came back\n", 0), err
 
 
 def test_the_alarm_of_another_is_left_to_it() -> None:
     """Also when the latest step began long ago, and nobody watched it."""
     heard: list[int] = []
-    WATCHED.began = monotonic() - 60
+    WATCHED.began = process_time() - 60
     before = signal.signal(signal.SIGALRM, lambda number, _: heard.append(number))
     try:
         with watching(SECONDS):
@@ -177,10 +220,10 @@ def test_a_search_ends_with_the_history_that_hangs(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings.set_current(settings.Settings(seed=seed, failures_dir=str(tmp_path)))
-    begin = monotonic()
+    begin = process_time()
     with watching(SECONDS), pytest.raises(Divergence, match=f"the step {HUNG}") as caught:
         conformance(HangsOnTheThirdBlock)().test_histories()
-    assert monotonic() - begin < 20 * SECONDS  # smaller examples were not tried
+    assert process_time() - begin < 20 * SECONDS  # smaller examples were not tried
     assert "It was not made smaller" in str(caught.value)
     (trace,) = tmp_path.glob("*.json")  # that of the step that was tried is gone
     with watching(SECONDS):
@@ -221,8 +264,8 @@ def test_a_process_that_cannot_be_interrupted_ends_and_says_what_was_tried(
 
 def test_native_code_that_keeps_the_lock_leaves_its_history(project: Project) -> None:
     result = run(project, "KeepsTheInterpretersLock")
-    assert result.ret == 1
-    result.stderr.fnmatch_lines(["Timeout *", "*hanging_caches.py*in spin"])
+    assert result.ret == -signal.SIGPROF
+    result.stderr.fnmatch_lines(["*most recent call first*", "*hanging_caches.py*in spin"])
     trace = json.loads(project.saved(".json").read_text())
     assert trace["check"] == "run_history"
     assert History.from_json(trace["example"]).size
