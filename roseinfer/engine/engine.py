@@ -281,17 +281,19 @@ class Engine:
         Up to ``run_ahead`` steps stay in flight when this returns. The work of a step that raises
         is done again by the next, unless its requests are cancelled or ended by ``fail_step``.
         """
-        if self._busy_thread == threading.get_ident():
+        thread = threading.get_ident()
+        if self._busy_thread == thread:
             raise BadArgument("engine: a step runs already; run no step inside another")
         try:
             with self._busy:
-                self._busy_thread = threading.get_ident()
+                self._busy_thread = thread
                 try:
                     return self._step()
                 finally:
                     self._busy_thread = None
         finally:
-            self._make_changes()
+            if self._changes:
+                self._make_changes()
 
     def _step(self) -> list[Update]:
         step = self._scheduler.next_step()

@@ -42,8 +42,6 @@ VALUES: dict[str, Any] = {
     "0": 0,
     "2**31": 2**31,
     "10**20": 10**20,
-    "10**5000": 10**5000,
-    "[10**5000]": [10**5000],
     "1.5": 1.5,
     "nan": float("nan"),
     "inf": float("inf"),
@@ -64,6 +62,8 @@ VALUES: dict[str, Any] = {
     "a class": int,
 }
 """Each is wrong for most arguments."""
+UNPRINTABLE: dict[str, Any] = {"10**5000": 10**5000, "[10**5000]": [10**5000]}
+"""Numbers of more digits than Python converts to text: an error must not show them as they are."""
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="machines with GPUs have room for what is too large elsewhere"
 )
@@ -81,10 +81,10 @@ CACHE: dict[str, Any] = {
 }
 
 
-def accepts(name: str, call: Callable[[Any], object]) -> set[str]:
+def accepts(name: str, call: Callable[[Any], object], values: dict[str, Any] = VALUES) -> set[str]:
     """Return the names of the values that work; errors for the others must match ``name``."""
     refused = {}
-    for label, value in VALUES.items():
+    for label, value in values.items():
         try:
             call(deepcopy(value))
         except RoseinferError as error:
@@ -94,7 +94,7 @@ def accepts(name: str, call: Callable[[Any], object]) -> set[str]:
     for label, message in refused.items():
         assert re.search(name, message), f"{label}: {message}"
         assert "Exception raised from" not in message, label
-    return VALUES.keys() - refused.keys()
+    return values.keys() - refused.keys()
 
 
 @cache
@@ -110,7 +110,7 @@ def test_settings(kind: Any) -> None:
             kind(**{name: value})
 
         build(field.default)
-        assert "object()" not in accepts(field.name, build)
+        assert "object()" not in accepts(field.name, build, VALUES | UNPRINTABLE)
 
 
 @pytest.mark.parametrize("name", ["environ", "triton"])
