@@ -34,7 +34,7 @@ _LARGEST_GROUP = 16
 _LEAST_NORMED = 1024
 """Elements of a token's keys, with KV heads padded to a power of two, from which on Triton's kernel
 that norms heads sums eight squares in each thread, as this one does. With fewer it sums fewer in
-each: on an H200, 2 to 7 of 2,400 steps had other bits then, and 0 of 2,400 from here on."""
+each: on an H200, 3 and 7 of 2,400 steps had other bits then, and 0 of 2,400 from here on."""
 _ALIGNED = 16
 """Bytes, for copies of tiles, and for tokens that are read in pairs of numbers."""
 
