@@ -72,8 +72,7 @@ class Speculation:
             if drafter is None or not drafter.wakes(request.session.token_ids):
                 continue
             if request.resident is not None:
-                self._runner.give_up_slot(request)
-                request.session.roll_back(self._kv, request.session.stored)
+                step.blocks += self._leave_slot(request)
             if request.in_flight:
                 step.decoding.remove(request)
                 continue
@@ -83,6 +82,14 @@ class Speculation:
                 step.drafts[request.id] = drafts
                 step.blocks += blocks
                 step.spare -= blocks
+
+    def _leave_slot(self, request: Request) -> int:
+        """Return how many blocks the request's next token takes that it had been given early."""
+        session = request.session
+        had_room = session.stored < session.room
+        self._runner.give_up_slot(request)
+        session.roll_back(self._kv, session.stored)
+        return self._supply.needed(session, 1) if had_room and session.stored >= session.room else 0
 
     def _room(self, request: Request, spare: int) -> tuple[int, int]:
         """Return how many drafts a step can store for a request, and the blocks they may take."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -51,6 +52,28 @@ def engine(family: str, device: str, **config: Any) -> LLM:
 def expected(family: str, device: str, choice: str) -> list[RequestOutput]:
     plain = engine(family, device, resident_decode=False)
     return [plain.generate([each], CHOICES[choice], progress=False)[0] for each in PROMPTS]
+
+
+@pytest.mark.parametrize(("family", "seed"), [("gpt2", 3), ("gpt2", 9), ("gemma2", 1)])
+def test_who_leaves_a_slot_in_a_full_cache_has_a_block(family: str, seed: int, device: str) -> None:
+    """A block that was given early is given up with the slot, so the step counts it again."""
+    rng = Random(seed)
+    stem = [rng.randrange(VOCABULARY) for _ in range(60)]
+    prompts, choices = [], []
+    for _ in range(14):
+        length = rng.choice((1, 5, 17, 40, 63))
+        begins = rng.choice((0, length // 2, length - 1))
+        rest = [rng.randrange(VOCABULARY) for _ in range(rng.choice((3, length)))]
+        prompts.append((stem[:begins] + rest * length)[:length])
+        choices.append(greedy(rng.randrange(4, 90 - length), ignore_eos=True))
+    crowded = {"kv_cache_tokens": 320, "max_batch_size": 5, "prompt_rows": 64}
+    options = {**crowded, "resident_decode": True, "run_ahead": 0}
+    llm = engine(family, device, speculation="ngram", **options)
+    found = llm.generate(prompts, choices, progress=False)
+    plain = engine(family, device, resident_decode=False)
+    assert_alike(found, plain.generate(prompts, choices, progress=False))
+    assert llm.engine.path_counts[EnginePath.VERIFIED] > 5
+    assert_no_block_is_lost(llm)
 
 
 def assert_alike(outputs: list[RequestOutput], wanted: list[RequestOutput]) -> None:
