@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from math import prod
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transformers import AutoConfig, AutoModelForCausalLM
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import cached_file
 
-from roseinfer.errors import UnsupportedModel, with_kind
+from roseinfer.errors import UnsupportedModel, short_repr, with_kind
 from roseinfer.models.source import ADAPTER, WHY_NO_ADAPTER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    import torch
+    from collections.abc import Iterator, Mapping, Sequence
 
 _WEIGHTS = ".safetensors"
 _INDEX = ".safetensors.index.json"
@@ -26,7 +26,20 @@ _POINTER = b"version https://git-lfs"
 _LONGEST_HEADER = 100 << 20
 """Bytes that safetensors allows at the most."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_COUNTED = {re.compile(r"(^|_)layers?$"): 128, re.compile(r"(^|_)experts$"): 1024}
+"""Settings that say how many modules to build, and how many any checkpoint may have."""
+_MOST_LAYERS_UNSEEN = 1024
+"""Layers of a model whose tensors are not here to be counted."""
+_MOST_UNSAVED = 1 << 28
+"""Numbers that a small model may have beside its weights, in tables of positions and masks."""
 _NUMBER = re.compile(r"\.\d+\.")
+
+
+class _Tensor(NamedTuple):
+    """A tensor's type and shape, as the header of its file has them."""
+
+    kind: str
+    shape: list[int]
 
 
 def fetch(path: str, dtype: torch.dtype | str) -> Any:
@@ -37,8 +50,14 @@ def fetch(path: str, dtype: torch.dtype | str) -> Any:
     try:
         if file_of(path, ADAPTER) is not None:
             raise UnsupportedModel(WHY_NO_ADAPTER)
+        settings, _ = PreTrainedConfig.get_config_dict(path)
+        files = _files(path, settings.get("transformers_weights"))
+        tensors = {name: each for file in files for name, each in _tensors_in(file).items()}
+        _check_counts(settings, len(tensors) or _MOST_LAYERS_UNSEEN)
         config = _config(path)
-        _check_files(path, config)
+        _check_kinds(path, files, tensors)
+        _check_generation_config(path)
+        _check_size(config, tensors)
         model, found = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -103,9 +122,11 @@ def _without_choices(settings: Any) -> Any:
     }
 
 
-def _check_files(path: str, config: Any) -> None:
-    """Raise if the config or an index names files that are no safetensors or lie elsewhere."""
-    named = getattr(config, "transformers_weights", None)
+def _files(path: str, named: str | None) -> list[Path]:
+    """Return the files of weights that are in a directory here: hub files are fetched later.
+
+    Raise if the config or an index names files that are no safetensors or lie elsewhere.
+    """
     if named is not None:
         _check_name(named, _WEIGHTS, _INDEX)
     shards = {f"model{_WEIGHTS}", named or ""}
@@ -115,32 +136,69 @@ def _check_files(path: str, config: Any) -> None:
             for shard in listed:
                 _check_name(shard, _WEIGHTS)
             shards |= listed
-    _check_kinds(path, shards)
-    _check_generation_config(path)
+    return [file for name in sorted(shards - {""}) if (file := Path(path) / name).is_file()]
 
 
-def _check_kinds(path: str, shards: Iterable[str]) -> None:
-    """Raise for weights that are not there yet, and for those that are codes of other numbers.
+def _check_counts(settings: Any, num_tensors: int) -> None:
+    """Raise if a config counts more layers or experts than there are tensors, before any is built.
 
-    What is not in a directory here is fetched later, and is not looked at.
+    Some settings are larger than the model needs, and experts may share a tensor.
     """
-    there = [Path(path) / name for name in sorted(shards) if (Path(path) / name).is_file()]
-    if not there and (Path(path) / _PICKLE).is_file():
+    for name, value in _settings_in(settings):
+        for pattern, few in _COUNTED.items():
+            most = max(few, num_tensors)
+            if isinstance(value, int) and value > most and pattern.search(name):
+                raise UnsupportedModel(
+                    f"its config says {name}={short_repr(value)}, and a model of its weights has "
+                    f"{most} at most"
+                )
+
+
+def _settings_in(settings: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(settings, dict):
+        for name, value in settings.items():
+            yield name, value
+            yield from _settings_in(value)
+    elif isinstance(settings, list):
+        for each in settings:
+            yield from _settings_in(each)
+
+
+def _check_size(config: Any, tensors: Mapping[str, _Tensor]) -> None:
+    """Raise if the config's model is far larger than its weights, before memory is taken for it."""
+    if not tensors:
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    stored = sum(prod(each.shape) for each in tensors.values())
+    for what, own, most in (
+        ("weights", model.parameters(), 2 * stored),
+        ("tables beside its weights", model.buffers(), 2 * stored + _MOST_UNSAVED),
+    ):
+        wanted = sum(each.numel() for each in own)
+        if wanted > most:
+            raise UnsupportedModel(
+                f"its config describes {wanted:,} numbers of {what}, and its files have {stored:,}"
+            )
+
+
+def _check_kinds(path: str, files: Sequence[Path], tensors: Mapping[str, _Tensor]) -> None:
+    """Raise for weights that are pickled, and for those that are codes of other numbers."""
+    if not files and (Path(path) / _PICKLE).is_file():
         raise UnsupportedModel(
             f"its weights are in {_PICKLE}, and pickles are not read, since they may run code: "
             "load it by transformers, and save it by save_pretrained"
         )
-    for file in there:
-        for name, kind in _kinds_in(file).items():
-            if name.endswith(".weight") and kind not in _FLOATS:
-                raise UnsupportedModel(
-                    f"{name} is of type {kind} and no quantization_config says what it stands "
-                    "for; quantized weights are not supported"
-                )
+    for name, each in tensors.items():
+        if name.endswith(".weight") and each.kind not in _FLOATS:
+            raise UnsupportedModel(
+                f"{name} is of type {each.kind} and no quantization_config says what it stands "
+                "for; quantized weights are not supported"
+            )
 
 
-def _kinds_in(file: Path) -> dict[str, str]:
-    """Return the types of a file's tensors, or none where transformers will say what is wrong."""
+def _tensors_in(file: Path) -> dict[str, _Tensor]:
+    """Return a file's tensors, or none where transformers will say what is wrong with it."""
     with file.open("rb") as opened:
         begin = opened.read(len(_POINTER))
         if begin == _POINTER:
@@ -153,7 +211,11 @@ def _kinds_in(file: Path) -> dict[str, str]:
         header = opened.read(size) if size <= _LONGEST_HEADER else b""
     try:
         told = json.loads(header)
-        return {name: each["dtype"] for name, each in told.items() if name != "__metadata__"}
+        return {
+            name: _Tensor(each["dtype"], [int(size) for size in each["shape"]])
+            for name, each in told.items()
+            if name != "__metadata__"
+        }
     except (ValueError, TypeError, KeyError, AttributeError):
         return {}
 

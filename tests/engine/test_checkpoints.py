@@ -107,6 +107,10 @@ def claim_a_layer_less(directory: Path) -> None:
     edit(directory / "config.json", lambda config: config.update(n_layer=1))
 
 
+def claim(**settings: Any) -> Callable[[Path], None]:
+    return lambda directory: edit(directory / "config.json", lambda config: config.update(settings))
+
+
 def store_codes(directory: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -152,6 +156,17 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no generation config": (no_object_for_generation, "config.json is no JSON object"),
     "config cut short": (truncate("config.json", 30), "cannot be loaded.*config"),
     "no config": (remove("config.json"), "cannot be loaded"),
+    "a billion layers": (claim(n_layer=10**9), "config says n_layer=1000000000, .* 128 at most"),
+    "a billion layers by another name": (
+        claim(sub_config={"num_hidden_layers": 10**4000}),
+        "config says num_hidden_layers=a whole number of .* bits",
+    ),
+    "a hundred layers": (claim(n_layer=100), r"describes [\d,]+ numbers of weights, and"),
+    "a vocabulary of billions": (
+        claim(vocab_size=2 << 30),
+        r"describes [\d,]+ numbers of weights, and",
+    ),
+    "a width that nothing can have": (claim(n_embd=1 << 62), "cannot be loaded"),
     "unknown type": (claim_an_unknown_type, "cannot be loaded.*abacus"),
     "tokenizer cut short": (truncate("tokenizer.json", 100), "tokenizer"),
     "nothing there": (remove_everything, "cannot be loaded"),
