@@ -26,12 +26,14 @@ class Facts:
     shape: ModelShape
     room: RequestRoom
     max_batch_size: int
+    why_batch_variant: str | None
+    """The reason why a request's bits depend on its batch; None where they do not."""
 
     @classmethod
     def of(cls, llm: LLM) -> Facts:
-        engine = llm.engine
+        engine, most = llm.engine, llm.config.max_batch_size
         shape = engine.sessions.model.shape
-        return cls(llm.tokenizer, shape, engine.room, llm.config.max_batch_size)
+        return cls(llm.tokenizer, shape, engine.room, most, llm.why_batch_variant)
 
 
 class Figures(NamedTuple):

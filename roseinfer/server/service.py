@@ -54,6 +54,7 @@ class Service:
         self.vocabulary = facts.shape.vocab_size
         self.most_tokens = facts.room.most_new(1) + 1
         """Of a prompt and its text together."""
+        self._why_batch_variant = facts.why_batch_variant
         self.metrics = TextCounts(self.most_tokens)
         self.http_counts = HttpCounts()
         self.metrics_page = MetricsPage(
@@ -87,6 +88,8 @@ class Service:
                 "created": self._since,
                 "owned_by": "roseinfer",
                 "max_model_len": self.most_tokens,
+                "batch_invariant": self._why_batch_variant is None,
+                "why_batch_variant": self._why_batch_variant,
             }
             for name in self.names
         ]

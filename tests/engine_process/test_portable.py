@@ -56,7 +56,7 @@ def test_where_it_was_raised_is_said_here_but_not_what(capfd: pytest.CaptureFixt
 
 def test_an_engine_that_says_that_it_stopped_is_closed() -> None:
     nothing: Any = None
-    facts = Facts(None, nothing, RequestRoom(BlockNeeds(16), 8, 64, by_max_length=False), 1)
+    facts = Facts(None, nothing, RequestRoom(BlockNeeds(16), 8, 64, by_max_length=False), 1, None)
     engine = OtherProcess(nothing, nothing, facts, "test")
     assert not engine.closed
     engine._hear(Report([], None, True, []))

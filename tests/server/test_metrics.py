@@ -212,6 +212,8 @@ def test_models(server: Server, asking: Asking) -> None:
     assert asking(server, "models.retrieve", model=MODEL) == [model]
     assert (model.id, model.object, model.owned_by) == (MODEL, "model", "roseinfer")
     assert model.max_model_len == 1024
+    assert model.batch_invariant is server.llm.batch_invariant
+    assert model.why_batch_variant == server.llm.why_batch_variant
 
 
 def test_version(server: Server) -> None:
