@@ -58,8 +58,11 @@ def _normed_moved(given: Given) -> dict[str, int]:
 
 @triton.jit
 def _normed(x, gain, dtype: tl.constexpr, N: tl.constexpr, epsilon):
-    """Norm a row, rounded where the model's own modules round."""
-    x = x * tl.rsqrt(tl.sum(x * x, 0) / N + epsilon)
+    """Norm a row, rounded where the model's own modules round.
+
+    Compilers divide by a constant in more than one way, so the mean is a product.
+    """
+    x = x * tl.rsqrt(tl.fma(tl.sum(x * x, 0), 1.0 / N, epsilon))
     return (x.to(dtype).to(tl.float32) * gain).to(dtype)
 
 

@@ -26,6 +26,11 @@ class PaddedHead(torch.nn.Module):
         # An embedding that is tied to the head stays in the same memory.
         head.weight.data = self._weight[: self._outputs]
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The head's own outputs, for kernels that take a model which ran on its modules before."""
+        return self._weight[: self._outputs]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self._weight, self._bias)[..., : self._outputs]
 

@@ -90,3 +90,17 @@ def test_every_forward_pass_on_one_is_counted(device: str, resident: bool) -> No
     )
     llm.generate([[1, 2]], SamplingParams(max_new_tokens=4, ignore_eos=True), progress=False)
     assert llm.engine.path_counts[EnginePath.PADDED_HEAD] == 4
+
+
+def test_a_model_that_was_padded_runs_on_fused_kernels_too(device: str) -> None:
+    """An engine leaves its model padded, and the next one may have other switches."""
+    texts = []
+    model = gpt2(257).to(device)
+    for fused in (False, True):
+        llm = LLM(model, device=device, pad_head=not fused, fused_model=fused)
+        paths = llm.engine.sessions.model.paths
+        assert (EnginePath.PADDED_HEAD in paths) is not fused
+        params = SamplingParams(temperature=0.0, max_new_tokens=3, ignore_eos=True)
+        texts += llm.generate([IDS[0].tolist()], params, progress=False)
+    assert isinstance(model.get_output_embeddings(), PaddedHead)
+    assert texts[0].token_ids == texts[1].token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,9 +12,12 @@ import transformers
 from roseinfer import LLM, AppendPolicy, EnginePath, KVBlockManager, SamplingParams
 from roseinfer.attention.backend import ResidentBatch
 from roseinfer.engine.runner import SequenceRunner
+from roseinfer.kernels.cuda import sources
+from roseinfer.kernels.cuda.gpu_program import GpuProgram, compiled
 from roseinfer.kernels.persistent import prepared as preparing
 from roseinfer.kernels.persistent.fitting import why_not_on
 from roseinfer.kernels.persistent.sizes import source
+from roseinfer.kernels.rms_norm import rms_norm, warps_of_row
 from roseinfer.models.families.llama import FusedLlama
 from roseinfer.models.families.steps_in_one_kernel import LONGEST, StepsInOneKernel
 from tests.engine.families import attending_widely, scaled_up
@@ -57,6 +61,51 @@ def network(shape: str = "narrow", vocab: int = 5120) -> Any:
             if weight.dim() == 1:  # gains and biases that are not those of every new model
                 weight.add_(0.3 * torch.randn_like(weight))
     return attending_widely(scaled_up(model), 8).to(torch.bfloat16)
+
+
+NORM = """
+struct Given { const u16* x; const u16* gain; u16* normed; float epsilon; };
+extern "C" __global__ void norm_rows(const Given p) {
+    __shared__ float squares[32];
+    typedef RowNorm<WIDTH, NORM_WARPS, 256> Norm;
+    long long row = (long long)blockIdx.x * WIDTH;
+    float v[Norm::HELD];
+    for (int i = 0; i < Norm::HELD; i++) {
+        int n = Norm::held(threadIdx.x, i);
+        v[i] = n < WIDTH ? wide(p.x[row + n]) : 0;
+    }
+    float factor = Norm::factor(v, squares, threadIdx.x, p.epsilon, [] { __syncthreads(); });
+    for (int i = 0; i < Norm::HELD; i++) {
+        int n = Norm::held(threadIdx.x, i);
+        if (n < WIDTH) p.normed[row + n] = Norm::normed(v[i], factor, p.gain[n]);
+    }
+}
+"""
+
+
+class Given(ctypes.Structure):
+    """The arguments of ``NORM``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "gain", "normed")),
+        ("epsilon", ctypes.c_float),
+    )
+
+
+@pytest.mark.parametrize("width", [192, 320, 768, 896, 1024, 1536, 2048, 3584])
+def test_rows_are_normed_with_the_bits_of_other_kernels(width: int) -> None:
+    """Few of many rows show that a mean is rounded otherwise, if its width is no power of two."""
+    torch.manual_seed(width)
+    device = torch.device(DEVICE, torch.cuda.current_device())
+    text = "\n".join([*sources.machine("machine"), *sources.shared(), NORM])
+    cubin = compiled(text, {"WIDTH": width, "NORM_WARPS": warps_of_row(width)}, device)
+    program = GpuProgram(cubin, "norm_rows", 256, 0, device)
+    for scale in (0.15, 1, 5):
+        x = (torch.randn(20_000, width, device=device) * scale).bfloat16()
+        gain = (1 + 0.1 * torch.randn(width, device=device)).bfloat16()
+        normed = torch.empty_like(x)
+        program.launch(Given(x.data_ptr(), gain.data_ptr(), normed.data_ptr(), 1e-6), len(x))
+        assert torch.equal(normed, rms_norm(x, gain, 1e-6))
 
 
 class Steps:

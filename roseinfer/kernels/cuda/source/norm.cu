@@ -36,7 +36,7 @@ struct RowNorm {
         float total = squares_of_warps[t % TRITONS_WARPS];
 #pragma unroll
         for (int m = TRITONS_WARPS / 2; m; m >>= 1) total += shfl(total, m);
-        return root_under_one(over(total, (float)NUMBERS) + epsilon);
+        return root_under_one(times_plus(total, (float)(1.0 / NUMBERS), epsilon));
     }
     DEV static u16 normed(float x, float factor, u16 gain) { return to_bf16(rounded(x * factor) * wide(gain)); }
 };
