@@ -1,6 +1,7 @@
 """Keeps the bodies that schemathesis makes within what no schema can say.
 
-That is how long texts become, which schemas can be followed, and what names functions have.
+That is how long texts become, which schemas can be followed, what names functions have, and that
+two names of one limit agree.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ def filter_body(_: Any, body: Any) -> bool:
 
 
 def map_body(_: Any, body: Any) -> Any:
-    """Have every schema be one of an object, and each name be its own."""
+    """Have every schema be one of an object, each name be its own, and both token limits equal."""
     if isinstance(body, dict):
+        if isinstance(body.get("max_tokens"), int) and body.get("max_completion_tokens"):
+            body["max_completion_tokens"] = body["max_tokens"]
         _take_schemas(body)
         tools = body.get("tools")
         functions = [_of(tool, "function") for tool in tools] if isinstance(tools, list) else []

@@ -107,7 +107,8 @@ OPTIONS: list[tuple[Endpoint, list[Option]]] = [
         [
             same(logprobs=True),
             ({"logprobs": True, "top_logprobs": 3}, {"top_logprobs": 3}),
-            ({"max_completion_tokens": 9}, {"max_new_tokens": 9}),
+            ({"max_completion_tokens": 9, "max_tokens": None}, {"max_new_tokens": 9}),
+            ({"max_completion_tokens": 9, "max_tokens": 9}, {"max_new_tokens": 9}),
             ({"response_format": ANY_JSON}, {"guide": Guide(json_object=True)}),
             (
                 {"response_format": {"type": "json_schema", "json_schema": NAMED_SCHEMA}},

@@ -140,6 +140,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": 1}, "logprobs", INVALID),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", INVALID),
     ({"prompt": "x"}, "prompt", UNKNOWN),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", INVALID),
 ]
 RESPONSES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "input", INVALID),

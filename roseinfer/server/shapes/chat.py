@@ -76,6 +76,17 @@ class ChatBody(AskedForChoices):
     verbosity: Literal["medium"] | None = None
     web_search_options: None = None
 
+    @field_validator("max_tokens")
+    @classmethod
+    def _as_the_newer_name_has_it(cls, value: int | None, info: ValidationInfo) -> int | None:
+        newer = info.data.get("max_completion_tokens")
+        if value is not None and newer is not None and newer != value:
+            raise wrong(
+                f"must be equal to max_completion_tokens, which is {newer}, or be left out: both "
+                "limit the same tokens"
+            )
+        return value
+
     @field_validator("top_logprobs")
     @classmethod
     def _beside_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
