@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import sys
 from collections.abc import Mapping
@@ -296,6 +297,10 @@ class ServerConfig:
     max_queue: int = 1024
     """Texts that may wait for a place in the batch. Who comes then is told to come later."""
     max_body_bytes: int = 4 << 20
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names that requests may name; none for any, or for loopback's own names on loopback."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses or networks whose forwarded headers count."""
     max_prompt_tokens: int | None = None
     """None for as many as the model and its cache have room for."""
     drain_seconds: float = 30.0
@@ -312,6 +317,20 @@ class ServerConfig:
             object.__setattr__(self, "api_key", os.environ.get(API_KEY))
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError(f"the API key is empty: give --api-key KEY, or set {API_KEY} to it")
+        for host in self.allowed_hosts:
+            if not host or "/" in host or host != host.strip():
+                raise ConfigError(
+                    f"allowed_hosts: {host!r} is not a host name: give names such as example.com "
+                    "or *.example.com, without a scheme or a path"
+                )
+        for proxy in self.trusted_proxies:
+            try:
+                ipaddress.ip_network(proxy)
+            except ValueError:
+                raise ConfigError(
+                    f"trusted_proxies: {proxy!r} is not an IP address or network, such as 10.0.0.7 "
+                    "or 10.0.0.0/8"
+                ) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class Front:
             ],
             middleware=[
                 Middleware(AccessLog, write if config.access_log else None),
-                Middleware(Gatekeeper, config.api_key, config.max_body_bytes),
+                Middleware(Gatekeeper, config),
             ],
             exception_handlers={Refused: refuse, HTTPException: refuse},
         )

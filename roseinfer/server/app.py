@@ -45,15 +45,17 @@ _WHY = {
 def application(service: Service, write: Callable[[str], None] = write_line) -> Starlette:
     """Return what a server runs. ``write`` takes the lines of the access log."""
     config = service.config
-    return Starlette(
+    app = Starlette(
         routes=_routes(service),
         middleware=[
             Middleware(AccessLog, write if config.access_log else None, service.http_counts),
-            Middleware(Gatekeeper, config.api_key, config.max_body_bytes),
+            Middleware(Gatekeeper, config),
         ],
         exception_handlers={Refused: refuse, HTTPException: refuse, RoseinferError: refuse},
         lifespan=partial(_serving, service),
     )
+    app.router.redirect_slashes = False  # a redirect would go to whatever host a client names
+    return app
 
 
 @asynccontextmanager
@@ -101,9 +103,10 @@ async def refuse(request: Request, error: Exception) -> Response:
     if refused.status >= 500:
         note_error(request.scope, error)
     if isinstance(error, HTTPException):  # Starlette's words are those of the status alone
-        refused = Refused(
-            refused.status, _WHY.get(refused.status, str(refused)), headers=refused.headers
-        )
+        why = _WHY.get(refused.status, str(refused))
+        if refused.status == 404 and request.scope["path"].endswith("/"):
+            why += ", and no path ends with a slash"
+        refused = Refused(refused.status, why, headers=refused.headers)
     return refused.response()
 
 

@@ -1,4 +1,4 @@
-"""Who is let in, and how much they may send: a key, and a limit for bodies."""
+"""Who is let in, and how much they may send: host names, a key, and a limit for bodies."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 
+from roseinfer.errors import short_repr
 from roseinfer.server.refusals import Refused
 from roseinfer.server.streaming import ClientGone
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from roseinfer.config import ServerConfig
 
 _KEPT = "/v1/"
 """What the key is for. Health and metrics are asked for by machines that have none."""
@@ -25,10 +28,11 @@ _MOST_DROPPED, _DROPPING_S = 64 << 20, 5
 class Gatekeeper:
     """Reads a body before anything else looks at it, and turns away what must not come in."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
-        self._key = None if api_key is None else _digest(api_key)
-        self._most = max_body_bytes
+        self._hosts = tuple(map(host_name, config.allowed_hosts))
+        self._key = None if config.api_key is None else _digest(config.api_key)
+        self._most = config.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,6 +40,7 @@ class Gatekeeper:
             return
         try:
             headers = Headers(scope=scope)
+            self._require_host(headers.getlist("host"), scope["http_version"])
             if self._key is not None and scope["path"].startswith(_KEPT):
                 self._require_key(self._key, headers.get("authorization", ""))
             body = await self._body(headers.get("content-length"), receive)
@@ -53,6 +58,25 @@ class Gatekeeper:
             return await receive() if message is None else message
 
         await self._app(scope, receive_again, send)
+
+    def _require_host(self, hosts: list[str], version: str) -> None:
+        """Refuse a host that is not one of this server's.
+
+        A page of another site whose name was made to resolve to this machine names itself here.
+        """
+        if len(hosts) > 1 or (not hosts and version != "1.0"):
+            why = f"the request must have one header Host, and has {len(hosts)}"
+            raise Refused(400, why, code="invalid_host")
+        if not self._hosts:
+            return
+        for host in hosts:
+            name = host_name(host)
+            if not any(_fits(name, pattern) for pattern in self._hosts):
+                why = (
+                    f"this server is not {short_repr(name)}: ask for it by one of its own names, "
+                    "or start it with that one in --allowed-hosts"
+                )
+                raise Refused(421, why, code="host_not_allowed")
 
     @staticmethod
     def _require_key(key: bytes, given: str) -> None:
@@ -80,6 +104,22 @@ class Gatekeeper:
             if size > self._most:
                 raise _TooLarge(self._most)
         return b"".join(parts)
+
+
+def host_name(host: str) -> str:
+    """Return the name in a header Host, without the port, as names are compared."""
+    if host.startswith("["):
+        name = host[1:].partition("]")[0]
+    elif host.count(":") > 1:  # an address of IPv6 as people write it
+        name = host
+    else:
+        name = host.partition(":")[0]
+    return name.strip().rstrip(".").lower()
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Return True where the pattern is the name, any name, or all below a domain."""
+    return pattern in ("*", name) or (pattern.startswith("*.") and name.endswith(pattern[1:]))
 
 
 class _TooLarge(Refused):

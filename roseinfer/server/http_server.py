@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import socket
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
@@ -46,6 +48,17 @@ def bound(host: str, port: int) -> socket.socket:
         return found
 
 
+def with_hosts(config: ServerConfig, listener: socket.socket) -> ServerConfig:
+    """Return the settings with the host names that requests may name, where only loopback listens.
+
+    No page of another site has these names, so no browser can be led here by one.
+    """
+    address = str(listener.getsockname()[0])
+    if config.allowed_hosts or not ipaddress.ip_address(address).is_loopback:
+        return config
+    return replace(config, allowed_hosts=("localhost", "127.0.0.1", "::1", address, config.host))
+
+
 class Served(Protocol):
     """What is behind an application that listens."""
 
@@ -74,9 +87,12 @@ class HttpServer(uvicorn.Server):
         self._listening = listening
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
+        proxies = service.config.trusted_proxies
         super().__init__(
             uvicorn.Config(
                 app,
+                proxy_headers=bool(proxies),  # else uvicorn believes whoever is on this machine
+                forwarded_allow_ips=list(proxies),
                 backlog=_BACKLOG,
                 log_config=None,
                 access_log=False,

@@ -43,6 +43,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--host", metavar="HOST", help=host)
     port = f"the port; 0 for one that is free (default: {_DEFAULTS.port})"
     add("--port", type=int, metavar="PORT", help=port)
+    hosts = (
+        "host names that requests may name, separated by commas; '*' for any (default: those of "
+        "loopback if only this machine reaches the address, else any)"
+    )
+    add("--allowed-hosts", type=_names, metavar="NAMES", help=hosts)
+    proxies = (
+        "addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto count, "
+        "separated by commas (default: none)"
+    )
+    add("--trusted-proxies", type=_names, metavar="ADDRESSES", help=proxies)
     replicas = "processes that serve the model, under Ray, each on a GPU of its own if any"
     add("--replicas", type=int, metavar="N", help=replicas)
     names = "the names that clients ask for (default: that of the model)"
@@ -75,6 +85,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
 def run(args: argparse.Namespace) -> int:
     try:
         _serve(args)
@@ -95,9 +109,10 @@ def _serve(args: argparse.Namespace) -> None:
     template = None if config.chat_template is None else _read(config.chat_template)
     refuse_mistakes(args)
     follow_if_launched(args, _NAME)
-    from roseinfer.server.http_server import bound
+    from roseinfer.server.http_server import bound, with_hosts
 
     with bound(config.host, config.port) as listener:
+        config = with_hosts(config, listener)
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         serve = _serve_here if config.replicas is None else _serve_replicas
         serve(args, config, template, listener)

@@ -135,7 +135,7 @@ def resident(process_id: int) -> int:
 async def metrics(users: Users) -> dict[str, float]:
     """Return the numbers of ``/metrics``, each with its labels in its name."""
     reader, writer = await asyncio.open_connection(users.host, users.port)
-    writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     text = (await reader.read()).decode()
     writer.close()
     return metrics_of(text.partition("\r\n\r\n")[2])

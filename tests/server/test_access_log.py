@@ -1,14 +1,18 @@
-"""Lines of requests where nobody takes them."""
+"""Lines of requests: whom they name, and where nobody takes them."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from roseinfer import ConfigError
+from roseinfer.config import ServerConfig
 from tests.python_process import ROOT
+from tests.server.served import running
 
 LINES = "from roseinfer.server.access_log import write_line\nfor _ in range(3): write_line('{}')"
 
@@ -25,3 +29,30 @@ def test_a_full_disk_is_said_once() -> None:
         )
     said = b"no more lines of requests are printed: No space left on device\n"
     assert (done.returncode, done.stderr) == (0, said)
+
+
+FORWARDED = {"x-forwarded-for": "203.0.113.7, 192.0.2.1", "x-forwarded-proto": "https"}
+
+
+@pytest.mark.parametrize(
+    ("proxies", "client"),
+    [
+        ((), "127.0.0.1"),
+        (("10.0.0.0/8",), "127.0.0.1"),
+        (("127.0.0.1",), "192.0.2.1"),
+        (("127.0.0.0/8", "192.0.2.1"), "203.0.113.7"),
+    ],
+)
+def test_only_a_proxy_that_was_named_says_who_the_client_is(
+    proxies: tuple[str, ...], client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+    with running(config={"trusted_proxies": proxies}) as server:
+        answer = server.ask("GET", "/health", headers=FORWARDED)
+        assert server.line_of(answer)["client"] == client
+
+
+@pytest.mark.parametrize("wrong", [("*",), ("",), ("proxy.example",), ("10.0.0.1/8",), "10.0.0.1"])
+def test_a_proxy_is_named_by_its_address(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="trusted_proxies"):
+        ServerConfig(trusted_proxies=wrong)

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import openai
 import pytest
@@ -40,7 +40,7 @@ def refuses_connections(port: int) -> bool:
     return False
 
 
-def status_of(url: str) -> int:
+def status_of(url: str | Request) -> int:
     """Ask by a connection of its own."""
     try:
         with urlopen(url, timeout=PATIENCE) as answer:
@@ -70,6 +70,8 @@ def test_what_it_says_works_and_sigterm_lets_texts_end() -> None:
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
         )
         assert tried.stdout.strip()
+        stranger = Request(f"{server.url}/health", headers={"Host": "evil.example"})
+        assert status_of(stranger) == 421
 
         with client_of(server) as client:
             stream = client.completions.create(**LONG, max_tokens=400, stream=True)
