@@ -33,7 +33,10 @@ _BACKLOG = 2048
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket that has the address, and does not listen yet."""
+    """Return a socket that listens at the address, so that no other server can have it.
+
+    Who connects before there is anything to serve waits.
+    """
     with ExitStack() as stack:
         try:
             kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -41,6 +44,7 @@ def bound(host: str, port: int) -> socket.socket:
             if os.name == "posix":
                 found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
+            found.listen(_BACKLOG)  # two that only have an address may have the same
         except OSError as error:
             why = error.strerror or error
             raise ConfigError(f"--host {host} --port {port} cannot be listened on: {why}") from None

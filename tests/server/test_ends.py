@@ -19,6 +19,7 @@ import pytest
 from roseinfer.cli.parser import Parser
 from roseinfer.config import API_KEY
 from roseinfer.server import serve_command
+from roseinfer.server.http_server import bound
 from tests.server.serve_process import PATIENCE, serving
 from tests.server.served import MODEL, running
 
@@ -179,6 +180,15 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(
         taken.listen()
         port = str(taken.getsockname()[1])
         assert f"--port {port} cannot be listened on" in refused(capsys, "--port", port)
+
+
+def test_so_is_one_that_another_server_has_which_still_loads_its_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with bound("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        said = refused(capsys, "--port", port)
+        assert f"--port {port} cannot be listened on: Address already in use" in said
 
 
 @pytest.mark.parametrize(
