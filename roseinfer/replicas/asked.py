@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from roseinfer.server.refusals import Refused
+from roseinfer.server.refusals import LATER, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 _KEPT = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
 """What a replica gets of a scope. The rest belongs to the process that listens."""
-_LATER = {"Retry-After": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,4 +42,4 @@ class ReplicaLost(Refused):
 
     def __init__(self) -> None:
         why = "the replica that had this request has ended: ask again, and another will take it"
-        super().__init__(503, why, code="replica_lost", headers=_LATER)
+        super().__init__(503, why, code="replica_lost", headers=LATER)

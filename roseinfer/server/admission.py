@@ -5,13 +5,12 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from roseinfer.server.refusals import Refused
+from roseinfer.server.refusals import LATER, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_LATER = {"Retry-After": "1"}
-_ELSEWHERE = _LATER | {"Connection": "close"}
+_ELSEWHERE = LATER | {"Connection": "close"}
 """A client that comes again on this connection would meet the same server."""
 
 
@@ -35,7 +34,7 @@ class Admission:
             raise Refused(400, f"{why}: at most {self._most}", code="invalid_value")
         if self.open + texts > self._most:
             why = f"{self.open} texts are open, and {self._most} may be: try again later"
-            raise Refused(429, why, code="rate_limit_exceeded", headers=_LATER)
+            raise Refused(429, why, code="rate_limit_exceeded", headers=LATER)
         self.open += texts
         try:
             yield

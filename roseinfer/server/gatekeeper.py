@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from contextlib import suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 
 from roseinfer.errors import short_repr
-from roseinfer.server.refusals import Refused
+from roseinfer.server.refusals import LATER, Refused
 from roseinfer.server.streaming import ClientGone
 
 if TYPE_CHECKING:
@@ -21,8 +20,15 @@ if TYPE_CHECKING:
 
 _KEPT = "/v1/"
 """What the key is for. Health and metrics are asked for by machines that have none."""
-_MOST_DROPPED, _DROPPING_S = 64 << 20, 5
-"""So many bytes of a body that is too large are taken and dropped, and for so many seconds."""
+_WITH_BODY = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+"""Paths whose requests want a body. That of any other request is never kept."""
+_BODY_S, _SLOWEST = 60.0, 16 << 10
+"""Seconds that a body may take, and bytes of it that are worth one more."""
+_MOST_UNFINISHED = 64 << 20
+"""Bytes of all bodies that are not complete."""
+_CLOSE = {"Connection": "close"}
+REFUSAL = "roseinfer.refusal"
+"""Key of a scope for what its request is refused with, if that is known before it is complete."""
 
 
 class Gatekeeper:
@@ -33,24 +39,18 @@ class Gatekeeper:
         self._hosts = tuple(map(host_name, config.allowed_hosts))
         self._key = None if config.api_key is None else _digest(config.api_key)
         self._most = config.max_body_bytes
+        self._most_unfinished = max(_MOST_UNFINISHED, self._most)
+        self._unfinished = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            headers = Headers(scope=scope)
-            self._require_host(headers.getlist("host"), scope["http_version"])
-            if self._key is not None and scope["path"].startswith(_KEPT):
-                self._require_key(self._key, headers.get("authorization", ""))
-            body = await self._body(headers.get("content-length"), receive)
-        except _TooLarge as refused:
-            await refused.response()(scope, receive, _dropping(receive, send))
-            return
+            first: Message | None = await self._let_in(scope, receive)
         except Refused as refused:
             await refused.response()(scope, receive, send)
             return
-        first: Message | None = {"type": "http.request", "body": body, "more_body": False}
 
         async def receive_again() -> Message:
             nonlocal first
@@ -58,6 +58,19 @@ class Gatekeeper:
             return await receive() if message is None else message
 
         await self._app(scope, receive_again, send)
+
+    async def _let_in(self, scope: Scope, receive: Receive) -> Message:
+        """Return the body of a request, as one message, or raise a refusal."""
+        if REFUSAL in scope:
+            raise scope[REFUSAL]
+        headers = Headers(scope=scope)
+        self._require_host(headers.getlist("host"), scope["http_version"])
+        if self._key is not None and scope["path"].startswith(_KEPT):
+            self._require_key(self._key, headers.get("authorization", ""))
+        body = b""
+        if scope["method"] == "POST" and scope["path"] in _WITH_BODY:
+            body = await self._body(headers.get("content-length"), receive)
+        return {"type": "http.request", "body": body, "more_body": False}
 
     def _require_host(self, hosts: list[str], version: str) -> None:
         """Refuse a host that is not one of this server's.
@@ -92,18 +105,41 @@ class Gatekeeper:
 
     async def _body(self, announced: str | None, receive: Receive) -> bytes:
         if announced is not None and announced.isdecimal() and int(announced) > self._most:
-            raise _TooLarge(self._most)
-        parts, size, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            more = message.get("more_body", False)
-            if size > self._most:
-                raise _TooLarge(self._most)
-        return b"".join(parts)
+            raise self._too_large()
+        body, more = bytearray(), True
+        latest = asyncio.get_running_loop().time() + _BODY_S
+        try:
+            async with asyncio.timeout_at(latest) as limit:
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    part = message.get("body", b"")
+                    body += part
+                    self._unfinished += len(part)
+                    more = message.get("more_body", False)
+                    self._require_room(len(body), more)
+                    limit.reschedule(latest + len(body) / _SLOWEST)
+        except TimeoutError:
+            why = f"the body was not complete in time: {len(body)} bytes came"
+            raise Refused(408, why, code="request_timeout", headers=_CLOSE) from None
+        finally:
+            self._unfinished -= len(body)
+        return bytes(body)
+
+    def _require_room(self, size: int, more: bool) -> None:
+        """Refuse a body, unless it fits. A complete one fits however many others are not."""
+        if size > self._most:
+            raise self._too_large()
+        if more and self._unfinished > self._most_unfinished:
+            why = "the server has too many bodies that are not complete: try again later"
+            raise Refused(503, why, code="overloaded", headers=LATER | _CLOSE)
+
+    def _too_large(self) -> Refused:
+        why = (
+            f"the body is larger than {self._most} bytes, which is the most that this server takes"
+        )
+        return Refused(413, why, code="body_too_large", headers=_CLOSE)
 
 
 def host_name(host: str) -> str:
@@ -120,42 +156,6 @@ def host_name(host: str) -> str:
 def _fits(name: str, pattern: str) -> bool:
     """Return True where the pattern is the name, any name, or all below a domain."""
     return pattern in ("*", name) or (pattern.startswith("*.") and name.endswith(pattern[1:]))
-
-
-class _TooLarge(Refused):
-    """A body of more bytes than are taken. The connection is of no use behind it."""
-
-    def __init__(self, most: int) -> None:
-        why = f"the body is larger than {most} bytes, which is the most that this server takes"
-        super().__init__(413, why, code="body_too_large", headers={"Connection": "close"})
-
-
-def _dropping(receive: Receive, send: Send) -> Send:
-    """Return what sends an answer, and takes the rest of the body before the answer ends.
-
-    A connection that is closed while something comes is reset, and then a client that reads only
-    when it has written everything sees no answer at all.
-    """
-
-    async def send_and_drop(message: Message) -> None:
-        if message["type"] == "http.response.body":
-            await send({**message, "more_body": True})
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_DROPPING_S):
-                    await _drop(receive)
-            message = {"type": "http.response.body", "body": b"", "more_body": False}
-        await send(message)
-
-    return send_and_drop
-
-
-async def _drop(receive: Receive) -> None:
-    """Take what is left of a body, up to a limit."""
-    left, more = _MOST_DROPPED, True
-    while more and left > 0:
-        message = await receive()
-        left -= len(message.get("body", b""))
-        more = message.get("more_body", False)  # which a client that left has not
 
 
 def _digest(key: str) -> bytes:

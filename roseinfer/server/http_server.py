@@ -9,12 +9,14 @@ import socket
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
 
 from roseinfer.errors import ConfigError
 from roseinfer.how_far import say
+from roseinfer.server.connections import MOST_BACKLOG, Connection, Connections, Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +31,6 @@ _LAST_WORDS_S = 5
 """So long a client may take to read what is left for it when no text runs any more."""
 _LOOK_S = 0.05
 """How often one looks whether that is so."""
-_BACKLOG = 2048
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -44,7 +45,7 @@ def bound(host: str, port: int) -> socket.socket:
             if os.name == "posix":
                 found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
-            found.listen(_BACKLOG)  # two that only have an address may have the same
+            found.listen(MOST_BACKLOG)  # two that only have an address may have the same
         except OSError as error:
             why = error.strerror or error
             raise ConfigError(f"--host {host} --port {port} cannot be listened on: {why}") from None
@@ -84,9 +85,14 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(
-        self, app: ASGIApp, service: Served, listening: Callable[[], None] = lambda: None
+        self,
+        app: ASGIApp,
+        service: Served,
+        listening: Callable[[], None] = lambda: None,
+        limits: Limits | None = None,
     ) -> None:
         """``listening`` is called when clients can connect."""
+        self._connections = Connections(limits or Limits())
         self._service = service
         self._listening = listening
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -95,9 +101,11 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=partial(Connection, self._connections),  # type: ignore[arg-type]
+                ws="none",
                 proxy_headers=bool(proxies),  # else uvicorn believes whoever is on this machine
                 forwarded_allow_ips=list(proxies),
-                backlog=_BACKLOG,
+                backlog=self._connections.limits.backlog,
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -109,6 +117,12 @@ class HttpServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._listening()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look at connections once a second. uvicorn calls this ten times in one."""
+        if counter % 10 == 0:
+            self._connections.look(self.server_state.connections)
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Take a signal. Those that uvicorn takes itself it raises again when it has ended."""

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+LATER = {"Retry-After": "1"}
+"""Headers of a refusal that need not last."""
+
+
 class Refused(Exception):
     """A request that gets an error for an answer."""
 

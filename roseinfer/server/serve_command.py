@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import argparse
     import socket
 
+    from roseinfer.server.connections import Limits
+
 HELP = "serve a language model to OpenAI's clients over HTTP"
 DESCRIPTION = """\
 Serve a language model to OpenAI's clients over HTTP: completions, chat completions and responses.
@@ -31,7 +33,7 @@ SIGTERM or Ctrl-C ends it when the texts that run are done, and a second one at 
 after that, 2 when nothing could be served: wrong usage, or a model that cannot be loaded."""
 
 _NAME = "roseinfer serve"
-_EXTRA = ("prometheus_client", "pydantic", "starlette", "uvicorn")
+_EXTRA = ("httptools", "prometheus_client", "pydantic", "starlette", "uvicorn")
 _SCALE = ("ray.serve",)
 _NOTHING_DONE, _INTERRUPTED = 2, 128 + 2
 _DEFAULTS = ServerConfig(api_key="none")
@@ -109,17 +111,25 @@ def _serve(args: argparse.Namespace) -> None:
     template = None if config.chat_template is None else _read(config.chat_template)
     refuse_mistakes(args)
     follow_if_launched(args, _NAME)
+    from roseinfer.server.connections import Limits, raise_file_limit
     from roseinfer.server.http_server import bound, with_hosts
 
     with bound(config.host, config.port) as listener:
         config = with_hosts(config, listener)
+        files = raise_file_limit()
+        limits = Limits.of_files(files)
+        say(f"{_NAME}: at most {limits.connections} connections ({files} open files are allowed)")
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         serve = _serve_here if config.replicas is None else _serve_replicas
-        serve(args, config, template, listener)
+        serve(args, config, template, listener, limits)
 
 
 def _serve_here(
-    args: argparse.Namespace, config: ServerConfig, template: str | None, listener: socket.socket
+    args: argparse.Namespace,
+    config: ServerConfig,
+    template: str | None,
+    listener: socket.socket,
+    limits: Limits,
 ) -> None:
     with served_engine(args, _NAME) as served:
         from roseinfer.server.app import application
@@ -134,11 +144,15 @@ def _serve_here(
 
         app = application(service)
         keep_loaded()
-        HttpServer(app, service, ready).run([listener])
+        HttpServer(app, service, ready, limits).run([listener])
 
 
 def _serve_replicas(
-    args: argparse.Namespace, config: ServerConfig, template: str | None, listener: socket.socket
+    args: argparse.Namespace,
+    config: ServerConfig,
+    template: str | None,
+    listener: socket.socket,
+    limits: Limits,
 ) -> None:
     from roseinfer.replicas.cluster import running
     from roseinfer.replicas.deployed import Deployed
@@ -154,7 +168,7 @@ def _serve_replicas(
         def ready() -> None:
             _say_how_to_try(config, deployed.names[0], can_chat, listener)
 
-        HttpServer(front.app, front, ready).run([listener])
+        HttpServer(front.app, front, ready, limits).run([listener])
 
 
 def _require(what: str, modules: tuple[str, ...], extra: str) -> None:

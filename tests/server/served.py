@@ -24,6 +24,8 @@ from tests.engine.test_random_mixes import assert_no_block_is_lost
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from roseinfer.server.connections import Limits
+
 PATIENCE = 20
 """Seconds after which something that hangs is given up."""
 MODEL = "tiny"
@@ -143,6 +145,7 @@ def running(
     config: dict[str, Any] | None = None,
     chat_template: str | None = None,
     send_buffer: int | None = None,
+    limits: Limits | None = None,
     **engine: Any,
 ) -> Iterator[Server]:
     """Serve the tiny model until the block ends. Then nothing may be held.
@@ -164,7 +167,7 @@ def running(
     with bound(own.host, own.port) as listener:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        http_server = HttpServer(application(service, lines.append), service, listening.set)
+        http_server = HttpServer(application(service, lines.append), service, listening.set, limits)
         thread = threading.Thread(target=http_server.run, args=([listener],))
         port = listener.getsockname()[1]
         thread.start()

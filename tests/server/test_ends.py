@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -62,7 +63,8 @@ def test_what_it_says_works_and_sigterm_lets_texts_end() -> None:
     """The three lines of a client's code run as they are printed."""
     with serving() as server:
         said = "".join(server.said)
-        assert said.startswith("roseinfer serve: importing torch and transformers\n")
+        assert re.match(r"roseinfer serve: at most \d+ connections \(\d+ open files", said)
+        assert "roseinfer serve: importing torch and transformers\n" in said
         assert "roseinfer serve: loading tiny\n" in said
         lines = [line[4:] for line in server.said if line.startswith("    ")]
         assert len(lines) == 3
