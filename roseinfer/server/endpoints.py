@@ -52,11 +52,7 @@ class Endpoint(Generic[BodyType]):
         service = self._service
         service.require_model(body.model)
         with service.admission.admit(body.num_texts):
-            guide = await service.guide_of(body)
-            prompts = await body.prompts(service.prompts)
-            generation = service.generation(body, prompts, guide, began)
-            noted(scope).usage = generation.usage
-            answer = await self._answer(body, generation)
+            answer = await unless_gone(receive, self._begin(scope, body, began))
             if body.stream:
 
                 def failed(error: Exception) -> bytes:
@@ -67,6 +63,14 @@ class Endpoint(Generic[BodyType]):
             else:
                 whole = await unless_gone(receive, answer.whole())
                 await JSONResponse(whole)(scope, receive, send)
+
+    async def _begin(self, scope: Scope, body: BodyType, began: float) -> Answer:
+        """Read the prompts, and return what will be told of their texts."""
+        guide = await self._service.guide_of(body)
+        prompts = await body.prompts(self._service.prompts)
+        generation = self._service.generation(body, prompts, guide, began)
+        noted(scope).usage = generation.usage
+        return await self._answer(body, generation)
 
 
 async def _json_of(request: Request) -> bytes:

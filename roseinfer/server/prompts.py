@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from queue import Queue
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from roseinfer.errors import BadArgument, ConfigError
+from roseinfer.errors import BadArgument, ConfigError, EngineStopped
 from roseinfer.server.refusals import Refused
 
 if TYPE_CHECKING:
@@ -17,6 +21,11 @@ if TYPE_CHECKING:
 
 _SHORT = 1000
 """Characters, or tokens, of prompts that are read at once: a thread would take longer to wake."""
+_HUGE = 1 << 15
+"""Characters, or tokens, of a request beyond which its prompts are read in a thread of their own:
+10 to 80 ms of a core."""
+_JOIN_S = 1.0
+"""Seconds that a thread may take to end. One that reads for longer ends with the process."""
 _TOKEN_CHARACTERS = 64
 """Characters that a token stands for on average, at the most, where no token of the vocabulary is
 longer. Tokenizers that drop spaces or have one token for unknown text could take more."""
@@ -31,7 +40,11 @@ class Prompt:
 
 
 class Prompts:
-    """Reads prompts. Long ones have a thread, so that they hold up neither streams nor engine."""
+    """Reads prompts: short ones at once, long ones in a thread, and huge ones in another.
+
+    So a huge prompt holds up neither streams nor other prompts. A tokenizer in Python has one
+    thread for all prompts, since it may do one thing at a time.
+    """
 
     def __init__(self, facts: Facts, most_tokens: int | None, chat_template: str | None) -> None:
         self._tokenizer: Any = facts.tokenizer
@@ -43,9 +56,15 @@ class Prompts:
         most = self._room.most_new(1) + 1
         longest = max(map(len, getattr(self._tokenizer, "get_vocab", dict)()), default=0)
         self._most_characters = min(most, most_tokens or most) * max(longest, _TOKEN_CHARACTERS)
-        self._thread = ThreadPoolExecutor(1, "roseinfer-prompts")
-        self._read_there: set[Future[Any]] = set()
-        """What the thread has to do. A tokenizer does one thing at a time."""
+        self._parallel = getattr(self._tokenizer, "is_fast", False)
+        """True if threads may share the tokenizer."""
+        self._reader = self._huge_reader = _Reader("roseinfer-prompts")
+        if self._parallel:
+            # The first call may drop the truncation and padding of its file; later ones change
+            # nothing.
+            with suppress(Refused):
+                self._encode("", "prompt")
+            self._huge_reader = _Reader("roseinfer-huge-prompts")
 
     @property
     def can_chat(self) -> bool:
@@ -56,9 +75,10 @@ class Prompts:
         for each in prompts:
             if isinstance(each, str):
                 self._refuse_characters(each, field)
-        if sum(map(len, prompts)) <= _SHORT and not self._read_there:
-            return self._read(prompts, field)
-        return await self.run(self._read, prompts, field)
+        size = sum(map(len, prompts))
+        if size <= _SHORT and (self._parallel or not self._reader.busy):
+            return [self._read(each, field) for each in prompts]
+        return await self._run(size, [partial(self._read, each, field) for each in prompts])
 
     async def of_messages(
         self,
@@ -78,39 +98,54 @@ class Prompts:
         if tools and isinstance(self._chat_template, str) and "tools" not in self._chat_template:
             why = "the chat template says nothing of tools, so the model would not know of them"
             raise Refused(400, why, param="tools", code="no_tools_in_template")
-        return await self.run(self._render, messages, field, tools)
+        size = sum(len(str(value)) for each in (*messages, *tools) for value in each.values())
+        return await self._run(size, [partial(self._render, messages, field, tools)])
+
+    async def texts_of(self, prompts: Sequence[list[int]]) -> list[str]:
+        """Return the texts of token ids."""
+        size = sum(map(len, prompts))
+        return await self._run(size, [partial(self._tokenizer.decode, each) for each in prompts])
+
+    def cut(self) -> None:
+        """Have prompts that are not read yet fail, and all that come later."""
+        for reader in (self._reader, self._huge_reader):
+            reader.stop()
 
     def close(self) -> None:
-        self._thread.shutdown()
+        """End the threads, or leave one that still reads: the process does not wait for it."""
+        self.cut()
+        for reader in (self._reader, self._huge_reader):
+            reader.join()
 
-    async def text_of(self, token_ids: list[int]) -> str:
-        text: str = await self.run(self._tokenizer.decode, token_ids)
-        return text
+    async def _run(self, size: int, calls: Sequence[Callable[[], Result]]) -> list[Result]:
+        """Return what calls return, for so many characters or tokens together.
 
-    async def run(self, call: Callable[..., Result], *arguments: Any) -> Result:
-        done = self._thread.submit(call, *arguments)
-        self._read_there.add(done)
-        done.add_done_callback(self._read_there.discard)
-        return await asyncio.wrap_future(done)
+        When one fails, or nobody waits any more, those that have not begun are dropped.
+        """
+        reader = self._reader if size <= _HUGE else self._huge_reader
+        done = [reader.submit(call) for call in calls]
+        try:
+            return [await asyncio.wrap_future(each) for each in done]
+        finally:
+            for each in done:
+                each.cancel()
 
-    def _read(self, prompts: Sequence[str | list[int]], field: str) -> list[Prompt]:
-        return [
-            self._checked(self._encode(each, field) if isinstance(each, str) else each, field)
-            for each in prompts
-        ]
+    def _read(self, prompt: str | list[int], field: str) -> Prompt:
+        token_ids = self._encode(prompt, field) if isinstance(prompt, str) else prompt
+        return self._checked(token_ids, field)
 
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
         field: str,
         tools: Sequence[Mapping[str, Any]],
-    ) -> list[Prompt]:
+    ) -> Prompt:
         try:
             text = self._apply([dict(each) for each in messages], tools)
         except Exception as error:  # templates raise what they like, as for roles in a wrong order
             why = f"the chat template takes no such messages: {error}"
             raise Refused(400, why, param=field, code="invalid_value") from None
-        return [self._checked(self._encode(text, field, add_special_tokens=False), field)]
+        return self._checked(self._encode(text, field, add_special_tokens=False), field)
 
     def _refuse_no_template(self) -> None:
         """Raise for what no chat can be written by, so that no client is blamed for it later."""
@@ -174,3 +209,63 @@ class Prompts:
     def _too_long(what: str, count: int, field: str) -> Refused:
         why = f"{field}: a prompt of {count} tokens is too long: {what}"
         return Refused(400, why, param=field, code="context_length_exceeded")
+
+
+class _Reader:
+    """A thread that makes calls one after the other. The end of the process does not wait for it,
+    as it would for a thread of an executor.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: Queue[tuple[Future[Any], Callable[[], Any]] | None] = Queue()
+        self._open: set[Future[Any]] = set()
+        """Results that somebody waits for."""
+        self._stopped = False
+        self._thread = Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """True while a call runs or waits, even one that nobody waits for any more."""
+        return self._calls.unfinished_tasks > 0
+
+    def submit(self, call: Callable[[], Result]) -> Future[Result]:
+        """Return what will have the result of a call, which can be cancelled."""
+        done: Future[Result] = Future()
+        self._open.add(done)
+        done.add_done_callback(self._open.discard)
+        self._calls.put((done, call))
+        if self._stopped:
+            self.stop()
+        return done
+
+    def stop(self) -> None:
+        """Have all calls fail that somebody waits for. Any thread may call this."""
+        self._stopped = True
+        for done in [*self._open]:
+            with suppress(InvalidStateError):
+                done.set_exception(EngineStopped("the engine was closed"))
+
+    def join(self) -> None:
+        self._calls.put(None)
+        self._thread.join(_JOIN_S)
+
+    def _work(self) -> None:
+        while self._take():
+            self._calls.task_done()
+
+    def _take(self) -> bool:
+        """Make the next call, and return False where there is none any more."""
+        taken = self._calls.get()
+        if taken is None:
+            return False
+        done, call = taken
+        if not done.done():
+            with suppress(InvalidStateError):  # somebody cancelled or stopped it meanwhile
+                try:
+                    result = call()
+                except BaseException as error:
+                    done.set_exception(error)
+                else:
+                    done.set_result(result)
+        return True

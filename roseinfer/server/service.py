@@ -72,11 +72,12 @@ class Service:
         return not self.served.closed
 
     def cut(self) -> None:
-        """End the texts that are left with an error."""
+        """End the texts that are left with an error, and the prompts that are not read yet."""
+        self.prompts.cut()
         self.served.close()
 
     def close(self) -> None:
-        """End the engine, and the thread of prompts."""
+        """End the engine, and the threads of prompts."""
         self.served.close()
         self.prompts.close()
 

@@ -49,11 +49,17 @@ class Serving:
 
 @contextmanager
 def serving(
-    *options: str, patience: float = PATIENCE, variables: Mapping[str, str] | None = None
+    *options: str,
+    patience: float = PATIENCE,
+    variables: Mapping[str, str] | None = None,
+    before: str = "",
 ) -> Iterator[Serving]:
-    """Start a server, wait until it listens, and kill it in the end if it still runs."""
+    """Start a server, wait until it listens, and kill it in the end if it still runs.
+
+    ``before`` is code that the process runs first.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-c", CODE, "--port", "0", "--device", "cpu", *options],
+        [sys.executable, "-c", before + CODE, "--port", "0", "--device", "cpu", *options],
         cwd=ROOT,
         env=os.environ | dict(variables or {}),
         stdout=subprocess.PIPE,

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -112,6 +114,42 @@ def test_texts_that_take_too_long_are_cut_with_an_error() -> None:
                 list(stream)
         assert server.process.wait(PATIENCE) == 0
     assert "rose-key" not in "".join([*server.said, *server.logged])
+
+
+NEVER_READ = """\
+from threading import Event
+from roseinfer.how_far import say
+from roseinfer.server.prompts import Prompts
+
+encode = Prompts._encode
+
+def held(self, text, *given, **options):
+    if text[:4] == "hold":
+        say("held")
+        Event().wait()
+    return encode(self, text, *given, **options)
+
+Prompts._encode = held
+"""
+
+
+def test_prompts_that_take_too_long_are_cut_too() -> None:
+    """Their threads hold up neither the draining nor the end of the process."""
+    with serving("--drain-seconds", "0.2", before=NEVER_READ) as server:
+        with client_of(server) as client, ThreadPoolExecutor(2) as pool:
+            ask = partial(client.completions.create, model=MODEL)
+            asked = [pool.submit(ask, prompt="hold" + "x" * many) for many in (2000, 40_000)]
+            end = time.monotonic() + PATIENCE
+            while server.said.count("held\n") < 2:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            assert client.completions.create(model=MODEL, prompt="x").choices
+            server.process.send_signal(signal.SIGTERM)
+            for each in asked:
+                with pytest.raises(openai.InternalServerError, match="the engine was closed"):
+                    each.result()
+        assert server.process.wait(PATIENCE) == 0
+    assert [json.loads(line)["status"] for line in server.logged] == [200, 503, 503]
 
 
 def test_a_second_signal_ends_it_at_once() -> None:

@@ -1,22 +1,16 @@
-"""How prompts are read, and tokens become chunks: each for a few, several together for many."""
+"""How tokens become chunks: each for a few texts, several together for many."""
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import ThreadPoolExecutor
-from threading import Event, current_thread
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from roseinfer.server.generation import Generation
-from roseinfer.server.prompts import Prompt, Prompts
 from tests.server.served import PATIENCE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tests.server.served import Server
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -58,46 +52,3 @@ def test_the_end_of_a_stream_waits_for_nothing(
     answer = server.post(path, **asked, max_tokens=1, stream=True, **usage)
     assert answer.events[-1]["usage"]["completion_tokens"] == 1
     assert answer.data.endswith(b"data: [DONE]\n\n")
-
-
-def test_short_prompts_are_read_at_once_and_long_ones_in_a_thread(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = []
-    real = Prompts._read
-
-    def read(prompts: Prompts, texts: Sequence[str | list[int]], field: str) -> list[Prompt]:
-        threads.append(current_thread().name.partition("_")[0])
-        return real(prompts, texts, field)
-
-    monkeypatch.setattr(Prompts, "_read", read)
-    for prompt in ("x" * 600, [[5] * 400, [6] * 600], ["x" * 600] * 2, [5] * 1001):
-        server.post("completions", prompt=prompt, max_tokens=1)
-    assert [name == "roseinfer-prompts" for name in threads] == [False, False, True, True]
-
-
-def test_a_tokenizer_reads_one_prompt_at_a_time(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A short prompt waits for a long one that is read in the thread."""
-    reading, may_go_on, together = Event(), Event(), []
-    real = Prompts._read
-
-    def read(prompts: Prompts, texts: Sequence[str | list[int]], field: str) -> list[Prompt]:
-        together.append(reading.is_set() and not may_go_on.is_set())
-        if len(texts[0]) > 1000:
-            reading.set()
-            assert may_go_on.wait(PATIENCE)
-        return real(prompts, texts, field)
-
-    monkeypatch.setattr(Prompts, "_read", read)
-    with ThreadPoolExecutor(2) as clients:
-        long = clients.submit(server.post, "completions", prompt=[5] * 1001, max_tokens=1)
-        assert reading.wait(PATIENCE)
-        short = clients.submit(server.post, "completions", prompt="x", max_tokens=1)
-        end = time.monotonic() + PATIENCE
-        while server.service.admission.open < 2 and time.monotonic() < end:
-            time.sleep(0.002)
-        may_go_on.set()
-        assert (short.result().status, long.result().status) == (200, 200)
-    assert together == [False, False]

@@ -17,8 +17,6 @@ from tests.server.clients import Asking, by_both_clients
 from tests.server.served import MODEL, running
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from roseinfer.server.prompts import Prompt
     from tests.server.served import Server
 
@@ -143,9 +141,9 @@ def test_blocks_and_requests_are_seen_while_they_are_there() -> None:
 def test_a_request_begins_before_its_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read, slow = Prompts._read, 0.2
 
-    def read_slowly(self: Prompts, prompts: Sequence[str | list[int]], field: str) -> list[Prompt]:
+    def read_slowly(self: Prompts, prompt: str | list[int], field: str) -> Prompt:
         time.sleep(slow)
-        return read(self, prompts, field)
+        return read(self, prompt, field)
 
     monkeypatch.setattr(Prompts, "_read", read_slowly)
     with running() as server:

@@ -114,9 +114,8 @@ class CompletionBody(AskedForChoices):
         """Return what stands before the text of each choice."""
         if not self.echo:
             return [""] * self.num_texts
-        texts = [
-            each if isinstance(each, str) else await prompts.text_of(each) for each in self.prompt
-        ]
+        decoded = iter(await prompts.texts_of([p for p in self.prompt if isinstance(p, list)]))
+        texts = [each if isinstance(each, str) else next(decoded) for each in self.prompt]
         return [text for text in texts for _ in range(self.choices)]
 
 
