@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Generic, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 from roseinfer.server.access_log import note_error, noted
+from roseinfer.server.json_parts import send_json
 from roseinfer.server.refusals import Refused
 from roseinfer.server.shapes.bodies import BodyType, read_body
 from roseinfer.server.streaming import send_events, unless_gone
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Answer(Protocol):
     """What is told of a generation."""
 
-    async def whole(self) -> dict[str, Any]: ...
+    async def whole(self) -> list[bytes]:
+        """Return all of it as JSON, in parts."""
 
     def events(self) -> AsyncGenerator[bytes, None]: ...
 
@@ -61,8 +62,7 @@ class Endpoint(Generic[BodyType]):
 
                 await send_events(receive, send, answer.events(), failed)
             else:
-                whole = await unless_gone(receive, answer.whole())
-                await JSONResponse(whole)(scope, receive, send)
+                await unless_gone(receive, _send_whole(send, answer))
 
     async def _begin(self, scope: Scope, body: BodyType, began: float) -> Answer:
         """Read the prompts, and return what will be told of their texts."""
@@ -71,6 +71,10 @@ class Endpoint(Generic[BodyType]):
         generation = self._service.generation(body, prompts, guide, began)
         noted(scope).usage = generation.usage
         return await self._answer(body, generation)
+
+
+async def _send_whole(send: Send, answer: Answer) -> None:
+    await send_json(send, await answer.whole())
 
 
 async def _json_of(request: Request) -> bytes:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from roseinfer.server.json_parts import encode_any, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -28,9 +29,8 @@ class ClientGone(Exception):
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
     """Return one event as it is sent."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    named = f"event: {name}\n" if name else ""
-    return f"{named}data: {text}\n\n".encode()
+    lead = f"event: {name}\ndata: " if name else "data: "
+    return b"".join((lead.encode(), *parts_of(data, encode_any), b"\n\n"))
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -8,8 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from roseinfer.server.generation import Echoed, Piece
-from roseinfer.server.shapes.text_offsets import TextOffsets
+from roseinfer.server.shapes.text_offsets import PromptOffsets, TextOffsets
 from roseinfer.server.shapes.token_texts import TokenTexts
 
 if TYPE_CHECKING:
@@ -60,16 +59,19 @@ def test_special_tokens_count_where_they_are_shown(server: Server) -> None:
 WORDS = ["<s>", "▁a", "b", "<0xC3>", "<0xA9>"]
 
 
-def test_tokens_that_are_not_bytes_and_one_that_the_tokenizer_adds() -> None:
-    """As of Llama 2: a word has its space before it, which the first one's text has not."""
+def tokenizer_of_words() -> PreTrainedTokenizerFast:
+    """Return one as of Llama 2: words have a space before them, but not the first of a text."""
     made = Tokenizer(models.BPE({word: at for at, word in enumerate(WORDS)}, []))
     made.add_special_tokens([AddedToken("<s>", special=True)])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>"))
-    offsets = TextOffsets(texts, "abé a")
-    prompt: Echoed = [(token, None) for token in (0, 1, 2, 3, 4, 1)]
-    assert offsets.of(Piece(0, echoed=prompt)) == [0, 0, 1, 2, 2, 4]
-    assert offsets.of(Piece(0, tokens=[1, 3, 4])) == [5, 6, 6]
-    assert offsets.of(Piece(0, tokens=[0, 2])) == [6, 7]
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
+
+
+def test_tokens_that_are_not_bytes_and_one_that_the_tokenizer_adds() -> None:
+    texts = TokenTexts(tokenizer_of_words())
+    prompt, offsets = PromptOffsets(texts, "abé a"), TextOffsets(texts, len("abé a"))
+    assert prompt.of([0, 1, 2, 3]) + prompt.of([4, 1]) == [0, 0, 1, 2, 2, 4]
+    assert offsets.of([1, 3, 4]) == [5, 6, 6]
+    assert offsets.of([0, 2]) == [6, 7]
     assert [texts[token] for token in (3, 4)] == [("bytes:\\xc3", [0xC3]), ("bytes:\\xa9", [0xA9])]

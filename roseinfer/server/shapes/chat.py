@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from roseinfer.guided.guide import Guide
     from roseinfer.server.generation import Generation, Piece
     from roseinfer.server.prompts import Prompt, Prompts
+    from roseinfer.server.shapes.choices import Lists
     from roseinfer.server.shapes.token_texts import TokenTexts
 
 
@@ -159,10 +160,11 @@ class ChatCompletion(ChoicesAnswer):
     def __init__(self, body: ChatBody, generation: Generation, token_texts: TokenTexts) -> None:
         super().__init__(body, generation, token_texts)
         self._wants_logprobs = bool(body.logprobs)
+        self._each = 1 + (body.top_logprobs or 0)
         self._offers_tools = bool(body.offered)
         self._speaking: dict[int, _Speaker] = {}
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
+    async def choice(self, piece: Piece) -> dict[str, Any]:
         delta = self._speaker(piece).go_on(piece)
         said: dict[str, Any] = {
             "role": "assistant",
@@ -176,12 +178,12 @@ class ChatCompletion(ChoicesAnswer):
                 "content": said["content"] or None,
                 "tool_calls": [{name: call[name] for name in ("id", "type", "function")}],
             }
-        return self._around("message", said, piece)
+        return await self._around("message", said, piece)
 
-    def part(self, piece: Piece) -> dict[str, Any] | None:
+    async def part(self, piece: Piece) -> dict[str, Any] | None:
         delta = self._speaker(piece).go_on(piece)
         if delta or self._wants_logprobs or piece.finish_reason:
-            return self._around("delta", delta, piece)
+            return await self._around("delta", delta, piece)
         return None
 
     def _speaker(self, piece: Piece) -> _Speaker:
@@ -189,13 +191,21 @@ class ChatCompletion(ChoicesAnswer):
             self._speaking[piece.choice] = _Speaker(CallReader() if self._offers_tools else None)
         return self._speaking[piece.choice]
 
-    def _around(self, name: str, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    async def _around(self, name: str, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
         return {
             "index": piece.choice,
             name: said,
-            "logprobs": self.token_texts.of_chat(piece) if self._wants_logprobs else None,
+            "logprobs": await self._logprobs(piece) if self._wants_logprobs else None,
             "finish_reason": self._speaker(piece).finish_reason(piece),
         }
+
+    async def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        def told(at: slice) -> Lists:
+            return self.token_texts.of_chat(
+                piece.tokens[at], piece.logprobs[at], piece.likeliest[at]
+            )
+
+        return await self.lists(len(piece.tokens), self._each, told) | {"refusal": None}
 
 
 class _Speaker:

@@ -13,6 +13,7 @@ from pydantic import (
     field_validator,
 )
 
+from roseinfer.server.json_parts import Json, encode_any
 from roseinfer.server.shapes.bodies import (
     MOST_CHOICES,
     OF_STREAMS,
@@ -21,12 +22,14 @@ from roseinfer.server.shapes.bodies import (
 )
 from roseinfer.server.shapes.choices import ChoicesAnswer
 from roseinfer.server.shapes.neutral import NoText  # noqa: TC001 - pydantic reads it
-from roseinfer.server.shapes.text_offsets import TextOffsets
+from roseinfer.server.shapes.text_offsets import PromptOffsets, TextOffsets
 from roseinfer.server.shapes.wrong_values import wrong
 
 if TYPE_CHECKING:
+    from roseinfer.engine_process.part import Likeliest
     from roseinfer.server.generation import Generation, Piece
     from roseinfer.server.prompts import Prompt, Prompts
+    from roseinfer.server.shapes.choices import Lists
     from roseinfer.server.shapes.token_texts import TokenTexts
 
 _DEFAULT_TOKENS = 16
@@ -34,6 +37,7 @@ _TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
 
+_COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 _ECHO_ALONE = only_with("max_tokens", {"const": 0}, "echo")
 _MANY = {"type": "array", "minItems": 1, "maxItems": MOST_CHOICES}
 
@@ -111,12 +115,11 @@ class CompletionBody(AskedForChoices):
         return await prompts.of(self.prompt, "prompt")
 
     async def echoed(self, prompts: Prompts) -> list[str]:
-        """Return what stands before the text of each choice."""
+        """Return what stands before the texts for each prompt."""
         if not self.echo:
-            return [""] * self.num_texts
+            return [""] * len(self.prompt)
         decoded = iter(await prompts.texts_of([p for p in self.prompt if isinstance(p, list)]))
-        texts = [each if isinstance(each, str) else next(decoded) for each in self.prompt]
-        return [text for text in texts for _ in range(self.choices)]
+        return [each if isinstance(each, str) else next(decoded) for each in self.prompt]
 
 
 class Completion(ChoicesAnswer):
@@ -130,26 +133,71 @@ class Completion(ChoicesAnswer):
         token_texts: TokenTexts,
         echoed: list[str],
     ) -> None:
+        """``echoed`` are the prompts, if they are echoed, or else empty texts."""
         super().__init__(body, generation, token_texts)
+        self._choices = body.choices
         self._wants_logprobs = body.logprobs is not None
-        self._wants_likeliest = bool(body.logprobs)
-        self._offsets = [TextOffsets(token_texts, text) for text in echoed]
+        self._likeliest = body.logprobs or 0
         self._echoed = echoed
+        self._offsets = [
+            TextOffsets(token_texts, len(text)) for text in echoed for _ in range(body.choices)
+        ]
+        self._begun: set[int] = set()
+        """Choices of which something was told."""
+        self._texts: dict[int, bytes] = {}
+        """The prompts as JSON, without the quotes at their ends, by their numbers."""
+        self._columns: dict[int, dict[str, bytes]] = {}
+        """The lists of their log-probabilities."""
 
-    def part(self, piece: Piece) -> dict[str, Any] | None:
-        says_something = piece.text or self._wants_logprobs or self._echoed[piece.choice]
-        return self.choice(piece) if says_something or piece.finish_reason else None
+    async def part(self, piece: Piece) -> dict[str, Any] | None:
+        echoes = self._echoed[self._prompt(piece)] and piece.choice not in self._begun
+        says_something = piece.text or self._wants_logprobs or echoes
+        return await self.choice(piece) if says_something or piece.finish_reason else None
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
-        before, self._echoed[piece.choice] = self._echoed[piece.choice], ""
-        logprobs = None
-        if self._wants_logprobs:
-            offsets = self._offsets[piece.choice].of(piece)
-            likeliest = self._wants_likeliest
-            logprobs = self.token_texts.of_completion(piece, offsets, likeliest=likeliest)
+    async def choice(self, piece: Piece) -> dict[str, Any]:
         return {
             "index": piece.choice,
-            "text": before + piece.text,
-            "logprobs": logprobs,
+            "text": self._text(piece),
+            "logprobs": await self._logprobs(piece) if self._wants_logprobs else None,
             "finish_reason": piece.finish_reason,
         }
+
+    def _prompt(self, piece: Piece) -> int:
+        return piece.choice // self._choices
+
+    def _text(self, piece: Piece) -> str | Json:
+        prompt = self._prompt(piece)
+        if piece.choice in self._begun or not self._echoed[prompt]:
+            return piece.text
+        self._begun.add(piece.choice)
+        if prompt not in self._texts:
+            self._texts[prompt] = encode_any(self._echoed[prompt])[:-1].encode()
+        return Json((self._texts[prompt], encode_any(piece.text)[1:].encode()))
+
+    async def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        before = await self._of_prompt(piece) if piece.echoed else None
+        offsets = self._offsets[piece.choice]
+
+        def told(at: slice) -> Lists:
+            tokens, tops = piece.tokens[at], piece.likeliest[at] if self._likeliest else None
+            return self.token_texts.of_completion(
+                tokens, piece.logprobs[at], tops, offsets.of(tokens)
+            )
+
+        found = await self.lists(len(piece.tokens), 1 + self._likeliest, told, before)
+        return {name: found.get(name) for name in _COLUMNS}
+
+    async def _of_prompt(self, piece: Piece) -> dict[str, bytes]:
+        """Return the lists of a prompt, which are the same for all its choices."""
+        prompt = self._prompt(piece)
+        if prompt not in self._columns:
+            offsets = PromptOffsets(self.token_texts, self._echoed[prompt])
+
+            def told(at: slice) -> Lists:
+                tokens = [token for token, _ in piece.echoed[at]]
+                logprobs = [logprob for _, logprob in piece.echoed[at]]
+                tops: list[Likeliest] | None = [[]] * len(tokens) if self._likeliest else None
+                return self.token_texts.of_completion(tokens, logprobs, tops, offsets.of(tokens))
+
+            self._columns[prompt] = await self.columns(len(piece.echoed), 1, told)
+        return self._columns[prompt]

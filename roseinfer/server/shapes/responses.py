@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from pydantic import Field
 
+from roseinfer.server.json_parts import encode_finite, parts_of
 from roseinfer.server.refusals import refusal_of
 from roseinfer.server.shapes.bodies import (
     LIST,
@@ -137,9 +138,9 @@ class ResponseAnswer:
         self._sent = 0
         """How many events, all of which are numbered."""
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> list[bytes]:
         (text,) = await self._generation.whole()
-        return self._response(text)
+        return [*parts_of(self._response(text), encode_finite)]
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         at = {"item_id": self._item_id, "output_index": 0, "content_index": 0}

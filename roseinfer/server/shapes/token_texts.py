@@ -8,7 +8,9 @@ from roseinfer.text.byte_level import BYTE_OF
 from roseinfer.text.token_steps import BYTE_TOKEN
 
 if TYPE_CHECKING:
-    from roseinfer.server.generation import Piece
+    from collections.abc import Sequence
+
+    from roseinfer.engine_process.part import Likeliest
 
 
 class TokenTexts:
@@ -44,37 +46,42 @@ class TokenTexts:
                 return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), list(data)
         return text, list(text.encode())
 
-    def of_chat(self, piece: Piece) -> dict[str, Any]:
-        """Return the log-probabilities of a piece as a chat completion has them."""
-        tops = piece.likeliest or [[]] * len(piece.tokens)
+    def of_chat(
+        self, tokens: Sequence[int], logprobs: Sequence[float], likeliest: Sequence[Likeliest]
+    ) -> dict[str, list[Any]]:
+        """Return the log-probabilities of tokens as a chat completion has them."""
+        tops = likeliest or [[]] * len(tokens)
         content = [
             self._told(token, logprob)
             | {"top_logprobs": [self._told(other, own) for other, own in top]}
-            for token, logprob, top in zip(piece.tokens, piece.logprobs, tops, strict=True)
+            for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
         ]
-        return {"content": content, "refusal": None}
+        return {"content": content}
 
-    def of_completion(self, piece: Piece, offsets: list[int], *, likeliest: bool) -> dict[str, Any]:
+    def of_completion(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float | None],
+        likeliest: Sequence[Likeliest] | None,
+        offsets: list[int],
+    ) -> dict[str, list[Any]]:
         """Return them as a completion has them. ``offsets`` are where the tokens begin.
 
-        ``likeliest`` says whether those of other tokens were asked for.
+        ``likeliest`` is None if log-probabilities of other tokens were not asked for.
         """
-        tokens = [*(token for token, _ in piece.echoed), *piece.tokens]
-        own = [
-            None if logprob is None else {self[token][0]: logprob}
-            for token, logprob in piece.echoed
-        ]
-        chosen = zip(piece.tokens, piece.logprobs, strict=True)
-        tops = [
-            {self[token][0]: logprob for token, logprob in (*top, at)}
-            for top, at in zip(piece.likeliest, chosen, strict=False)
-        ]
-        return {
+        found: dict[str, list[Any]] = {
             "tokens": [self[token][0] for token in tokens],
-            "token_logprobs": [*(logprob for _, logprob in piece.echoed), *piece.logprobs],
-            "top_logprobs": own + tops if likeliest else None,
+            "token_logprobs": [*logprobs],
             "text_offset": offsets,
         }
+        if likeliest is not None:
+            found["top_logprobs"] = [
+                None
+                if logprob is None
+                else {self[other][0]: own for other, own in (*top, (token, logprob))}
+                for token, logprob, top in zip(tokens, logprobs, likeliest, strict=True)
+            ]
+        return found
 
     def _told(self, token: int, logprob: float) -> dict[str, Any]:
         text, data = self[token]
