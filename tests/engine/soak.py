@@ -47,6 +47,8 @@ MOST_NEW = 14
 TOGETHER = 32
 """Streams that are open at the same time."""
 STOPS = tuple("aeiou().,0123456789")
+REPLACED = ("\N{REPLACEMENT CHARACTER}",)
+"""A stop string that the end of a text can complete, where its last character is a part of one."""
 BAD_PROMPTS: list[Any] = [[], [1, 9999], [1] * 200, "a\ud800", "x" * 200]
 OF_A_ROUND = 250
 """Requests of one event loop, which then closes with some streams open."""
@@ -208,7 +210,7 @@ class Soak:
             raise AssertionError("a bad prompt is served")
         prompt, tokens = rng.choice(self._known)
         count = rng.randint(1, MOST_NEW)
-        stops = rng.choice([(), (), STOPS])
+        stops = rng.choice([(), (), STOPS, REPLACED])
         params = self._params(count, logprobs=rng.random() < 0.3, stop=stops)
         leaves = rng.randint(1, count) if rng.random() < 0.06 else None
         pause = rng.choice([0.0] * 5 + [0.002, 0.02])
