@@ -2,7 +2,8 @@
 
 It serves the tiny model in a process of its own, has many users ask it at the same time, and fails
 if any text is not the one that a request alone gets, if there is an error but 429, if anything is
-held when all have left, or if the server's memory grows.
+held when all have left, or if the server's memory grows. Some ask for choices with the
+log-probabilities of long prompts, and some send prompts that are too long; many of them hang up.
 """
 
 from __future__ import annotations
@@ -14,18 +15,25 @@ import os
 import random
 import time
 from collections import Counter
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.server.serve_process import serving
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from tests.server.serve_process import Serving
 
 PROMPTS = 40
+LONG = 4
+"""Prompts besides, of some 600 characters."""
+TOO_LONG = "x" * 40_000
+"""A prompt that is refused when it is tokenised, which takes a while."""
 _PATIENCE = 120.0
-_RIGHT = {"whole", "left", "429"}
+_RIGHT = {"whole", "left", "429", "refused"}
 
 
 @dataclass
@@ -47,10 +55,11 @@ class Users:
         self.port = int(port)
         stem = "It was a dark and stormy night, and the rain fell in torrents. "
         self.prompts = [f"{stem[: 3 * (at % 20)]}{at}" for at in range(PROMPTS)]
+        self.prompts += [f"{stem * 9}{at}" for at in range(LONG)]
 
     async def learn(self) -> None:
         """Ask for each text while nobody else does."""
-        for prompt in range(PROMPTS):
+        for prompt in range(len(self.prompts)):
             _, text = await self._ask(prompt, self.most_tokens, leave_after=None)
             self.texts.append(text)
 
@@ -68,6 +77,8 @@ class Users:
 
     async def _one(self) -> str:
         rng = self.rng
+        if rng.random() < 0.03:
+            return await rng.choice((self._ask_for_all, self._ask_too_much))()
         prompt = rng.randrange(PROMPTS)
         leaves = rng.randrange(6) if rng.random() < self.leave else None
         end, text = await self._ask(prompt, self.most_tokens, leave_after=leaves)
@@ -86,6 +97,44 @@ class Users:
             "temperature": 0,
             "stream": True,
         }
+        async with self._posted(body) as reader:
+            if leave_after == 0:
+                return await self._leave(), ""
+            status = await self._status(reader)
+            return (status, "") if status != "200" else await self._read(reader, leave_after)
+
+    async def _ask_for_all(self) -> str:
+        """Ask for choices with the log-probabilities of a long prompt, and compare them."""
+        rng = self.rng
+        prompt = PROMPTS + rng.randrange(LONG)
+        asked = {"n": rng.randint(2, 8), "echo": True, "logprobs": rng.choice((0, 5))}
+        body = {"prompt": self.prompts[prompt], "max_tokens": self.most_tokens, "temperature": 0}
+        async with self._posted({"model": self.model} | body | asked) as reader:
+            if rng.random() < self.leave:
+                return await self._leave()
+            status = await self._status(reader)
+            if status != "200":
+                return status
+            answer = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
+        whole, length = self.prompts[prompt] + self.texts[prompt], len(self.prompts[prompt])
+        first = answer["choices"][0]["logprobs"]
+        for choice in answer["choices"]:
+            lists = {name: told for name, told in choice["logprobs"].items() if told is not None}
+            same = all(told[:length] == first[name][:length] for name, told in lists.items())
+            if choice["text"] != whole or not same or len({*map(len, lists.values())}) > 1:
+                return "wrong"
+        return "whole" if len(answer["choices"]) == asked["n"] else "wrong"
+
+    async def _ask_too_much(self) -> str:
+        async with self._posted({"model": self.model, "prompt": TOO_LONG}) as reader:
+            if self.rng.random() < 2 * self.leave:
+                return await self._leave()
+            status = await self._status(reader)
+            return "refused" if status == "400" else status
+
+    @asynccontextmanager
+    async def _posted(self, body: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
+        """Send a body, and hang up when the block ends."""
         data = json.dumps(body).encode()
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
@@ -95,15 +144,19 @@ class Users:
                 + data
             )
             await writer.drain()
-            if leave_after == 0:
-                await asyncio.sleep(self.rng.random() * 0.05)
-                return "left", ""
-            status = (await reader.readline()).split()
-            if status[1:2] != [b"200"]:
-                return (status[1].decode() if len(status) > 1 else "no answer"), ""
-            return await self._read(reader, leave_after)
+            yield reader
         finally:
             writer.close()
+
+    async def _leave(self) -> str:
+        """Wait a little, so that the server has begun with whatever it does."""
+        await asyncio.sleep(self.rng.random() * 0.05)
+        return "left"
+
+    @staticmethod
+    async def _status(reader: asyncio.StreamReader) -> str:
+        status = (await reader.readline()).split()
+        return status[1].decode() if len(status) > 1 else "no answer"
 
     async def _read(self, reader: asyncio.StreamReader, leave_after: int | None) -> tuple[str, str]:
         text, chunks = "", 0

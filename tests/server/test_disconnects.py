@@ -118,6 +118,6 @@ def test_streams_with_random_disconnects_leave_nothing_behind(
         asyncio.run(users.learn())
         ends = asyncio.run(users.come(requests, together))
         server.await_idleness()
-    assert ends.keys() == {"whole", "left"}, ends
+    assert ends.keys() - {"refused"} == {"whole", "left"}, ends
     assert ends["whole"] > requests / 4
     assert ends["left"] > requests / 8
