@@ -18,6 +18,7 @@ from roseinfer.cli.model_options import load_llm
 from roseinfer.engine_process.any_process import Facts
 from roseinfer.engine_process.loaded import keep_loaded
 from roseinfer.engine_process.portable import tokenizer_stays
+from roseinfer.engine_process.standard_streams import exit_now, queued_streams
 from roseinfer.engine_process.wire import Add, CheckGuide, Leave, Order, Taken, framed, receive
 from roseinfer.errors import RoseinferError
 from roseinfer.sampling_params import SamplingParams
@@ -105,8 +106,7 @@ def _hear(link: socket.socket, desks: SimpleQueue[_Desk]) -> None:
             desk.do(orders)
             orders = receive(link)
     except (EOFError, OSError):
-        sys.stderr.flush()
-        os._exit(0)
+        exit_now(0)
 
 
 def _as_sent(facts: Facts) -> bytes:
@@ -118,6 +118,11 @@ def _as_sent(facts: Facts) -> bytes:
 
 def main(number: int) -> int:
     """Serve the process at the other end of a socket, of which the number is known."""
+    with queued_streams():
+        return _serve(number)
+
+
+def _serve(number: int) -> int:
     # A terminal's Ctrl-C, and the SIGTERM of a service manager, go to all processes: the server
     # lets texts end, and this one must go on meanwhile.
     for each in (signal.SIGINT, signal.SIGTERM):

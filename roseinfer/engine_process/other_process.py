@@ -230,9 +230,9 @@ class OtherProcess:
     def _lose(self, status: int) -> None:
         if not self._ended:
             why = f"the process of the engine has ended {_how(status)}"
-            say(f"{self._command}: {why}")
             self._why = partial(EngineStopped, why)
             self._stop()
+            say(f"{self._command}: {why}")
 
     def _stop(self) -> None:
         """End all that waits with an error."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import traceback
@@ -14,6 +13,7 @@ from roseinfer.engine.engine import Update
 from roseinfer.engine_process.any_process import Figures
 from roseinfer.engine_process.part import Part
 from roseinfer.engine_process.portable import portable
+from roseinfer.engine_process.standard_streams import exit_now
 from roseinfer.engine_process.wire import Report, framed
 from roseinfer.engine_thread import Listener
 
@@ -111,10 +111,10 @@ class Outbox:
                 self._wait()
                 self._send()
         except OSError:
-            os._exit(0)  # the server has ended
+            exit_now(0)  # the server has ended
         except BaseException:  # whatever it is, no stream may wait for ever
             traceback.print_exc()
-            os._exit(1)
+            exit_now(1)
 
     def _wait(self) -> None:
         """Wait for something to send, and where many texts are open for some more."""

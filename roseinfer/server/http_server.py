@@ -6,7 +6,6 @@ import asyncio
 import ipaddress
 import os
 import socket
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
 
+from roseinfer.engine_process.standard_streams import exit_now
 from roseinfer.errors import ConfigError
 from roseinfer.how_far import say
 from roseinfer.server.connections import MOST_BACKLOG, Connection, Connections, Limits
@@ -127,8 +127,7 @@ class HttpServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Take a signal. Those that uvicorn takes itself it raises again when it has ended."""
         if self._service.admission.draining:
-            sys.stderr.flush()
-            os._exit(128 + sig)
+            exit_now(128 + sig)
         self.end()
 
     def end(self) -> None:

@@ -16,6 +16,7 @@ from roseinfer.cli.model_options import (
 )
 from roseinfer.config import API_KEY, EngineConfig, ServerConfig
 from roseinfer.engine_process.loaded import keep_loaded
+from roseinfer.engine_process.standard_streams import queued_streams
 from roseinfer.engine_process.starting import served_engine
 from roseinfer.errors import ConfigError, RoseinferError
 from roseinfer.how_far import say
@@ -92,14 +93,15 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        _serve(args)
-    except RoseinferError as error:
-        say(" ".join([f"{_NAME}:", *str(error).split()]))
-        return _NOTHING_DONE
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    return 0
+    with queued_streams():
+        try:
+            _serve(args)
+        except RoseinferError as error:
+            say(" ".join([f"{_NAME}:", *str(error).split()]))
+            return _NOTHING_DONE
+        except KeyboardInterrupt:
+            return _INTERRUPTED
+        return 0
 
 
 def _serve(args: argparse.Namespace) -> None:
