@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.adapters.answers import checked
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
+    from pytest_roseinfer.cases.weak_hash import Collisions
     from pytest_roseinfer.findings.contents import Contents
     from pytest_roseinfer.findings.observation import Snapshot
     from pytest_roseinfer.findings.released import Released
@@ -86,11 +89,22 @@ def tell(adapter: KVCacheAdapter, said: Sequence[Said], *, written: bool) -> Non
         adapter.texts([each.tokens for each in said])
 
 
-def look_up_all(adapter: KVCacheAdapter, oracle: Oracle) -> dict[tuple[int, int], int | Exception]:
+@dataclass(frozen=True, slots=True)
+class Lookups:
+    """Lookups after one step, as a snapshot shows them."""
+
+    matched: Mapping[tuple[int, int], int | Exception] = field(default_factory=dict)
+    collided: frozenset[tuple[int, int]] = frozenset()
+
+
+NO_LOOKUPS = Lookups()
+
+
+def look_up_all(adapter: KVCacheAdapter, oracle: Oracle, collisions: Collisions | None) -> Lookups:
     """Look up every text, a little longer than any sequence and up to a block's edge."""
     size, texts = oracle.block_size, oracle.texts
     if not texts:
-        return {}
+        return NO_LOOKUPS
     longest = max(map(oracle.length, oracle.sequences), default=0)
     counts = {longest + 1, -(-longest // size) * size or size}
 
@@ -98,8 +112,12 @@ def look_up_all(adapter: KVCacheAdapter, oracle: Oracle) -> dict[tuple[int, int]
         tell(adapter, [text], written=False)
         return checked.count(f"matched({list(text.tokens)})", adapter.matched(text.tokens))
 
-    return {
-        (text, count): asked(find, texts.said(text, 0, count))
-        for text in range(len(texts.drawn))
-        for count in counts
-    }
+    matched: dict[tuple[int, int], int | Exception] = {}
+    collided = set()
+    for key in product(range(len(texts.drawn)), counts):
+        text, count = key
+        with collisions.lookup() if collisions else nullcontext() as hashes:
+            found = matched[key] = asked(find, texts.said(text, 0, count))
+        if hashes and isinstance(found, int) and hashes.may_miss(found // size):
+            collided.add(key)
+    return Lookups(matched, frozenset(collided))

@@ -37,7 +37,7 @@ from pytest_roseinfer.oracle.windowed import ORACLES
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.ask_for_attention import ask_for_attention
 from pytest_roseinfer.running.books import BOOKS, books_of
-from pytest_roseinfer.running.kept_texts import KeptTexts, look_up_all, tell
+from pytest_roseinfer.running.kept_texts import NO_LOOKUPS, KeptTexts, look_up_all, tell
 from pytest_roseinfer.running.misuse import left_by_bad_calls, raised_by, words_of_others
 from pytest_roseinfer.running.queued_device import QueuedDevice
 from pytest_roseinfer.running.shown_storage import STORED, Storage
@@ -86,10 +86,9 @@ class Machine:
         with self._watched("make()"):
             self.adapter.make(spec)
         self.driven = Driven(self.adapter, spec.options)
-        declared = {each.name: getattr(self.adapter, each.name) for each in fields(Declared)}
-        if "use_hash" in self.can:  # of two blocks whose hashes are equal a cache may keep one
-            declared["match_finds"] = "some"
-        self.declared = Declared(**declared)
+        self.declared = Declared(
+            **{each.name: getattr(self.adapter, each.name) for each in fields(Declared)}
+        )
         self.shares_prefixes = self.adapter.sharing == "equal prefixes"
         self.own_conditions = [name for name in OWN_CONDITIONS if name in self.adapter.conditions]
         self.shown_again = [name for name in USED_AGAIN if name in self.adapter.conditions]
@@ -310,12 +309,16 @@ class Machine:
         if "path_counts" in self.can:
             counts = checked.counts("path_counts()", self.adapter.path_counts())
             counted.update({str(name): times for name, times in counts.items()})
-        matched = look_up_all(self.adapter, self.oracle) if reads and "matched" in self.can else {}
+        looks_up = reads and "matched" in self.can
+        lookups = (
+            look_up_all(self.adapter, self.oracle, self.collisions) if looks_up else NO_LOOKUPS
+        )
         return replace(
             books,
             reads=read,
             shards=[self._books(rank) for rank in ranks],
-            matched=matched,
+            matched=lookups.matched,
+            collided=lookups.collided,
             arena=arena,
             scales=scales,
             counts=counted,

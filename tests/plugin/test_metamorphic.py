@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_roseinfer import CacheSpec, History
+from pytest_roseinfer import CacheSpec, Divergence, History
 from pytest_roseinfer.cases.operations.lookups.look_up import LookUp
 from pytest_roseinfer.cases.operations.lookups.take import Take
 from pytest_roseinfer.cases.operations.sequences.fork import Fork
@@ -18,7 +18,9 @@ from tests.plugin.caches.branching_text_caches import BranchingTextCache
 from tests.plugin.caches.text_cache import HashedTextCache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    import torch
 
     from pytest_roseinfer import KVCacheAdapter
     from pytest_roseinfer.cases.operations.operation import Operation
@@ -60,6 +62,24 @@ def test_what_is_found_may_depend_on_the_order_where_hashes_are_equal() -> None:
     steps = (Append((4, 0)), LookUp(5, 1), Take(5))
     history = History(CacheSpec(block_size=1), steps, texts=((0, 0),) * 5)
     check_permuted(HashedTextCache, history)
+
+
+class FindsNothingOutOfOrder(HashedTextCache):
+    """A text that was written in a batch out of order is not found when a sequence begins."""
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        self.in_order = [*seqs] == sorted(seqs)
+        super().append(seqs, key, value)
+
+    def begin_with(self, found: Any, seq: int) -> int:
+        return super().begin_with(found if self.in_order else [], seq)
+
+
+def test_what_is_found_may_not_depend_on_the_order_where_no_hashes_are_equal() -> None:
+    steps = (Append((0, 1)), LookUp(5, 1), Take(5))
+    history = History(CacheSpec(block_size=1), steps, texts=((0, 0),) * 5)
+    with pytest.raises(Divergence, match="differs from the run without its batches in reverse"):
+        check_permuted(FindsNothingOutOfOrder, history)
 
 
 @pytest.mark.parametrize("times", [1, 2, 5])

@@ -28,7 +28,12 @@ from pytest_roseinfer.running import coverage
 from tests.plugin.caches import broken_text_caches
 from tests.plugin.caches.paged_cache import PagedCache
 from tests.plugin.caches.tail_cache import TailCache
-from tests.plugin.caches.text_cache import HashedTextCache, RenewedTextCache, TextCache
+from tests.plugin.caches.text_cache import (
+    HashedTextCache,
+    HashesOnce,
+    RenewedTextCache,
+    TextCache,
+)
 from tests.plugin.drawn import drawn
 
 
@@ -44,7 +49,7 @@ def test_texts_are_equal_as_long_as_they_are_drawn_so() -> None:
 
 
 @pytest.mark.usefixtures("short_run")
-@pytest.mark.parametrize("cache", [TextCache, HashedTextCache, RenewedTextCache])
+@pytest.mark.parametrize("cache", [TextCache, HashedTextCache, HashesOnce, RenewedTextCache])
 def test_a_cache_that_shares_by_prefix_passes(cache: type[KVCacheAdapter]) -> None:
     settings.set_current(settings.Settings(examples=60, steps=20, seed=1))
     tests = conformance(cache)()
@@ -134,6 +139,28 @@ def test_a_policy_that_cannot_be_judged_is_refused(
 ) -> None:
     with pytest.raises(TypeError, match=message):
         conformance(adapter)
+
+
+@pytest.mark.parametrize("branches_off", [0, WHOLE])
+def test_only_a_collision_excuses_a_lookup_that_finds_less(branches_off: int) -> None:
+    """The first tokens of texts 0 and 4 have one hash, those of texts 0 and 1 have not."""
+    texts = ((0, 0),) * 4 + ((0, branches_off),)
+    steps = (Append((0,)), Append((4,)), Free(4), Free(0))
+    history = History(CacheSpec(block_size=1), steps, texts=texts)
+    run_history(HashedTextCache, history)
+    if branches_off:  # the texts are equal, and nothing collides
+        with pytest.raises(Divergence, match="found 0, though 1 of them are stored"):
+            run_history(broken_text_caches.DropsHits, history)
+    else:
+        run_history(broken_text_caches.DropsHits, history)
+
+
+def test_what_lookups_hash_collides_with_nothing() -> None:
+    """Text 4 is looked up after every step, and never stored."""
+    steps = (Append((0,)), Free(0))
+    history = History(CacheSpec(block_size=1), steps, texts=((0, 0),) * 5)
+    with pytest.raises(Divergence, match="found 0, though 1 of them are stored"):
+        run_history(broken_text_caches.DropsHits, history)
 
 
 @pytest.mark.usefixtures("short_run")

@@ -106,6 +106,24 @@ class DoesNotCompare(HashedTextCache):
         return self.block_of.get(self.key(said))
 
 
+class DropsHits(HashedTextCache):
+    """It misses a block that nobody holds, though no other text ever had its hash."""
+
+    def use_hash(self, hashed: Callable[[object], int]) -> None:
+        super().use_hash(hashed)
+        self.alike: dict[Hashable, set[tuple[int, ...]]] = {}
+
+    def register(self, table: list[int], said: Sequence[int]) -> None:
+        self.alike.setdefault(self.key(said), set()).add(tuple(said))
+        super().register(table, said)
+
+    def find(self, said: Sequence[int]) -> int | None:
+        block = super().find(said)
+        if block is None or self.holders[block] or len(self.alike[self.key(said)]) > 1:
+            return block
+        return None
+
+
 class TakesWhatWasThere(TextCache):
     """S1: it begins a sequence with the blocks of the lookup, whatever they hold by now."""
 
@@ -180,6 +198,7 @@ BROKEN = (
     RevivesWithoutItsKey,
     FindsWhatIsNotWritten,
     DoesNotCompare,
+    DropsHits,
     KnowsTheBlockAlone,
     KnowsABareHash,
     FreesTheDuplicatesBlock,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -180,6 +181,16 @@ class HashedTextCache(TextCache):
     def find(self, said: Sequence[int]) -> int | None:
         key = self.key(said)
         return self.block_of.get(key) if self.holds.get(key) == list(said) else None
+
+
+class HashesOnce(HashedTextCache):
+    """It remembers hashes, so that most lookups need none."""
+
+    def use_hash(self, hashed: Callable[[object], int]) -> None:
+        super().use_hash(cache(lambda said: hashed(list(said))))
+
+    def key(self, said: Sequence[int]) -> Hashable:
+        return self.hashed(tuple(said))
 
 
 class RenewedTextCache(TextCache):

@@ -51,12 +51,14 @@ def counting(**counted: int) -> Observation:
     return after(counts=Counter(counted))
 
 
-def looking_up(found: Any, count: int = 3, **declared: Any) -> Observation:
+def looking_up(
+    found: Any, count: int = 3, *, collided: bool = False, **declared: Any
+) -> Observation:
     """Text 0 was looked up, whose first three tokens are in blocks 0 and, in part, 2."""
     said = Oracle(SPEC.block_size, SPEC.num_blocks, branches=((0, 0),))
     held = said.text_tokens(0, 3)
     return replace(
-        after(matched={(0, count): found}),
+        after(matched={(0, count): found}, collided=frozenset([(0, count)] * collided)),
         oracle=said,
         contents={0: {0: held[:2], 1: [token_of(1, 0)], 2: held[2:]}},
         declared=replace(DECLARED, sharing="equal prefixes", **declared),
@@ -87,6 +89,7 @@ RIGHT: Right = {
     lookups: [
         looking_up(2),
         looking_up(0, match_finds="some"),
+        looking_up(0, collided=True),
         looking_up(3, match_granularity="token"),
         looking_up(2, 4, match_granularity="block", match_leaves=1),
         looking_up(0, 2, match_leaves=1),
@@ -97,6 +100,7 @@ WRONG: Wrong = [
     (lookups, looking_up(KeyError(3)), "matched() of text 0, 3 tokens long, raised KeyError: 3"),
     (lookups, looking_up(4, 4), "found 4, and only 2 of them may be found now"),
     (lookups, looking_up(0), "found 0, though 2 of them are stored"),
+    (lookups, looking_up(4, 4, collided=True), "found 4, and only 2 of them may be found now"),
     (lookups, looking_up(2, 2, match_leaves=1), "found 2, and only 0 of them may be found now"),
     (lookups, looking_up(1, match_finds="some"), "found 1, which are no whole blocks"),
     (
