@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Queue
-from threading import Thread
+from threading import Lock, Thread, Timer, get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roseinfer.errors import BadArgument, ConfigError, EngineStopped
@@ -26,6 +27,8 @@ _HUGE = 1 << 15
 10 to 80 ms of a core."""
 _JOIN_S = 1.0
 """Seconds that a thread may take to end. One that reads for longer ends with the process."""
+_TEMPLATE_S = 5.0
+"""Seconds that a chat template may take for the messages of a request."""
 _TOKEN_CHARACTERS = 64
 """Characters that a token stands for on average, at the most, where no token of the vocabulary is
 longer. Tokenizers that drop spaces or have one token for unknown text could take more."""
@@ -142,6 +145,9 @@ class Prompts:
     ) -> Prompt:
         try:
             text = self._apply([dict(each) for each in messages], tools)
+        except _Overdue:
+            why = f"the chat template takes more than {_TEMPLATE_S:g} s for such messages"
+            raise Refused(400, why, param=field, code="invalid_value") from None
         except Exception as error:  # templates raise what they like, as for roles in a wrong order
             why = f"the chat template takes no such messages: {error}"
             raise Refused(400, why, param=field, code="invalid_value") from None
@@ -160,17 +166,24 @@ class Prompts:
                 f"the chat template cannot be read, line {error.lineno}: {error.message}; "
                 "--chat-template FILE gives another"
             ) from None
+        except _Overdue:
+            raise ConfigError(
+                f"the chat template takes more than {_TEMPLATE_S:g} s for one short message; "
+                "--chat-template FILE gives another"
+            ) from None
         except Exception:  # of this message: others may be taken
             return
 
     def _apply(self, messages: list[dict[str, Any]], tools: Sequence[Any] = ()) -> str:
-        text: str = self._tokenizer.apply_chat_template(
+        render = partial(
+            self._tokenizer.apply_chat_template,
             messages,
             tools=[*tools] or None,
             chat_template=self._chat_template,
             tokenize=False,
             add_generation_prompt=True,
         )
+        text: str = _within(_TEMPLATE_S, render)
         return text
 
     def _encode(self, text: str, field: str, **options: Any) -> list[int]:
@@ -209,6 +222,31 @@ class Prompts:
     def _too_long(what: str, count: int, field: str) -> Refused:
         why = f"{field}: a prompt of {count} tokens is too long: {what}"
         return Refused(400, why, param=field, code="context_length_exceeded")
+
+
+class _Overdue(BaseException):
+    """What ends a call that takes too long. Templates catch exceptions, and not this."""
+
+
+def _within(seconds: float, call: Callable[[], Result]) -> Result:
+    """Return what a call returns, or have it raise ``_Overdue`` between two steps of Python."""
+    thread, lock, running = ctypes.c_ulong(get_ident()), Lock(), True
+
+    def end() -> None:
+        with lock:
+            if running:
+                overdue = ctypes.py_object(_Overdue)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, overdue)
+
+    timer = Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        return call()
+    finally:
+        with lock:  # what comes later is not for what this thread does next
+            running = False
+        timer.cancel()
 
 
 class _Reader:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roseinfer.errors import ConfigError
+from roseinfer.server import prompts as reading
 from tests.server.served import MODEL, running
 
 if TYPE_CHECKING:
@@ -163,6 +164,32 @@ def test_a_template_that_refuses_messages_is_quoted() -> None:
         refused = server.post("chat/completions", messages=MESSAGES)
         assert (refused.status, refused.error["param"]) == (400, "messages")
         assert "roles must alternate" in refused.error["message"]
+
+
+FOR_EVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_loops_is_refused_before_anybody_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reading, "_TEMPLATE_S", 0.5)
+    said = r"chat template takes more than 0.5 s for one short message; --chat-template FILE gives"
+    with pytest.raises(ConfigError, match=said), running(chat_template=FOR_EVER):
+        pass
+
+
+def test_a_template_that_loops_for_some_messages_does_not_hold_up_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = "{% if messages[0].content == 'loop' %}" + FOR_EVER + "{% endif %}Hello"
+    with running(chat_template=template) as server:
+        monkeypatch.setattr(reading, "_TEMPLATE_S", 0.5)
+        looping = [{"role": "user", "content": "loop"}]
+        refused = server.post("chat/completions", messages=looping, max_tokens=2)
+        assert (refused.status, refused.error["param"]) == (400, "messages")
+        assert "takes more than 0.5 s" in refused.error["message"]
+        monkeypatch.setattr(reading, "_TEMPLATE_S", 60)
+        assert server.post("chat/completions", messages=MESSAGES, max_tokens=2).status == 200
 
 
 # ------------------------------------------------------------------------------------ responses
