@@ -268,8 +268,9 @@ def _check_kinds(
             holds = type(value) is int and lowest <= value <= most
             holds = holds or (value is None and kind != "int")
         elif kind == "float":
-            wanted = f"a number of at least 0 and at most {_MOST}"
-            holds = type(value) in (int, float) and 0 <= value <= _MOST
+            lowest = each.metadata.get("least", 0)
+            wanted = f"a number of at least {lowest} and at most {_MOST}"
+            holds = type(value) in (int, float) and lowest <= value <= _MOST
         elif kind == "tuple[str, ...]":
             wanted = "names in a tuple"
             holds = isinstance(value, (tuple, list)) and all(isinstance(x, str) for x in value)
@@ -305,6 +306,8 @@ class ServerConfig:
     """None for as many as the model and its cache have room for."""
     drain_seconds: float = 30.0
     """How long texts may go on when the server is told to end."""
+    stall_seconds: float = field(default=120.0, metadata={"least": 2})
+    """Seconds without a step, though there is work, after which probes are told so."""
     chat_template: str | None = None
     """A file; None for the template that the tokenizer came with."""
     access_log: bool = True

@@ -85,6 +85,8 @@ class EngineThread:
         self._starting = threading.Lock()
         self._failures = 0
         """How many steps in a row failed."""
+        self.rounds = 0
+        """How often it has looked for work and done a step."""
         self._closed = False
         self._why: Callable[[], RoseinferError] = partial(EngineStopped, "the engine was closed")
         """Makes the error that a stream raises when the engine no longer runs."""
@@ -99,6 +101,16 @@ class EngineThread:
     def closed(self) -> bool:
         """True when it serves nobody any more: it was closed, or it broke down."""
         return self._closed
+
+    @property
+    def busy(self) -> bool:
+        """True if there is something to do. Requests that are paused are nothing to do."""
+        return self._engine.has_work or not self._todo.empty()
+
+    @property
+    def stopped(self) -> str | None:
+        """Reason why it serves nobody any more; None while it does."""
+        return str(self._why()) if self._closed else None
 
     def submit(
         self,
@@ -182,6 +194,7 @@ class EngineThread:
                     self._pause(listener)
         for listener in [each for each in self._full if each.inbox.gone]:
             self._leave(listener)
+        self.rounds += 1
 
     def _step(self) -> list[Update]:
         idle = not self._engine.has_work

@@ -148,6 +148,15 @@ class EngineStopped(_Caused):
     """Tokens are asked of an engine that does not run: any more, or in this process."""
 
 
+class EngineRestarting(EngineStopped):
+    """Tokens are asked of an engine whose process has ended, and is started again."""
+
+    def __init__(self, what: str, *, retry_after: int) -> None:
+        super().__init__(what)
+        self.retry_after = retry_after
+        """Seconds after which it may run again."""
+
+
 class RanksFailed(_Caused):
     """The processes that compute one model together cannot go on: one of them has ended."""
 

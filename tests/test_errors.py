@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from roseinfer import errors
-from roseinfer.errors import OutOfBlocks, RoseinferError
+from roseinfer.errors import EngineRestarting, OutOfBlocks, RoseinferError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,6 +19,7 @@ MADE_OF = {
     "StepFailed": {"cause": CAUSE},
     "NoText": {"cause": CAUSE},
     "EngineStopped": {"what": "the engine stopped", "cause": CAUSE},
+    "EngineRestarting": {"what": "it is started again", "retry_after": 7},
     "RanksFailed": {"what": "rank 1 has ended", "cause": CAUSE},
 }
 """What those are made of that take anything but words."""
@@ -52,3 +53,5 @@ def test_the_whole_tree_was_looked_at() -> None:
 def test_what_it_knows_beside_words_is_kept() -> None:
     read = pickle.loads(pickle.dumps(OutOfBlocks(needed=3, free=1, where="layer 0")))
     assert (read.needed, read.free) == (3, 1)
+    later = EngineRestarting("it is started again", retry_after=7)
+    assert pickle.loads(pickle.dumps(later)).retry_after == 7

@@ -219,10 +219,10 @@ def in_words(error: Exception, silence: float) -> str:
 
 
 def _has_stopped(status: int, said: str) -> bool:
-    """Return True if an error says that the engine behind the server has stopped for good."""
+    """Return True if an error says that the engine behind the server has stopped."""
     if status != HTTPStatus.SERVICE_UNAVAILABLE:
         return False
     try:
-        return bool(json.loads(said)["error"]["code"] == "engine_stopped")
+        return json.loads(said)["error"]["code"] in ("engine_stopped", "engine_restarting")
     except (ValueError, LookupError, TypeError):
         return False

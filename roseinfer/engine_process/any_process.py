@@ -115,6 +115,18 @@ class ServedEngine(Protocol):
     def closed(self) -> bool:
         """True if nothing is served any more: it was closed, or the engine has stopped."""
 
+    @property
+    def restarting(self) -> bool:
+        """True while the engine's process is started again, after one that has ended."""
+
+    @property
+    def restarts(self) -> int:
+        """Times that the engine's process was started again."""
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds without a step though there is work; 0 where nobody watches that."""
+
     async def open(self) -> None:
         """Begin to listen, in the loop that serves."""
 

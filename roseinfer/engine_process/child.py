@@ -19,7 +19,16 @@ from roseinfer.engine_process.any_process import Facts
 from roseinfer.engine_process.loaded import keep_loaded
 from roseinfer.engine_process.portable import tokenizer_stays
 from roseinfer.engine_process.standard_streams import exit_now, queued_streams
-from roseinfer.engine_process.wire import Add, CheckGuide, Leave, Order, Taken, framed, receive
+from roseinfer.engine_process.wire import (
+    Add,
+    CheckGuide,
+    Leave,
+    Order,
+    Pulse,
+    Taken,
+    framed,
+    receive,
+)
 from roseinfer.errors import RoseinferError
 from roseinfer.sampling_params import SamplingParams
 
@@ -42,11 +51,15 @@ class _Desk:
         self._new_listener = NumberedListener
         self._engine = llm.engine
         self._thread = EngineThread(llm)
-        self._outbox = Outbox(link, llm.engine, lambda: self._thread.closed)
+        self._outbox = Outbox(link, llm.engine, self._pulse)
         self._listeners: dict[int, NumberedListener] = {}
         self._guides = ThreadPoolExecutor(1, "roseinfer-guides")
         self._leaving = threading.Lock()
         """Held where a text is left, and where it is looked whether one was."""
+
+    def _pulse(self) -> Pulse:
+        thread = self._thread
+        return Pulse(thread.rounds, thread.busy, thread.stopped)
 
     def do(self, orders: Sequence[Order]) -> None:
         for order in orders:

@@ -1,20 +1,18 @@
-"""An engine in a process of its own: starting it, and serving the tasks of one loop by it."""
+"""An engine in a process of its own, which serves the tasks of one loop and is supervised."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
-import socket
-import subprocess
-import sys
 import threading
-from contextlib import contextmanager, suppress
+import time
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from math import ceil
+from typing import TYPE_CHECKING, cast
 
-from roseinfer.engine_process.any_process import Facts, Figures
+from roseinfer.engine_process.any_process import Figures
+from roseinfer.engine_process.engine_child import EngineChild, RestartLimit
 from roseinfer.engine_process.part import Part
-from roseinfer.engine_process.portable import tokenizer_stays
 from roseinfer.engine_process.wire import (
     Add,
     CheckGuide,
@@ -24,9 +22,8 @@ from roseinfer.engine_process.wire import (
     Report,
     Taken,
     framed,
-    receive,
 )
-from roseinfer.errors import EngineStopped, RoseinferError
+from roseinfer.errors import EngineRestarting, EngineStopped
 from roseinfer.how_far import say
 from roseinfer.interrupts import interrupts_kill
 
@@ -34,120 +31,107 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Sequence
 
+    from roseinfer.engine_process.any_process import Facts
     from roseinfer.guided.guide import Guide
     from roseinfer.sampling_params import SamplingParams
 
-_END_S = 2.0
-"""So long the process may take to end when the link is closed."""
 _UNTOLD = 16
 """What was read is told when it is so much of any text. One with many more unread is paused."""
+_LEAST_RETRY_S, _MOST_RETRY_S = 1, 60
+"""Bounds of the time after which clients are told to retry; OpenAI's heeds no longer one."""
 
 
 @contextmanager
 def running(args: argparse.Namespace, command: str) -> Iterator[OtherProcess]:
     """Load a model in a new process, as options say, and have it end with the block."""
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "roseinfer.engine_process.child", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        try:
-            ours.sendall(framed((args, command)))
-            with interrupts_kill():  # tokenizers need it, and the other process is busy meanwhile
-                import transformers  # noqa: F401
-            yield OtherProcess(process, ours, _loaded(process, ours), command)
-        finally:
-            with suppress(OSError):
-                ours.shutdown(socket.SHUT_RDWR)
-            _end(process)
-
-
-def _loaded(process: subprocess.Popen[bytes], link: socket.socket) -> Facts:
-    """Wait until the model is there, and return what is to be known of it."""
-    try:
-        said = receive(link)
-    except (EOFError, OSError):
-        how = _how(process.wait())
-        raise EngineStopped(f"the process of the engine ended {how} as it loaded") from None
-    except Exception as error:  # whatever a tokenizer's class does where it is made again
-        raise tokenizer_stays(error) from error
-    if isinstance(said, RoseinferError):
-        raise said
-    assert isinstance(said, Facts)
-    return said
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _how(status: int) -> str:
-    return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+    start = partial(EngineChild.start, args, command)
+    with ExitStack() as stack:
+        child = start()
+        stack.callback(child.link.close)
+        stack.callback(child.end)
+        with interrupts_kill():  # tokenizers need it, and the other process is busy meanwhile
+            import transformers  # noqa: F401
+        engine = OtherProcess(child, child.loaded(), command, start)
+        stack.callback(engine.close)
+        yield engine
 
 
 class OtherProcess:
-    """Serves the tasks of one loop, all in that loop's thread but ``close``."""
+    """Serves the tasks of one loop, all in that loop's thread but ``close``.
+
+    When the process of the engine ends, everything open ends with an error and a new process is
+    started. What comes from an earlier process is dropped.
+    """
 
     apart = True
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
-        link: socket.socket,
+        child: EngineChild,
         facts: Facts,
         command: str,
+        start: Callable[[], EngineChild],
+        limit: RestartLimit | None = None,
     ) -> None:
-        """``command`` is in whose name it says that the process has ended."""
+        """``command`` is in whose name it says that a process has ended. ``start`` starts one."""
         self.facts = facts
         self.figures = Figures.at_first(facts.room.capacity)
-        self._stopped = False
-        """True if the engine serves nothing any more. Its process says why."""
-        self._ended = False
-        """True if there is no process to be asked."""
+        self.closed = False
+        self.restarts = 0
         self._command = command
-        self._process = process
-        self._link = link
+        self._start = start
+        self._limit = limit or RestartLimit()
+        self._starting = threading.Lock()
+        """Held where a process is started, and where it is said that none shall be any more."""
+        self._closing = threading.Event()
+        self._newest = child
+        """The process that was started last: an earlier one has ended."""
+        self._child: EngineChild | None = child
+        """The process that serves; None while there is none."""
+        self._ready_at = 0.0
+        """Monotonic time at which the next process will serve, if it loads as fast as this one."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._transport: asyncio.Transport | None = None
+        self._connecting: asyncio.Future[None] | None = None
         self._why: Callable[[], Exception] = partial(EngineStopped, "the engine was closed")
+        """Makes the error of whatever is asked for while no process serves."""
         self._open: dict[int, tuple[_Texts, int]] = {}
         """Who waits for a text, and the number it has there."""
         self._asked: dict[int, asyncio.Future[None]] = {}
         """Who waits for an answer."""
         self._next_number = 0
+        """Counts on when a new process is started, so that no number means two texts."""
         self._due: list[Order] = []
         self._sending = False
         """True if what is due will be sent before the loop goes on."""
         self._taken: dict[int, int] = {}
         """What was read of each text and not told yet."""
+        self._rounds = 0
+        """Rounds that the engine had done when it reported last."""
+        self._progress_at = 0.0
+        """Monotonic time at which it had done another, or had nothing to do."""
 
     @property
-    def closed(self) -> bool:
-        return self._stopped or self._ended
+    def restarting(self) -> bool:
+        return self._child is None and not self.closed
+
+    @property
+    def stalled_s(self) -> float:
+        if self._child is None or not (self._open or self._asked):
+            return 0.0
+        return time.monotonic() - self._progress_at
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._transport, _ = await self._loop.create_unix_connection(
-            partial(_Hearing, self._hear), sock=self._link
-        )
-        watching = threading.Thread(target=self._watch, name="roseinfer engine", daemon=True)
-        watching.start()
+        await self._connect(self._newest)
 
     def texts(self) -> _Texts:
         return _Texts(self)
 
     async def check_guide(self, guide: Guide) -> None:
-        if self._ended:
+        if self._child is None:
             raise self._why()
-        self._next_number += 1
-        number = self._next_number
+        number = self._new_number()
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         self._tell(CheckGuide(number, guide))
         try:
@@ -156,21 +140,22 @@ class OtherProcess:
             self._asked.pop(number, None)
 
     def close(self) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stop)
-        _end(self._process)
+        with self._starting:
+            self._closing.set()
+        self._in_loop(partial(self._stop, "the engine was closed"))
+        self._newest.end()
 
     def add(
         self, texts: _Texts, at: int, token_ids: Sequence[int], params: SamplingParams
     ) -> int | None:
         """Have a prompt continued, and return the number of its text here, if it has begun."""
-        if self._ended:
+        if self._child is None:
             texts.take(at, Part(error=self._why()))
             return None
-        self._next_number += 1
-        self._open[self._next_number] = texts, at
-        self._tell(Add(self._next_number, [*token_ids], params))
-        return self._next_number
+        number = self._new_number()
+        self._open[number] = texts, at
+        self._tell(Add(number, [*token_ids], params))
+        return number
 
     def note_taken(self, number: int, count: int) -> None:
         """Count what was read of a text, so that it goes on if it was paused."""
@@ -186,6 +171,13 @@ class OtherProcess:
             for number in left:
                 self._taken.pop(number, None)
 
+    def _new_number(self) -> int:
+        """Return the number of something new to do."""
+        if not (self._open or self._asked):
+            self._progress_at = time.monotonic()
+        self._next_number += 1
+        return self._next_number
+
     def _tell(self, *orders: Order) -> None:
         """Send orders, and what was read, together with what else comes before the loop goes on."""
         self._due += orders
@@ -198,16 +190,24 @@ class OtherProcess:
             self._due.append(Taken(self._taken))
         orders, self._due, self._taken = self._due, [], {}
         self._sending = False
-        if self._transport is not None and not self._ended:
+        if self._transport is not None and self._child is not None:
             self._transport.write(framed(orders))
 
-    def _hear(self, report: Report) -> None:
+    def hear(self, child: EngineChild, report: Report) -> None:
+        if child is not self._child:
+            return
         if report.figures is not None:
             self.figures = report.figures
-        self._stopped = report.stopped
+        rounds, busy, stopped = report.pulse
+        if rounds != self._rounds or not (busy and rounds):  # the first may compile kernels
+            self._rounds, self._progress_at = rounds, time.monotonic()
+        if stopped is not None:
+            child.give_up(stopped)
         for number, *packed in report.parts:
             if (waits := self._open.get(number)) is not None:  # else it was left
                 part = Part(*packed)
+                if isinstance(part.error, EngineStopped):
+                    continue  # it ends when the process has
                 if part.last:
                     del self._open[number]
                     self._taken.pop(number, None)
@@ -221,24 +221,99 @@ class OtherProcess:
                 else:
                     answer.set_exception(error)
 
-    def _watch(self) -> None:
-        status = self._process.wait()
+    async def _connect(self, child: EngineChild) -> None:
+        assert self._loop is not None
+        await self._loop.create_unix_connection(partial(_Hearing, self, child), sock=child.link)
+
+    def begin(self, child: EngineChild, transport: asyncio.Transport) -> None:
+        """Serve by a process, of which nothing was read yet."""
+        if self.closed:
+            transport.abort()
+            return
+        self._child, self._transport = child, transport
+        self._rounds, self._progress_at = 0, time.monotonic()
+        watch = partial(self._watch, child)
+        threading.Thread(target=watch, name="roseinfer engine", daemon=True).start()
+
+    def _watch(self, child: EngineChild) -> None:
+        how = child.how_it_ended()
+        what = (
+            "the engine has stopped" if child.why else f"the process of the engine has ended {how}"
+        )
+        self._in_loop(partial(self._lose, what, child.why or what))
+
+    def _lose(self, what: str, why: str) -> None:
+        """End everything open with an error, and have a process started, unless too many were.
+
+        ``why`` is for clients; the log gets ``what``, which has no word of a prompt.
+        """
+        if self.closed:
+            return
+        delay = self._limit.next_delay()
+        if delay is None:
+            often = f"{self._limit.most} times within {self._limit.within_s:g} s"
+            end = f"it was started again {often}, which is the limit: restart the server"
+            self._stop(f"{why}: {end}")
+        else:
+            end = f"starting it again in {delay:g} s" if delay else "starting it again"
+            self._ready_at = time.monotonic() + delay + self._newest.load_s
+            self._why = partial(self._restarting_error, why)
+            self._end_open()
+            restart = partial(self._restart, delay)
+            threading.Thread(target=restart, name="roseinfer restart", daemon=True).start()
+        say(f"{self._command}: {what}: {end}")
+
+    def _restarting_error(self, why: str) -> EngineRestarting:
+        seconds = ceil(self._ready_at - time.monotonic())
+        retry_after = max(_LEAST_RETRY_S, min(seconds, _MOST_RETRY_S))
+        return EngineRestarting(f"{why}: it is started again", retry_after=retry_after)
+
+    def _restart(self, delay: float) -> None:
+        """Start a process after a delay, and have it serve when the model is loaded."""
+        if self._closing.wait(delay):
+            return
+        load_s = self._newest.load_s
+        try:
+            with self._starting:
+                if self._closing.is_set():
+                    return
+                self.restarts += 1
+                child = self._newest = self._start()
+            child.load_s = load_s  # as long as it has not loaded itself
+            child.loaded()  # prompts are checked by what is known of the first
+        except Exception as error:  # whatever it is, nobody may wait for ever
+            self._newest.end()
+            self._newest.link.close()
+            self._in_loop(partial(self._lose, str(error), str(error)))
+        else:
+            self._in_loop(partial(self._serve_by, child))
+
+    def _serve_by(self, child: EngineChild) -> None:
+        if self.closed:
+            child.link.close()
+        else:
+            self._connecting = asyncio.ensure_future(self._connect(child))
+
+    def _in_loop(self, what: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # the loop has been closed before
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._lose, status)
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(what)
 
-    def _lose(self, status: int) -> None:
-        if not self._ended:
-            why = f"the process of the engine has ended {_how(status)}"
+    def _stop(self, why: str) -> None:
+        """Serve nothing any more."""
+        if not self.closed:
+            self.closed = True
             self._why = partial(EngineStopped, why)
-            self._stop()
-            say(f"{self._command}: {why}")
+            self._end_open()
 
-    def _stop(self) -> None:
-        """End all that waits with an error."""
-        self._ended = True
+    def _end_open(self) -> None:
+        """End everything that waits with an error, and forget what was to be sent."""
+        self._child = None
+        self.figures = Figures.at_first(self.figures.blocks)
         if self._transport is not None:
             self._transport.abort()
+            self._transport = None
+        self._due, self._taken = [], {}
         waiting, self._open = self._open, {}
         for texts, at in waiting.values():
             texts.take(at, Part(error=self._why()))
@@ -248,13 +323,17 @@ class OtherProcess:
 
 
 class _Hearing(asyncio.Protocol):
-    def __init__(self, hear: Callable[[Report], None]) -> None:
-        self._hear = hear
+    def __init__(self, engine: OtherProcess, child: EngineChild) -> None:
+        self._engine = engine
+        self._child = child
         self._frames = Frames()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._engine.begin(self._child, cast("asyncio.Transport", transport))  # uvloop's is none
 
     def data_received(self, data: bytes) -> None:
         for report in self._frames.feed(data):
-            self._hear(report)
+            self._engine.hear(self._child, report)
 
 
 class _Texts:

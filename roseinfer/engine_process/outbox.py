@@ -14,7 +14,7 @@ from roseinfer.engine_process.any_process import Figures
 from roseinfer.engine_process.part import Part
 from roseinfer.engine_process.portable import portable
 from roseinfer.engine_process.standard_streams import exit_now
-from roseinfer.engine_process.wire import Report, framed
+from roseinfer.engine_process.wire import Pulse, Report, framed
 from roseinfer.engine_thread import Listener
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ they come, since each part takes time on both sides."""
 _PARTS_A_SECOND = 10_000
 _GLANCE_S = 0.05
 """So often figures are looked at while they may change without a text that gets something."""
+_BEAT_S = 0.5
+"""Seconds after which a message is sent at the latest: it shows that this process runs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,20 +57,20 @@ class Outbox:
 
     gone = False
 
-    def __init__(self, link: socket.socket, engine: Engine, stopped: Callable[[], bool]) -> None:
+    def __init__(self, link: socket.socket, engine: Engine, pulse: Callable[[], Pulse]) -> None:
         self.open: dict[int, Listener] = {}
         """The texts that have neither ended nor been left."""
         self._link = link
         self._engine = engine
-        self._stopped = stopped
+        self._pulse = pulse
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._answers: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
         self._due: list[NumberedListener] = []
         """Those that have a part."""
         self._merging = threading.Lock()
         """Held where something is added to parts, and where these are taken."""
-        self._said: tuple[Figures, bool] | None = None
-        """The figures that were sent last, and whether the engine had stopped."""
+        self._said: tuple[Figures, str | None] | None = None
+        """The figures that were sent last, and why the engine had stopped, if it had."""
         self._sent_at = 0.0
         self._at_rest = False
         """True if nothing can change before there is news."""
@@ -119,7 +121,7 @@ class Outbox:
     def _wait(self) -> None:
         """Wait for something to send, and where many texts are open for some more."""
         try:
-            self._wake.get(timeout=None if self._at_rest else _GLANCE_S)
+            self._wake.get(timeout=_BEAT_S if self._at_rest else _GLANCE_S)
         except Empty:
             return
         if (texts := len(self.open)) > _FEW:
@@ -141,12 +143,13 @@ class Outbox:
                 self.open.pop(listener.number, None)
                 part.error = None if part.error is None else portable(part.error)
             told.append((listener.number, *part.packed()))
-        figures, stopped = Figures.of(self._engine), self._stopped()
-        changed = (figures, stopped) != self._said
+        figures, pulse = Figures.of(self._engine), self._pulse()
+        changed = (figures, pulse.stopped) != self._said
         self._at_rest = not (changed or self.open or figures.running or figures.waiting)
         answers = [self._answers.get() for _ in range(self._answers.qsize())]
-        if told or answers or changed:
-            self._sent_at = time.monotonic()
-            report = Report(told, figures if changed else None, stopped, answers)
+        now = time.monotonic()
+        if told or answers or changed or now - self._sent_at >= _BEAT_S:
+            self._sent_at = now
+            report = Report(told, figures if changed else None, pulse, answers)
             self._link.sendall(framed(report))
-            self._said = figures, stopped
+            self._said = figures, pulse.stopped

@@ -23,6 +23,9 @@ class InProcess:
     """Serves an ``LLM`` of this process."""
 
     apart = False
+    restarting = False
+    restarts = 0
+    stalled_s = 0.0
 
     def __init__(self, llm: LLM) -> None:
         self.facts = Facts.of(llm)

@@ -53,6 +53,17 @@ Order = Add | Leave | Taken | CheckGuide
 """What the server tells the engine; a message has a list of them."""
 
 
+class Pulse(NamedTuple):
+    """How the engine's thread gets on."""
+
+    rounds: int
+    """Rounds of its loop, each with a step."""
+    busy: bool
+    """True if it has something to do. Texts that are paused, or wait for their guide, are not."""
+    stopped: str | None
+    """Reason why it serves nothing any more; None while it runs."""
+
+
 class Report(NamedTuple):
     """What the engine tells the server."""
 
@@ -60,8 +71,7 @@ class Report(NamedTuple):
     """Each the number of a text, and a part of it that is packed."""
     figures: Figures | None
     """None where they have not changed."""
-    stopped: bool
-    """True if the engine serves nothing any more."""
+    pulse: Pulse
     answers: list[tuple[int, BaseException | None]]
 
 

@@ -111,13 +111,19 @@ async def refuse(request: Request, error: Exception) -> Response:
 
 
 async def _health(service: Service, _: Request) -> Response:
-    """Say whether the engine runs: where it has stopped, only a new process helps."""
-    return JSONResponse({"alive": service.alive}, 200 if service.alive else 503)
+    """Say whether the engine runs: where it has stopped, only a new server helps."""
+    return _state("alive", service.dead)
 
 
 async def _ready(service: Service, _: Request) -> Response:
     """Say whether requests are taken."""
-    return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
+    return _state("ready", service.unready)
+
+
+def _state(name: str, why_not: str | None) -> Response:
+    if why_not is None:
+        return JSONResponse({name: True})
+    return JSONResponse({name: False, "reason": why_not}, 503)
 
 
 async def _version(_: Service, __: Request) -> Response:

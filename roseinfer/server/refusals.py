@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from roseinfer.errors import BadArgument, ConfigError, EngineStopped, RoseinferError
+from roseinfer.errors import (
+    BadArgument,
+    ConfigError,
+    EngineRestarting,
+    EngineStopped,
+    RoseinferError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,6 +63,9 @@ def refusal_of(error: Exception) -> Refused:
         return Refused(error.status_code, error.detail, headers=error.headers)
     if isinstance(error, (BadArgument, ConfigError)):
         return Refused(400, str(error), code="invalid_value")
+    if isinstance(error, EngineRestarting):
+        later = {"Retry-After": str(error.retry_after)}
+        return Refused(503, str(error), code="engine_restarting", headers=later)
     if isinstance(error, EngineStopped):
         return Refused(503, str(error), code="engine_stopped")
     if isinstance(error, RoseinferError):

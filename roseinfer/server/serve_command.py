@@ -79,6 +79,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-prompt-tokens", type=int, metavar="N", help=prompt)
     drain = f"how long texts may go on at the end (default: {_DEFAULTS.drain_seconds:g})"
     add("--drain-seconds", type=float, metavar="S", help=drain)
+    stall = f"time without a step after which probes fail (default: {_DEFAULTS.stall_seconds:g})"
+    add("--stall-seconds", type=float, metavar="S", help=stall)
     add(
         "--no-access-log",
         dest="access_log",

@@ -65,11 +65,27 @@ class Service:
     @property
     def ready(self) -> bool:
         """True while requests are taken."""
-        return self.alive and not self.admission.draining
+        return self.unready is None
 
     @property
     def alive(self) -> bool:
-        return not self.served.closed
+        return self.dead is None
+
+    @property
+    def unready(self) -> str | None:
+        """Reason why no requests are taken; None while they are."""
+        if self.dead is None and self.served.restarting:
+            return "the engine is started again"
+        return self.dead or ("the server is draining" if self.admission.draining else None)
+
+    @property
+    def dead(self) -> str | None:
+        """Reason why the engine serves nothing, and may never do so again; None while it does."""
+        if self.served.closed:
+            return "the engine has stopped"
+        if (seconds := self.served.stalled_s) > self.config.stall_seconds:
+            return f"the engine has work, and has done no step for {seconds:.0f} s"
+        return None
 
     def cut(self) -> None:
         """End the texts that are left with an error, and the prompts that are not read yet."""

@@ -15,6 +15,7 @@ import pytest
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.mix import RequestMix
 from pytest_roseinfer.endpoint.served_engine import ServedEngine
+from pytest_roseinfer.endpoint.server import _has_stopped
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.engines.strategies import request_mixes
 from pytest_roseinfer.running.adapter_findings import StoppedAnswering
@@ -123,6 +124,19 @@ def test_an_engine_that_has_stopped_is_asked_no_more(
     assert "engine_stopped" in failure.what
     assert kept == tried[-1]
     assert kept.size > 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "gone"),
+    [
+        (503, "engine_stopped", True),
+        (503, "engine_restarting", True),
+        (503, "draining", False),
+        (500, "engine_stopped", False),
+    ],
+)
+def test_an_engine_that_is_started_again_has_stopped(status: int, code: str, *, gone: bool) -> None:
+    assert _has_stopped(status, json.dumps({"error": {"code": code}})) is gone
 
 
 def test_a_server_that_goes_while_a_mix_is_made_smaller_is_said_to(

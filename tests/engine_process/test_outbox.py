@@ -13,12 +13,13 @@ from roseinfer.engine.engine import Update
 from roseinfer.engine_process import outbox as module
 from roseinfer.engine_process.outbox import NumberedListener, Outbox
 from roseinfer.engine_process.part import Part
-from roseinfer.engine_process.wire import receive
+from roseinfer.engine_process.wire import Pulse, receive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 WAIT_S = 20.0
+PULSE = Pulse(3, True, None)
 
 
 class Desk:
@@ -26,7 +27,7 @@ class Desk:
 
     def __init__(self, ours: socket.socket, theirs: socket.socket) -> None:
         self.engine = LLM("tiny", kv_cache_tokens=256, max_length=64).engine
-        self.outbox = Outbox(theirs, self.engine, lambda: False)
+        self.outbox = Outbox(theirs, self.engine, lambda: PULSE)
         self._ours = ours
 
     def listener(self, number: int) -> NumberedListener:
@@ -61,8 +62,8 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
         ours.settimeout(WAIT_S)
         desk = Desk(ours, theirs)
         yield desk
-    # Its thread ends the process, when it finds that nobody listens.
-    monkeypatch.setattr("os._exit", lambda _: None)
+        # Its thread ends the process, when it finds that nobody listens.
+        monkeypatch.setattr("os._exit", lambda _: None)
     desk.outbox.answer(0, None)
     for thread in set(threading.enumerate()).difference(before):
         thread.join(WAIT_S)
@@ -81,6 +82,16 @@ def test_every_token_comes_once_and_in_order(desk: Desk) -> None:
     threading.Thread(target=tell).start()
     found = desk.sent(12 * 2000)
     assert found == {number: [step[number] for step in steps] for number in range(12)}
+
+
+def test_it_shows_that_it_runs_while_nothing_happens(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_GLANCE_S", 0.01)
+    desk.outbox.look()
+    first, *later = [receive(desk._ours) for _ in range(3)]
+    assert first.figures is not None
+    assert [(each.parts, each.figures, each.pulse) for each in later] == [([], None, PULSE)] * 2
 
 
 def test_a_part_is_not_sent_while_something_is_added_to_it(

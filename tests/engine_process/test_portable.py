@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
 import pytest
 
-from roseinfer.engine.request_room import BlockNeeds, RequestRoom
-from roseinfer.engine_process.any_process import Facts
-from roseinfer.engine_process.other_process import OtherProcess
 from roseinfer.engine_process.portable import portable
-from roseinfer.engine_process.wire import Report
 from roseinfer.errors import RequestTooLarge
 
 
@@ -52,12 +47,3 @@ def test_where_it_was_raised_is_said_here_but_not_what(capfd: pytest.CaptureFixt
     assert "KeyError" in said
     assert "test_portable.py" in said
     assert "secret" not in said
-
-
-def test_an_engine_that_says_that_it_stopped_is_closed() -> None:
-    nothing: Any = None
-    facts = Facts(None, nothing, RequestRoom(BlockNeeds(16), 8, 64, by_max_length=False), 1, None)
-    engine = OtherProcess(nothing, nothing, facts, "test")
-    assert not engine.closed
-    engine._hear(Report([], None, True, []))
-    assert engine.closed

@@ -10,7 +10,6 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from roseinfer.cli.parser import Parser
@@ -156,28 +155,6 @@ def test_signals_to_all_processes_do_not_end_the_engine(apart: Serving) -> None:
     time.sleep(0.2)
     assert runs(child)
     assert ask(apart.port, "/v1/completions", {"prompt": "x"})[0] == 200
-
-
-def test_an_engine_that_is_killed_ends_streams_with_an_error_at_once() -> None:
-    with serving("--max-batch-size", "12") as server, client_of(server) as client:
-        streams = [
-            client.completions.create(**LONG, n=4, max_tokens=900, stream=True) for _ in range(3)
-        ]
-        for stream in streams:
-            next(stream)
-        os.kill(child_of(server), signal.SIGKILL)
-        killed = time.monotonic()
-        for stream in streams:
-            with pytest.raises(openai.APIError, match="the engine has ended by SIGKILL"):
-                list(stream)
-        assert time.monotonic() - killed < SOON
-        assert ask(server.port, "/health") == (503, b'{"alive":false}')
-        assert ask(server.port, "/ready")[0] == 503
-        status, refused = ask(server.port, "/v1/completions", {"prompt": "x"})
-        assert (status, json.loads(refused)["error"]["code"]) == (503, "engine_stopped")
-        server.process.terminate()
-        assert server.process.wait(PATIENCE) == 0
-    assert "roseinfer serve: the process of the engine has ended by SIGKILL\n" in server.said
 
 
 def test_the_engine_ends_with_the_command_even_within_a_step() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from roseinfer import LLM
-from roseinfer.engine_process import child, other_process
+from roseinfer.engine_process import child
 from roseinfer.engine_process.any_process import Facts
+from roseinfer.engine_process.engine_child import EngineChild
 from roseinfer.engine_process.wire import framed
 from roseinfer.errors import ConfigError
 
@@ -30,8 +31,9 @@ def test_one_that_cannot_be_sent() -> None:
 
 
 def test_one_that_cannot_be_made_again() -> None:
+    process: Any = None  # nobody asks how it ended
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(framed(Breaks()))
         with pytest.raises(ConfigError, match=r"ValueError: .*no number.*AsyncLLM"):
-            other_process._loaded(None, ours)  # type: ignore[arg-type]  # nobody asks how it ended
+            EngineChild(process, ours).loaded()

@@ -45,13 +45,13 @@ def test_it_answers_as_one_process_and_ends_a_stream_with_the_rank_that_was_kill
         killed = time.monotonic()
         with pytest.raises(openai.APIError, match="rank 1 has ended"):
             list(stream)
-        await_status(f"{server.url}/health", 503)
+        await_status(f"{server.url}/ready", 503)
         assert time.monotonic() - killed < _SECONDS
-        assert status_of(f"{server.url}/ready") == 503
+        assert status_of(f"{server.url}/health") == 200
         assert not runs(rank)
         with pytest.raises(openai.InternalServerError, match="rank 1 has ended") as refused:
             client.completions.create(model=MODEL, prompt="later")
-        assert (refused.value.status_code, refused.value.code) == (503, "engine_stopped")
+        assert (refused.value.status_code, refused.value.code) == (503, "engine_restarting")
         assert server.process.poll() is None
         server.process.terminate()
         assert server.process.wait(PATIENCE) == 0

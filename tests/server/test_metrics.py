@@ -54,6 +54,7 @@ NAMES = {
     "vllm:iteration_tokens_total",
     "http_requests",
     "http_request_duration_seconds",
+    "roseinfer:engine_restarts",
     "roseinfer:kv_blocks",
 }
 

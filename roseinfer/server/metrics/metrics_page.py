@@ -109,6 +109,11 @@ class MetricsPage:
             ("num_preemptions", "Texts that had to begin again.", figures.preemptions),
         ):
             yield self._counter(f"vllm:{name}", what, value)
+        yield self._counter(
+            "roseinfer:engine_restarts",
+            "Times that the engine's process was started again.",
+            self._served.restarts,
+        )
         for name, what, label, values in (
             (
                 "prompt_tokens_by_source",
