@@ -54,7 +54,7 @@ _HOMES = {
         "engine_paths": "EnginePath",
         "errors": "BadArgument BadBlock BadRefcount ConfigError EngineStopped NoDistribution "
         "NoText OutOfBlocks RanksFailed RequestTooLarge RoseinferError StalePlan StepFailed "
-        "TritonUnavailable UnsupportedModel did_you_mean",
+        "TooBusy TritonUnavailable UnsupportedModel did_you_mean",
         "guided.guide": "Guide",
         "interrupts": "interrupts_kill",
         "kv.manager": "KVBlockManager",

@@ -178,6 +178,10 @@ class EngineConfig:
     exchange: bool | None = None
     """Ranks add up their parts of a product in the kernel that takes the sum, through memory that
     all of them write to; None for yes on GPUs that can."""
+    guide_cpu_seconds: float = field(default=2.0, metadata={"least": 0.05, "most": 3600.0})
+    """Processor time in which a guide must be compiled in the process that tries it."""
+    guide_memory_mb: int = field(default=512, metadata={"least": 64, "most": 1 << 20})
+    """Megabytes of memory that it may take for that."""
     per_layer_kv: bool = False
     """A block list for every layer, which the append policy's per-token switches need."""
     append_policy: AppendPolicy | None = None
@@ -268,9 +272,9 @@ def _check_kinds(
             holds = type(value) is int and lowest <= value <= most
             holds = holds or (value is None and kind != "int")
         elif kind == "float":
-            lowest = each.metadata.get("least", 0)
-            wanted = f"a number of at least {lowest} and at most {_MOST}"
-            holds = type(value) in (int, float) and lowest <= value <= _MOST
+            lowest, most = each.metadata.get("least", 0), each.metadata.get("most", _MOST)
+            wanted = f"a number of at least {lowest} and at most {most}"
+            holds = type(value) in (int, float) and lowest <= value <= most
         elif kind == "tuple[str, ...]":
             wanted = "names in a tuple"
             holds = isinstance(value, (tuple, list)) and all(isinstance(x, str) for x in value)

@@ -64,6 +64,10 @@ class RequestTooLarge(BadArgument):
     """A request that the model's positions or the KV cache could never hold."""
 
 
+class TooBusy(RoseinferError, RuntimeError):
+    """More is asked for at once than can be done; the same may work later."""
+
+
 class NoDistribution(RoseinferError, RuntimeError):
     """Logits from which no next token can be chosen."""
 

@@ -53,6 +53,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--prefill-admission-policy", choices=ADMISSION_POLICIES, help=order)
     ranks = "GPUs that compute the model together, each with a share of its heads (default: 1)"
     add("--tensor-parallel-size", type=int, metavar="N", help=ranks)
+    seconds = "processor time in which a guide must be compiled where it is tried (default: 2)"
+    add("--guide-cpu-seconds", type=float, metavar="SECONDS", help=seconds)
+    memory = "megabytes that it may take for that (default: 512)"
+    add("--guide-memory-mb", type=int, metavar="MB", help=memory)
     drafts = "guess tokens by what the text said before, and verify several in one step"
     add("--speculation", choices=SPECULATIONS, help=drafts)
 

@@ -133,7 +133,13 @@ class Engine:
         self._tokenizer = loaded.tokenizer
         self._new_detokenizer = detokenizers(loaded.tokenizer) if loaded.tokenizer else None
         self._end_tokens = loaded.end_tokens
-        self._guides = GuideCompiler(loaded.tokenizer, model.shape.vocab_size, loaded.end_tokens)
+        self._guides = GuideCompiler(
+            loaded.tokenizer,
+            model.shape.vocab_size,
+            loaded.end_tokens,
+            cpu_seconds=config.guide_cpu_seconds,
+            memory_mb=config.guide_memory_mb,
+        )
         self._block_size = kv.block_size
         self._next_id = 0
         self.prefix_queries = 0
@@ -198,8 +204,9 @@ class Engine:
     def guide_for(self, params: SamplingParams) -> GuideProgress | None:
         """Return what rules out tokens of a request, or None for one without a guide.
 
-        A guide that is new takes time to prepare: up to a fifth of a second, and the first of all
-        longer. This raises for one that cannot be followed. Any thread may call this.
+        A guide that is new takes time to prepare: milliseconds mostly, at most twice the limit of
+        the settings, and the first of all longer. This raises for one that cannot be followed. Any
+        thread may call this.
         """
         if params.guide is None:
             return None

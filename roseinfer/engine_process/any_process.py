@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from roseinfer.models.shape import ModelShape
     from roseinfer.sampling_params import SamplingParams
 
+GUIDES_AT_ONCE = 16
+"""Threads that check guides: more than there can be guides that take long."""
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:

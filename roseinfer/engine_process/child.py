@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from roseinfer.cli.model_options import load_llm
-from roseinfer.engine_process.any_process import Facts
+from roseinfer.engine_process.any_process import GUIDES_AT_ONCE, Facts
 from roseinfer.engine_process.loaded import keep_loaded
 from roseinfer.engine_process.portable import tokenizer_stays
 from roseinfer.engine_process.standard_streams import exit_now, queued_streams
@@ -54,6 +54,8 @@ class _Desk:
         self._outbox = Outbox(link, llm.engine, self._pulse)
         self._listeners: dict[int, NumberedListener] = {}
         self._guides = ThreadPoolExecutor(1, "roseinfer-guides")
+        """Submits texts with guides, in order."""
+        self._checks = ThreadPoolExecutor(GUIDES_AT_ONCE, "roseinfer-checks")
         self._leaving = threading.Lock()
         """Held where a text is left, and where it is looked whether one was."""
 
@@ -73,7 +75,7 @@ class _Desk:
                 case Leave(numbers):
                     self._leave(numbers)
                 case CheckGuide(number, guide):
-                    self._guides.submit(self._check, number, guide)
+                    self._checks.submit(self._check, number, guide)
         self._outbox.look()
 
     def _add(self, number: int, token_ids: list[int], params: SamplingParams) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from roseinfer.async_llm import AsyncLLM
-from roseinfer.engine_process.any_process import Facts, Figures
+from roseinfer.engine_process.any_process import GUIDES_AT_ONCE, Facts, Figures
 from roseinfer.engine_process.part import Part
 from roseinfer.sampling_params import SamplingParams
 
@@ -31,7 +31,7 @@ class InProcess:
         self.facts = Facts.of(llm)
         self._engine = llm.engine
         self._served = AsyncLLM(llm)
-        self._guides = ThreadPoolExecutor(1, "roseinfer-guides")
+        self._guides = ThreadPoolExecutor(GUIDES_AT_ONCE, "roseinfer-guides")
 
     @property
     def figures(self) -> Figures:

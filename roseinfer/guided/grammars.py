@@ -1,9 +1,13 @@
-"""Guides as llguidance's grammars."""
+"""Guides as grammars for a tokenizer. Nothing else imports llguidance."""
 
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from roseinfer.errors import BadArgument, ConfigError, with_kind
 
 if TYPE_CHECKING:
     from roseinfer.guided.guide import Guide
@@ -12,8 +16,110 @@ JSON_SPACE = r"( |\r?\n[ \t]{0,32})?"
 """What may stand between the parts of JSON: a space, or a new line and how far it is indented.
 Where there is no bound, some models write nothing else any more."""
 
+_MOST_STATES = 50_000
+"""States of a grammar's lexer: some 2 kB each."""
+_STEP_FUEL = 100_000
+"""Expressions that the lexer may make for one mask. The largest enum needs nearly as many, and a
+few may take as long if each is as long as a pattern: 0.6 s where that has 24,000 characters."""
+_LONGEST_REASON = 500
+_SHOWN_LINES = re.compile(r"\n +\d+ \| ")
+"""What begins the lines of a grammar in an error, which whoever asked may not have written so."""
+_SAMPLE = 'aé好😀 {"b": [10,\n2]}'
+"""Where only one text can come next, it is cut into tokens by the tokenizer itself."""
+_NO_TOKEN = "NoExtensionBias"
+"""In what the matcher says where no token may come."""
+_END = "<|where the grammar may end|>"
 
-def grammar_of(guide: Guide, matcher: Any) -> str:
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSource:
+    """A tokenizer as llguidance reads it, in a form that another process can read too."""
+
+    json: str
+    vocabulary: int
+    end_of_grammar: int
+    """A token of no text, by which llguidance says that a text may end."""
+
+    def tokenizer(self) -> Any:
+        """Return llguidance's tokenizer, which takes a second or two to make if it is large."""
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(self.json, n_vocab=self.vocabulary, eos_token=self.end_of_grammar)
+
+
+def read_tokenizer(tokenizer: Any, vocabulary: int) -> tuple[TokenizerSource, Any]:
+    """Return the source for a tokenizer of transformers, and llguidance's tokenizer made of it.
+
+    ``vocabulary`` is how many tokens the model has.
+    """
+    try:
+        import llguidance  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "texts of a form need llguidance, which is not installed: pip install '.[guided]' in "
+            "the folder of roseinfer's sources adds it"
+        ) from None
+    from tokenizers import Tokenizer
+
+    if tokenizer is None:
+        raise BadArgument("texts of a form need a tokenizer, and this model came without one")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise _unfit(tokenizer, "it is not one of the library tokenizers")
+    try:
+        own = Tokenizer.from_str(backend.to_str())  # the original is in use
+        own.no_padding()
+        own.no_truncation()
+        own.add_special_tokens([_END])
+        end = own.token_to_id(_END)
+        assert end is not None
+        if backend.id_to_token(end) is not None:
+            raise _unfit(tokenizer, f"two of its tokens have the id {end}")
+        source = TokenizerSource(own.to_str(), max(vocabulary, end + 1), end)
+        made = source.tokenizer()
+        if (read := made.decode_str(made.tokenize_str(_SAMPLE))) != _SAMPLE:
+            raise _unfit(tokenizer, f"it reads {_SAMPLE!r} as {read!r}")
+        return source, made
+    except (BadArgument, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in Rust is not an Exception
+        raise _unfit(tokenizer, with_kind(error)) from None
+
+
+def compile_guide(guide: Guide, tokenizer: Any) -> Any:
+    """Return the matcher of a guide at the beginning of a text, or raise the reason against it.
+
+    ``tokenizer`` is llguidance's.
+    """
+    # It is here already, since there is a tokenizer of it.
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(
+        max_lexer_states=_MOST_STATES, step_lexer_fuel=_STEP_FUEL, verbose_errors=False
+    )
+    try:
+        matcher = LLMatcher(tokenizer, _grammar_of(guide, LLMatcher), log_level=0, limits=limits)
+    except ValueError as error:
+        raise BadArgument(f"this form of text cannot be followed: {error}") from None
+    if not matcher.is_error() and not _may_begin(matcher):
+        raise BadArgument("this form of text cannot be followed: no text is of this form")
+    if matcher.is_error():
+        said = _SHOWN_LINES.split(matcher.get_error(), 1)[0]
+        why = " ".join(said.split())
+        if len(why) > _LONGEST_REASON:  # it may repeat all of a pattern
+            why = f"{why[:_LONGEST_REASON]}..."
+        raise BadArgument(f"this form of text cannot be followed: {why}")
+    return matcher
+
+
+def _may_begin(matcher: Any) -> bool:
+    """Tell if there is a token with which a text can begin. What is too hard, its step will say."""
+    copy = matcher.deep_copy()
+    copy.compute_bitmask()
+    return _NO_TOKEN not in (copy.get_error() or "")
+
+
+def _grammar_of(guide: Guide, matcher: Any) -> str:
     """Return the grammar of a guide. ``matcher`` is llguidance's class."""
     if guide.json_object:
         return _of_schema('{"type": "object"}', matcher)
@@ -30,3 +136,7 @@ def grammar_of(guide: Guide, matcher: Any) -> str:
 def _of_schema(schema: str, matcher: Any) -> str:
     options = {"whitespace_pattern": JSON_SPACE}
     return str(matcher.grammar_from_json_schema(schema, overrides=options))
+
+
+def _unfit(tokenizer: Any, why: str) -> BadArgument:
+    return BadArgument(f"no form of text can be followed with {type(tokenizer).__name__}: {why}")

@@ -13,6 +13,7 @@ from roseinfer.errors import (
     EngineRestarting,
     EngineStopped,
     RoseinferError,
+    TooBusy,
 )
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def refusal_of(error: Exception) -> Refused:
     if isinstance(error, EngineRestarting):
         later = {"Retry-After": str(error.retry_after)}
         return Refused(503, str(error), code="engine_restarting", headers=later)
+    if isinstance(error, TooBusy):
+        return Refused(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"})
     if isinstance(error, EngineStopped):
         return Refused(503, str(error), code="engine_stopped")
     if isinstance(error, RoseinferError):

@@ -120,6 +120,22 @@ def test_guides_are_looked_at_over_there(driven: Driven) -> None:
     assert {*part.text} <= {*"ab"}
 
 
+def test_a_hostile_guide_harms_no_text(driven: Driven) -> None:
+    hostile = Guide(json_schema={"type": "integer", "multipleOf": 2147483648})
+
+    async def both() -> tuple[BaseException | None, Part]:
+        check = asyncio.create_task(driven.engine.check_guide(hostile))
+        await driven.engine.check_guide(Guide(regex="[cd]{5}"))
+        (part,) = await of_guide(driven, Guide(regex="[cd]{5}"))
+        (refusal,) = await asyncio.gather(check, return_exceptions=True)
+        return refusal, part
+
+    refusal, part = driven.run(both())
+    assert isinstance(refusal, BadArgument)
+    assert "processor time" in str(refusal)
+    assert len(part.text) == 5
+
+
 def test_a_text_that_nobody_reads_waits_and_another_does_not(driven: Driven) -> None:
     """It goes on when it is read, and nothing of it is lost."""
     (output,) = LLM("tiny", device="cpu").generate([PROMPT], LONG)
@@ -171,7 +187,7 @@ def test_one_that_is_left_while_its_guide_is_prepared_never_begins(driven: Drive
         guides = [Guide(regex=f"({words}|{number})") for number in range(20)]
         checks = asyncio.gather(*map(driven.engine.check_guide, guides))
         await asyncio.sleep(0)
-        texts.add(PROMPT, SamplingParams(guide=Guide(regex="never")))
+        texts.add(PROMPT, SamplingParams(guide=Guide(regex=f"({words}|never)")))
         await asyncio.sleep(0.001)
         texts.leave()
         await checks

@@ -11,6 +11,7 @@ import pytest
 
 from roseinfer import LLM, BadArgument, ConfigError, Guide, SamplingParams, tiny_gpt2
 from roseinfer.guided import compiler
+from roseinfer.guided.grammars import compile_guide
 from roseinfer.guided.guide import LONGEST_GUIDE
 from tests.engine.continuations import END, one
 from tests.engine.served_streams import collect, serving, tokens_of
@@ -130,13 +131,12 @@ def test_grammars_are_made_once_and_not_all_are_kept(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Guide] = []
-    make = compiler._compile
 
     def counted(guide: Guide, tokenizer: Any) -> Any:
         made.append(guide)
-        return make(guide, tokenizer)
+        return compile_guide(guide, tokenizer)
 
-    monkeypatch.setattr(compiler, "_compile", counted)
+    monkeypatch.setattr(compiler, "compile_guide", counted)
     monkeypatch.setattr(compiler, "_MOST_KEPT", 3)
     llm = engine(device)
     guides = [Guide(choice=(word,)) for word in "abcd"]

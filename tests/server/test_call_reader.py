@@ -93,7 +93,7 @@ def test_a_call_that_was_cut_off_is_text(text: str) -> None:
 def test_the_form_and_the_reader_agree() -> None:
     """The form allows all these texts but those that begin a call and are none."""
     tokenizer = byte_tokenizer()
-    compiler = GuideCompiler(tokenizer, 257, {256})
+    compiler = GuideCompiler(tokenizer, 257, {256}, cpu_seconds=10.0, memory_mb=512)
     parameters = {"type": "object", "additionalProperties": True}
     guide = call_guide([Function(name="f", parameters=parameters)], required=False)
     forced = call_guide([Function(name="f", parameters=parameters)], required=True)
