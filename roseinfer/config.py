@@ -181,7 +181,7 @@ class EngineConfig:
     guide_cpu_seconds: float = field(default=2.0, metadata={"least": 0.05, "most": 3600.0})
     """Processor time in which a guide must be compiled in the process that tries it."""
     guide_memory_mb: int = field(default=512, metadata={"least": 64, "most": 1 << 20})
-    """Megabytes of memory that it may take for that."""
+    """Megabytes of memory that it may take for that, and all grammars that are kept."""
     per_layer_kv: bool = False
     """A block list for every layer, which the append policy's per-token switches need."""
     append_policy: AppendPolicy | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,12 +15,21 @@ if TYPE_CHECKING:
 _BITS = 32
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Grammar:
+    """A grammar at its beginning, which is alive while a text follows it."""
+
+    matcher: Any
+    megabytes: int
+
+
 class GuideProgress:
     """Follows one text. Only the thread that runs the engine uses it."""
 
-    def __init__(self, matcher: Any, end_of_grammar: int, end_tokens: Iterable[int]) -> None:
+    def __init__(self, grammar: Grammar, end_of_grammar: int, end_tokens: Iterable[int]) -> None:
         """``end_tokens`` end the text; ``end_of_grammar`` is the matcher's own, of no text."""
-        self._matcher = matcher
+        self._grammar = grammar
+        self._matcher = grammar.matcher.deep_copy()
         self._end_of_grammar = end_of_grammar
         self._end_tokens = tuple(end_tokens)
         self.may_end = False

@@ -57,6 +57,8 @@ class Verdict:
 
     outcome: Outcome
     reason: str = ""
+    megabytes: int = 0
+    """Memory of a grammar that passed, when a text has begun."""
 
 
 class GuideTrial:
@@ -76,8 +78,8 @@ class GuideTrial:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         """By a hash of the guide, those that will not change."""
 
-    def require(self, guide: Guide) -> None:
-        """Raise the reason against a guide, unless it passes."""
+    def require(self, guide: Guide) -> int:
+        """Return the megabytes of a guide's grammar, or raise the reason against it."""
         given = {
             each.name: value
             for each in fields(guide)
@@ -93,6 +95,7 @@ class GuideTrial:
                 self._remember(name, verdict)
         if verdict.outcome is not Outcome.PASSED:
             raise BadArgument(verdict.reason)
+        return verdict.megabytes
 
     def _try(self, line: bytes) -> Verdict:
         verdict = self._lanes[0].verdict(line)
@@ -173,8 +176,8 @@ class _Lane:
             if not (read := link.recv(1 << 16)):
                 raise ConnectionError("the worker has ended")
             answer += read
-        outcome, reason = json.loads(answer)
-        return Verdict(Outcome(outcome), reason)
+        outcome, reason, megabytes = json.loads(answer)
+        return Verdict(Outcome(outcome), reason, megabytes)
 
 
 def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:

@@ -80,9 +80,10 @@ def _try_in_thread(
 
     def attempt() -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        _limit_memory(memory_mb)
+        size, resident = _pages()
+        _limit_memory(size, memory_mb)
         try:
-            _try(json.loads(line), tokenizer, cpu_seconds)
+            matcher = _try(json.loads(line), tokenizer, cpu_seconds)
         except BadArgument as error:
             _answer(link, Outcome.REFUSED, str(error))
         except MemoryError:
@@ -90,7 +91,9 @@ def _try_in_thread(
         except BaseException as error:  # a panic in Rust is not an Exception
             _answer(link, Outcome.CRASHED, f"{_REFUSED}the compiler broke off: {with_kind(error)}")
         else:
-            _answer(link, Outcome.PASSED)
+            megabytes = (_pages()[1] - resident) * resource.getpagesize() >> 20
+            del matcher  # which counts
+            _answer(link, Outcome.PASSED, megabytes=max(megabytes, 0))
         os._exit(0)
 
     threading.stack_size(_stack())
@@ -99,8 +102,8 @@ def _try_in_thread(
     thread.join()
 
 
-def _try(given: dict[str, Any], tokenizer: Any, cpu_seconds: float) -> None:
-    """Compile a guide, and begin a text that it allows."""
+def _try(given: dict[str, Any], tokenizer: Any, cpu_seconds: float) -> Any:
+    """Return the matcher of a guide, with which a text that it allows was begun."""
     matcher = compile_guide(Guide(**given), tokenizer)
     rng = random.Random(0)
     for _ in range(_STEPS):
@@ -108,12 +111,13 @@ def _try(given: dict[str, Any], tokenizer: Any, cpu_seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, max(left, 0.001))  # 0 would be no limit
         allowed = matcher.compute_bitmask()
         if matcher.is_error():
-            return  # which ends a text, and nothing else
+            break  # which ends a text, and nothing else
         bits = int.from_bytes(allowed, "little") & ~(1 << tokenizer.eos_token)
         if not bits:
-            return  # the text can only end
+            break  # the text can only end
         bits = (bits & (-1 << rng.randrange(8 * len(allowed)))) or bits
         matcher.consume_token((bits & -bits).bit_length() - 1)
+    return matcher
 
 
 def _stack() -> int:
@@ -124,11 +128,21 @@ def _stack() -> int:
     return usual // 2 // page * page
 
 
-def _limit_memory(megabytes: int) -> None:
+def _pages() -> tuple[int, int]:
+    """Return the pages of this process, and those in memory that are of no file.
+
+    Both are 0 where the system does not say.
+    """
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        size, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
     except OSError:
-        return  # only Linux says how large a process is
+        return 0, 0
+    return size, resident - shared
+
+
+def _limit_memory(pages: int, megabytes: int) -> None:
+    if not pages:
+        return
     most = pages * resource.getpagesize() + (megabytes << 20)
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     if hard != resource.RLIM_INFINITY:
@@ -140,5 +154,5 @@ def _too_large(megabytes: int) -> str:
     return f"{_REFUSED}it takes more than {megabytes} MB of memory to compile (guide_memory_mb)"
 
 
-def _answer(link: socket.socket, outcome: Outcome, reason: str = "") -> None:
-    link.sendall(json.dumps([outcome, reason]).encode() + b"\n")
+def _answer(link: socket.socket, outcome: Outcome, reason: str = "", megabytes: int = 0) -> None:
+    link.sendall(json.dumps([outcome, reason, megabytes]).encode() + b"\n")

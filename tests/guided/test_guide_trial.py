@@ -298,7 +298,7 @@ def test_a_thread_of_a_trial_that_ends_early_is_a_crash() -> None:
     code = """
         import socket, sys
         from roseinfer.guided import trial_worker
-        trial_worker._limit_memory = lambda megabytes: sys.exit()
+        trial_worker._limit_memory = lambda pages, megabytes: sys.exit()
         ours, theirs = socket.socketpair()
         ours.settimeout(30)
         trial_worker._try_in_copy(theirs, b"{}", None, 1.0, 64)
@@ -331,6 +331,27 @@ def test_guides_that_take_long_delay_only_their_like(guides: GuideCompiler) -> N
     assert (refused.status, refused.headers) == (429, {"Retry-After": "1"})
     with pytest.raises(BadArgument):  # what was not tried is not remembered
         trial.require(heavy[4])
+
+
+def test_memory_of_grammars_is_limited_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are kept have as much as one may take, and those of texts four times as much."""
+    guides = new_compiler(memory_mb=128)
+    compiled(guides)
+    monkeypatch.setattr(GuideTrial, "require", lambda *_: 60)
+    texts = [guides.progress(Guide(choice=(word,))) for word in "abcdefgh"]
+    assert [guide.choice for guide in guides._kept] == [("g",), ("h",)]
+    guides.progress(Guide(choice=("h",)))
+    with pytest.raises(TooBusy, match="480 MB of memory, and this one 60 MB: try again later"):
+        guides.progress(Guide(choice=("i",)))
+    texts.pop()
+    del texts[:2]
+    gc.collect()
+    guides.progress(Guide(choice=("i",)))
+
+
+def test_memory_of_a_grammar_is_measured(trial: GuideTrial) -> None:
+    large = {"enum": [f"word {number}" for number in range(3000)]}
+    assert trial.require(Guide(regex="small")) < trial.require(Guide(json_schema=large)) < 128
 
 
 @pytest.mark.parametrize(
