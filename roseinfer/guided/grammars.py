@@ -103,13 +103,18 @@ def compile_guide(guide: Guide, tokenizer: Any) -> Any:
         raise BadArgument(f"this form of text cannot be followed: {error}") from None
     if not matcher.is_error() and not _may_begin(matcher):
         raise BadArgument("this form of text cannot be followed: no text is of this form")
-    if matcher.is_error():
+    refuse_if_too_hard(matcher)
+    return matcher
+
+
+def refuse_if_too_hard(matcher: Any) -> None:
+    """Raise the reason if a matcher has given up, but for lack of a token in the vocabulary."""
+    if matcher.is_error() and _NO_TOKEN not in matcher.get_error():
         said = _SHOWN_LINES.split(matcher.get_error(), 1)[0]
         why = " ".join(said.split())
         if len(why) > _LONGEST_REASON:  # it may repeat all of a pattern
             why = f"{why[:_LONGEST_REASON]}..."
         raise BadArgument(f"this form of text cannot be followed: {why}")
-    return matcher
 
 
 def _may_begin(matcher: Any) -> bool:

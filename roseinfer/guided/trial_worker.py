@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from roseinfer.errors import BadArgument, with_kind
-from roseinfer.guided.grammars import TokenizerSource, compile_guide
+from roseinfer.guided.grammars import TokenizerSource, compile_guide, refuse_if_too_hard
 from roseinfer.guided.guide import Guide
 from roseinfer.guided.guide_trial import Outcome
 
@@ -110,11 +110,10 @@ def _try(given: dict[str, Any], tokenizer: Any, cpu_seconds: float) -> Any:
         left = min(cpu_seconds - time.process_time(), cpu_seconds * _STEP_SHARE)
         signal.setitimer(signal.ITIMER_PROF, max(left, 0.001))  # 0 would be no limit
         allowed = matcher.compute_bitmask()
-        if matcher.is_error():
-            break  # which ends a text, and nothing else
+        refuse_if_too_hard(matcher)
         bits = int.from_bytes(allowed, "little") & ~(1 << tokenizer.eos_token)
         if not bits:
-            break  # the text can only end
+            break  # the text can only end, or has no token to go on with
         bits = (bits & (-1 << rng.randrange(8 * len(allowed)))) or bits
         matcher.consume_token((bits & -bits).bit_length() - 1)
     return matcher

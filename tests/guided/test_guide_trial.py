@@ -136,14 +136,13 @@ def test_a_token_that_takes_long_is_found() -> None:
         trial.require(Guide(regex="a?" * 12_000))
 
 
-def test_a_pattern_of_a_schema_harms_nobody(device: str) -> None:
-    """It compiles, and is too hard where a text gets to it."""
+def test_hostile_schemas_harm_nobody(device: str) -> None:
     pattern = {"type": "string", "pattern": "a?" * 30_000}
     hard = [pattern, integer(multipleOf=1 << 24), integer(minimum=10**300)]
     params = [SamplingParams(guide=Guide(json_schema=each)) for each in hard]
     llm = engine(device, guide_cpu_seconds=0.3)
     outputs = together(llm, [[1]] * 4, [*params, FREE])
-    assert all(output.error for output in outputs[:3])
+    assert "this form of text cannot be followed" in str(outputs[0].error)
     assert "to compile" in str(outputs[1].error)
     assert "are exact" in str(outputs[2].error)
     assert outputs[3].token_ids == one(engine(device), [1], FREE).token_ids

@@ -65,6 +65,8 @@ UNFIT: list[tuple[Guide, str]] = [
     (Guide(json_schema={"allOf": [{"type": "string"}, {"type": "null"}]}), "Unsatisfiable"),
     (Guide(json_schema={"$ref": "#"}), "no text is of this form"),
     (Guide(regex="(a"), "unclosed group"),
+    (Guide(regex="(a?){1000}a{1000}"), "too many expressions"),
+    (Guide(json_schema={"type": "string", "pattern": "a?" * 30_000}), "too many expressions"),
     (Guide(regex="(?=a)b"), "look-around"),
     (Guide(grammar="begin: 'a'"), "cannot be followed"),
 ]
@@ -99,7 +101,8 @@ def test_what_cannot_be_made_a_grammar_fails_alone(device: str, guide: Guide, sa
 @pytest.mark.parametrize("resident", [False, True])
 def test_a_guide_that_becomes_too_hard_ends_its_own_text(device: str, resident: bool) -> None:
     llm = engine(device, resident_decode=resident)
-    hard = SamplingParams(guide=Guide(regex="(a?){1000}a{1000}"), max_new_tokens=12)
+    pattern = "[xy]{10}(a?){1000}a{1000}"  # too late for the trial
+    hard = SamplingParams(guide=Guide(regex=pattern), max_new_tokens=30)
     broken, free = together(llm, [[1], [2]], [hard, FREE])
     assert broken.finish_reason == "error"
     assert str(broken.error).startswith("the form of this text is too hard to follow: ")

@@ -72,3 +72,8 @@ def test_a_crash_is_a_refusal(server: Server, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(compiler, "refuse_inexact_numbers", lambda _: None)
     assert "the compiler crashed on it" in refused(ask(server, CRASH))
     assert ask(server, {"type": "boolean"}).status == 200
+
+
+def test_a_pattern_that_is_too_hard_is_refused(server: Server) -> None:
+    pattern = {"type": "string", "pattern": "a?" * 30_000}
+    assert "too many expressions" in refused(ask(server, pattern))
