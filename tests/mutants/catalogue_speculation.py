@@ -43,7 +43,7 @@ MUTANTS = (
         "slot-left-with-its-room",
         "What a slot reserved counts as stored when drafts are stored behind it.",
         _SPECULATION,
-        "                request.session.roll_back(self._kv, request.session.stored)\n",
+        "        session.roll_back(self._kv, session.stored)\n",
         "",
     ),
     _mutant(
