@@ -47,6 +47,13 @@ PROFILES = {
 }
 
 
+def harder_than(profile: str) -> str:
+    """Return the option that searches harder than a profile."""
+    names = [*PROFILES]
+    after = names[names.index(profile) + 1 :]
+    return f"--roseinfer-profile={after[0]}" if after else "more --roseinfer-examples"
+
+
 _T = TypeVar("_T")
 
 

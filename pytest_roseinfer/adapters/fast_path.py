@@ -42,3 +42,12 @@ class FastPath:
 
     def runs_on(self, device: str) -> bool:
         return self.device in (None, device.partition(":")[0])
+
+    def can_run(self, options: Mapping[str, Any], device: str) -> bool:
+        """Return True if neither the device nor these switches keep it from running."""
+
+        def applies(setting: Mapping[str, Any]) -> bool:
+            return setting.items() <= options.items()
+
+        allowed = not self.runs_with or any(map(applies, self.runs_with))
+        return allowed and self.runs_on(device) and not any(map(applies, self.never_with))

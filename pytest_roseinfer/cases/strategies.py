@@ -201,6 +201,8 @@ class _Writer:
     """The names that no sequence has any more, in the order in which they were given up."""
     said: SaidBefore | None = None
     """What sequences have said so far, if the cache may find it again."""
+    few: Sequence[type[Operation]] = ()
+    """The kinds of steps to draw, where one of them is possible; empty for all."""
 
     @property
     def live(self) -> list[int]:
@@ -278,10 +280,14 @@ class _Writer:
     def switches(self) -> dict[str, Any]:
         return self.draw(switches(self.adapter))
 
+    def kinds(self) -> list[type[Operation]]:
+        """List the kinds of steps that the cache offers."""
+        return [kind for kind in OPERATIONS.values() if kind.needs <= self.adapter.abilities]
+
     def moves(self) -> list[Callable[[], Operation]]:
         """List the ways to draw the next step, the simplest first; some are listed often."""
-        kinds = [kind for kind in OPERATIONS.values() if kind.needs <= self.adapter.abilities]
-        moves = [move for kind in kinds for move in kind.moves(self)]
+        moves = [move for kind in self.few for move in kind.moves(self)]
+        moves = moves or [move for kind in self.kinds() for move in kind.moves(self)]
         moves.sort(key=lambda move: move.rank)
         return [move.draw for move in moves for _ in range(move.times)]
 
@@ -311,23 +317,38 @@ def histories(
     most_steps: int = 12,
     device: str = "cpu",
     aim: str | None = None,
+    preludes: Sequence[History] = (),
+    few_kinds: bool = False,
 ) -> History:
     """Draw a cache spec and steps that fit the abilities ``adapter`` offers.
 
-    The cache starts out with the switches that the path ``aim`` needs.
+    The cache starts out with the switches that the path ``aim`` needs. Given ``preludes``, two in
+    three begin with all steps of one of them, or with all but the last. With ``few_kinds``, one to
+    three kinds of steps are drawn alone, so that what takes many in a row is met more often.
     """
-    spec = _draw_spec(draw, adapter, device, aim)
+    begins = st.one_of(st.none(), *[st.sampled_from(preludes)] * 2) if preludes else st.none()
+    prelude = draw(begins)
     told = "texts" in adapter.abilities
-    texts = draw(text_branches(block_size=spec.block_size)) if told else ()
-    if "namespaces" in adapter.abilities:
-        texts = in_two_namespaces(texts)
+    if prelude:
+        spec, texts = prelude.spec, prelude.texts
+    else:
+        spec = _draw_spec(draw, adapter, device, aim)
+        texts = draw(text_branches(block_size=spec.block_size)) if told else ()
+        if "namespaces" in adapter.abilities:
+            texts = in_two_namespaces(texts)
     oracle = ORACLES[bool(spec.windows)].of(adapter, spec, texts)
     layouts = LAYOUTS if device == _INTERPRETED_ON else few_of(LAYOUTS, spec)
     writer = _Writer(draw, adapter, oracle, layouts)
     if told and adapter.sharing == "equal prefixes":
         in_parts = adapter.match_granularity == "token"
         writer.said = SaidBefore(oracle, least=1 if in_parts else spec.block_size)
-    _begin(writer)
+    if prelude:
+        _repeat(writer, prelude)
+    else:
+        _begin(writer)
+    if few_kinds:
+        some = st.lists(st.sampled_from(writer.kinds()), min_size=1, max_size=3, unique=True)
+        writer.few = draw(some)
     for _ in range(most_steps):
         # None comes first, so that shrinking ends a history early.
         moves = writer.moves() * 2
@@ -377,6 +398,13 @@ def _begin(writer: _Writer) -> None:
         free_in_flight(writer)
     if "fork" in abilities:
         share_blocks(writer)
+
+
+def _repeat(writer: _Writer, prelude: History) -> None:
+    """Open with the steps of another history, or with all but the last."""
+    steps = prelude.operations
+    for step in steps[: len(steps) - writer.pick((0, 0, 1))]:
+        writer.take(step)
 
 
 def _finish(writer: _Writer) -> None:

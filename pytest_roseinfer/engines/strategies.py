@@ -18,6 +18,8 @@ from pytest_roseinfer.engines.offered import as_offered
 from pytest_roseinfer.engines.wishes import HOTTEST, wishing
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pytest_roseinfer.adapters.engine import EngineAdapter
 
 _LARGER_BLOCK_SIZES = (8, 4, 8, 3)
@@ -71,6 +73,7 @@ def request_mixes(
     most_steps: int = 12,
     device: str = "cpu",
     aim: str | None = None,
+    preludes: Sequence[RequestMix] = (),
 ) -> RequestMix:
     """A small engine and requests that share prefixes, crowd its cache and come and go.
 
@@ -78,10 +81,14 @@ def request_mixes(
     the cache for certain: they run to their last token, and there are hardly more blocks than the
     largest takes. Two are a prompt and its continuation, in a cache that holds no more than that;
     two end early before another that waits, one is a relay, and one comes anyhow. With ``aim``,
-    the engine has the switches that path needs.
+    the engine has the switches that path needs. Given ``preludes``, two in three are one of them
+    with one request more.
     """
     new = min(most_steps, adapter.most_tokens // 3)
     longest = adapter.most_tokens - new
+    begins = st.one_of(st.none(), *[st.sampled_from(preludes)] * 2) if preludes else st.none()
+    if prelude := draw(begins):
+        return _with_one_more(draw, adapter, prelude, longest, new)
     kind = draw(st.sampled_from(_KINDS))
     if kind == "continued":
         asked = _continued(draw, adapter.vocabulary, longest, new)
@@ -106,6 +113,17 @@ def request_mixes(
         more = [0, 1, block_size, 3 * block_size] + [sum(sizes)] * (kind != "crowded")
         room += draw(st.sampled_from(more))
     return RequestMix(tuple(asked), block_size, room, device, draw(switches(adapter, aim)))
+
+
+def _with_one_more(
+    draw: st.DrawFn, adapter: type[EngineAdapter], mix: RequestMix, longest: int, new: int
+) -> RequestMix:
+    prompt = draw(prompts(vocabulary=adapter.vocabulary, longest=longest))
+    drawn = Asked(prompt, draw(samplings(most=new)), arrives=draw(st.integers(0, new)))
+    asked = as_offered(adapter, wishing(draw, adapter, drawn))
+    room = max(mix.cache_tokens, asked.most_tokens)
+    # What reached something may be such a mix itself.
+    return replace(mix, requests=(*mix.requests[:_MOST_REQUESTS], asked), cache_tokens=room)
 
 
 def _crowd(draw: st.DrawFn, vocabulary: int, longest: int, new: int, kind: str) -> list[Asked]:

@@ -67,7 +67,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "seed": (_NUMBER, "make the search repeatable; else drawn"),
     "required-paths": (
         {"choices": ["on", "off"]},
-        "whether a declared path that was not reached fails the run; the default is on",
+        "whether a declared path that is never reached fails the run; the default is on",
     ),
     "report": (
         {"action": "append", "metavar": "FILE"},

@@ -81,6 +81,7 @@ class CoverageGate(Gate):
             if target.rows():
                 yield from (_table(target, "github"), "")
             yield from (f"- **failed**: {problem}" for problem in self._by_target.get(name, ()))
+            yield from (f"- warning: {warning}" for warning in target.warnings())
             yield ""
         if self._seen.targets:
             yield from (f"- **failed**: {problem}" for problem in self._by_target.get("", ()))
@@ -97,6 +98,8 @@ class CoverageGate(Gate):
             if target.rows():
                 reporter.line(_table(target, "simple"))
             show_problems(reporter, self._by_target.get(name, ()))
+            for warning in target.warnings():
+                reporter.line(f"WARNING: {warning}", yellow=True)
         if problems := self._by_target.get(""):
             reporter.section("roseinfer")
             show_problems(reporter, problems)

@@ -9,13 +9,14 @@ from pytest_roseinfer.report.findings_html import findings_html
 from pytest_roseinfer.report.page_style import SCRIPT, STYLE
 from pytest_roseinfer.report.plot import plot
 from pytest_roseinfer.report.verdict import NOT_SEARCHED
+from pytest_roseinfer.running.coverage import RARELY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from pytest_roseinfer.report.verdict import Target, Verdict
 
-_TONES = {"equal": "good", "met": "good", "not searched": "faint"}
+_TONES = {"equal": "good", "met": "good", "not searched": "faint", RARELY: "faint"}
 """The class of each verdict; the others are bad."""
 
 
@@ -94,6 +95,7 @@ def _target(target: Target) -> str:
             f'<section><h2 class="name">{name} <span class="faint">{distribution}</span></h2>',
             _facts(facts),
             _problems(target["problems"]),
+            *(f"<p>WARNING: {escape(warning)}</p>" for warning in target["warnings"]),
             figure,
             _rows(target["rows"]) if target["rows"] else "",
             "</section>",

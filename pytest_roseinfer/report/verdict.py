@@ -48,6 +48,8 @@ class Target(TypedDict):
     large_cut_short: int
     """How many of the large histories or mixes ended early, since their time was over."""
     problems: list[str]
+    warnings: list[str]
+    """What was reached too rarely, where that may be luck."""
     tested: dict[str, int]
     """How often each method was called."""
     not_offered: list[str]
@@ -126,6 +128,7 @@ def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Targe
         "largest": dict(target.largest),
         "large_cut_short": target.large_cut_short,
         "problems": list(problems),
+        "warnings": target.warnings(),
         "tested": target.abilities,
         "not_offered": target.not_offered,
         "checked": dict(target.checked),

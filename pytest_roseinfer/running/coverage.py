@@ -7,10 +7,10 @@ import weakref
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import product
+from itertools import count, product
 from time import monotonic
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import EngineAdapter
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pytest_roseinfer.adapters.base import Adapter
+    from pytest_roseinfer.adapters.mix import RequestMix
+    from pytest_roseinfer.cases.history import History
     from pytest_roseinfer.cases.operations.operation import Operation
     from pytest_roseinfer.findings.found import Found
     from pytest_roseinfer.oracle.oracle import Oracle
@@ -31,7 +33,21 @@ _REQUIRED_WITH = {"hash_collision": "use_hash", "calls_in_flight": "use_queue"}
 """Conditions that are required of a cache that defines these methods, without being named."""
 REQUIRED_TIMES = 3
 """How often a path or condition must be reached: once may be luck."""
+NEVER = "NOT REACHED"
+"""The verdict on what no example reached of enough that could: it fails the run."""
+RARELY = "too rarely"
+"""The verdict on what was reached too few times, or by none of too few examples: a warning."""
+ENOUGH_TRIES = 1000
+"""Examples that could reach something and did not, after which that it is never reached is a fact.
+
+What one in 200 of them reaches is missed by all in 7 of 1,000 runs, one in 100 in none of 10,000.
+"""
 _TURNS_AGAIN = 5
+_MOST_TIMES_THE_EXAMPLES = 10
+"""Further turns have at most so many times the examples of the profile."""
+_MOST_PRELUDES = 8
+"""The examples that are kept for each path and condition."""
+_Example = TypeVar("_Example", "History", "RequestMix")
 _Turn = tuple[str | None, str, int]
 """A path to aim at, the name of the turn, and the examples due."""
 
@@ -64,9 +80,15 @@ class TargetCoverage:
     not_offered: list[str] = field(default_factory=list)
     kind: str = "cache"
     """Or ``engine``."""
+    aimed: list[str] = field(default_factory=list)
+    """The paths whose ``runs_with`` says how to aim at them."""
     called: Counter[str] = field(default_factory=Counter)
     """How often each method of the adapter was called."""
     counts: Counter[str] = field(default_factory=Counter)
+    tried: Counter[str] = field(default_factory=Counter)
+    """How many examples could reach each path or condition by their switches."""
+    large: Counter[str] = field(default_factory=Counter)
+    """How often large histories or wide mixes reached them, which counts for nothing else."""
     together: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """For every path, in how many of the steps that took it each condition was met."""
     checked: Counter[str] = field(default_factory=Counter)
@@ -102,6 +124,12 @@ class TargetCoverage:
             if ran.get(name):
                 self.together[name].update(met)
 
+    def note_tried(self, adapter: type[Adapter], options: Mapping[str, Any]) -> None:
+        """Add an example to all that its switches let it reach."""
+        device = settings.current().device
+        paths = {name for name in self.paths if adapter.paths[name].can_run(options, device)}
+        self.tried.update([*paths, *self.conditions])
+
     def note_sizes(self, step: Operation, oracle: Oracle) -> None:
         """Note how large is what a step has just added to, if it is larger than all before."""
         seqs = [seq for seq, _ in step.rows() if seq in oracle.sequences]
@@ -119,13 +147,16 @@ class TargetCoverage:
         if not self.largest:
             return ""
         of = ", ".join(f"{size} {name}" for name, size in self.largest.items())
-        what = "wide mixes" if self.kind == "engine" else "large histories"
-        early = f" ({what} cut short: {self.large_cut_short}, for lack of time)"
+        early = f" ({self._large} cut short: {self.large_cut_short}, for lack of time)"
         return f"largest: {of}{early * bool(self.large_cut_short)}"
 
     def searched_for(self, examples: int, left_out: int) -> None:
         self.examples += examples
         self.left_out += left_out
+
+    @property
+    def _large(self) -> str:
+        return "wide mixes" if self.kind == "engine" else "large histories"
 
     @property
     def cut_short(self) -> str:
@@ -161,17 +192,34 @@ class TargetCoverage:
         paths = [self._row("path", name, twin) for name, twin in self.paths.items()]
         return paths + [self._row("condition", name, "") for name in self.conditions]
 
-    def still_missing(self, since: Mapping[str, int]) -> list[str | None]:
-        """Name the paths reached too rarely since ``since`` was counted; None is for conditions."""
-        if not settings.current().require_paths:
+    def short(self, since: Mapping[str, int]) -> list[str]:
+        """Name what was reached too rarely since ``since`` was counted."""
+        names = (*self.paths, *self.conditions)
+        return [name for name in names if self.counts[name] - since.get(name, 0) < REQUIRED_TIMES]
+
+    def still_missing(self, since: Mapping[str, int], tries: int = 0) -> list[str | None]:
+        """Name the paths that need another turn; None is for conditions.
+
+        All that are short do at first. After ``tries`` further examples, what was reached does,
+        since examples can begin with what reached it, and what was not, until that is a fact,
+        if the profile has enough examples for one.
+        """
+        asked = settings.current()
+        if not asked.require_paths or tries > _MOST_TIMES_THE_EXAMPLES * asked.examples:
             return []
+        short = {name for name in self.short(since) if not tries or self._goes_on(name)}
+        paths = [name for name in asked.part.share_of([*self.paths]) if name in short]
+        for_conditions = [None] if short.intersection(self.conditions) else []
+        return [*paths, *asked.part.share_of(for_conditions)]
 
-        def short(name: str) -> bool:
-            return self.counts[name] - since.get(name, 0) < REQUIRED_TIMES
+    def _goes_on(self, name: str) -> bool:
+        """Return True where what is short needs more than its turns."""
+        to_a_fact = _MOST_TIMES_THE_EXAMPLES * settings.current().examples >= ENOUGH_TRIES
+        return bool(self.counts[name]) or (to_a_fact and self._may_be_luck(name))
 
-        part = settings.current().part
-        for_conditions = [None] if any(map(short, self.conditions)) else []
-        return [*filter(short, part.share_of([*self.paths])), *part.share_of(for_conditions)]
+    def _may_be_luck(self, name: str) -> bool:
+        """Return True where too few examples could reach something for it to be never reached."""
+        return self.tried[name] < ENOUGH_TRIES and not self.large[name]
 
     def _row(self, kind: str, name: str, twin: str) -> Reached:
         times = self.counts[name]
@@ -179,10 +227,12 @@ class TargetCoverage:
             verdict = "see failures"
         elif not self.searched:
             verdict = "not searched"
-        elif times < REQUIRED_TIMES:
-            verdict = "NOT REACHED"
-        else:
+        elif times >= REQUIRED_TIMES:
             verdict = "equal" if kind == "path" else "met"
+        elif times or self._may_be_luck(name) or self.large[name]:
+            verdict = RARELY
+        else:
+            verdict = NEVER
         return Reached(kind, name, twin, times, verdict)
 
     def problems(self, *, require_paths: bool) -> list[str]:
@@ -191,17 +241,50 @@ class TargetCoverage:
             return []
         if not self.histories:
             return ["its search ran no history: a check that did not run is no pass"]
-        problems = []
-        early = f"; {self.cut_short}" if self.left_out else ""
-        for row in self.rows():
-            if require_paths and row.verdict == "NOT REACHED":
-                reached = f"reached {some(row.times, 'time')}"
-                problems.append(
-                    f"{row.kind} {row.name!r} was {reached if row.times else 'never reached'} and "
-                    f"must be {REQUIRED_TIMES} times: a check that did not run is no pass{early}"
-                    f"{self._meant(row)}"
-                )
-        return problems
+        if not require_paths:
+            return []
+        return [
+            f"{row.kind} {row.name!r} was never reached, by none of {self._tries(row.name)}: "
+            f"a check that did not run is no pass{self._early()}{self._meant(row)}"
+            for row in self.rows()
+            if row.verdict == NEVER
+        ]
+
+    def warnings(self) -> list[str]:
+        """Say what was reached too rarely, where that may be luck, and what to do about it."""
+        asked = settings.current()
+        if self.failed or not (self.searched and self.histories and asked.require_paths):
+            return []
+        return [
+            f"{row.kind} {row.name!r} was {self._how_rarely(row)}: {self._remedy(row)}"
+            f"{self._early()}{self._meant(row)}"
+            for row in self.rows()
+            if row.verdict == RARELY
+        ]
+
+    def _tries(self, name: str) -> str:
+        return f"{self.tried[name]} {self.searches} that could reach it"
+
+    def _how_rarely(self, row: Reached) -> str:
+        if row.times:
+            by = f" by {self._tries(row.name)}" if self.tried[row.name] else ""
+            return f"reached {some(row.times, 'time')}{by}, and should be {REQUIRED_TIMES} times"
+        if large := self.large[row.name]:
+            return f"reached by {self._large} alone, {some(large, 'time')}"
+        return f"not reached by {self._tries(row.name)}, too few for a verdict ({ENOUGH_TRIES})"
+
+    def _remedy(self, row: Reached) -> str:
+        """Say how to have it reached more often."""
+        harder = f"search harder: {settings.harder_than(settings.current().profile)}"
+        if row.kind == "condition" or row.name in self.aimed:
+            return harder
+        return (
+            "no runs_with says what it needs, so switches cannot be aimed; make that a switch of "
+            f"option_choices (a smaller least batch, say) and name it in runs_with, or {harder}"
+        )
+
+    def _early(self) -> str:
+        return f"; {self.cut_short}" if self.left_out else ""
 
     def _meant(self, row: Reached) -> str:
         """Ask whether a condition that was never met is one that the harness counts, misspelt."""
@@ -219,7 +302,8 @@ class TargetCoverage:
         self.counts.update(seen["counts"])
         for name, met in seen["together"].items():
             self.together[name].update(met)
-        self.checked.update(seen["checked"])
+        for name in ("checked", "tried", "large"):
+            getattr(self, name).update(seen[name])
         self.called.update(seen["called"])
         self.note_largest(seen["largest"])
         for name in ("histories", "seconds", "compiled", "large_cut_short"):
@@ -258,6 +342,7 @@ class Coverage:
                 [*adapter.required, *(each for each in adapter.optional if each in offered)],
                 [each for each in adapter.optional if each not in offered],
                 "engine" if issubclass(adapter, EngineAdapter) else "cache",
+                [name for name, path in adapter.paths.items() if path.runs_with],
                 self._called[name],
             )
         return self._targets[name]
@@ -285,7 +370,7 @@ class Coverage:
 
     def add(self, data: Mapping[str, Any]) -> None:
         for name, seen in data.items():
-            names = ("paths", "conditions", "tested", "not_offered", "kind")
+            names = ("paths", "conditions", "tested", "not_offered", "kind", "aimed")
             declared = (seen[each] for each in names)
             self._targets.setdefault(name, TargetCoverage(*declared)).add(seen)
 
@@ -335,12 +420,40 @@ def in_turns(adapter: type[Adapter], examples: int, of_a_turn: int) -> Iterator[
 
 
 def turns_again(
-    still_missing: Callable[[], Iterable[str | None]], of_a_turn: int, ends: float
+    still_missing: Callable[[int], Iterable[str | None]], of_a_turn: int, ends: float
 ) -> Iterator[_Turn]:
     """Yield further searches, aimed at what is still missing, until nothing is or time is over.
 
-    Bad luck with the examples is no verdict. What so many more do not reach, none will.
+    ``still_missing`` is told how many examples each had once all had their turns, and 0 before.
     """
-    for turn in range(_TURNS_AGAIN):
-        for aim in still_missing() if monotonic() < ends else ():
+    for turn in count():
+        tries = of_a_turn * turn if turn >= _TURNS_AGAIN else 0
+        aims = [*still_missing(tries)]
+        if not aims:
+            return
+        for aim in aims:
+            if monotonic() > ends:
+                return
             yield aim, f"again {turn}", of_a_turn
+
+
+class Preludes(Generic[_Example]):
+    """The first examples of one search that reached each path and condition: others begin so."""
+
+    def __init__(self, short: Callable[[], Iterable[str]], paths: Iterable[str]) -> None:
+        self._short = short
+        """Names what was reached too rarely so far."""
+        self._paths = frozenset(paths)
+        self._kept: defaultdict[str, list[_Example]] = defaultdict(list)
+
+    def note(self, counted: Iterable[str], example: Callable[[], _Example]) -> None:
+        """Keep an example that reached what was counted, where more are kept."""
+        for name in counted:
+            if len(kept := self._kept[name]) < _MOST_PRELUDES:
+                kept.append(example())
+
+    def of(self, aim: str | None) -> tuple[_Example, ...]:
+        """Return what reached ``aim`` while it is reached too rarely; None is for conditions."""
+        short = [name for name in self._short() if name in self._kept]
+        names = [name for name in short if name == aim or (aim is None and name not in self._paths)]
+        return tuple(example for name in names for example in self._kept[name])

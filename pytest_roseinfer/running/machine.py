@@ -78,6 +78,8 @@ class Machine:
         self.payload = Payload(spec, history.finite, tolerance)
         self.last = not history.operations
         """Whether no step comes after this one."""
+        self.step_number = 0
+        """The number of the present step among those of the history, from 1 on."""
         self.done: list[Operation] = []
         self.refused: dict[int, str] = {}
         """Why the cache had to refuse steps, by their numbers."""
@@ -126,12 +128,16 @@ class Machine:
         if found := left_by_bad_calls(self, partial(Machine, type(self.adapter), attends=False)):
             self.fail(found[0], also=words_of_others(found))
 
+    def history_so_far(self) -> History:
+        """Return the history up to the present step."""
+        return replace(self.history, operations=self.history.operations[: self.step_number])
+
     def _possible_operations(self) -> Iterator[Operation]:
         """List what can be done. How much was found, and so is copied, this run alone knows."""
         finds = "begin_with" in self.can
         operations = self.history.operations
         for number, operation in enumerate(operations, 1):
-            self.last = number == len(operations)
+            self.step_number, self.last = number, number == len(operations)
             step = operation.fitted(self.oracle) if finds else operation
             if step.possible(self.oracle) or not self.shares_prefixes:
                 yield step

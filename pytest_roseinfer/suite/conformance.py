@@ -14,6 +14,7 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.validate import refuse_mistakes
 from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.coverage import Preludes
 from pytest_roseinfer.running.machine import Machine
 from pytest_roseinfer.search.reproduce import CHECKS
 from pytest_roseinfer.suite.large_history_search import LargeHistories
@@ -42,24 +43,31 @@ class ConformanceTests(ShippedTests):
 
         def check(history: History) -> None:
             machine = Machine(self.adapter, history)
+            target.note_tried(self.adapter, history.spec.options)
+            reached = set[str]()
             try:
                 for counted in machine.steps():
                     target.note(counted)
+                    preludes.note(counted.keys() - reached, machine.history_so_far)
+                    reached.update(counted)
                     target.note_sizes(machine.done[-1], machine.oracle)
             finally:
                 target.checked.update(machine.checked)
             target.histories += 1
 
-        missing = partial(target.still_missing, since=Counter(target.counts))
+        since = Counter(target.counts)
+        preludes = Preludes["History"](partial(target.short, since), target.paths)
         asked = settings.current()
         ends = asked.search_ends()
         for aim, turn, due in coverage.in_turns(self.adapter, asked.examples, _EXAMPLES_OF_A_TURN):
-            left_out = self._search(check, "run_history", due, ends, aim, turn)
+            left_out = self._search(check, "run_history", due, ends, aim, turn, preludes)
             target.searched_for(due, left_out)
         # Behind the drawn ones, which show most bugs smaller.
         LargeHistories(self.adapter).run(ends)
-        for aim, turn, due in coverage.turns_again(missing, _EXAMPLES_OF_A_TURN, ends):
-            self._search(check, "run_history", due, ends, aim, turn)
+        missing = partial(target.still_missing, since)
+        again = coverage.turns_again(missing, _EXAMPLES_OF_A_TURN, ends)
+        for at, (aim, turn, due) in enumerate(again):
+            self._search(check, "run_history", due, ends, aim, turn, preludes, few_kinds=at % 3 > 0)
 
     def test_permuting_a_batch_permutes_the_result(self) -> None:
         self._compare("check_permuted", share=0.1)
@@ -96,6 +104,9 @@ class ConformanceTests(ShippedTests):
         ends: float,
         aim: str | None = None,
         turn: str = "0",
+        preludes: Preludes[History] | None = None,
+        *,
+        few_kinds: bool = False,
     ) -> int:
         """Check histories; return how many were left out, since they would begin after ``ends``."""
         from pytest_roseinfer.cases.strategies import histories
@@ -106,7 +117,14 @@ class ConformanceTests(ShippedTests):
         return search(
             self.adapter,
             check,
-            histories(self.adapter, most_steps=asked.steps, device=asked.device, aim=aim),
+            histories(
+                self.adapter,
+                most_steps=asked.steps,
+                device=asked.device,
+                aim=aim,
+                preludes=preludes.of(aim) if preludes else (),
+                few_kinds=few_kinds,
+            ),
             examples=examples,
             replayed_by=replayed_by,
             salt=f"{aim} {turn}",

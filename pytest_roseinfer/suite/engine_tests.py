@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 from pytest_roseinfer import settings
 from pytest_roseinfer.engines.run import MixRun, failing_on, run_forks
 from pytest_roseinfer.running import coverage
+from pytest_roseinfer.running.coverage import Preludes
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
 from pytest_roseinfer.suite.wide_mix_search import WideMixes
 
@@ -43,14 +44,17 @@ class EngineTests(ShippedTests):
         target = coverage.current().of(self.adapter)
         target.searched = True
         examples = round(settings.current().examples * _SHARE)
-        missing = partial(target.still_missing, since=Counter(target.counts))
+        since = Counter(target.counts)
+        preludes = Preludes["RequestMix"](partial(target.short, since), target.paths)
         ends = settings.current().search_ends()
         for aim, turn, due in coverage.in_turns(self.adapter, examples, _EXAMPLES_OF_A_TURN):
-            target.searched_for(due, self._search("run_mix", due, aim, turn, ends=ends))
+            left_out = self._search("run_mix", due, aim, turn, ends=ends, preludes=preludes)
+            target.searched_for(due, left_out)
         # Behind the drawn ones, which show most bugs smaller.
         WideMixes(self.adapter).run(ends)
+        missing = partial(target.still_missing, since)
         for aim, turn, due in coverage.turns_again(missing, _EXAMPLES_OF_A_TURN, ends):
-            self._search("run_mix", due, aim, turn, ends=ends)
+            self._search("run_mix", due, aim, turn, ends=ends, preludes=preludes)
             if self.adapter.defines("forked"):  # which may be all that takes this path
                 self._search("run_forks", 2, aim, turn, ends=ends)
 
@@ -95,6 +99,7 @@ class EngineTests(ShippedTests):
         *,
         drawn: SearchStrategy[RequestMix] | None = None,
         ends: float,
+        preludes: Preludes[RequestMix] | None = None,
     ) -> int:
         """Check mixes as ``drawn``, else small ones; return how many ``ends`` left out."""
         from pytest_roseinfer.engines.strategies import request_mixes
@@ -105,11 +110,21 @@ class EngineTests(ShippedTests):
         if drawn is None:
             share = self.adapter.paths[aim].share if aim else 1
             steps = max(_LEAST_STEPS, round(asked.steps * share))
-            drawn = request_mixes(self.adapter, most_steps=steps, device=asked.device, aim=aim)
+            drawn = request_mixes(
+                self.adapter,
+                most_steps=steps,
+                device=asked.device,
+                aim=aim,
+                preludes=preludes.of(aim) if preludes else (),
+            )
 
         def attempt(mix: RequestMix) -> None:
             forks = replayed_by == "run_forks"
-            target.note(run_forks(self.adapter, mix) if forks else self._served(mix))
+            counted = run_forks(self.adapter, mix) if forks else self._served(mix)
+            target.note(counted)
+            target.note_tried(self.adapter, mix.options)
+            if preludes:
+                preludes.note(counted, lambda: mix)
             target.histories += 1
 
         return search(

@@ -31,7 +31,8 @@ class LargeHistories(LargeSearch[History]):
     def steps(self, example: History) -> Iterator[None]:
         machine = self._begun(example)
         try:
-            for _ in machine.steps():
+            for counted in machine.steps():
+                self.target.large.update(counted)
                 self.target.note_sizes(machine.done[-1], machine.oracle)
                 yield
         finally:

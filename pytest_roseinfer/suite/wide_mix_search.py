@@ -32,7 +32,7 @@ class WideMixes(LargeSearch[RequestMix]):
             for _ in run.steps():
                 self.target.note_largest(run.largest)
                 yield
-            run.finish()
+            self.target.large.update(run.finish())
 
     def hint(self) -> str:
         return (

@@ -105,6 +105,11 @@ class Project:
         lines = done.stdout.splitlines(), done.stderr.splitlines()
         return pytest.RunResult(done.returncode, *lines, seconds)
 
+    def judge_after(self, tries: int) -> None:
+        """Let so few examples decide that something is never reached, in a conftest.py."""
+        enough = f"coverage.ENOUGH_TRIES = {tries}"
+        self.write(conftest=f"from pytest_roseinfer.running import coverage\n\n{enough}\n")
+
     def saved(self, suffix: str) -> Path:
         """Return the trace, or script, of the only failure."""
         (file,) = (self.path / ".roseinfer").glob(f"*{suffix}")

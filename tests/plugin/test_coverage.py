@@ -5,17 +5,23 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
 from pytest_roseinfer import CacheSpec, FastPath, settings
 from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.coverage import REQUIRED_TIMES, Coverage, TargetCoverage
+from pytest_roseinfer.running.coverage import (
+    ENOUGH_TRIES,
+    REQUIRED_TIMES,
+    Coverage,
+    TargetCoverage,
+)
 from tests.plugin.caches.list_cache import ListCache
+from tests.plugin.fresh_run import fresh_run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tests.plugin.conftest import Project
 
@@ -34,6 +40,7 @@ def reached(**counts: int) -> TargetCoverage:
     target = TargetCoverage({"fast": "slow", "faster": "slow"}, ["rare"], searched=True)
     target.counts.update(counts)
     target.histories = 10
+    target.tried.update(dict.fromkeys((*target.paths, *target.conditions), ENOUGH_TRIES))
     return target
 
 
@@ -42,16 +49,86 @@ def test_a_path_without_a_share_is_a_mistake() -> None:
         FastPath("slow", share=0)
 
 
-def test_too_few_times_is_a_problem_by_name() -> None:
+@pytest.fixture
+def dev() -> Iterator[None]:
+    """Have the settings of a run without options."""
+    with fresh_run(settings.Settings()):
+        yield
+
+
+@pytest.mark.usefixtures("dev")
+def test_what_enough_histories_never_reached_is_a_problem_by_name() -> None:
     target = reached(fast=REQUIRED_TIMES, faster=REQUIRED_TIMES - 1)
     assert target.problems(require_paths=True) == [
-        "path 'faster' was reached 2 times and must be 3 times: a check that did not run is no "
-        "pass",
-        "condition 'rare' was never reached and must be 3 times: a check that did not run is no "
-        "pass",
+        f"condition 'rare' was never reached, by none of {ENOUGH_TRIES} histories that could reach "
+        "it: a check that did not run is no pass"
     ]
-    assert [row.verdict for row in target.rows()] == ["equal", "NOT REACHED", "NOT REACHED"]
+    assert [row.verdict for row in target.rows()] == ["equal", "too rarely", "NOT REACHED"]
     assert target.problems(require_paths=False) == []
+
+
+@pytest.mark.usefixtures("dev")
+def test_what_was_reached_too_rarely_is_a_warning_with_its_remedy() -> None:
+    target = reached(fast=REQUIRED_TIMES - 1)
+    target.aimed = ["faster"]
+    target.tried.update(faster=-1, rare=-ENOUGH_TRIES + 70)
+    target.large["rare"] = 4
+    assert target.problems(require_paths=True) == []
+    assert target.warnings() == [
+        f"path 'fast' was reached 2 times by {ENOUGH_TRIES} histories that could reach it, and "
+        "should be 3 times: no runs_with says what it needs, so switches cannot be aimed; make "
+        "that a switch of option_choices (a smaller least batch, say) and name it in runs_with, or "
+        "search harder: --roseinfer-profile=ci",
+        f"path 'faster' was not reached by {ENOUGH_TRIES - 1} histories that could reach it, too "
+        f"few for a verdict ({ENOUGH_TRIES}): search harder: --roseinfer-profile=ci",
+        "condition 'rare' was reached by large histories alone, 4 times: search harder: "
+        "--roseinfer-profile=ci",
+    ]
+    target.large["faster"], target.tried["faster"] = 1, 10 * ENOUGH_TRIES
+    assert target.problems(require_paths=True) == []  # however many small ones did not
+
+
+@pytest.mark.parametrize(
+    ("profile", "harder"),
+    [
+        ("dev", "--roseinfer-profile=ci"),
+        ("ci", "--roseinfer-profile=nightly"),
+        ("nightly", "more --roseinfer-examples"),
+    ],
+)
+def test_each_profile_names_what_searches_harder(profile: str, harder: str) -> None:
+    with fresh_run(settings.Settings(profile=profile)):
+        (fast, *_) = reached(fast=1).warnings()
+    assert fast.endswith(f"or search harder: {harder}")
+
+
+def test_nothing_is_warned_of_where_nothing_is_required() -> None:
+    with fresh_run(settings.Settings(require_paths=False)):
+        assert reached(fast=1).warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "tried"),
+    [
+        ({"fused": True, "wide": False}, {"plain", "wide_off", "rare"}),
+        ({"fused": False, "wide": False}, {"plain", "wide_off", "unfused", "rare"}),
+        ({"fused": False, "wide": True}, {"plain", "unfused", "rare"}),
+    ],
+)
+def test_an_example_counts_for_what_its_switches_allow(
+    options: dict[str, bool], tried: set[str]
+) -> None:
+    class Switched(ListCache):
+        paths: ClassVar[Mapping[str, FastPath]] = {
+            "plain": FastPath("slow"),
+            "wide_off": FastPath("slow", never_with=[{"wide": True}]),
+            "unfused": FastPath("slow", runs_with=[{"fused": False}]),
+            "on_a_gpu": FastPath("slow", device="cuda"),
+        }
+
+    target = TargetCoverage(dict.fromkeys(Switched.paths, "slow"), ["rare"])
+    target.note_tried(Switched, options)
+    assert {*target.tried} == tried
 
 
 def test_what_was_not_searched_is_not_judged() -> None:
@@ -97,12 +174,14 @@ def test_workers_add_up() -> None:
     assert (target.histories, target.searched, target.failed) == (20, True, False)
     assert target.counts == {"fast": 3, "rare": 4}
     assert target.checks == "read_back 8"
+    assert target.tried["faster"] == 2 * ENOUGH_TRIES
 
 
 @pytest.mark.takes_long
 def test_the_same_verdict_with_workers_as_without(project: Project) -> None:
     project.copy_caches()
     project.write(test_mine=TWO_CACHES)
+    project.judge_after(40)
     alone = project.pytest(*FEW)
     together = project.pytest(*FEW, "-n", "2")
     assert alone.ret == together.ret == pytest.ExitCode.TESTS_FAILED

@@ -84,7 +84,8 @@ class NeverSubmits(PagedCache):
 
 
 @pytest.mark.usefixtures("short_run")
-def test_a_queue_that_is_left_alone_fails_the_run() -> None:
+def test_a_queue_that_is_left_alone_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "ENOUGH_TRIES", 3)
     settings.set_current(settings.Settings(examples=3, seed=1, require_paths=False))
     conformance(NeverSubmits)().test_histories()
     problems = coverage.current().of(NeverSubmits).problems(require_paths=True)

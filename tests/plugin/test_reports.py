@@ -14,7 +14,7 @@ from pytest_roseinfer.environment import distribution_of
 from pytest_roseinfer.report.html import page
 from pytest_roseinfer.report.plot import plot
 from pytest_roseinfer.report.verdict import Verdict, verdict
-from pytest_roseinfer.running.coverage import Coverage, TargetCoverage
+from pytest_roseinfer.running.coverage import ENOUGH_TRIES, Coverage, TargetCoverage
 from pytest_roseinfer.settings import Settings
 
 if TYPE_CHECKING:
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
     from tests.plugin.conftest import Project
 
-NEVER = "path 'faster' was never reached and must be 3 times: a check that did not run is no pass"
+NEVER = (
+    f"path 'faster' was never reached, by none of {ENOUGH_TRIES} histories that could reach it: "
+    "a check that did not run is no pass"
+)
 
 
 def example() -> Verdict:
@@ -32,6 +35,7 @@ def example() -> Verdict:
         target.note({"fast": 1, "a<b": 2})
     target.note({"slow": 3, "rare": 1})
     target.histories, target.seconds = 41, 2.4
+    target.tried["faster"] = ENOUGH_TRIES
     seen = Coverage()
     seen._targets["mine.caches:Box<int>"] = target
     asked = Settings(seed=9)
@@ -120,12 +124,12 @@ def test_the_json_says_why_a_run_is_no_pass() -> None:
     (target,) = data["targets"]
     assert not data["passed"]
     assert target["problems"][0] == NEVER
-    assert "condition 'rare' was reached 1 time" in target["problems"][1]
+    assert "condition 'rare' was reached 1 time" in target["warnings"][0]
     assert [row["verdict"] for row in target["rows"]] == [
         "equal",
         "NOT REACHED",
         "met",
-        "NOT REACHED",
+        "too rarely",
     ]
 
 

@@ -167,7 +167,10 @@ def test_what_lookups_hash_collides_with_nothing() -> None:
 @pytest.mark.parametrize(
     ("cache", "missed"), [(broken_text_caches.NeverHashes, True), (HashedTextCache, False)]
 )
-def test_hashes_that_never_collide_fail_the_run(cache: type[KVCacheAdapter], missed: bool) -> None:
+def test_hashes_that_never_collide_fail_the_run(
+    cache: type[KVCacheAdapter], missed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coverage, "ENOUGH_TRIES", 20)
     settings.set_current(settings.Settings(examples=20, steps=12, seed=1))
     conformance(cache)().test_histories()
     problems = coverage.current().of(cache).problems(require_paths=True)

@@ -77,7 +77,7 @@ def search(adapter: type[ToyAdapter]) -> None:
 def test_an_engine_that_is_right_passes_and_the_largest_sizes_are_told() -> None:
     search(Wide)
     target = current().of(Wide)
-    assert target.sizes == "largest: 35 rows, 48 tokens"
+    assert target.sizes == "largest: 35 rows, 47 tokens"
     assert target.histories == 32  # those are the drawn ones
 
 

@@ -1,0 +1,217 @@
+"""Search caches and engines that are right: no run of them may be red.
+
+``python -m tests.others.right_caches --runs 30`` searches each with 30 seeds of the profile
+``dev``, and ends with status 1 if one was red. They are those of the docs, this project's own, and
+those of transformers and nano-vllm (``python -m tests.others.fetch nano-vllm``). Some declare
+conditions that the harness counts. The tutorial's paged cache comes with fast paths as well, of
+the kind that users write: no ``runs_with`` aims at them, and few histories reach them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from time import process_time
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+
+from pytest_roseinfer import FastPath, conformance, settings
+from pytest_roseinfer.adapters.load_target import load_target
+from pytest_roseinfer.adapters.names.condition_names import OWN_CONDITIONS
+from pytest_roseinfer.running import coverage
+from tests.others.fetch import FOLDER
+from tests.plugin.first_minutes import paged_kv
+from tests.plugin.first_minutes.printed import adapter_of_paged_kv, blocks, list_cache, page
+from tests.plugin.fresh_run import fresh_run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import torch
+
+    from pytest_roseinfer.adapters.base import Adapter
+    from pytest_roseinfer.adapters.cache import CacheSpec
+
+_OF_TRANSFORMERS = ("last_position", "name_used_again")
+
+
+def _printed(code: str, name: str, **modules: ModuleType) -> type[Any]:
+    """Return a class of a listing of the docs."""
+    there = ModuleType(f"docs_{name}")
+    with patch.dict(sys.modules, {**modules, there.__name__: there}):
+        exec(code, vars(there))
+    found: type[Any] = vars(there)[name]
+    return found
+
+
+def _meeting(adapter: type[Any], *conditions: str) -> type[Any]:
+    """Return an adapter that declares these conditions too."""
+    declared = dict.fromkeys((*adapter.conditions, *conditions))
+    return type(adapter.__name__, (adapter,), {"conditions": tuple(declared)})
+
+
+def _paged() -> type[Any]:
+    return _printed(adapter_of_paged_kv(), "Paged", paged_kv=paged_kv)
+
+
+def with_fast_path(least_rows: int, block_sizes: Sequence[int]) -> type[Any]:
+    """Return the tutorial's paged cache with one write for rows that all begin another block.
+
+    That takes at least so many rows, all of sequences that hold tokens.
+    """
+
+    class FastPaged(_paged()):  # type: ignore[misc]
+        paths: Mapping[str, FastPath] = {"new_blocks": FastPath(equals="row_by_row")}
+        conditions = OWN_CONDITIONS
+
+        def make(self, spec: CacheSpec) -> None:
+            super().make(spec)
+            self.counts = Counter[str]()
+
+        def path_counts(self) -> Mapping[str, int]:
+            return self.counts
+
+        def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+            cache = self.cache
+            held = [self.seqs[seq] for seq in seqs if seq in self.seqs and self.seqs[seq].length]
+            begin = len(held) == len(seqs) and all(not each.length % cache.size for each in held)
+            if not begin or len(seqs) < least_rows:
+                super().append(seqs, key, value)
+                self.counts["row_by_row"] += 1
+                return
+            if len(held) > len(cache.spare):
+                raise paged_kv.NoBlocks
+            for each in held:
+                each.blocks.append(cache._take())
+                each.length += 1
+            new = [each.blocks[-1] for each in held]
+            cache.k[:, new, 0] = key.to(cache.k.dtype)
+            cache.v[:, new, 0] = value.to(cache.v.dtype)
+            self.counts["new_blocks"] += 1
+
+    FastPaged.block_sizes = tuple(block_sizes)
+    return FastPaged
+
+
+def _how_to_engine() -> type[Any]:
+    section = page("how-to.md").partition("### Test a whole engine\n")[2].partition("\n## ")[0]
+    return _printed(blocks(section, language="python")[0], "MyEngine")
+
+
+def _tutorial_engine() -> type[Any]:
+    code = "\n\n\n".join(blocks(page("tutorial-engine.md"), language="python"))
+    return _printed(code, "MyEngine")
+
+
+def _shipped(name: str, *conditions: str) -> type[Any]:
+    return _meeting(load_target(f"pytest_roseinfer.targets.{name}"), *conditions)
+
+
+def _nano_vllm() -> type[Any]:
+    there = str(FOLDER / "nano-vllm")
+    if there not in sys.path:
+        sys.path.insert(0, there)
+    own = _shipped("others.nano_vllm:NanoVllmAdapter", "name_used_again")
+    # That it forgets a text which stays is known, and no matter of chance.
+    own.match_finds = "some"
+    return own
+
+
+RIGHT: Mapping[str, Callable[[], type[Any]]] = {
+    "tutorial: list": lambda: _meeting(_printed(list_cache(), "ListCache"), "last_position"),
+    "tutorial: paged": lambda: _meeting(_paged(), *OWN_CONDITIONS),
+    "tutorial: engine": _tutorial_engine,
+    "how-to: engine": _how_to_engine,
+    "transformers: DynamicCache": partial(
+        _shipped, "dynamic_cache:DynamicCacheAdapter", *_OF_TRANSFORMERS
+    ),
+    "transformers: PagedAttentionCache": partial(
+        _shipped, "paged_attention_cache:PagedAttentionCacheAdapter", *OWN_CONDITIONS
+    ),
+    "transformers: forks": partial(
+        _shipped, "forked_paged_attention_cache:ForkedPagedAttentionCacheAdapter", *OWN_CONDITIONS
+    ),
+    "nano-vllm: BlockManager": _nano_vllm,
+    "roseinfer: PerLayerManager": partial(_shipped, "roseinfer_kv:PerLayerManager"),
+    "roseinfer: GroupedManager": partial(_shipped, "roseinfer_kv:GroupedManager"),
+    "roseinfer: WindowedManager": partial(_shipped, "roseinfer_windows:WindowedManager"),
+    "fast path, of few": partial(with_fast_path, 4, (2, 3, 4, 5, 8, 16)),
+    "fast path, of hardly any": partial(with_fast_path, 5, (4, 5, 8, 16)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The verdict of one run."""
+
+    red: Sequence[str]
+    warned: Sequence[str]
+    fewest: str
+    """What was reached the fewest times."""
+    examples: int
+    seconds: float
+    """Processor time."""
+
+
+def run(adapter: type[Adapter], seed: int) -> Outcome:
+    """Run the shipped tests of one target as ``dev`` does."""
+    began, red = process_time(), []
+    with fresh_run(settings.Settings(seed=seed)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tests = conformance(adapter)()
+        for name in tests.shipped():
+            try:
+                getattr(tests, name)()
+            except pytest.skip.Exception:
+                continue
+            except Exception as failure:
+                red.append(f"{name}: {failure}".partition("\n")[0])
+        (target,) = coverage.current().targets.values()
+        red += target.problems(require_paths=True)
+        fewest = min(target.rows(), key=lambda row: row.times, default=None)
+        rarest = f"{fewest.name} {fewest.times}" if fewest else "nothing declared"
+        examples = target.histories
+        warned = target.warnings()
+    return Outcome(red, warned, rarest, examples, process_time() - began)
+
+
+def runs(names: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, int, Outcome]]:
+    """Run each target whose name begins as one of ``names``, or each that is there."""
+    for name, make in RIGHT.items():
+        if names and not any(map(name.startswith, names)):
+            continue
+        if name.startswith("nano-vllm") and not (FOLDER / "nano-vllm").exists():
+            continue
+        adapter = make()
+        for seed in seeds:
+            yield name, seed, run(adapter, seed)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="how a target's name begins")
+    parser.add_argument("--runs", type=int, default=30, help="seeds for each (default: 30)")
+    parser.add_argument("--seed", type=int, default=0, help="the first of them (default: 0)")
+    asked = parser.parse_args(arguments)
+    settings.choose_kernel_runtime()
+    done, red = 0, 0
+    for name, seed, outcome in runs(asked.names, range(asked.seed, asked.seed + asked.runs)):
+        done, red = done + 1, red + bool(outcome.red)
+        word = "red" if outcome.red else "warned" if outcome.warned else "green"
+        what = f"{outcome.examples} examples, fewest: {outcome.fewest}, {outcome.seconds:.1f} s"
+        print(f"{name}, seed {seed}: {word} ({what})", flush=True)
+        for line in (*outcome.red, *outcome.warned):
+            print(f"  {line}", flush=True)
+    print(f"{done} runs, {red} of them red")
+    return int(red > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

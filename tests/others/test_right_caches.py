@@ -1,0 +1,29 @@
+"""A right cache is not red, however rarely its histories take its fast path."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_roseinfer.running import coverage
+from tests.others import right_caches
+
+SHORT = {"tutorial: list": 2, "tutorial: engine": 2, "fast path, of hardly any": 2}
+
+
+@pytest.mark.parametrize(("name", "runs"), SHORT.items())
+def test_a_short_part_of_them_is_never_red(name: str, runs: int) -> None:
+    adapter = right_caches.RIGHT[name]()
+    assert [right_caches.run(adapter, seed).red for seed in range(runs)] == [[]] * runs
+
+
+def test_a_red_run_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    never = right_caches.with_fast_path(100, (4, 5))
+    monkeypatch.setattr(right_caches, "RIGHT", {"never": lambda: never})
+    monkeypatch.setattr(coverage, "ENOUGH_TRIES", 100)
+    assert right_caches.main(["--runs", "1", "nev"]) == 1
+    said = capsys.readouterr().out
+    assert "never, seed 0: red (" in said
+    assert "path 'new_blocks' was never reached, by none of 1" in said
+    assert said.endswith("1 runs, 1 of them red\n")
