@@ -438,7 +438,7 @@ def turns_again(
 
 
 class Preludes(Generic[_Example]):
-    """The first examples of one search that reached each path and condition: others begin so."""
+    """The first examples of a search that reached each path and condition; others begin so."""
 
     def __init__(self, short: Callable[[], Iterable[str]], paths: Iterable[str]) -> None:
         self._short = short

@@ -84,7 +84,10 @@ class Speculation:
                 step.spare -= blocks
 
     def _leave_slot(self, request: Request) -> int:
-        """Return how many blocks the request's next token takes that it had been given early."""
+        """Take the request out of its slot, and return how many blocks its next token takes more.
+
+        A block that it was given early is given up with the slot.
+        """
         session = request.session
         had_room = session.stored < session.room
         self._runner.give_up_slot(request)

@@ -23,7 +23,7 @@ _STEP_FUEL = 100_000
 few may take as long if each is as long as a pattern: 0.6 s where that has 24,000 characters."""
 _LONGEST_REASON = 500
 _SHOWN_LINES = re.compile(r"\n +\d+ \| ")
-"""What begins the lines of a grammar in an error, which whoever asked may not have written so."""
+"""Beginning of a grammar's lines in an error, left out: clients may write it otherwise."""
 _SAMPLE = 'aé好😀 {"b": [10,\n2]}'
 """Where only one text can come next, it is cut into tokens by the tokenizer itself."""
 _NO_TOKEN = "NoExtensionBias"

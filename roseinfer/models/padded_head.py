@@ -28,7 +28,7 @@ class PaddedHead(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The head's own outputs, for kernels that take a model which ran on its modules before."""
+        """Weight without the padding, as fused kernels take it."""
         return self._weight[: self._outputs]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Who is let in, and how much they may send: host names, a key, and a limit for bodies."""
+"""Checks before a request is served: host names, the API key, and limits of bodies."""
 
 from __future__ import annotations
 

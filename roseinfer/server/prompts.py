@@ -225,7 +225,7 @@ class Prompts:
 
 
 class _Overdue(BaseException):
-    """What ends a call that takes too long. Templates catch exceptions, and not this."""
+    """Ends a call that takes too long. Templates catch Exception, which this is none of."""
 
 
 def _within(seconds: float, call: Callable[[], Result]) -> Result:
@@ -268,7 +268,7 @@ class _Reader:
         return self._calls.unfinished_tasks > 0
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
-        """Return what will have the result of a call, which can be cancelled."""
+        """Queue a call and return its future, which can be cancelled."""
         done: Future[Result] = Future()
         self._open.add(done)
         done.add_done_callback(self._open.discard)
@@ -278,7 +278,7 @@ class _Reader:
         return done
 
     def stop(self) -> None:
-        """Have all calls fail that somebody waits for. Any thread may call this."""
+        """Fail every call that has a waiter. Any thread may call this."""
         self._stopped = True
         for done in [*self._open]:
             with suppress(InvalidStateError):
