@@ -12,6 +12,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from zipfile import ZipFile
 
 FOLDER = Path(__file__).parents[2] / ".others"
 
@@ -24,6 +26,8 @@ class Origin:
     """A commit; or the release of a wheel, which has the project's name."""
     wheels: tuple[str, ...] = ()
     """What it imports that this project has not; all come without their own dependencies."""
+    python_only: bool = False
+    """Unpack the Python files and the metadata of its own wheel alone: its kernels are large."""
 
 
 PROJECTS = {
@@ -43,6 +47,7 @@ PROJECTS = {
     ),
     "vllm": Origin(
         revision="0.33.0",
+        python_only=True,
         wheels=(
             *("aiohappyeyeballs", "aiohttp", "aiosignal", "apache-tvm-ffi", "attrs", "cachetools"),
             *("cbor2", "certifi", "charset_normalizer", "cloudpickle", "fastapi", "frozenlist"),
@@ -67,9 +72,20 @@ def fetch(name: str, source: str | None = None, release: str | None = None) -> P
     else:
         wheels = (f"{name}=={revision}", *wheels)
         more = ("--find-links", source) if source else ()
-    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *more)
-    _run(*pip, "--target", str(folder), *wheels)
+    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *more)
+    with TemporaryDirectory() as there:
+        _run(*pip, "--only-binary", ":all:", "--dest", there, *wheels)
+        for wheel in Path(there).iterdir():
+            own = wheel.name.startswith(f"{name}-")
+            _unpack(wheel, folder, python_only=own and project.python_only)
     return folder
+
+
+def _unpack(wheel: Path, folder: Path, *, python_only: bool) -> None:
+    with ZipFile(wheel) as packed:
+        for file in packed.namelist():
+            if not python_only or file.endswith(".py") or ".dist-info/" in file:
+                packed.extract(file, folder)
 
 
 def _run(*command: str) -> None:
