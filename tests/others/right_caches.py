@@ -1,10 +1,11 @@
 """Search caches and engines that are right: no run of them may be red.
 
 ``python -m tests.others.right_caches --runs 30`` searches each with 30 seeds of the profile
-``dev``, and ends with status 1 if one was red. They are those of the docs, this project's own, and
-those of transformers and nano-vllm (``python -m tests.others.fetch nano-vllm``). Some declare
-conditions that the harness counts. The tutorial's paged cache comes with fast paths as well, of
-the kind that users write: no ``runs_with`` aims at them, and few histories reach them.
+``dev``, and ends with status 1 if one was red. They are those of the docs, this project's own,
+those of transformers, and those of nano-vllm and vLLM where ``python -m tests.others.fetch`` has
+fetched them. Some declare conditions that the harness counts. The tutorial's paged cache comes with
+fast paths as well, of the kind that users write: no ``runs_with`` aims at them, and few histories
+reach them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pytest_roseinfer import FastPath, conformance, settings
 from pytest_roseinfer.adapters.load_target import load_target
 from pytest_roseinfer.adapters.names.condition_names import OWN_CONDITIONS
 from pytest_roseinfer.running import coverage
-from tests.others.fetch import FOLDER
+from tests.others.fetch import FOLDER, PROJECTS
 from tests.plugin.first_minutes import paged_kv
 from tests.plugin.first_minutes.printed import adapter_of_paged_kv, blocks, list_cache, page
 from tests.plugin.fresh_run import fresh_run
@@ -114,11 +115,15 @@ def _shipped(name: str, *conditions: str) -> type[Any]:
     return _meeting(load_target(f"pytest_roseinfer.targets.{name}"), *conditions)
 
 
-def _nano_vllm() -> type[Any]:
-    there = str(FOLDER / "nano-vllm")
+def _fetched(project: str, name: str, *conditions: str) -> type[Any]:
+    there = str(FOLDER / project)
     if there not in sys.path:
         sys.path.insert(0, there)
-    own = _shipped("others.nano_vllm:NanoVllmAdapter", "name_used_again")
+    return _shipped(f"others.{name}", *conditions)
+
+
+def _nano_vllm() -> type[Any]:
+    own = _fetched("nano-vllm", "nano_vllm:NanoVllmAdapter", "name_used_again")
     # That it forgets a text which stays is known, and no matter of chance.
     own.match_finds = "some"
     return own
@@ -144,6 +149,8 @@ RIGHT: Mapping[str, Callable[[], type[Any]]] = {
     "roseinfer: WindowedManager": partial(_shipped, "roseinfer_windows:WindowedManager"),
     "fast path, of few": partial(with_fast_path, 4, (2, 3, 4, 5, 8, 16)),
     "fast path, of hardly any": partial(with_fast_path, 5, (4, 5, 8, 16)),
+    "vllm: KVCacheManager": partial(_fetched, "vllm", "vllm_kv:VllmAdapter", *OWN_CONDITIONS),
+    "vllm: windows": partial(_fetched, "vllm", "vllm_windows:WindowsVllmAdapter", *OWN_CONDITIONS),
 }
 
 
@@ -187,7 +194,8 @@ def runs(names: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, int,
     for name, make in RIGHT.items():
         if names and not any(map(name.startswith, names)):
             continue
-        if name.startswith("nano-vllm") and not (FOLDER / "nano-vllm").exists():
+        project = name.partition(":")[0]
+        if project in PROJECTS and not (FOLDER / project).exists():
             continue
         adapter = make()
         for seed in seeds:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from pytest_roseinfer.running import coverage
 from tests.others import right_caches
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SHORT = {"tutorial: list": 2, "tutorial: engine": 2, "fast path, of hardly any": 2}
 
@@ -27,3 +32,8 @@ def test_a_red_run_is_told(
     assert "never, seed 0: red (" in said
     assert "path 'new_blocks' was never reached, by none of 1" in said
     assert said.endswith("1 runs, 1 of them red\n")
+
+
+def test_what_was_not_fetched_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(right_caches, "FOLDER", tmp_path)
+    assert not list(right_caches.runs(["nano-vllm", "vllm"], [0]))
