@@ -6,7 +6,6 @@ Taking sources and not files, it can be handed one that breaks a rule and be see
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -76,48 +75,6 @@ class Import:
     """Dotted name, an imported name included: ``roseinfer.kv.plan.AppendPlan``."""
     line: int
     at_runtime: bool
-
-
-MOST_FILES = 16
-
-
-def crowded(paths: Iterable[str]) -> dict[str, int]:
-    """Return the folders that hold more modules than fit into a room, and how many they hold."""
-    held = Counter(PurePath(path).parent.as_posix() for path in paths)
-    return {folder: number for folder, number in held.items() if number > MOST_FILES}
-
-
-SHIPPED_ADAPTERS = "pytest_roseinfer/targets/"
-SHORT = 120
-
-
-def long_adapters(sources: Mapping[str, str]) -> dict[str, int]:
-    """Return the files of shipped adapters that are not short, and how many lines they have.
-
-    What makes an adapter long is what the harness lacks.
-    """
-    lines = {path: len(text.splitlines()) for path, text in sources.items()}
-    return {
-        path: number
-        for path, number in lines.items()
-        if path.startswith(SHIPPED_ADAPTERS) and number >= SHORT
-    }
-
-
-TWINS = {"append", "engine", "paths", "strategies"}
-"""The names that two files have by design: docs/architecture.md says which two sides they are."""
-
-
-def named_alike(paths: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names that several modules have, those of twins apart, and these modules."""
-    named: dict[str, list[str]] = {}
-    for path in paths:
-        named.setdefault(PurePath(path).stem, []).append(path)
-    return {
-        name: found
-        for name, found in named.items()
-        if not name.startswith("__") and len(found) > (2 if name in TWINS else 1)
-    }
 
 
 def missing_rooms(paths: Iterable[str]) -> set[str]:

@@ -9,15 +9,9 @@ import pytest
 
 import roseinfer
 from tests.layers import (
-    MOST_FILES,
-    SHIPPED_ADAPTERS,
-    SHORT,
     TORCH_FREE,
     circles,
-    crowded,
-    long_adapters,
     missing_rooms,
-    named_alike,
     violations,
 )
 from tests.python_process import ROOT, run_python
@@ -35,41 +29,6 @@ def sources(*packages: str) -> dict[str, str]:
 
 def test_no_import_goes_against_the_layers() -> None:
     assert violations(sources("roseinfer", "pytest_roseinfer"), PUBLIC) == []
-
-
-def test_no_folder_holds_more_files_than_one_can_take_in() -> None:
-    assert crowded(sources("roseinfer", "pytest_roseinfer")) == {}
-
-
-def test_a_crowded_folder_is_found() -> None:
-    """Files of the folders within it do not count, and its ``__init__`` does."""
-    room = [f"roseinfer/kv/{number}.py" for number in range(MOST_FILES - 1)]
-    room += ["roseinfer/kv/__init__.py", "roseinfer/kv/inner/__init__.py"]
-    assert crowded(room) == {}
-    assert crowded([*room, "roseinfer/kv/more.py"]) == {"roseinfer/kv": MOST_FILES + 1}
-
-
-def test_every_shipped_adapter_is_short() -> None:
-    assert long_adapters(sources("pytest_roseinfer")) == {}
-
-
-def test_a_long_adapter_is_found() -> None:
-    short, long = f"{SHIPPED_ADAPTERS}others/short.py", f"{SHIPPED_ADAPTERS}others/long.py"
-    elsewhere = "pytest_roseinfer/search/search.py"
-    files = {short: "\n" * (SHORT - 1), long: "\n" * SHORT, elsewhere: "\n" * SHORT}
-    assert long_adapters(files) == {long: SHORT}
-
-
-def test_no_name_stands_twice_but_those_of_twins() -> None:
-    assert named_alike(sources("roseinfer", "pytest_roseinfer")) == {}
-
-
-def test_a_name_that_stands_twice_is_found() -> None:
-    twins = ["roseinfer/engine/engine.py", "pytest_roseinfer/adapters/engine.py"]
-    alike = ["roseinfer/kv/pool.py", "roseinfer/engine/pool.py"]
-    assert named_alike([*twins, *alike]) == {"pool": alike}
-    third = "roseinfer/kv/engine.py"
-    assert named_alike([*twins, third]) == {"engine": [*twins, third]}
 
 
 def test_every_layer_is_there() -> None:

@@ -21,44 +21,9 @@ STORE_ONE = ("kv/storage.py", "write_scalar")
 RESIDENT_STORE = ("attention/reference.py", "append_and_attend_reference")
 STEP = ("llm.py", "_step")
 
-DECIDE = ["llm.py", "engine/engine.py", "engine/scheduler.py", "engine/request.py", "kv/manager.py"]
-PROMPT = [
-    "llm.py",
-    "engine/engine.py",
-    "engine/scheduler.py",
-    "engine/request.py",
-    "models/shape.py",
-    "engine/request_room.py",
-    "engine/runner.py",
-    "kv/manager.py",
-    "engine/prefix_cache.py",
-    "attention/reference.py",
-    "kv/storage.py",
-    "models/causal.py",
-    "kv/plan.py",
-    "kv/pool.py",
-]
-"""22 files before the road was shortened."""
-DECODED = [
-    *DECIDE,
-    "engine/runner.py",
-    "attention/reference.py",
-    "kv/storage.py",
-    "models/causal.py",
-    "kv/plan.py",
-]
-"""19 before."""
-RESIDENT = [
-    *DECIDE,
-    "engine/runner.py",
-    "decode/resident.py",
-    "decode/slots.py",
-    "decode/row_steps.py",
-    "decode/slot_rows.py",
-    "attention/reference.py",
-    "models/causal.py",
-]
-"""16 before."""
+MOST_FROM_A_PROMPT = 14
+MOST_FROM_A_STEP = {False: 10, True: 12}
+"""By whether the sequences are resident."""
 
 
 def road(call: Callable[[], object], begin: Place, times: int, end: Place) -> list[str]:
@@ -102,13 +67,10 @@ def generating(resident: bool) -> Callable[[], object]:
 @pytest.mark.parametrize("resident", [False, True])
 def test_from_a_prompt_to_its_stored_keys(resident: bool) -> None:
     files = road(generating(resident), ("llm.py", "generate"), 1, STORE)
-    assert files == PROMPT
-    assert len(files) == 14
+    assert len(files) <= MOST_FROM_A_PROMPT, files
 
 
-@pytest.mark.parametrize(
-    ("resident", "end", "files"), [(False, STORE_ONE, DECODED), (True, RESIDENT_STORE, RESIDENT)]
-)
-def test_from_a_step_to_the_stored_token(resident: bool, end: Place, files: list[str]) -> None:
-    assert road(generating(resident), STEP, 3, end) == files
-    assert len(files) == 10 + 2 * resident
+@pytest.mark.parametrize(("resident", "end"), [(False, STORE_ONE), (True, RESIDENT_STORE)])
+def test_from_a_step_to_the_stored_token(resident: bool, end: Place) -> None:
+    files = road(generating(resident), STEP, 3, end)
+    assert len(files) <= MOST_FROM_A_STEP[resident], files

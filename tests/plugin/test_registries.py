@@ -1,16 +1,14 @@
-"""An operation, or an invariant, is one file that registers itself: nothing else knows of it."""
+"""An operation, or an invariant, that registers itself is used: nothing else knows of it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 
-import pytest_roseinfer
 from pytest_roseinfer import CacheSpec, Divergence, History, run_history
 from pytest_roseinfer.cases.operations.operation import OPERATIONS, Move, Operation, register
 from pytest_roseinfer.cases.operations.writes.append import Append
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     from pytest_roseinfer.cases.operations.operation import Driven, Writer
     from pytest_roseinfer.findings.observation import Observation
 
-PLUGIN = Path(pytest_roseinfer.__path__[0])
-
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
@@ -37,15 +33,6 @@ def registered() -> Iterator[None]:
     OPERATIONS.clear()
     OPERATIONS.update(operations)
     INVARIANTS[:] = invariants
-
-
-@pytest.mark.parametrize(
-    ("folder", "contract", "registered"),
-    [("cases/operations", "operation", OPERATIONS), ("invariants", "invariant", INVARIANTS)],
-)
-def test_every_file_registers_one(folder: str, contract: str, registered: list[object]) -> None:
-    files = {file.stem for file in (PLUGIN / folder).rglob("*.py")} - {"__init__", contract}
-    assert len(files) == len(registered)
 
 
 def new_operation() -> type[Operation]:
