@@ -1,4 +1,4 @@
-"""Any server with OpenAI's API: what a request gets does not depend on who else is served."""
+"""An engine that is reached over HTTP, and the promises that its streams keep."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.endpoint.promises import broken_promise, goes_wrong, near_tie
-from pytest_roseinfer.endpoint.server import Server, ServerError, ServerGone
-from pytest_roseinfer.endpoint.text_stream import Streamed
+from pytest_roseinfer.endpoint.server import Server, ServerError, ServerGone, Streamed
 from pytest_roseinfer.plural import some
 from pytest_roseinfer.running.adapter_findings import FoundByAdapter
 
@@ -18,6 +16,74 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
+
+# What a text must have in common with the one that its request gets alone.
+
+
+_NEAR = 0.25
+"""Where the log-probabilities of the two likeliest tokens lie nearer, rounding may choose the
+other: between two logits of a dozen, in bfloat16, another batch moved the distance by 0.19."""
+_MOST = 400
+"""A longer text is not shown whole, but so many characters of it around where it parts."""
+_COUNTED = ("prompt_tokens", "completion_tokens")
+"""How much of a prompt was known before may differ."""
+
+
+def broken_promise(stream: Streamed, alone: Streamed) -> str:
+    """Say what is wrong with a stream that has ended; nothing is right."""
+    if stream.error:
+        return f"failed: {stream.error}, behind {_around(stream.text, len(stream.text))}"
+    at = _parted(stream.text, alone.text)
+    if at is not None:
+        if near_tie(alone, at):
+            return ""
+        got, right = _around(stream.text, at), _around(alone.text, at)
+        return f"parts at character {at} from what it gets alone: got {got}; alone it gets {right}"
+    if stream.finish_reason != alone.finish_reason:
+        return f"ended by {stream.finish_reason!r}; alone by {alone.finish_reason!r}"
+    counts = [(stream.usage.get(name), alone.usage.get(name)) for name in _COUNTED]
+    if any(found != right for found, right in counts):
+        return f"has the usage {stream.usage}; alone it has {alone.usage}"
+    if stream.usage and stream.usage["total_tokens"] != sum(found or 0 for found, _ in counts):
+        return f"has a usage that does not add up: {stream.usage}"
+    return ""
+
+
+def goes_wrong(begun: str, alone: Streamed) -> bool:
+    """Return True if a text that goes on is no longer what its request gets alone."""
+    at = _parted(begun, alone.text[: len(begun)])
+    return at is not None and not near_tie(alone, at)
+
+
+def _around(text: str, at: int) -> str:
+    if len(text) <= _MOST:
+        return repr(text)
+    begin = max(0, at - _MOST // 2)
+    shown = text[begin : begin + _MOST]
+    return f"{shown!r} (from character {begin} on, of {len(text)})"
+
+
+def _parted(found: str, right: str) -> int | None:
+    """Return the first character in which two texts differ; None if they are the same."""
+    if found == right:
+        return None
+    pairs = enumerate(zip(found, right, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(found), len(right)))
+
+
+def near_tie(alone: Streamed, at: int) -> bool:
+    """Return True if the token that has a character was nearly another one.
+
+    So it is with the token in front: two tokens may begin with the same characters.
+    """
+    begins, before = 0, float("inf")
+    for token, gap in zip(alone.tokens, alone.gaps, strict=True):
+        begins += len(token)
+        if begins > at:
+            return min(gap, before) < _NEAR
+        before = gap
+    return before < _NEAR
+
 
 _ANIMALS = """
 ant bee cat dog elk fox gnu hen ibex jay kid lark mole newt owl pig quail rat seal toad urial vole

@@ -1,36 +1,140 @@
-"""Runs a mix of requests and compares each with the same request served alone."""
+"""Serving a mix of requests, and comparing each completion with its slow twin."""
 
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from time import process_time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_roseinfer.adapters.answers.wrong import WrongAnswer
-from pytest_roseinfer.engines.answers import refuse_wrong_answers, require_forks
-from pytest_roseinfer.engines.asking import settle
-from pytest_roseinfer.engines.checks import (
+from pytest_roseinfer.adapters.mix import WiderSampling
+from pytest_roseinfer.engines.answers import (
+    refuse_wrong_answers,
+    require_forks,
+    stop_strings,
+    up_to_stop,
+)
+from pytest_roseinfer.engines.twins import (
     wrong_choice,
     wrong_logprob,
     wrong_prompt,
     wrong_text,
     wrong_top,
 )
-from pytest_roseinfer.engines.idle import Idle
-from pytest_roseinfer.engines.past import Past
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.adapter_findings import FoundByAdapter, StoppedAnswering
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_roseinfer.adapters.engine import EngineAdapter
     from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
+    from pytest_roseinfer.findings.timeline import Line, Timeline
+
+# Settles what a mix leaves open about a request, by what the slow twin gives for it.
+
+
+_SEEDS = 24
+"""So many are tried for one with which a text ends early."""
+
+
+def settle(
+    adapter: EngineAdapter, asked: Asked, mix: RequestMix
+) -> tuple[Sampling, list[int], tuple[str, ...]]:
+    """Return a request's parameters, the tokens it must get, and its stop strings."""
+    sampling = asked.sampling
+    expected = [*adapter.alone(asked.prompt, sampling, mix)]
+    for _ in range(_SEEDS if asked.ends_early else 0):
+        if 1 < len(expected) < sampling.max_new_tokens:
+            break
+        sampling = replace(sampling, seed=sampling.seed + 1)
+        expected = [*adapter.alone(asked.prompt, sampling, mix)]
+    if not (asked.stops and adapter.defines("pieces")):
+        return sampling, expected, ()
+    stops = stop_strings(asked, adapter.decoded(expected))
+    sampling = WiderSampling(**{**asdict(sampling), "stop": stops})
+    return sampling, up_to_stop(expected, stops, adapter.decoded), stops
+
+
+# Notices steps in which an engine had nothing to do but decode, and brought no token.
+
+
+@dataclass(slots=True)
+class Idle:
+    """How many steps in a row brought no token."""
+
+    steps: int = 0
+    _before: Mapping[int, int] = field(default_factory=dict)
+    """What was noted behind the last step."""
+
+    def note(self, now: Mapping[int, int]) -> None:
+        """Look at how many tokens each request that goes on has, if all are decoding."""
+        self.steps = self.steps + 1 if now and now == self._before else 0
+        self._before = now
+
+    def words(self) -> str:
+        """Return what is wrong with that."""
+        many = f"{self.steps} steps in a row" if self.steps > 1 else "a step"
+        return f"requests {[*self._before]} were decoding, and {many} brought none of them a token"
+
+
+# What became of a request before it went wrong, as far as its engine's adapter tells.
+
+
+_ENDINGS = {1: "st", 2: "nd", 3: "rd"}
+
+
+@dataclass(slots=True)
+class Past:
+    """What was seen of a request by now."""
+
+    stage: str = ""
+    """What it was at when it was last looked at."""
+    tokens: int = 0
+    """How many tokens it had then."""
+    preempted: int = 0
+    """How many times it was preempted."""
+    had: int = 0
+    """How many tokens it had when it was preempted last."""
+    cached: int = 0
+    """How many of its first tokens were found in the cache."""
+
+    def note(self, adapter: EngineAdapter, request: Any, tokens: int) -> None:
+        """Look at a request that went on and has so many tokens now."""
+        self.tokens = tokens
+        if adapter.defines("stage") and not adapter.ended(request):
+            before, self.stage = self.stage, adapter.stage(request)
+            if self.stage == "preempted" and before != "preempted":
+                self.preempted, self.had = self.preempted + 1, tokens
+        if adapter.defines("cached_tokens"):
+            self.cached = adapter.cached_tokens(request)
+
+    def words(self) -> str:
+        """Return what a failure of the request says behind what is wrong."""
+        said = ""
+        if self.cached:
+            first = "token was" if self.cached == 1 else f"{self.cached} tokens were"
+            said = f"; its first {first} found in the cache"
+        if self.preempted:
+            last = f" {self.preempted} times, last" if self.preempted > 1 else ""
+            when = f"after its {_ordinal(self.had)} token" if self.had else "before its first token"
+            said += f"; it was preempted{last} {when}{' and came back' * self._is_back()}"
+        return said
+
+    def _is_back(self) -> bool:
+        """Return True if it goes on again, or did: it got a token or is at something else."""
+        return self.tokens > self.had or self.stage != "preempted"
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if number % 100 in (11, 12, 13) else _ENDINGS.get(number % 10, "th")
+    return f"{number}{ending}"
+
 
 _SLACK = 20
 """An engine may take so many steps beyond one for every token of every request."""
@@ -356,3 +460,91 @@ def served_forks(engine: EngineAdapter, mix: RequestMix) -> Iterator[ServedFork]
         elif at is None and len(found) != len(expected):
             at = min(len(found), len(expected))
         yield ServedFork(expected, found, at)
+
+
+# Serves a mix of requests once more, and notes what becomes of each.
+
+
+def timeline_of(adapter: type[EngineAdapter], mix: RequestMix) -> Timeline:
+    """Return the timeline of a mix, up to where a request is served wrongly."""
+    run = MixRun(adapter, mix)
+    lines: list[Line] = [_line(at) for at in range(mix.size)]
+    step, ended = -1, False
+    with suppress(Exception):  # what is wrong was said by the run that found it
+        for step in run.steps():
+            _note(run, lines, step)
+        ended = True
+    if not ended:
+        step += 1
+        _note(run, lines, step)
+        if run.comparing:
+            lines[run.comparing.number]["wrong"] = True
+    for line, asked in zip(lines, run.settled().requests, strict=True):
+        line["words"] = adapter.request_in_words(asked)
+    return {"steps": step + 1, "requests": lines}
+
+
+def timeline_of_forks(adapter: type[EngineAdapter], mix: RequestMix) -> Timeline:
+    """Return how the forks of a mix's first prompt ended; its engine serves them in one call."""
+    lines: list[Line] = [
+        _line(at, f"fork {at} of request 0's prompt") for at in range(len(mix.requests))
+    ]
+    for line, fork in zip(lines, served_forks(adapter(), room_for_forks(mix)), strict=True):
+        line["stages"], line["tokens"] = ["arrived", "ended"], [0, len(fork.found)]
+        line["expected"], line["found"] = list(fork.expected), list(fork.found)
+        if fork.parted is not None:
+            line["parted"], line["parted_step"], line["wrong"] = fork.parted, 1, True
+    return {"steps": 2, "requests": lines}
+
+
+def _line(number: int, words: str = "") -> Line:
+    return {
+        "number": number,
+        "words": words,
+        "stages": [],
+        "tokens": [],
+        "expected": [],
+        "found": [],
+        "parted": None,
+        "parted_step": None,
+        "wrong": False,
+    }
+
+
+def _note(run: MixRun, lines: list[Line], step: int) -> None:
+    for line in lines:
+        line["stages"].append("")
+        line["tokens"].append(0)
+    for each in run.served:
+        line = lines[each.number]
+        found = list(run.adapter.tokens(each.request))
+        over = line["stages"][-2:-1]
+        line["stages"][-1] = _stage(run, each, first=not any(line["stages"]), had=len(found))
+        if over and over[0] in ("ended", "cancelled", "") and any(line["stages"][:-1]):
+            line["stages"][-1] = ""
+        line["tokens"][-1] = len(found)
+        line["expected"], line["found"] = list(each.expected), found
+        parted = _parted(each, found, ended=run.adapter.ended(each.request))
+        if parted is not None and line["parted"] is None:
+            line["parted"], line["parted_step"], line["wrong"] = parted, step, True
+
+
+def _stage(run: MixRun, each: Served, *, first: bool, had: int) -> str:
+    if run.adapter.ended(each.request):
+        return "cancelled" if each.cancelled else "ended"
+    if first:
+        return "arrived"
+    if run.adapter.defines("stage"):
+        return run.adapter.stage(each.request)
+    return "decoding" if had else "arrived"
+
+
+def _parted(each: Served, found: list[int], *, ended: bool) -> int | None:
+    """Return the first token that is not as alone; None while all are."""
+    if each.tied is not None:
+        return None
+    pairs = enumerate(zip(each.expected, found, strict=False))
+    if (at := next((at for at, (right, got) in pairs if right != got), None)) is not None:
+        return at
+    short = ended and not each.cancelled and len(found) < len(each.expected)
+    return min(len(found), len(each.expected)) if short or len(found) > len(each.expected) else None

@@ -1,26 +1,85 @@
-"""Hypothesis strategies for mixes of requests.
-
-Prompts are never drawn token by token: each begins with a part of a common text and goes on in
-one of a few ways, so that prefixes meet at every length.
-"""
+"""The strategies that draw mixes of requests, and the wide mixes that every engine gets."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
+from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling, WiderSampling
 from pytest_roseinfer.cases.strategies import switches
-from pytest_roseinfer.engines.common_text import common_text
-from pytest_roseinfer.engines.offered import as_offered
-from pytest_roseinfer.engines.wishes import HOTTEST, wishing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.adapters.engine import EngineAdapter
+
+__all__ = ["large_mixes", "prompts", "request_mixes", "samplings"]
+
+# The text that prompts are made of.
+
+
+def common_text(length: int, vocabulary: int, branch: int = 0) -> tuple[int, ...]:
+    """Return tokens that look like any others and are the same every time."""
+    return tuple((at * at * 7 + at * 3 + branch * 11 + 5) % vocabulary for at in range(length))
+
+
+# Takes out of a request what an engine does not offer.
+
+
+_LIKELIEST: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "repetition_penalty": 1.0,
+    "seed": 0,
+}
+
+
+def as_offered(adapter: type[EngineAdapter], asked: Asked) -> Asked:
+    """Return the request as this engine can be asked for it."""
+    if not adapter.defines("cancel"):
+        asked = replace(asked, cancelled_after=None)
+    if not adapter.takes_sampling:
+        asked = replace(asked, sampling=replace(asked.sampling, **_LIKELIEST), ends_early=False)
+    return asked
+
+
+# Draws what requests ask for beyond ``Sampling``, of an adapter that says it is offered.
+
+
+HOTTEST = 30.0
+"""The temperature at which unlikely tokens are drawn too, since nothing leaves them out."""
+_PENALTIES: tuple[dict[str, float], ...] = (
+    *({},) * 6,
+    {"presence_penalty": 2.0},
+    {"frequency_penalty": 1.0},
+    {"presence_penalty": -1.0, "frequency_penalty": 2.0},
+)
+_SPANS = st.tuples(st.integers(0, 12), st.integers(1, 4))
+
+
+def wishing(draw: st.DrawFn, adapter: type[EngineAdapter], asked: Asked) -> Asked:
+    """Add a min_p, penalties, log-probabilities and stop strings to some requests."""
+    if adapter.defines("pieces") and draw(st.sampled_from((False, False, False, True))):
+        asked = replace(asked, stops=tuple(draw(st.lists(_SPANS, min_size=1, max_size=2))))
+    wishes: dict[str, object] = {}
+    if adapter.takes_min_p and 0 < asked.sampling.temperature < HOTTEST:
+        wishes["min_p"] = draw(st.sampled_from((0.0, 0.05, 0.4)))
+    if adapter.defines("logprobs"):
+        wishes["logprobs"] = draw(st.sampled_from((False, False, False, True)))
+    if wishes.get("logprobs") and adapter.defines("top_logprobs"):
+        wishes["top_logprobs"] = draw(st.sampled_from((0, 1, 4, 20)))
+    if adapter.defines("prompt_logprobs"):
+        wishes["prompt_logprobs"] = draw(st.sampled_from((False,) * 7 + (True,)))
+    if adapter.takes_counted_penalties:
+        wishes |= draw(st.sampled_from(_PENALTIES))
+    if any(wishes.values()):
+        sampling = WiderSampling(**{**asdict(asked.sampling), **wishes})
+        asked = replace(asked, sampling=sampling)
+    return asked
+
 
 _LARGER_BLOCK_SIZES = (8, 4, 8, 3)
 """What still writes behind the end of a request has room to do so in the last of these."""
@@ -243,3 +302,68 @@ def large_mixes(
     block_size = draw(st.sampled_from(_LARGE_BLOCKS[:few]))
     room = max(needed) + draw(st.sampled_from((0, 1, sum(needed) // 2, sum(needed))))
     return RequestMix(asked, block_size, room, device, options)
+
+
+# The wide mixes that every engine gets: many requests at a time.
+#
+# Drawn ones have few, since many of them find more. But a batch has rows that only a wide one has.
+
+
+_WAVES = ((0, 9, 16), (2, 8, 14), (4, 18, 9))
+"""The step at which requests arrive, how many do, and the most tokens each gets: 9, 17 and 35 at a
+time, one or more beyond what a program often takes."""
+REQUESTS = sum(many for _, many, _ in _WAVES)
+_LONGEST = 11
+
+
+def wide_mix(adapter: type[EngineAdapter], options: Mapping[str, Any], device: str) -> RequestMix:
+    """Make requests of mixed lengths for an engine with these switches and room for all.
+
+    Every fourth goes on where the prompt of the one before it ends, and some are drawn or have a
+    penalty. They end one by one, so that those behind them move up.
+    """
+    asked: list[Asked] = []
+    for arrives, many, tokens in _WAVES:
+        for _ in range(many):
+            asked.append(_request(adapter, len(asked), arrives, tokens, asked))
+    asked = asked[: adapter.most_requests]
+    size = min(adapter.block_sizes, key=lambda each: abs(each - 4))
+    room = sum(each.most_tokens + size for each in asked)
+    return RequestMix(tuple(asked), size, room, device, options)
+
+
+def _request(
+    adapter: type[EngineAdapter], number: int, arrives: int, tokens: int, before: list[Asked]
+) -> Asked:
+    new = min(tokens - number % 3, adapter.most_tokens // 3)
+    longest = adapter.most_tokens - new
+    prompt = common_text(1 + number * 5 % _LONGEST, adapter.vocabulary, number)
+    if number % 4 == 1:
+        prompt = before[-1].prompt + prompt
+    sampling = Sampling(
+        new,
+        temperature=float(number % 5 == 3),
+        seed=number,
+        repetition_penalty=1.5 if number % 7 == 5 else 1.0,
+        ignore_eos=number % 6 != 2 or arrives < _WAVES[-1][0],
+    )
+    return as_offered(adapter, Asked(prompt[:longest], sampling, arrives))
+
+
+def wide_settings(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return settings that have every value of every switch, but of numbers the largest alone.
+
+    A batch is as wide as the least of its bounds. Switches with as many values as each other come
+    together in other ways the next time round.
+    """
+    wide = {
+        name: [max(values)] if all(type(value) is int for value in values) else values
+        for name, values in choices.items()
+    }
+    return [
+        {
+            name: values[(turn + at * (turn // len(values))) % len(values)]
+            for at, (name, values) in enumerate(wide.items())
+        }
+        for turn in range(max(map(len, wide.values()), default=1))
+    ]

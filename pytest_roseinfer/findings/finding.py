@@ -1,4 +1,4 @@
-"""A finding: what is wrong with a cache, and where."""
+"""A finding: its words, its location, and where a misplaced token lies."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pytest_roseinfer.cases.payload import as_bits, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
     from pytest_roseinfer.cases.payload import Contents
     from pytest_roseinfer.findings.observation import Observation, Pair
@@ -73,3 +75,16 @@ def find_change(
         contents = seen.payload.contents(*rows, layer, head, kind, sorted(seen.seen))
         return location_of_block(seen, layer, block, slot, contents), contents
     return None
+
+
+# Where a token lies that is not where it must be.
+
+
+def elsewhere(arena: Pair, layer: int, kind: str, head: int, missing: torch.Tensor) -> str:
+    """Say which slot of a layer holds what is missing; nothing if none does."""
+    held = arena["KV".index(kind)][layer]
+    places = (as_bits(held) == as_bits(missing.contiguous())).all(-1).nonzero().tolist()
+    for block, other, slot in places:
+        of_head = f", head {other}" if other != head else ""
+        return f"; the right one lies in block {block}, position {slot}{of_head}"
+    return ""

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_roseinfer.adapters.cache import CacheSpec
-    from pytest_roseinfer.gates.time.tpot import Tpot
-    from pytest_roseinfer.gates.work.costs import Costs
+    from pytest_roseinfer.gates.costs import Costs
+    from pytest_roseinfer.gates.tpot import Tpot
     from roseinfer import KVBlockManager, TinyGPT2
 
 
@@ -85,8 +85,8 @@ def roseinfer_costs(request: pytest.FixtureRequest) -> Iterator[Costs]:
     too if they are captured when the test has this fixture.
     """
     settings.choose_kernel_runtime()
-    from pytest_roseinfer.gates.work.costs import Costs
-    from pytest_roseinfer.gates.work.moved.captured_graphs import noting_captures
+    from pytest_roseinfer.gates.bytes_moved import noting_captures
+    from pytest_roseinfer.gates.costs import Costs
 
     with noting_captures():
         yield Costs(request.node, markers.arguments(request.node, markers.COSTS))
@@ -100,6 +100,6 @@ def roseinfer_tpot(request: pytest.FixtureRequest) -> Tpot:
     ``{"step": call_me, "tokens": 8}``. With ``--roseinfer-against REF``, both sides import it
     from their own tree and take turns; SLOWER fails. Without such an option the test is skipped.
     """
-    from pytest_roseinfer.gates.time.tpot import Tpot
+    from pytest_roseinfer.gates.tpot import Tpot
 
     return Tpot(request, markers.arguments(request.node, markers.TPOT))

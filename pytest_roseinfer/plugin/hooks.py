@@ -1,8 +1,4 @@
-"""The hooks of the pytest plugin; the modules they call do the work.
-
-The plugin is active in every pytest run of an environment that has it, so it imports nothing
-heavy: torch, triton, transformers and hypothesis are imported by what uses them.
-"""
+"""The hooks by which pytest runs this plugin."""
 
 from __future__ import annotations
 
@@ -11,6 +7,8 @@ import sys
 import traceback
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain, zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,11 +16,90 @@ import pytest
 from pytest_roseinfer import settings
 from pytest_roseinfer.gates import gate
 from pytest_roseinfer.plugin import markers, options
+from pytest_roseinfer.settings import Part
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
+    from types import TracebackType
 
     from pytest_roseinfer.running.coverage import Coverage
+
+# Leaves the harness's own frames out of the traceback of an error that an adapter raised.
+
+
+_HARNESS = Path(__file__).parents[1]
+_TARGETS = _HARNESS / "targets"
+
+
+def leave_out_the_harness(error: BaseException, adapter: type) -> None:
+    """Have an error's traceback begin where the harness called the adapter, if it did.
+
+    What else the harness was handling at that time, such as a failure that it makes smaller, is no
+    context of it.
+    """
+    files, first = _files_of(adapter), error.__traceback__
+    while first and _file(first) not in files:
+        first = first.tb_next
+    error.__traceback__ = first or error.__traceback__
+    while context := error.__context__:
+        if context.__traceback__ and _is_harness(Path(_file(context.__traceback__))):
+            error.__context__ = None
+            return
+        error = context
+
+
+def _file(trace: TracebackType) -> str:
+    return trace.tb_frame.f_code.co_filename
+
+
+def _files_of(adapter: type) -> set[str]:
+    """Find the files that an adapter and its bases are in, those of the harness left out."""
+    modules = (sys.modules.get(each.__module__) for each in adapter.__mro__)
+    files = {file for module in modules if (file := getattr(module, "__file__", None))}
+    return {file for file in files if not _is_harness(Path(file))}
+
+
+def _is_harness(file: Path) -> bool:
+    """Return True for all that is shipped but the targets, which are as a user's."""
+    return file.is_relative_to(_HARNESS) and not file.is_relative_to(_TARGETS)
+
+
+# Cuts long tests of ``conformance()`` up on a GPU, where several processes share them.
+#
+# There a search waits mostly for compilers and for the GPU's answers.
+
+
+_PARAMETER = "roseinfer_part"
+
+
+def cut_up(metafunc: pytest.Metafunc) -> None:
+    """Make a test of each part: ``test_histories[1of2]``."""
+    found: list[Part] = metafunc.cls.parts(metafunc.definition.originalname)
+    if len(found) > 1:
+        metafunc.fixturenames.append(_PARAMETER)  # no test of a user's takes it as an argument
+        metafunc.parametrize(_PARAMETER, found, ids=str)
+
+
+def long_beside_short(items: list[pytest.Item]) -> None:
+    """Order tests so that no process is handed two long ones while others have none.
+
+    A worker of pytest-xdist is told of its next test before it begins one, and keeps it.
+    """
+    at = [place for place, item in enumerate(items) if markers.is_shipped(item)]
+    shipped = [items[place] for place in at]
+    parts = [item for item in shipped if part_of(item).of > 1]
+    others = [item for item in shipped if part_of(item).of == 1]
+    pairs = chain.from_iterable(zip_longest(parts, others))
+    for place, item in zip(at, filter(None, pairs), strict=True):
+        items[place] = item
+
+
+def part_of(item: pytest.Item) -> Part:
+    """Return the part that a test is, which is the whole for most."""
+    call = getattr(item, "callspec", None)
+    part: Part = call.params.get(_PARAMETER, Part()) if call else Part()
+    return part
+
 
 _WORKER_ERROR = "roseinfer_usage_error"
 _OUTER = pytest.StashKey[tuple[settings.Settings, "Coverage | None"]]()
@@ -50,15 +127,15 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.set_current(asked)
     options.check_baselines(asked)
     if asked.costs_requested or asked.update_costs:
-        from pytest_roseinfer.gates.work.cost_gate import CostGate
+        from pytest_roseinfer.gates.costs import CostGate
 
         CostGate.of(config)
     if asked.timing.folder:
-        from pytest_roseinfer.gates.history.history_gate import HistoryGate
+        from pytest_roseinfer.gates.history import HistoryGate
 
         HistoryGate.of(config)
     if asked.timing.requested:
-        from pytest_roseinfer.gates.time.timing_gate import TimingGate
+        from pytest_roseinfer.gates.timing_gate import TimingGate
 
         with options.mistakes_are_usage_errors():
             TimingGate.of(config).require_other_side()
@@ -140,14 +217,14 @@ def pytest_make_collect_report(
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if settings.current().gpu and markers.is_shipped(metafunc.definition):
-        from pytest_roseinfer.plugin import parts
+        # merged
 
-        parts.cut_up(metafunc)
+        cut_up(metafunc)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     if settings.current().update_costs:
-        from pytest_roseinfer.gates.work.cost_gate import CostGate
+        from pytest_roseinfer.gates.costs import CostGate
 
         CostGate.of(item.config).note_collected(item)
 
@@ -165,9 +242,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not settings.current().gpu:
         markers.skip_without_gpu(items)
     elif hasattr(config, "workerinput"):
-        from pytest_roseinfer.plugin import parts
+        # merged
 
-        parts.long_beside_short(items)
+        long_beside_short(items)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -190,7 +267,7 @@ def _searching(item: pytest.Item) -> Iterator[None]:
 
     Last words go past pytest's capture.
     """
-    from pytest_roseinfer.plugin.parts import part_of
+    # merged
     from pytest_roseinfer.running.interpreter.remembering import remembering
     from pytest_roseinfer.running.watchdog import watching
 
@@ -216,7 +293,7 @@ def pytest_runtest_makereport(
     divergence = sys.modules.get("pytest_roseinfer.findings.divergence")
     if call.excinfo is None or divergence is None or item.config.getoption("fulltrace"):
         return (yield)
-    from pytest_roseinfer.plugin.own_frames import leave_out_the_harness
+    # merged
 
     failure = call.excinfo.value
     if markers.is_shipped(item) and isinstance(failure, Exception):  # pytest skips with others

@@ -1,4 +1,4 @@
-"""Command-line options, their twins in the ini file, and the settings they add up to."""
+"""The plugin's command line options, those about servers among them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, urlsplit
 
 import pytest
 
 from pytest_roseinfer import mistakes
 from pytest_roseinfer.settings import (
     ENDPOINT_TARGET,
+    POLITE_RATE,
     PROFILES,
+    RATE,
     SHIPPED_TARGETS,
     STEP_SECONDS,
+    Endpoint,
     Settings,
     Timing,
     choose_kernel_runtime,
@@ -29,7 +34,86 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pytest_roseinfer.search.trace import Allowed
-    from pytest_roseinfer.settings import Endpoint
+
+# The options about a server, and which servers are asked at all.
+
+
+def endpoint_of(
+    url: str | None, model: str | None, rate: float | None, *, anywhere: bool
+) -> Endpoint | None:
+    """Return the server that is to be tested; what makes no sense is a usage error."""
+    if url is None:
+        for name, given in {"model": model, "rate": rate, "endpoint-anywhere": anywhere}.items():
+            if given:
+                raise pytest.UsageError(
+                    f"--roseinfer-{name} is about a server: add --roseinfer-endpoint URL"
+                )
+        return None
+    if rate is not None and not 0 < rate < math.inf:
+        raise pytest.UsageError(f"--roseinfer-rate {rate:g}: it must be above 0")
+    parts = _parts(url)
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise pytest.UsageError(
+            "--roseinfer-endpoint is shown to whoever reads of this run: put no key into it, but "
+            "into ROSEINFER_API_KEY"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in _ROOTS:
+        raise pytest.UsageError(
+            f"--roseinfer-endpoint {url}: give an address such as http://127.0.0.1:8000"
+        )
+    here = _is_this_machine(parts.hostname)
+    if not (anywhere or here):
+        raise pytest.UsageError(
+            f"--roseinfer-endpoint {url} is another machine, which would get thousands of "
+            "requests: add --roseinfer-endpoint-anywhere if it is yours"
+        )
+    if rate is None:
+        rate = RATE if here else POLITE_RATE
+    return Endpoint(url, model or "", _key(), rate, anywhere)
+
+
+def require_server(endpoint: Endpoint) -> Endpoint:
+    """Return it with the model that it is asked for; refuse one that cannot be asked at all."""
+    from pytest_roseinfer.endpoint.server import Server, ServerError
+
+    try:
+        return replace(endpoint, model=Server(endpoint).model)
+    except ServerError as error:
+        raise pytest.UsageError(f"--roseinfer-endpoint {endpoint.url}: {error}") from None
+
+
+def _parts(url: str) -> SplitResult:
+    """Take an address apart. One that is none is not repeated: there may be a key in it."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port, (parts.hostname or "").encode("idna")  # which are looked at when asked for
+    except ValueError:
+        raise pytest.UsageError(
+            "--roseinfer-endpoint is no address: give one such as http://127.0.0.1:8000, whose "
+            "port is a number up to 65535"
+        ) from None
+    return parts
+
+
+def _key() -> str:
+    key = os.environ.get("ROSEINFER_API_KEY", "")
+    if not (key.isascii() and key.isprintable()):
+        raise pytest.UsageError(
+            "ROSEINFER_API_KEY holds a character that no key has, as a line break: leave it out"
+        )
+    return key
+
+
+_ROOTS = ("", "/", "/v1", "/v1/")
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified  # which leads to the loopback one
+
 
 _FLAG = {"action": "store_true"}
 _FILE = {"metavar": "FILE"}
@@ -201,7 +285,7 @@ def endpoint(config: pytest.Config) -> Endpoint | None:
     anywhere = _option(config, "endpoint-anywhere")
     if not (anywhere or any(value is not None for value in told.values())):
         return None
-    from pytest_roseinfer.plugin.endpoint_options import endpoint_of
+    # merged
 
     return endpoint_of(*told.values(), anywhere=anywhere)
 
@@ -241,8 +325,7 @@ def check_baselines(asked: Settings) -> None:
     files = [file for file in (asked.costs, asked.timing.tpot) if file]
     if not files:
         return
-    from pytest_roseinfer.gates.baselines import read_steps
-    from pytest_roseinfer.gates.gate import CannotCompare
+    from pytest_roseinfer.gates.gate import CannotCompare, read_steps
 
     for file in files:
         try:
@@ -280,7 +363,7 @@ def check_targets(config: pytest.Config, asked: Settings) -> None:
         for name in asked.targets:
             load_target(name)
         if asked.endpoint is not None:
-            from pytest_roseinfer.plugin.endpoint_options import require_server
+            # merged
 
             set_current(replace(asked, endpoint=require_server(asked.endpoint)))
     except TargetError as error:

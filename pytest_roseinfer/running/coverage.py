@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.names.condition_names import COUNTED
-from pytest_roseinfer.findings.found import add
+from pytest_roseinfer.findings.timeline import add
 from pytest_roseinfer.mistakes import did_you_mean
 from pytest_roseinfer.plural import some
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.adapters.mix import RequestMix
     from pytest_roseinfer.cases.history import History
     from pytest_roseinfer.cases.operations.operation import Operation
-    from pytest_roseinfer.findings.found import Found
+    from pytest_roseinfer.findings.timeline import Found
     from pytest_roseinfer.oracle.oracle import Oracle
 
 _REQUIRED_WITH = {"hash_collision": "use_hash", "calls_in_flight": "use_queue"}

@@ -28,10 +28,10 @@ def replay(file: str, allowed: Allowed) -> int:
     import torch
 
     from pytest_roseinfer.adapters.load_target import load_target
-    from pytest_roseinfer.engines.how_often import how_often
     from pytest_roseinfer.findings.divergence import Difference
     from pytest_roseinfer.running.watchdog import WATCHED
     from pytest_roseinfer.search.reproduce import CHECKS, example_of
+    from pytest_roseinfer.search.search import how_often
 
     if trace["check"] not in CHECKS:
         raise TraceError(f"{file} is no trace of this version: there is no check {trace['check']}")

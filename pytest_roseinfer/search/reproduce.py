@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pytest_roseinfer.adapters.base import Adapter
-    from pytest_roseinfer.findings.found import Found
+    from pytest_roseinfer.findings.timeline import Found
     from pytest_roseinfer.settings import Endpoint
 
 Example = History | RequestMix
@@ -72,7 +72,7 @@ _RUN = """\
 print("it ran through: nothing differed")\
 """
 _RUN_OFTEN = """\
-from pytest_roseinfer.engines.how_often import how_often
+from pytest_roseinfer.search.search import how_often
 
 often = how_often(lambda: {check}(Adapter, {kind.__name__}.from_json(EXAMPLE)), Adapter.replays)
 often.require_none()

@@ -1,13 +1,18 @@
-"""Looking for an example on which a check fails, and saving the one that was found."""
+"""A search: drawn examples, the failing one made as small as it goes, and its report."""
 
 from __future__ import annotations
 
 import gc
+import json
+import os
 import warnings
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
+from pathlib import Path
 from time import monotonic, process_time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from hypothesis import HealthCheck, Phase, given
@@ -19,26 +24,240 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.mix import RequestMix
 from pytest_roseinfer.cases.history import History
-from pytest_roseinfer.engines.how_often import how_often
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.adapter_findings import StoppedAnswering
 from pytest_roseinfer.running.metamorphic import ROOMY, roomy
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
-from pytest_roseinfer.search import gpu_context, recorder
-from pytest_roseinfer.search.compilations import compiled_so_far
+from pytest_roseinfer.search import recorder, reproduce
 from pytest_roseinfer.search.reproduce import CHECKS
-from pytest_roseinfer.search.smaller_histories import passes_of_histories
-from pytest_roseinfer.search.smaller_mixes import passes_of_mixes
-from pytest_roseinfer.search.smallest import SECONDS, Smallest
-from pytest_roseinfer.search.tried import kept
+from pytest_roseinfer.search.shrink import passes_of_histories, passes_of_mixes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from hypothesis.strategies import SearchStrategy
 
     from pytest_roseinfer.adapters.base import Adapter
+    from pytest_roseinfer.search.reproduce import Example
+
+# Makes an example on which a check fails as small as it goes, within a time.
+#
+# It tries smaller examples and keeps each on which the check still fails, until none does. It works
+# on the example itself, a history or a mix of requests, and not on the choices it was drawn by: a
+# choice means something else once one before it is gone.
+
+
+SHRINK_SECONDS = 20.0
+"""The time that making one example smaller may take."""
+_Case = TypeVar("_Case", bound="Example")
+
+
+@dataclass(slots=True)
+class Smallest(Generic[_Case]):
+    """The smallest example so far, and how the check failed on it."""
+
+    example: _Case
+    failure: Exception
+    check: Callable[[_Case], object]
+    ends: float = field(default_factory=lambda: monotonic() + SHRINK_SECONDS)
+    cut_short: bool = False
+    """The time was over before all that is smaller had been tried."""
+    _tried: set[str] = field(default_factory=set)
+
+    def shrink(self, passes: Sequence[Callable[[_Case], Iterator[_Case]]]) -> None:
+        """Try what the passes list, in turns, until nothing smaller fails or the time is over."""
+        before = None
+        while before != self.example and not self.cut_short:
+            before = self.example
+            for smaller in passes:
+                self._go_through(smaller)
+
+    def say_if_cut_short(self) -> None:
+        """Have a failure say that there may be a smaller example."""
+        if self.cut_short and isinstance(self.failure, Difference):
+            self.failure.added.append(
+                f"There may be a smaller one: making it smaller ended after {SHRINK_SECONDS:g} s."
+            )
+
+    def _go_through(self, smaller: Callable[[_Case], Iterator[_Case]]) -> None:
+        """Try what one pass lists; go on at the same place of the new list where one is kept."""
+        at: int | None = 0
+        while at is not None:
+            at = self._next_kept(smaller, at)
+
+    def _next_kept(self, smaller: Callable[[_Case], Iterator[_Case]], begin: int) -> int | None:
+        for at, candidate in enumerate(islice(smaller(self.example), begin, None), begin):
+            if self.cut_short:
+                return None
+            if self._still_fails(candidate):
+                return at
+        return None
+
+    def _still_fails(self, candidate: _Case) -> bool:
+        """Try an example unless it was tried before; keep it if the check fails in the same way."""
+        # Of a long history there are many that come to the same, and listing them takes long too.
+        self.cut_short = monotonic() > self.ends
+        text = json.dumps(candidate.to_json())
+        if self.cut_short or text in self._tried:
+            return False
+        self._tried.add(text)
+        try:
+            self.check(candidate)
+        except type(self.failure) as failure:
+            # Who raises an error has another mistake than who holds what is wrong. But an error may
+            # come of what was held, which a smaller example shows at once.
+            if type(failure.__cause__) not in (type(self.failure.__cause__), type(None)):
+                return False
+            # An error of a step that fits is worse than one where another is due.
+            if _without_room(failure) and not _without_room(self.failure):
+                return False
+            self.example, self.failure = candidate, failure
+            return True
+        except Exception:  # something else is wrong there
+            return False
+        return False
+
+
+def _without_room(failure: Exception) -> bool:
+    return isinstance(failure, Difference) and failure.without_room
+
+
+# Keeps the example that is tried in a file, so that it is there even where the process ends.
+
+
+@contextmanager
+def kept(
+    adapter: type[Adapter], check: Callable[[Any], object], name: str, folder: str
+) -> Iterator[Callable[[Any], object]]:
+    """Make a check that first saves its example, as a trace for the check called ``name``.
+
+    The file is gone afterwards, unless the process was ended in between.
+    """
+    path = Path(folder) / f"{adapter.__name__}-tried-by-{os.getpid()}.json"
+    try:
+        trace = reproduce.trace_of(adapter, name, folder)
+        beginning = json.dumps(trace)[:-1]
+        reproduce.make_folder(path.parent)
+        file = path.open("wb", buffering=0)
+    except (OSError, TypeError):  # what cannot be saved can be searched for all the same
+        yield check
+        return
+    longest = 0
+
+    def save_and_check(example: Any) -> object:
+        nonlocal longest
+        text = f'{beginning}, "example": {json.dumps(example.to_json())}}}'
+        longest = max(longest, len(text))
+        # Blanks write over the longer example before: to cut a file takes milliseconds.
+        os.pwrite(file.fileno(), text.ljust(longest).encode(), 0)
+        return check(example)
+
+    WATCHED.saved = reproduce.how_to_replay(path, trace["adapter"])
+    try:
+        yield save_and_check
+    finally:
+        WATCHED.saved = ""
+        file.close()
+        path.unlink(missing_ok=True)
+
+
+# Counts the kernels that Triton compiles: on a GPU a search waits mostly for these.
+
+
+class Compilations:
+    """A listener of Triton's compiler."""
+
+    def __init__(self, next_listener: Any = None) -> None:
+        self.count = 0
+        self._next = next_listener
+
+    def __call__(self, *, cache_hit: bool, **said: Any) -> None:
+        self.count += not cache_hit
+        if self._next is not None:
+            self._next(cache_hit=cache_hit, **said)
+
+
+def compiled_so_far() -> int:
+    """Return how many kernels this process has compiled; those read from a cache do not count."""
+    from triton import knobs
+
+    if not isinstance(knobs.compilation.listener, Compilations):
+        knobs.compilation.listener = Compilations(knobs.compilation.listener)
+    return knobs.compilation.listener.count
+
+
+# Notices that what was tested broke the GPU's context: after that, nothing works in a process.
+
+
+LOST = (
+    "It was not made smaller: the GPU's context is gone, and nothing in this process works any "
+    "more. CUDA says so late, so a step before may be to blame: replay it with "
+    "CUDA_LAUNCH_BLOCKING=1."
+)
+
+
+class GpuLostError(RuntimeError):
+    """An earlier test broke the GPU's context."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the GPU's context is gone since a test before failed: run this one in another process"
+        )
+
+
+def is_lost() -> bool:
+    """Ask a GPU that is in use whether it still does anything."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+# How often a check fails on one case, where that depends on more than what is done: on time, or
+# on how much was asked before.
+
+
+REPEAT_SECONDS = 60.0
+"""No try begins later than so long after the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class HowOften:
+    """What came of running one case several times."""
+
+    tried: int
+    failures: tuple[Difference, ...]
+
+    def words(self) -> str:
+        if self.failures:
+            return f"it differed in {len(self.failures)} of {self.tried}"
+        times = f" {self.tried} times" if self.tried > 1 else ""
+        return f"it ran through{times}: nothing differed"
+
+    def require_none(self) -> None:
+        """Raise the first failure, which says how many there were."""
+        for failure in self.failures[:1]:
+            if self.tried > 1:
+                failure.added.append(self.words())
+            raise failure
+
+
+def how_often(check: Callable[[], object], times: int, seconds: float = REPEAT_SECONDS) -> HowOften:
+    """Run a check so many times, or as often as there is time for; what is gone ends it."""
+    ends = monotonic() + seconds
+    tried, failures = 0, []
+    while tried < times and (not tried or monotonic() < ends):
+        tried += 1
+        try:
+            check()
+        except Difference as failure:
+            failures.append(failure)
+            if isinstance(failure.__cause__, StoppedAnswering):
+                break
+    return HowOften(tried, tuple(failures))
+
 
 _Example = TypeVar("_Example", "History", "RequestMix")
 _PASSES: dict[type, Callable[[type[Any]], Any]] = {
@@ -81,7 +300,7 @@ def search(
     if monotonic() > ends:
         return examples
     if _gpu_is_lost():
-        raise gpu_context.GpuLostError
+        raise GpuLostError
     tried: list[_Example] = []
     left_out = 0
     folder = settings.current().failures_dir
@@ -140,7 +359,7 @@ def _how_often(adapter: type[Adapter], example: History | RequestMix, check: str
     """Say how often an example fails when it is run again. What goes wrong then hides nothing."""
     again = _watched(partial(CHECKS[check], adapter))
     with suppress(Exception):
-        often = how_often(partial(again, example), adapter.replays, SECONDS)
+        often = how_often(partial(again, example), adapter.replays, SHRINK_SECONDS)
         return [f"Served again, {often.words()}."]
     return []
 
@@ -151,7 +370,7 @@ def _never_again(failure: Exception) -> str:
         return "It was not made smaller: every attempt would take as long."
     if isinstance(failure.__cause__, StoppedAnswering):
         return "Nothing else was tried, and the mix was not made smaller. Once it answers again,"
-    return gpu_context.LOST if _gpu_is_lost() else ""
+    return LOST if _gpu_is_lost() else ""
 
 
 def _ended(failure: Exception, why: str) -> _Ended:
@@ -162,7 +381,7 @@ def _ended(failure: Exception, why: str) -> _Ended:
 
 def _gpu_is_lost() -> bool:
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return in_use and gpu_context.is_lost()
+    return in_use and is_lost()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.coverage import Preludes
 from pytest_roseinfer.running.machine import Machine
 from pytest_roseinfer.search.reproduce import CHECKS
-from pytest_roseinfer.suite.large_history_search import LargeHistories
+from pytest_roseinfer.suite.large_search import LargeHistories
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
 
 if TYPE_CHECKING:

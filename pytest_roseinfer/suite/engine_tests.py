@@ -1,4 +1,4 @@
-"""The tests that every engine gets."""
+"""The test class that every engine gets, and its wide mixes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,51 @@ from time import monotonic
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from pytest_roseinfer import settings
+from pytest_roseinfer.adapters.mix import RequestMix
 from pytest_roseinfer.engines.run import MixRun, failing_on, run_forks
+from pytest_roseinfer.engines.strategies import REQUESTS, wide_mix, wide_settings
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.coverage import Preludes
+from pytest_roseinfer.suite.large_search import LargeSearch, for_paths
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
-from pytest_roseinfer.suite.wide_mix_search import WideMixes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from hypothesis.strategies import SearchStrategy
 
     from pytest_roseinfer.adapters.engine import EngineAdapter
-    from pytest_roseinfer.adapters.mix import RequestMix
+
+# Runs the wide mixes of one engine.
+
+
+class WideMixes(LargeSearch[RequestMix]):
+    """One mix for each setting that paths need, and some with all values of all switches."""
+
+    replayed_by = "run_mix"
+    seconds = 12.0
+    """Of roseinfer's own engine, most of them reach all of their requests in that."""
+
+    def examples(self) -> Iterator[RequestMix]:
+        wide = wide_settings(self.adapter.option_choices)
+        for options in for_paths(self.adapter, wide[0], wide):
+            yield wide_mix(self.adapter, options, settings.current().device)
+
+    def steps(self, example: RequestMix) -> Iterator[None]:
+        with failing_on(self.adapter, example):
+            run = MixRun(self.adapter, example)
+            for _ in run.steps():
+                self.target.note_largest(run.largest)
+                yield
+            self.target.large.update(run.finish())
+
+    def hint(self) -> str:
+        return (
+            f"This is a wide mix, of up to {REQUESTS} requests at a time. If "
+            f"{self.adapter.__name__} is not made for so many, state what it is made for: "
+            "most_requests."
+        )
+
 
 _SHARE = 1.6
 """So many mixes are drawn for each example of a profile: most take less time than a history."""

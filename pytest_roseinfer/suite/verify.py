@@ -110,7 +110,7 @@ def _search(args: argparse.Namespace) -> int:
     with interrupts_kill():
         import torch
 
-    from pytest_roseinfer.report.strength import Searched
+    from pytest_roseinfer.report.verdict import Searched
     from pytest_roseinfer.suite.workers import Workers, workers_for
 
     gpu = torch.cuda.is_available() and not args.cpu

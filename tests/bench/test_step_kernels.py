@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_roseinfer.gates.work.moved.byte_recorder import ByteRecorder
+from pytest_roseinfer.gates.bytes_moved import ByteRecorder
 from roseinfer import LLM, SamplingParams
 from roseinfer.bench import step_kernels
 from roseinfer.bench.step_kernels import (

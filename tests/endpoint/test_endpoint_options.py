@@ -13,8 +13,8 @@ import pytest
 
 from pytest_roseinfer.endpoint.server import Server, ServerError
 from pytest_roseinfer.environment import variables
-from pytest_roseinfer.plugin.endpoint_options import endpoint_of, require_server
-from pytest_roseinfer.report.strength import how_strong
+from pytest_roseinfer.plugin.options import endpoint_of, require_server
+from pytest_roseinfer.report.verdict import how_strong
 from pytest_roseinfer.settings import POLITE_RATE, PROFILES, RATE, Endpoint, Settings
 from tests.server.served import MODEL, running
 

@@ -20,12 +20,11 @@ from hypothesis.strategies import just
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
 from pytest_roseinfer.endpoint.served_engine import ServedEngine
-from pytest_roseinfer.engines.how_often import how_often
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running.adapter_findings import StoppedAnswering
 from pytest_roseinfer.search.reproduce import Saved, save
-from pytest_roseinfer.search.search import search
+from pytest_roseinfer.search.search import how_often, search
 from pytest_roseinfer.settings import RATE, Endpoint
 from tests.endpoint.planted_servers import now_and_then, stops_in_a_crowd
 from tests.server.served import running

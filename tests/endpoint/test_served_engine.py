@@ -15,10 +15,13 @@ from hypothesis.errors import FlakyFailure
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
-from pytest_roseinfer.endpoint.promises import broken_promise
-from pytest_roseinfer.endpoint.served_engine import BrokenPromise, ServedEngine, _text
-from pytest_roseinfer.endpoint.server import ServerError
-from pytest_roseinfer.endpoint.text_stream import Streamed
+from pytest_roseinfer.endpoint.served_engine import (
+    BrokenPromise,
+    ServedEngine,
+    _text,
+    broken_promise,
+)
+from pytest_roseinfer.endpoint.server import ServerError, Streamed
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.search.reproduce import save
 from pytest_roseinfer.settings import Endpoint

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from pytest_roseinfer.gates.work.measure_work import Step
+from pytest_roseinfer.gates.step_work import Step
 from roseinfer import LLM, SamplingParams
 from tests.engine.families import POSITIONS, VOCABULARY, scaled_up, tiny
 

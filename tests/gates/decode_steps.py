@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.gates.work.measure_work import Step
+from pytest_roseinfer.gates.step_work import Step
 from roseinfer import LLM, SamplingParams
 from tests.engine.families import greedy_step, tiny
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.gates.time.interval import Verdict
-from pytest_roseinfer.gates.time.paired import Comparison, Plan, compare
-from pytest_roseinfer.gates.time.worker_process import Side, WorkerProcess, cpus_for
+from pytest_roseinfer.gates.paired import Comparison, Plan, Verdict, compare
+from pytest_roseinfer.gates.worker_process import Side, WorkerProcess, cpus_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -6,14 +6,14 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.gates.time.paired import Plan
-from pytest_roseinfer.gates.time.paired import compare as compare_sides
-from pytest_roseinfer.gates.time.worker_process import Ready
+from pytest_roseinfer.gates.paired import Plan
+from pytest_roseinfer.gates.paired import compare as compare_sides
+from pytest_roseinfer.gates.worker_process import Ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_roseinfer.gates.time.paired import Comparison
+    from pytest_roseinfer.gates.paired import Comparison
 
 READY = Ready(tokens=4, floor_seconds=None, own_modules=("engine",), device="cpu", versions={})
 

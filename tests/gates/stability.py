@@ -13,8 +13,7 @@ import sys
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.gates.work.measure_work import measure_work
-from pytest_roseinfer.gates.work.python_calls import OwnCode
+from pytest_roseinfer.gates.step_work import OwnCode, measure_work
 from roseinfer import AppendPolicy
 from tests.gates.decode_steps import STEPS
 from tests.python_process import ROOT

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer.gates.gate import CannotCompare
-from pytest_roseinfer.gates.time.absolute import exceeded, measure_alone, update
-from pytest_roseinfer.gates.time.paired import Plan, Timings
+from pytest_roseinfer.gates.paired import Plan, Timings, exceeded, measure_alone, update
 from tests.gates.simulated import READY, SimulatedWorker, quiet
 
 if TYPE_CHECKING:

@@ -16,9 +16,7 @@ import triton
 import triton.language as tl
 
 from pytest_roseinfer.gates.gate import CannotCompare
-from pytest_roseinfer.gates.work.measure_work import Step, measure_work
-from pytest_roseinfer.gates.work.python_calls import OwnCode
-from pytest_roseinfer.gates.work.tensor_work import TensorWork
+from pytest_roseinfer.gates.step_work import OwnCode, Step, TensorWork, measure_work
 from roseinfer.kernels.runtime import is_interpreted
 from tests.python_process import run_python
 
@@ -278,7 +276,7 @@ def test_to_count_imports_no_compiler_of_torch() -> None:
 
         import torch
 
-        from pytest_roseinfer.gates.work.tensor_work import TensorWork
+        from pytest_roseinfer.gates.step_work import TensorWork
 
         work = TensorWork("cpu")
         work.count(lambda: torch.ones(2) + 1)

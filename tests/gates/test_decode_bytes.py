@@ -22,7 +22,7 @@ from tests.gates.byte_steps import (
 )
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.gates.work.costs import Costs
+    from pytest_roseinfer.gates.costs import Costs
     from tests.gates.byte_steps import ByteStep
 
 pytestmark = [

@@ -14,8 +14,8 @@ from roseinfer import AppendPolicy
 from tests.gates.decode_steps import STEPS
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.gates.work.costs import Costs
-    from pytest_roseinfer.gates.work.measure_work import Step
+    from pytest_roseinfer.gates.costs import Costs
+    from pytest_roseinfer.gates.step_work import Step
 
 pytestmark = [
     pytest.mark.roseinfer_costs(packages=["roseinfer"], keyed_by=["transformers"]),

@@ -13,7 +13,7 @@ import pytest
 from tests.gates.decode_target import decode
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.gates.time.tpot import Tpot
+    from pytest_roseinfer.gates.tpot import Tpot
 
 
 @pytest.mark.roseinfer_tpot(series_per_process=5, seconds=60)

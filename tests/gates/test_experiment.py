@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.gates.time.paired import Look, Plan
+from pytest_roseinfer.gates.paired import Look, Plan
 from tests.gates import experiment
 
 if TYPE_CHECKING:

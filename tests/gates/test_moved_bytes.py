@@ -12,17 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
-from pytest_roseinfer.gates.gate import CannotCompare
-from pytest_roseinfer.gates.work.measure_work import Step
-from pytest_roseinfer.gates.work.moved.byte_recorder import ByteRecorder
-from pytest_roseinfer.gates.work.moved.captured_graphs import (
+from pytest_roseinfer.gates.bytes_moved import (
     UNKNOWN,
+    ByteRecorder,
+    StepMemory,
     counting_replays,
+    measure_bytes,
     noting_captures,
 )
-from pytest_roseinfer.gates.work.moved.measure_bytes import measure_bytes
-from pytest_roseinfer.gates.work.moved.step_memory import StepMemory
-from pytest_roseinfer.gates.work.triton_launches import Launch, compiled_launches
+from pytest_roseinfer.gates.gate import CannotCompare
+from pytest_roseinfer.gates.step_work import Launch, Step, compiled_launches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -223,7 +222,7 @@ def graph(monkeypatch: pytest.MonkeyPatch) -> Graph:
         pytest.skip("real graphs are counted in test_decode_bytes.py")
     for name in ("capture_begin", "capture_end", "replay"):
         monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda _: None)
-    monkeypatch.setattr("pytest_roseinfer.gates.work.moved.captured_graphs.DEVICE_TYPE", "cpu")
+    monkeypatch.setattr("pytest_roseinfer.gates.bytes_moved.DEVICE_TYPE", "cpu")
     return Graph()
 
 

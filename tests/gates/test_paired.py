@@ -13,31 +13,29 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer.gates.gate import CannotCompare
-from pytest_roseinfer.gates.time.interval import (
+from pytest_roseinfer.gates.paired import (
     UNBOUNDED,
-    Interval,
-    Verdict,
-    median_interval,
-    verdict_of,
-)
-from pytest_roseinfer.gates.time.paired import (
     Comparison,
+    Interval,
     Look,
     Plan,
+    Progress,
     Timings,
+    Verdict,
+    median_interval,
     paired_ratio,
     so_far,
+    verdict_of,
 )
-from pytest_roseinfer.gates.time.paired import compare as compare_sides
-from pytest_roseinfer.gates.time.progress import Progress
-from pytest_roseinfer.gates.time.started_ahead import started_ahead
-from pytest_roseinfer.gates.time.timing_report import Timed
-from pytest_roseinfer.gates.time.worker_process import (
+from pytest_roseinfer.gates.paired import compare as compare_sides
+from pytest_roseinfer.gates.timing_report import Timed
+from pytest_roseinfer.gates.worker_process import (
     Ready,
     Side,
     WorkerProcess,
     cpus_for,
     pairs_side_by_side,
+    started_ahead,
 )
 from tests.gates.simulated import READY, Machine, SimulatedWorker, compare, pairs_of, quiet
 

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pytest_roseinfer.gates.work.measure_work import Step, measure_work
-from pytest_roseinfer.gates.work.python_calls import OwnCode
-from pytest_roseinfer.gates.work.step_work import judge
+from pytest_roseinfer.gates.step_work import OwnCode, Step, judge, measure_work
 from roseinfer import AppendPolicy
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kv import plan as planning
@@ -24,7 +22,7 @@ from tests.interpreted import interpreted
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_roseinfer.gates.work.step_work import StepWork
+    from pytest_roseinfer.gates.step_work import StepWork
     from roseinfer.kv.plan import AppendPlan
 
 TORCH = AppendPolicy(triton=False)

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pytest_roseinfer.gates.work.measure_work import Step
-from pytest_roseinfer.gates.work.moved.measure_bytes import measure_bytes
-from pytest_roseinfer.gates.work.moved.step_memory import StepMemory
-from pytest_roseinfer.gates.work.step_work import judge
+from pytest_roseinfer.gates.bytes_moved import StepMemory, measure_bytes
+from pytest_roseinfer.gates.step_work import Step, judge
 from pytest_roseinfer.running.interpreter.remembering import remembering
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kernels.products.linear import linear
@@ -24,7 +22,7 @@ from tests.interpreted import interpreted
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pytest_roseinfer.gates.work.moved.measure_bytes import StepBytes
+    from pytest_roseinfer.gates.bytes_moved import StepBytes
     from roseinfer.attention.backend import StepBatch
     from tests.gates.byte_steps import ByteStep
 

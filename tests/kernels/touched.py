@@ -9,12 +9,12 @@ from unittest import mock
 import numpy as np
 import torch
 
-from pytest_roseinfer.gates.work.triton_launches import DECLARATION, interpreted_launches
+from pytest_roseinfer.gates.step_work import DECLARATION, interpreted_launches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_roseinfer.gates.work.triton_launches import Launch
+    from pytest_roseinfer.gates.step_work import Launch
 
 
 class Touched:

@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 
 import pytest_roseinfer.running.interpreter
-from pytest_roseinfer.gates.work.triton_launches import interpreted_launches
+from pytest_roseinfer.gates.step_work import interpreted_launches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from pytest_roseinfer.gates.work.triton_launches import Launch
+    from pytest_roseinfer.gates.step_work import Launch
 
 _FREE_FROM = 48
 """Addresses of processes have fewer bits."""

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pytest_roseinfer.gates.work.triton_launches import interpreted_launches
+from pytest_roseinfer.gates.step_work import interpreted_launches
 from tests.interpreted import interpreted
 from tests.kernels import calls
 from tests.kernels.calls import CALLS
@@ -21,7 +21,7 @@ from tests.lanes.planted import FAMILIES, Planted, module_with
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pytest_roseinfer.gates.work.triton_launches import Launch
+    from pytest_roseinfer.gates.step_work import Launch
 
 pytestmark = interpreted
 PLANTED = [

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer.report import strength
-from pytest_roseinfer.report.strength import Strength
+from pytest_roseinfer.report import verdict
+from pytest_roseinfer.report.verdict import Strength
 from tests.mutants import command, report
 from tests.mutants.catalogue import CATALOGUE
 from tests.mutants.jobs import RANDOM, Job, Outcome
@@ -77,8 +77,8 @@ def test_the_strength_is_that_of_a_hunt_for_every_bug(
     monkeypatch.setattr(command, "CATALOGUE", (EQUIVALENT,))
     monkeypatch.setattr(command, "find", lambda _: EQUIVALENT)
     monkeypatch.setattr(command, "run", pretend)
-    monkeypatch.setattr(strength, "FILE", tmp_path / "strength.json")
-    strength.FILE.write_text("{}")
+    monkeypatch.setattr(verdict, "FILE", tmp_path / "strength.json")
+    verdict.FILE.write_text("{}")
     hunt = [*names, "--seeds", "3", "--profile", profile, "--write-docs", str(page)]
     assert command.main(hunt) == 1
     said = Strength.of(profile)

@@ -41,7 +41,7 @@ def _steps_to_find(mutant: Mutant | None, copy: Path, most: int) -> str:
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.adapters.load_target import load_target
     from pytest_roseinfer.findings.divergence import Divergence
-    from pytest_roseinfer.search.walk import Walked, beginnings, walk
+    from pytest_roseinfer.suite.exhaustive import Walked, beginnings, walk
 
     targets = [name for name in MANAGERS if mutant is None or name in mutant.targets]
     for steps in range(min(SHORTEST, most), most + 1):
@@ -66,6 +66,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import pytest_roseinfer.search.walk  # noqa: F401  (once, for all children)
+    import pytest_roseinfer.suite.exhaustive  # noqa: F401  (once, for all children)
 
     main()

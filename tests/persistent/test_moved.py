@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pytest_roseinfer.gates.work.moved.byte_recorder import ByteRecorder
-from pytest_roseinfer.gates.work.moved.operation_bytes import address
-from pytest_roseinfer.gates.work.tensor_work import TensorWork
+from pytest_roseinfer.gates.bytes_moved import ByteRecorder, address
+from pytest_roseinfer.gates.step_work import TensorWork
 from roseinfer.bench.step_kernels import declared_bytes
 from roseinfer.kernels.persistent.whole_step import KERNEL, WholeStep
 from tests.persistent.rigs import small_rig, small_sizes

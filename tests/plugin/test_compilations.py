@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.search.compilations import compiled_so_far
+from pytest_roseinfer.search.search import compiled_so_far
 
 if TYPE_CHECKING:
     import pytest

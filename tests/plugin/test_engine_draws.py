@@ -24,11 +24,10 @@ from pytest_roseinfer import (
     run_mix,
 )
 from pytest_roseinfer.adapters.mix import WiderSampling
-from pytest_roseinfer.engines.asking import settle
-from pytest_roseinfer.engines.sampling import distribution, may_be_chosen
+from pytest_roseinfer.engines.answers import shown, stop, stop_strings, up_to_stop
+from pytest_roseinfer.engines.run import settle, timeline_of
 from pytest_roseinfer.engines.strategies import request_mixes
-from pytest_roseinfer.engines.text import shown, stop, stop_strings, up_to_stop
-from pytest_roseinfer.engines.watch import timeline_of
+from pytest_roseinfer.engines.twins import distribution, may_be_chosen
 from pytest_roseinfer.targets.own.engine_tokenizers import tokenizer
 from roseinfer import SamplingBatch, SamplingParams
 from tests.plugin.engines.drawing_engine import (

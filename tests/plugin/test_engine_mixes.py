@@ -9,12 +9,7 @@ import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from pytest_roseinfer.engines.common_text import common_text
-from pytest_roseinfer.engines.strategies import (
-    prompts,
-    request_mixes,
-    samplings,
-)
+from pytest_roseinfer.engines.strategies import common_text, prompts, request_mixes, samplings
 from tests.plugin.engines.toy_engine import ToyAdapter
 
 if TYPE_CHECKING:

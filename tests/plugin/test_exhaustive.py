@@ -16,9 +16,9 @@ from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
 from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.search.walk import Walked, beginnings, walk
 from pytest_roseinfer.settings import SHIPPED_TARGETS
 from pytest_roseinfer.suite import exhaustive
+from pytest_roseinfer.suite.exhaustive import Walked, beginnings, walk
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 from roseinfer.cli import main
 from tests.plugin.caches import (

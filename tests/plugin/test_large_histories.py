@@ -20,9 +20,9 @@ from pytest_roseinfer.cases.large.histories import large_histories
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.oracle.windowed import ORACLES
 from pytest_roseinfer.running.coverage import current
-from pytest_roseinfer.search import smallest
+from pytest_roseinfer.search import search as smallest
 from pytest_roseinfer.suite import large_search
-from pytest_roseinfer.suite.large_history_search import LargeHistories
+from pytest_roseinfer.suite.large_search import LargeHistories
 from tests.plugin.first_minutes.paged_kv import NoBlocks, PagedKV, Seq
 from tests.plugin.fresh_run import fresh_run
 

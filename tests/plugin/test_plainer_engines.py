@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from pytest_roseinfer import Asked, EngineAdapter, Sampling, conformance, run_mix
 from pytest_roseinfer.engines.strategies import large_mixes, request_mixes
-from pytest_roseinfer.search.smaller_mixes import passes_of_mixes
+from pytest_roseinfer.search.shrink import passes_of_mixes
 from tests.plugin.engines.broken_engines import ANeighboursTokenLeaksIn
 from tests.plugin.engines.small_mixes import asked, mix, reason
 from tests.plugin.engines.toy_engine import END, VOCABULARY, ToyAdapter

@@ -33,14 +33,13 @@ from pytest_roseinfer.adapters import engine as engine_adapter_module
 from pytest_roseinfer.adapters.standard_bad_calls import STANDARD_BAD_CALLS
 from pytest_roseinfer.cases import strategies
 from pytest_roseinfer.engines import strategies as engine_strategies
-from pytest_roseinfer.findings.drawn.frame import Frame
-from pytest_roseinfer.findings.drawn.timeline import Line
-from pytest_roseinfer.findings.found import Found
-from pytest_roseinfer.gates.history import gates_command, kept_runs
-from pytest_roseinfer.gates.history.kept_runs import KeptRun
-from pytest_roseinfer.gates.time.timing_report import Timed, entry_of
-from pytest_roseinfer.gates.time.worker import OFFERS
-from pytest_roseinfer.gates.work.step_work import GROUPS, NOTHING, PYTHON, TORCH
+from pytest_roseinfer.findings.frame import Frame
+from pytest_roseinfer.findings.timeline import Found, Line
+from pytest_roseinfer.gates import gates_command, history
+from pytest_roseinfer.gates.history import KeptRun
+from pytest_roseinfer.gates.step_work import GROUPS, NOTHING, PYTHON, TORCH
+from pytest_roseinfer.gates.timing_report import Timed, entry_of
+from pytest_roseinfer.gates.worker import OFFERS
 from pytest_roseinfer.plugin import fixtures, markers, options
 from pytest_roseinfer.report.verdict import FORMAT, Target, Verdict
 from pytest_roseinfer.settings import PROFILES
@@ -119,15 +118,7 @@ def test_fixtures() -> None:
     ("heading", "module"), [("Strategies", strategies), ("Engine strategies", engine_strategies)]
 )
 def test_strategies(heading: str, module: Any) -> None:
-    assert set(names(heading)) == public_functions(module) | {*getattr(module, "__all__", ())}
-
-
-def public_functions(module: Any) -> set[str]:
-    return {
-        name
-        for name, found in vars(module).items()
-        if inspect.isfunction(found) and found.__module__ == module.__name__ and name[0] != "_"
-    }
+    assert set(names(heading)) == {*module.__all__}
 
 
 def test_public_names() -> None:
@@ -222,7 +213,7 @@ def test_comparisons() -> None:
 
 def test_kept_runs() -> None:
     assert names("Kept run") == [each.name for each in fields(KeptRun)]
-    assert f"| `format` | {kept_runs.FORMAT} |" in REFERENCE
+    assert f"| `format` | {history.FORMAT} |" in REFERENCE
     assert names("Kept work") == list(run(1).work[0])
 
 

@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pytest_roseinfer.environment import distribution_of
-from pytest_roseinfer.report.html import page
-from pytest_roseinfer.report.plot import plot
+from pytest_roseinfer.report.html import page, plot
 from pytest_roseinfer.report.verdict import Verdict, verdict
 from pytest_roseinfer.running.coverage import ENOUGH_TRIES, Coverage, TargetCoverage
 from pytest_roseinfer.settings import Settings

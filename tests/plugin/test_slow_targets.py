@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import Divergence, conformance, settings
-from pytest_roseinfer.report.strength import Searched
+from pytest_roseinfer.report.verdict import Searched
 from pytest_roseinfer.running import coverage
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.engines.toy_engine import ToyForks

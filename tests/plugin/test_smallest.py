@@ -30,10 +30,9 @@ from pytest_roseinfer.cases.operations.writes.reserve import Reserve
 from pytest_roseinfer.engines.run import MixDivergence
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
-from pytest_roseinfer.search import smallest
-from pytest_roseinfer.search.smaller_histories import passes_of_histories, what_makes_sense
-from pytest_roseinfer.search.smaller_mixes import passes_of_mixes
-from pytest_roseinfer.search.smallest import Smallest
+from pytest_roseinfer.search import search
+from pytest_roseinfer.search.search import Smallest
+from pytest_roseinfer.search.shrink import passes_of_histories, passes_of_mixes, what_makes_sense
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 from tests.plugin.caches.broken_caches import LosesTheBlock, SwapsRows
 from tests.plugin.caches.broken_swap_caches import BringsBackOneLayer, KeepsTheOldLength
@@ -290,7 +289,7 @@ def test_it_keeps_to_its_time_and_says_so(monkeypatch: pytest.MonkeyPatch) -> No
             time.sleep(0.002)
             super().write(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(smallest, "SECONDS", 0.0)
+    monkeypatch.setattr(search, "SECONDS", 0.0)
     assert "There may be a smaller one: making it smaller ended after 0 s." in str(found(Slow))
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer.report import strength
-from pytest_roseinfer.report.strength import Strength, how_strong
+from pytest_roseinfer.report import verdict
+from pytest_roseinfer.report.verdict import Strength, how_strong
 from pytest_roseinfer.settings import PROFILES, Settings
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     path = tmp_path / "strength.json"
     path.write_text("{}")
-    monkeypatch.setattr(strength, "FILE", path)
+    monkeypatch.setattr(verdict, "FILE", path)
     return path
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from pytest_roseinfer import MixDivergence, conformance, settings
-from pytest_roseinfer.engines.wide_mixes import REQUESTS, wide_mix, wide_settings
+from pytest_roseinfer.engines.strategies import REQUESTS, wide_mix, wide_settings
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running.coverage import current
-from pytest_roseinfer.search import smallest
+from pytest_roseinfer.search import search as smallest
 from pytest_roseinfer.suite import large_search
-from pytest_roseinfer.suite.wide_mix_search import WideMixes
+from pytest_roseinfer.suite.engine_tests import WideMixes
 from tests.plugin.engines.toy_engine import ToyAdapter, ToyEngine
 from tests.plugin.fresh_run import fresh_run
 

@@ -17,7 +17,7 @@ from tests.plugin.caches.cut_caches import CutCache
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
     from pytest_roseinfer.cases.operations.operation import Operation
-    from pytest_roseinfer.findings.found import Found
+    from pytest_roseinfer.findings.timeline import Found
 
 
 class NeverCopies(CutCache):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from pytest_roseinfer.findings.drawn.blocks import draw, words
+from pytest_roseinfer.findings.svg import draw, words
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.findings.drawn.frame import Block, Frame, Row
+    from pytest_roseinfer.findings.frame import Block, Frame, Row
 
 
 def row(name: int, tokens: int, blocks: list[int | None] | None = None) -> Row:

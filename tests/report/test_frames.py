@@ -11,8 +11,7 @@ from pytest_roseinfer.cases.operations.writes.append import Append
 from pytest_roseinfer.findings.divergence import Difference
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.watchdog import WATCHED, StepHung
-from pytest_roseinfer.search.frames import BAD_CALL
-from pytest_roseinfer.search.recorder import record
+from pytest_roseinfer.search.recorder import BAD_CALL, record
 from tests.plugin.caches.broken_caches import FillsFromTheEnd, HasNoBooks, LosesTheBlock
 from tests.plugin.caches.list_cache import ListCache
 from tests.report.findings import FORKED, NeverCopies, of_never_copies, recorded
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_roseinfer import KVCacheAdapter
-    from pytest_roseinfer.findings.drawn.frame import Block, Frame, Row
-    from pytest_roseinfer.findings.found import Found
+    from pytest_roseinfer.findings.frame import Block, Frame, Row
+    from pytest_roseinfer.findings.timeline import Found
 
 
 def row(frame: Frame, name: int) -> Row:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from pytest_roseinfer.findings.drawn.poster import poster
+from pytest_roseinfer.findings.svg import poster
 from tests.report.findings import FORKED, of_never_copies
 
 if TYPE_CHECKING:

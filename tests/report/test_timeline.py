@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 
 from pytest_roseinfer import Asked, MixDivergence, RequestMix, Sampling, run_forks, run_mix
-from pytest_roseinfer.engines.watch import timeline_of
-from pytest_roseinfer.findings.drawn.poster import poster
-from pytest_roseinfer.findings.drawn.timeline import draw_timeline, timeline_words
-from pytest_roseinfer.report.findings_html import findings_html
+from pytest_roseinfer.engines.run import timeline_of
+from pytest_roseinfer.findings.svg import poster
+from pytest_roseinfer.findings.timeline import draw_timeline, timeline_words
+from pytest_roseinfer.report.html import findings_html
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.search.recorder import record
 from pytest_roseinfer.targets.roseinfer_engine import RoseinferEngine
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_roseinfer import EngineAdapter
-    from pytest_roseinfer.findings.drawn.timeline import Timeline
-    from pytest_roseinfer.findings.found import Found
+    from pytest_roseinfer.findings.timeline import Found, Timeline
     from tests.plugin.engines.toy_engine import ToyRequest
 
 OPTIONS = {"batch_size": 2, "prefixes": False}

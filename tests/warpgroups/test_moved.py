@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer.gates.work.moved.byte_recorder import ByteRecorder
-from pytest_roseinfer.gates.work.moved.operation_bytes import address
+from pytest_roseinfer.gates.bytes_moved import ByteRecorder, address
 from roseinfer.kernels.warpgroups import paired_products, prompt_attention, row_attention
 from roseinfer.kernels.warpgroups.streamed_products import KERNEL, stream
 from tests.warpgroups import pairs

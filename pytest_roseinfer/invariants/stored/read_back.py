@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_roseinfer.cases.payload import all_same_bits, as_bits, same_bits
 from pytest_roseinfer.findings.beginnings import same_behind_another
-from pytest_roseinfer.findings.elsewhere import elsewhere
-from pytest_roseinfer.findings.finding import Location
+from pytest_roseinfer.findings.finding import Location, elsewhere
 from pytest_roseinfer.findings.rounded import beyond
 from pytest_roseinfer.invariants.invariant import Finding, Observation, invariant
 

@@ -14,7 +14,7 @@ import torch
 from pytest_roseinfer.targets.own.model_shapes import LONG, config
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.engines.sampling import Floats
+    from pytest_roseinfer.engines.twins import Floats
 
 
 _FELT_SINK = 8.0

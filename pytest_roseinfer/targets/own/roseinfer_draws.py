@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pytest_roseinfer.engines.sampling import distribution
+from pytest_roseinfer.engines.twins import distribution
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_roseinfer.adapters.mix import Sampling
-    from pytest_roseinfer.engines.sampling import Floats
+    from pytest_roseinfer.engines.twins import Floats
 
 _WORD = (1 << 64) - 1
 

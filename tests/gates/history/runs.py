@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_roseinfer.gates.history.kept_runs import KeptRun
-from pytest_roseinfer.gates.time.timing_report import Timed, entry_of
+from pytest_roseinfer.gates.history import KeptRun
+from pytest_roseinfer.gates.timing_report import Timed, entry_of
 from tests.gates.simulated import compare, quiet
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer.gates.history.change_points import change_points
-from pytest_roseinfer.gates.history.trends import RATIO, TIME, Point, Trend, trends_of
+from pytest_roseinfer.gates.history import RATIO, TIME, Point, Trend, change_points, trends_of
 from tests.gates.history.runs import TEST, run
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.gates.history import gates_command
-from pytest_roseinfer.gates.history.history_gate import HistoryGate
-from pytest_roseinfer.gates.history.kept_runs import append_run
+from pytest_roseinfer.gates import gates_command
+from pytest_roseinfer.gates.history import HistoryGate, append_run
 from pytest_roseinfer.settings import Settings, Timing
 from tests.gates.history.runs import TEST, run, without_times
 from tests.python_process import ROOT

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer.gates.gate import CannotCompare
-from pytest_roseinfer.gates.history.circumstances import commit_of, differences, environment_here
-from pytest_roseinfer.gates.history.kept_runs import NAME, append_run, read_runs
+from pytest_roseinfer.gates.history import (
+    HISTORY_NAME,
+    append_run,
+    commit_of,
+    differences,
+    environment_here,
+    read_runs,
+)
 from tests.gates.history.runs import run
 
 if TYPE_CHECKING:
@@ -20,7 +26,7 @@ if TYPE_CHECKING:
 def test_runs_come_back_in_their_order(tmp_path: Path) -> None:
     first, second = run(1), run(2, slower=1.5)
     for each in (second, first):  # of a file that two branches wrote
-        assert append_run(tmp_path / "kept", each) == tmp_path / "kept" / NAME
+        assert append_run(tmp_path / "kept", each) == tmp_path / "kept" / HISTORY_NAME
     assert read_runs(tmp_path / "kept") == [first, second]
 
 
@@ -41,10 +47,10 @@ def test_a_line_that_is_no_run_is_named(tmp_path: Path, line: str, said: str) ->
 
 
 def test_a_folder_without_runs_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CannotCompare, match=f"{NAME} cannot be read: .*No such file"):
+    with pytest.raises(CannotCompare, match=f"{HISTORY_NAME} cannot be read: .*No such file"):
         read_runs(tmp_path)
-    (tmp_path / NAME).write_text("")
-    with pytest.raises(CannotCompare, match=f"{NAME} keeps no run"):
+    (tmp_path / HISTORY_NAME).write_text("")
+    with pytest.raises(CannotCompare, match=f"{HISTORY_NAME} keeps no run"):
         read_runs(tmp_path)
 
 
@@ -66,7 +72,7 @@ def test_a_commit_is_named_with_what_differs_from_it(tmp_path: Path) -> None:
     commit, changed = commit_of(tmp_path)
     assert (len(commit), changed) == (40, False)
     (tmp_path / "timings").mkdir()  # what git does not know is no change
-    (tmp_path / "timings" / NAME).write_text("")
+    (tmp_path / "timings" / HISTORY_NAME).write_text("")
     assert commit_of(tmp_path) == (commit, False)
     file.write_text("another step")
     assert commit_of(tmp_path) == (commit, True)

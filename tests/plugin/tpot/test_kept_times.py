@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer.gates.history.kept_runs import read_runs
+from pytest_roseinfer.gates.history import read_runs
 from tests.plugin.tpot.timed_project import against, benchmarks, engine, there
 
 if TYPE_CHECKING:

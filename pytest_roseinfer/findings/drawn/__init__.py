@@ -1,1 +1,0 @@
-"""What was found, drawn step by step."""

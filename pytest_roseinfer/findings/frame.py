@@ -1,0 +1,152 @@
+"""The model that pictures of a cache share: frames, marks and style."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from typing import TypedDict
+
+
+class Wrong(TypedDict):
+    """A token that reads back wrong."""
+
+    position: int
+    found: str
+    """What is there, as short as tokens are named."""
+    words: str
+
+
+class Row(TypedDict):
+    """One sequence."""
+
+    name: int
+    state: str
+    """How it is away; empty for one that is there."""
+    tokens: list[str]
+    """What it must hold, by position, as in ``sequence.token``."""
+    unwritten: int
+    """How many of the last tokens have room and are not written yet."""
+    blocks: list[int | None] | None
+    """Its table, with None for a block that was given back; None if no table can be read."""
+    given_back: int
+    """How many of its first blocks left the window of this layer."""
+    wrong: list[Wrong]
+    marked: bool
+    """It is wrong, and no token of it alone."""
+
+
+class Block(TypedDict):
+    """One block that the cache's books or tables name."""
+
+    number: int
+    states: list[str]
+    """Some of ``held``, ``shared``, ``free``, ``cached`` and ``poisoned``; or ``counted``, for one
+    that is not free and in no table."""
+    refcount: int | None
+    """By the cache's own books."""
+    holders: list[int]
+    """The sequences whose tables name it."""
+    marked: bool
+    """It is wrong."""
+
+
+class Frame(TypedDict):
+    step: int
+    """The number of the step that led here; 0 before the first."""
+    words: str
+    refused: str
+    """Why the step was refused, if it was."""
+    sequences: list[Row]
+    blocks: list[Block]
+
+
+# The marks that drawings are made of, as SVG.
+
+
+CHARACTER = 7.3
+"""The width of a character."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """Marks, and the room that they take."""
+
+    marks: str
+    width: float
+    height: float
+
+    def as_image(self, label: str) -> str:
+        """Make inline SVG of it, with a name for who cannot see it."""
+        return (
+            f'<svg viewBox="0 0 {self.width:.0f} {self.height:.0f}" width="{self.width:.0f}" '
+            f'height="{self.height:.0f}" role="img" aria-label="{escape(label)}">{self.marks}</svg>'
+        )
+
+
+def text(x: float, y: float, said: str, kind: str = "", more: str = "") -> str:
+    """Write a line, its middle at the height ``y``."""
+    of_kind = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:.0f}" y="{y:.0f}" dy="0.35em"{of_kind}{more}>{escape(said)}</text>'
+
+
+def centred(x: float, y: float, said: str, kind: str = "") -> str:
+    return text(x, y, said, kind, ' text-anchor="middle"')
+
+
+def box(x: float, y: float, width: float, height: float, kind: str, radius: float = 2) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
+        f'rx="{radius:g}" class="{kind}"/>'
+    )
+
+
+def hatched(x: float, y: float, width: float, height: float) -> str:
+    """Strike through a box with lines that rise to the right."""
+    strokes = []
+    for begin in range(7 - round(height), round(width), 7):
+        left, right = max(begin, 0), min(begin + height, width)
+        strokes.append(f"M{x + left:.0f} {y + height - left + begin:.0f}")
+        strokes.append(f"l{right - left:.0f} -{right - left:.0f}")
+    return f'<path d="{"".join(strokes)}" class="hatch"/>'
+
+
+def titled(said: str, marks: str) -> str:
+    """Have a browser say something of these marks where they are pointed at."""
+    return f"<g><title>{escape(said)}</title>{marks}</g>"
+
+
+def width_of(said: str) -> float:
+    return CHARACTER * len(said)
+
+
+# The colours of pages and drawings, light and dark, and how what is drawn looks in them.
+
+
+PALETTE = """
+:root { --paper: #ffffff; --ink: #1c2330; --faint: #5d6775; --line: #d5dbe3; --shade: #12707a;
+  --good: #17743f; --bad: #b8202a; --soft: #f5f7f9;
+  --of-0: #d6e6f5; --of-1: #fbe2c4; --of-2: #d5edd9; --of-3: #e9dcf3; --of-4: #fadbe3;
+  --of-5: #e6e3c6; color-scheme: light dark; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #14181f; --ink: #e4e8ee; --faint: #9aa4b2; --line: #39424f; --shade: #35b3bf;
+    --good: #4cc580; --bad: #ff7b80; --soft: #1b212a;
+    --of-0: #1f3d59; --of-1: #573a1b; --of-2: #1f482b; --of-3: #422f59; --of-4: #592d3b;
+    --of-5: #474520; } }
+"""
+"""``--of-0`` and so on are the tokens of one sequence each."""
+COLOURS_OF_SEQUENCES = 6
+DRAWN = """
+svg text { font: 12px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: var(--ink); }
+svg .faint { fill: var(--faint); } svg .bad { fill: var(--bad); } svg .strong { font-weight: 700; }
+svg .block { fill: none; stroke: var(--faint); }
+svg .shared { stroke: var(--ink); stroke-width: 2; }
+svg .slot { fill: var(--paper); stroke: var(--line); }
+svg .unwritten, svg .cached { fill: none; stroke: var(--faint); stroke-dasharray: 3 3; }
+svg .free { fill: none; stroke: var(--line); }
+svg .hatch { stroke: var(--line); }
+svg .new { stroke: var(--ink); stroke-width: 1.5; }
+svg .wrong { fill: none; stroke: var(--bad); stroke-width: 2.5; }
+""" + "".join(
+    f"svg .of-{number} {{ fill: var(--of-{number}); stroke: var(--line); }}\n"
+    for number in range(COLOURS_OF_SEQUENCES)
+)

@@ -1,0 +1,533 @@
+"""The kept history of gates: its file, its trends and change points, and its charts."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import math
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer import settings
+from pytest_roseinfer.gates.gate import CannotCompare, Gate, show_problems
+from pytest_roseinfer.gates.timing_report import entry_of, table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    import pytest
+    from matplotlib.axes import Axes
+
+    from pytest_roseinfer.gates.step_work import CostVerdict, StepWork
+    from pytest_roseinfer.gates.timing_report import Timed
+
+# The file that keeps the figures of gates: a line of JSON for each run, the newest last.
+
+
+HISTORY_NAME = "history.jsonl"
+FORMAT = 1
+"""This number rises when a reader would misunderstand older lines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRun:
+    """What one run of pytest found; docs/reference.md describes the fields."""
+
+    format: int = FORMAT
+    when: str
+    commit: str
+    changed: bool
+    environment: Mapping[str, str]
+    times: Sequence[dict[str, Any]] = field(default_factory=tuple)
+    work: Sequence[dict[str, Any]] = field(default_factory=tuple)
+
+    @property
+    def label(self) -> str:
+        """The commit as people say it."""
+        return f"{self.commit[:9] or 'no commit'}{' with changes' if self.changed else ''}"
+
+
+def append_run(folder: Path, run: KeptRun) -> Path:
+    """Add a run to the file of a folder in one write, so that two runs cannot mix their lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / HISTORY_NAME
+    with file.open("ab", buffering=0) as lines:
+        lines.write(json.dumps(asdict(run)).encode() + b"\n")
+    return file
+
+
+def read_runs(folder: Path) -> list[KeptRun]:
+    """Return the runs that a folder keeps, the oldest first."""
+    file = folder / HISTORY_NAME
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CannotCompare(f"{file} cannot be read: {error}") from error
+    runs = [_read(line, f"{file}, line {at}") for at, line in enumerate(lines, 1)]
+    if not runs:
+        raise CannotCompare(f"{file} keeps no run")
+    return sorted(runs, key=lambda run: run.when)
+
+
+def _read(line: str, where: str) -> KeptRun:
+    try:
+        said = json.loads(line)
+        if said["format"] != FORMAT:
+            raise CannotCompare(f"{where} is of format {said['format']}, and not of {FORMAT}")
+        return KeptRun(**said)
+    except (ValueError, TypeError, KeyError) as error:
+        raise CannotCompare(f"{where} is no run of gates: {error!r}") from error
+
+
+# What a run's figures depend on besides the code: the commit says which, the machine and versions
+# say where.
+
+
+_LIBRARIES = ("torch", "triton", "transformers", "numpy")
+_CPUS = Path("/proc/cpuinfo")
+_GPU = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+
+
+def commit_of(folder: Path) -> tuple[str, bool]:
+    """Return the commit of a folder, and whether files differ from it; "" outside of git."""
+    git = ("git", "-C", str(folder))
+    commit = _output(*git, "rev-parse", "--verify", "--quiet", "HEAD")
+    return commit, bool(_output(*git, "status", "--porcelain", "--untracked-files=no"))
+
+
+def environment_here(*, gpu: bool) -> dict[str, str]:
+    """Return what decides about figures on this machine, each by a name that people know."""
+    found = {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _LIBRARIES},
+        "system": f"{platform.system()} {platform.release()}",
+        "cpu": _cpu(),
+        "cores": str(os.cpu_count()),
+        "gpu": "; ".join(_output(*_GPU).splitlines()) if gpu else "",
+    }
+    return {name: what for name, what in found.items() if what}
+
+
+def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """Say what differs between two environments, a line for each."""
+    names = dict.fromkeys([*before, *after])
+    return [
+        f"{name}: {before.get(name, 'none')} -> {after.get(name, 'none')}"
+        for name in names
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpu() -> str:
+    """Return the processor's model; Linux alone says more than its family."""
+    lines = _CPUS.read_text().splitlines() if _CPUS.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
+
+
+# A trend is one figure of a step, run after run.
+
+
+TIME = "time of a step (us)"
+RATIO = "here / there"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    run: KeptRun
+    value: float
+
+
+@dataclass(slots=True)
+class Trend:
+    step: str
+    """The test, and where it runs or what it is compared with."""
+    figure: str
+    exact: bool
+    """Counts are the same every time, and times are not."""
+    points: list[Point] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return f"{self.step}, {self.figure}"
+
+
+def trends_of(runs: Sequence[KeptRun]) -> list[Trend]:
+    """Put together what runs say about the same figure; counts that stay 0 are left out."""
+    found: dict[tuple[str, str], Trend] = {}
+    for run in runs:
+        for step, figure, exact, value in _figures(run):
+            trend = found.setdefault((step, figure), Trend(step, figure, exact))
+            trend.points.append(Point(run, value))
+    return [trend for trend in found.values() if any(point.value for point in trend.points)]
+
+
+def _figures(run: KeptRun) -> Iterator[tuple[str, str, bool, float]]:
+    for timed in run.times:
+        here = timed["here"]
+        yield f"{timed['test']} on {here['device']}", TIME, False, here["paired_tpot_us"]
+        yield f"{timed['test']} against {timed['against']}", RATIO, False, timed["ratio"]
+    for work in run.work:
+        step = f"{work['test']}, {work['step']} on {work['device']}"
+        for group, count in work["counts"].items():
+            yield step, group, True, count
+
+
+# A change point is a run from which on a figure is another.
+#
+# Counts are exact: any difference is a change. Times are not, and which of their moves are changes
+# the library ruptures finds: segments of the logarithms whose distributions differ, by a kernel
+# that an outlier of any size moves no further than a small one.
+
+
+_LEAST_RUNS = 3
+"""So many times on either side of a change: fewer could be a busy day."""
+_MISSING = (
+    "change points of times need ruptures, which is not installed: pip install 'roseinfer[history]'"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChangePoint:
+    trend: Trend
+    at: int
+    """The first point after the change."""
+    before: float
+    after: float
+    """The median values on either side, up to the next change."""
+
+    def __str__(self) -> str:
+        earlier, later = (self.trend.points[at].run for at in (self.at - 1, self.at))
+        by = f" ({self.after / self.before - 1:+.1%})" if self.before else ""
+        lines = [
+            f"{self.trend.title}: {self.before:g} -> {self.after:g}{by} at {later.label} "
+            f"({later.when}), the run before was {earlier.label}"
+        ]
+        differed = differences(earlier.environment, later.environment)
+        lines += [f"  {line}" for line in differed or ["the environment is the same"]]
+        return "\n".join(lines)
+
+
+def require_library() -> None:
+    """Raise ``CannotCompare`` where the library that finds changes of times is not installed."""
+    if importlib.util.find_spec("ruptures") is None:
+        raise CannotCompare(_MISSING)
+
+
+def change_points(trend: Trend) -> Iterator[ChangePoint]:
+    """Yield the changes of a trend, the oldest first."""
+    values = [point.value for point in trend.points]
+    firsts = _differing(values) if trend.exact else _segments(values)
+    for begin, first, end in zip([0, *firsts], firsts, [*firsts[1:], len(values)], strict=False):
+        before, after = (
+            round(median(each), 3) for each in (values[begin:first], values[first:end])
+        )
+        yield ChangePoint(trend, first, before, after)
+
+
+def _differing(values: Sequence[float]) -> list[int]:
+    return [at for at, (old, new) in enumerate(pairwise(values), 1) if old != new]
+
+
+def _segments(values: Sequence[float]) -> list[int]:
+    """Return where segments begin but for the first, as ruptures divides the values."""
+    if len(values) < 2 * _LEAST_RUNS:
+        return []
+    import numpy as np
+    from ruptures import KernelCPD
+
+    logs = np.log(np.asarray(values)).reshape(-1, 1)
+    # With this penalty 1 to 4 of 100 histories of 8 to 150 runs that never changed show a change.
+    penalty = 1 + math.log(len(values)) / 2
+    found = KernelCPD(kernel="rbf", min_size=_LEAST_RUNS).fit(logs).predict(pen=penalty)
+    return [int(first) for first in found[:-1]]
+
+
+# The chart of a kept history: each figure over the runs, with its change points.
+
+
+_LINE, _CHANGE = "#4c72b0", "#c44e52"
+_MOST_LABELS = 12
+"""Commits named along an axis; with more, some are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a folder's runs say over time."""
+
+    trends: Sequence[Trend]
+    changes: Sequence[ChangePoint]
+
+    @classmethod
+    def of(cls, runs: Sequence[KeptRun]) -> History:
+        require_library()
+        trends = trends_of(runs)
+        return cls(trends, [change for trend in trends for change in change_points(trend)])
+
+    @property
+    def drawn(self) -> Sequence[Trend]:
+        """All but the counts that never changed, whose line says nothing."""
+        moving = [change.trend for change in self.changes]
+        return [trend for trend in self.trends if not trend.exact or trend in moving]
+
+    def chart(self) -> str:
+        """Return SVG with a chart for each trend, one below the other."""
+        if importlib.util.find_spec("matplotlib") is None:
+            missing = "no chart: matplotlib is not installed (pip install 'roseinfer[plot]')"
+            raise CannotCompare(missing)
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 2.4 * len(self.drawn)), layout="constrained")
+        FigureCanvasSVG(figure)
+        rows = figure.subplots(len(self.drawn), 1, squeeze=False)
+        for (axes,), trend in zip(rows, self.drawn, strict=True):
+            _draw(axes, trend, [change for change in self.changes if change.trend is trend])
+        text = io.StringIO()
+        figure.savefig(text, format="svg")
+        return text.getvalue()
+
+
+def _draw(axes: Axes, trend: Trend, changes: Sequence[ChangePoint]) -> None:
+    values = [point.value for point in trend.points]
+    axes.plot(values, "o-", color=_LINE, markersize=3, linewidth=1)
+    for change in changes:
+        axes.axvline(change.at - 0.5, color=_CHANGE, linewidth=1)
+        commit = trend.points[change.at].run.label
+        said = f"{commit}: {change.before:g} -> {change.after:g}"
+        axes.annotate(
+            said, (change.at - 0.5, 1), xycoords=("data", "axes fraction"), fontsize=8,
+            color=_CHANGE, xytext=(3, -9), textcoords="offset points",
+        )  # fmt: skip
+    every = -(-len(values) // _MOST_LABELS)
+    shown = range(0, len(values), every)
+    axes.set_xticks(shown, [trend.points[at].run.label[:9] for at in shown], fontsize=7)
+    axes.set_title(trend.step, fontsize=9, loc="left")
+    axes.set_ylabel(trend.figure, fontsize=8)
+    axes.margins(y=0.25)
+
+
+# The chart of a run's comparisons: both sides in this run, and the ratio in every kept run.
+
+
+PLOT_NAME = "timings.png"
+_OUTLIERS = 0.02
+"""This share of the turns, the slowest, is off the chart: on a shared machine some take ages."""
+_COLOURS = {"SAME": "#4c72b0", "FASTER": "#2e8b57", "SLOWER": "#c44e52"}
+_UNDECIDED = "#999999"
+
+
+def draw(folder: Path, newest: Sequence[Timed], runs: Sequence[KeptRun]) -> str:
+    """Draw ``timings.png`` into a folder; return why there is none, if so."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no plot: matplotlib is not installed (pip install 'roseinfer[plot]')"
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.2 * len(newest)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(newest), 2, squeeze=False, width_ratios=(3, 2))
+    for (left, right), timed in zip(axes, newest, strict=True):
+        own = [each for run in runs for each in run.times if each["test"] == timed.test]
+        _draw_turns(left, timed, own[-1])
+        _draw_ratios(right, own)
+    figure.savefig(folder / PLOT_NAME, dpi=120)
+    return ""
+
+
+def _draw_turns(axes: Axes, timed: Timed, result: dict[str, Any]) -> None:
+    turns = {
+        side: sorted(1e6 * median(turn) for turn in timings.turns)
+        for side, timings, _ in timed.sides()
+    }
+    end = max(each[int((1 - _OUTLIERS) * (len(each) - 1))] for each in turns.values())
+    begin = min(each[0] for each in turns.values())
+    for side, label in (("there", result["against"]), ("here", "here")):
+        label = f"{label}: {result[side]['paired_tpot_us']:.1f} us"
+        axes.hist(turns[side], bins=40, range=(begin, end + 1e-3), alpha=0.55, label=label)
+    within = " ({:.3f} to {:.3f})".format(*result["interval"]) if result["interval"] else ""
+    axes.set_title(
+        f"{result['test']}\n{result['verdict']}: {result['ratio']:.3f}{within}", fontsize=9
+    )
+    axes.set_xlabel("median step of a turn (us)")
+    axes.legend(fontsize=8)
+
+
+def _draw_ratios(axes: Axes, results: list[dict[str, Any]]) -> None:
+    """Draw ratios and no times, since runs on different machines share no other axis."""
+    for at, each in enumerate(results):
+        colour = _COLOURS.get(each["verdict"], _UNDECIDED)
+        if each["interval"]:
+            axes.plot([at, at], each["interval"], color=colour)
+        axes.plot(at, each["ratio"], "o", color=colour)
+    margin = results[-1]["margin"]
+    axes.axhspan(1 / (1 + margin), 1 + margin, alpha=0.12, color=_COLOURS["SAME"])
+    axes.set_xlabel("run")
+    axes.set_ylabel("here / there")
+    axes.set_title(f"{len(results)} runs; shaded: the margin", fontsize=9)
+
+
+OPTION = "--roseinfer-timings"
+
+
+class HistoryGate(Gate):
+    """Fails a run that was to keep figures and had none."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        super().__init__(config)
+        self.timed: list[Timed] = []
+        self.found_new = False
+        """A step of this run has nothing to be compared with, and so no figures."""
+        self._work: list[dict[str, Any]] = []
+        self._lines: list[str] = []
+        self._chart = ""
+
+    def keep_work(
+        self, where: tuple[str, str, str], work: StepWork, verdict: CostVerdict | None
+    ) -> None:
+        """Keep the counts of a step; ``verdict`` is what a baseline said of them, if one did."""
+        test, step, device = where
+        self._work.append(
+            {
+                "test": test,
+                "step": step,
+                "device": device,
+                "tokens": work.tokens,
+                "counts": {name: sum(each.values()) for name, each in work.groups.items()},
+                "more": verdict.worse if verdict else [],
+                "less": verdict.less if verdict else [],
+            }
+        )
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return self._work
+
+    def add(self, seen: list[dict[str, Any]]) -> None:
+        self._work += seen
+
+    def judge(self, *, passed: bool) -> Sequence[str]:
+        folder = settings.current().timing.folder
+        assert folder
+        if not (self.timed or self._work):
+            missing = passed and not self.found_new
+            return [f"{OPTION}: no test of this run timed or counted a step"] if missing else []
+        try:
+            self._keep(Path(folder))
+        except (CannotCompare, OSError) as error:
+            return [f"{OPTION} {folder}: {error}"]
+        return []
+
+    def _keep(self, folder: Path) -> None:
+        commit, changed = commit_of(self.config.rootpath)
+        run = KeptRun(
+            when=datetime.now(UTC).isoformat(timespec="seconds"),
+            commit=commit,
+            changed=changed,
+            environment=environment_here(gpu=settings.current().gpu),
+            times=[entry_of(each) for each in self.timed],
+            work=self._work,
+        )
+        self._lines.append(f"written: {append_run(folder, run)}")
+        runs = read_runs(folder)
+        if self.timed:
+            why_not = draw(folder, self.timed, runs)
+            self._lines.append(why_not or f"written: {folder / PLOT_NAME}")
+        if settings.current().reports:
+            self._draw(runs)
+
+    def _draw(self, runs: Sequence[KeptRun]) -> None:
+        """Draw the chart for the page of the run, or say what is missing for it."""
+        try:
+            history = History.of(runs)
+            drawn = history.chart() if history.drawn else ""
+        except CannotCompare as error:
+            self._lines.append(str(error))
+            return
+        self._chart = drawn[drawn.find("<svg") :]  # what comes before is for a file of its own
+
+    def figures(self) -> Mapping[str, str]:
+        return {"What runs kept of their gates": self._chart} if self._chart else {}
+
+    def in_markdown(self) -> Iterable[str]:
+        return [f"- {line}" for line in self._lines]
+
+    def show(self, reporter: pytest.TerminalReporter) -> None:
+        if self._lines or self.problems:
+            reporter.section("roseinfer: figures kept")
+            for line in self._lines:
+                reporter.line(line)
+            show_problems(reporter, self.problems)
+
+
+# The newest kept run as Markdown, for a pull request.
+
+
+def in_markdown(runs: Sequence[KeptRun]) -> str:
+    """Say what the newest run found, and in what its environment differs from the run before."""
+    newest = runs[-1]
+    lines = [f"### Decode steps at {newest.label}", ""]
+    for part in (_times(newest), _work(newest), _environment(runs)):
+        lines += [*part, ""]
+    return "\n".join(lines)
+
+
+def _times(run: KeptRun) -> Iterator[str]:
+    if run.times:
+        yield table(run.times, "github")
+        yield ""
+    for timed in run.times:
+        yield f"- {_judged(timed)}"
+
+
+def _judged(timed: dict[str, Any]) -> str:
+    because = f" because {timed['doubt']}" if timed["doubt"] else ""
+    return (
+        f"`{timed['test']}`: **{timed['verdict']}**{because} against `{timed['against']}`, with a "
+        f"margin of {timed['margin']:.1%} after {timed['series']} series, {timed['seconds']:.0f} s"
+    )
+
+
+def _work(run: KeptRun) -> Iterator[str]:
+    if not run.work:
+        return
+    grew = [work for work in run.work if work["more"]]
+    yield f"{len(grew)} of {len(run.work)} steps do more work than their baselines."
+    for work in run.work:
+        lines = [*work["more"], *work["less"]]
+        if lines:
+            yield from ("", f"`{work['test']}`, {work['step']}:", "", "```", *lines, "```")
+
+
+def _environment(runs: Sequence[KeptRun]) -> Iterator[str]:
+    newest = runs[-1]
+    yield ", ".join(f"{name} {what}" for name, what in newest.environment.items())
+    for timed in newest.times:
+        there, here = timed["there"]["versions"], timed["here"]["versions"]
+        for line in differences(there, here):
+            yield f"- from there to here: {line}"
+    for line in differences(runs[-2].environment, newest.environment) if len(runs) > 1 else ():
+        yield f"- since the run before, at {runs[-2].label}: {line}"

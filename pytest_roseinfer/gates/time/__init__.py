@@ -1,1 +1,0 @@
-"""A decode step that takes longer than it did fails."""

@@ -1,0 +1,212 @@
+"""The gate that compares the time of a step with that of another revision."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer import settings
+from pytest_roseinfer.gates import timing_report
+from pytest_roseinfer.gates.gate import CannotCompare, Gate, show_problems
+from pytest_roseinfer.gates.worker_process import Side
+from pytest_roseinfer.mistakes import Mistake, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import pytest
+
+    from pytest_roseinfer.gates.timing_report import Timed
+
+# The two sides of a comparison: this tree of the project, and the one it is compared with.
+
+
+OPTION = "--roseinfer-against"
+_NOTHING = "no path, no NAME==VERSION, and no revision of git"
+_FETCH_MORE = (
+    "this clone is shallow and lacks most revisions: give actions/checkout fetch-depth: 0, or run "
+    "git fetch --unshallow origin '+refs/heads/*:refs/remotes/origin/*'"
+)
+
+
+def this_side(folder: Path, found_in: Sequence[str]) -> Side:
+    """Return the project in ``folder``, with those entries of a ``sys.path`` that lie inside."""
+    root = folder.resolve()
+    inside = [Path(entry or ".").resolve() for entry in found_in]
+    inside = [each for each in inside if each.is_relative_to(root) and not _is_installed(each)]
+    return Side("here", _existing([*inside, root, root / "src"]))
+
+
+@contextmanager
+def other_side(reference: str, here: Side, folder: Path) -> Iterator[Side]:
+    """Build what ``reference`` names where it cannot touch the project in ``folder``."""
+    root, path = folder.resolve(), (folder / reference).resolve()
+    with tempfile.TemporaryDirectory(prefix="roseinfer-") as name:
+        built = Path(name).resolve()
+        if "==" in reference:
+            pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps")
+            _run(f"{OPTION} {reference}", *pip, "--target", str(built), reference)
+            yield Side(reference, (str(built),), here.roots)
+            return
+        there = path if path.is_dir() else _check_out(reference, root, built)
+        # The same folders as here, as they are in the other tree; only one may have a ``src``.
+        roots = _existing(
+            [*(there / Path(each).relative_to(root) for each in here.roots), there / "src"]
+        )
+        yield Side(reference, roots, here.roots)
+
+
+def require_known(reference: str, folder: Path) -> None:
+    """Raise ``Mistake`` where neither a path nor a revision of git has this name."""
+    if "==" in reference or (folder / reference).is_dir():
+        return
+    git = ("git", "-C", str(folder))
+    try:
+        _run("", *git, "rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}")
+    except CannotCompare:
+        more = _shallow(git) or did_you_mean(reference, _names(git))
+        raise Mistake(f"{OPTION} {reference}: {_NOTHING}{more}") from None
+
+
+def _shallow(git: Sequence[str]) -> str:
+    """Say how a shallow clone gets more revisions; return nothing for any other."""
+    try:
+        shallow = _run("", *git, "rev-parse", "--is-shallow-repository") == "true"
+    except CannotCompare:
+        return ""
+    return f"; {_FETCH_MORE}" if shallow else ""
+
+
+def _names(git: Sequence[str]) -> list[str]:
+    """Return the branches and tags of a repository; none where there is no repository."""
+    try:
+        return _run("", *git, "for-each-ref", "--format=%(refname:short)").split()
+    except CannotCompare:
+        return []
+
+
+def _existing(folders: Sequence[Path]) -> tuple[str, ...]:
+    return tuple(str(each) for each in dict.fromkeys(folders) if each.is_dir())
+
+
+def _check_out(revision: str, project: Path, into: Path) -> Path:
+    """Clone without copying objects, and return the project's folder in the clone.
+
+    Neither the worktrees nor the index of the project's repository change.
+    """
+    git = ("git", "-C", str(project))
+    about = f"{OPTION}: {revision}"
+    top = _run(about, *git, "rev-parse", "--show-toplevel")
+    commit = _run(about, *git, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+    _run(about, *git, "clone", "--quiet", "--shared", "--no-checkout", top, str(into))
+    _run(about, "git", "-C", str(into), "checkout", "--quiet", "--detach", commit)
+    return into / project.relative_to(Path(top).resolve())
+
+
+def _run(about: str, *command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", "") or _NOTHING
+        raise CannotCompare(f"{about}: {said.strip()}") from error
+    return done.stdout.strip()
+
+
+def _is_installed(folder: Path) -> bool:
+    """Return True for a folder of an environment that happens to lie in the project."""
+    return folder.is_relative_to(os.path.realpath(sys.prefix)) or "site-packages" in folder.parts
+
+
+NEXT_TO_OTHERS = (
+    "decode steps are not timed by workers of pytest-xdist, which would time each other: run "
+    "them without -n"
+)
+
+
+class TimingGate(Gate):
+    """Tests add their comparisons to ``results``."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        super().__init__(config)
+        self._built = ExitStack()
+        config.add_cleanup(self._built.close)
+        self.results: list[Timed] = []
+        self._lines: list[str] = []
+        self._held_to_baseline = False
+        self._found_new = False
+
+    @cached_property
+    def sides(self) -> tuple[Side, Side]:
+        """There and here; both are here if there is nothing to compare with."""
+        here = this_side(self._folder, [str(self.config.invocation_params.dir), *sys.path])
+        reference = settings.current().timing.against
+        if not reference:
+            return here, here
+        return self._built.enter_context(other_side(reference, here, self._folder)), here
+
+    def require_other_side(self) -> None:
+        """Raise ``Mistake`` where there is nothing of the name to compare with."""
+        if reference := settings.current().timing.against:
+            require_known(reference, self._folder)
+
+    @property
+    def _folder(self) -> Path:
+        """The project. Without an ini file, pytest takes that of the other side into account."""
+        has_ini_file = self.config.inipath is not None
+        return self.config.rootpath if has_ini_file else self.config.invocation_params.dir
+
+    def held_to_baseline(self, line: str) -> None:
+        """Note that a step's time was compared with this GPU's baseline, or became it."""
+        self._held_to_baseline = True
+        self._lines.append(line)
+
+    def new_step(self, line: str) -> None:
+        """Note a step that the other side does not have."""
+        self._found_new = True
+        self._lines.append(line)
+
+    def judge(self, *, passed: bool) -> Sequence[str]:
+        self._lines += filter(None, (timed.in_words() for timed in self.results))
+        problem = self._nothing_done() if passed else ""
+        return [problem] if problem else []
+
+    def _nothing_done(self) -> str:
+        """Return why a run that asked for this gate did not apply it, if so."""
+        asked = settings.current().timing
+        problem = ""
+        if asked.paired and not (self.results or self._found_new):
+            option = "--roseinfer-against" if asked.against else "--roseinfer-noise-floor"
+            problem = f"{option}: no test of this run compared a step"
+        elif asked.tpot and not self._held_to_baseline:
+            problem = "--roseinfer-tpot: no test of this run compared a step with its baseline"
+        if problem and self.config.getoption("numprocesses", None):
+            problem += f"; {NEXT_TO_OTHERS}"
+        return problem
+
+    def _table(self, form: str) -> str:
+        return timing_report.table([timing_report.entry_of(each) for each in self.results], form)
+
+    def in_markdown(self) -> Iterable[str]:
+        if not (self.results or self._found_new):
+            return
+        yield from (f"### roseinfer: decode steps against {self.sides[0].label}", "")
+        if self.results:
+            yield from (self._table("github"), "")
+        yield from (f"- {line}" for line in self._lines)
+
+    def show(self, reporter: pytest.TerminalReporter) -> None:
+        if not (self.results or self._lines or self.problems):
+            return
+        reporter.section("roseinfer: times of decode steps")
+        if self.results:
+            reporter.line(f"there: {self.results[0].there}")
+            reporter.line(self._table("simple"))
+        for line in self._lines:
+            reporter.line(line)
+        show_problems(reporter, self.problems)

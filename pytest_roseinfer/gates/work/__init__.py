@@ -1,1 +1,0 @@
-"""A decode step that does more work than it did fails."""

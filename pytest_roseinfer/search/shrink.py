@@ -1,0 +1,530 @@
+"""The smaller histories, caches and mixes that shrinking tries."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
+from functools import partial
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
+from pytest_roseinfer.cases.operations.lookups.take import Take
+from pytest_roseinfer.cases.operations.operation import MOST_SEQUENCES, NAMING, Write
+from pytest_roseinfer.cases.operations.sequences.free import Free
+from pytest_roseinfer.cases.operations.set_options import SetOptions
+from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
+from pytest_roseinfer.cases.operations.writes.fill import Fill
+from pytest_roseinfer.cases.operations.writes.prefill import Prefill
+from pytest_roseinfer.oracle.windowed import ORACLES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
+    from pytest_roseinfer.adapters.engine import EngineAdapter
+    from pytest_roseinfer.cases.history import History
+    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.oracle.oracle import Oracle
+
+# Lists what is simpler than one step of a history: fewer rows, smaller numbers, usual switches.
+
+
+def simpler_steps(step: Operation, usual: Mapping[str, Any]) -> Iterator[Operation]:
+    """List steps of the same kind; ``usual`` are the switches of a cache that nobody changed."""
+    yield from _with_fewer_rows(step)
+    for each in fields(step):  # type: ignore[arg-type]
+        value = getattr(step, each.name)
+        if isinstance(value, Mapping):
+            yield from (replace_field(step, each.name, new) for new in more_usual(value, usual))
+        elif each.default is not MISSING and value != each.default:
+            yield replace_field(step, each.name, each.default)
+    yield from _with_smaller_numbers(step)
+
+
+def more_usual(options: Mapping[str, Any], usual: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """List switches that differ from the usual ones in nothing, then in one less."""
+    unusual = [name for name in usual if options.get(name) != usual[name]]
+    if unusual:
+        yield {**options, **usual}
+    yield from ({**options, name: usual[name]} for name in unusual)
+
+
+def with_numbers(step: Operation, change: Callable[[int], int]) -> Operation:
+    """Return a step with each number changed that is no name, none below the least."""
+    for name, numbers in _numbers(step).items():
+        changed = tuple(max(step.least, change(number)) for number in numbers)
+        single = isinstance(getattr(step, name), int)
+        step = replace_field(step, name, changed[0] if single else changed)
+    return step
+
+
+def smaller_numbers(number: int, least: int) -> list[int]:
+    """List some numbers below this one, the smallest first."""
+    few = {least, least + 1, number // 2, number - 2, number - 1}
+    return sorted(each for each in few if least <= each < number)
+
+
+def replace_field(step: Operation, name: str, value: object) -> Operation:
+    return replace(step, **{name: value})  # type: ignore[type-var]
+
+
+def _with_fewer_rows(step: Operation) -> Iterator[Operation]:
+    rows = {name: value for name, value in _values(step).items() if isinstance(value, tuple)}
+    count = len(next(iter(rows.values()), ()))
+    for at in reversed(range(count if count > 1 else 0)):
+        left = {name: value[:at] + value[at + 1 :] for name, value in rows.items()}
+        yield replace(step, **left)  # type: ignore[type-var]
+
+
+def _with_smaller_numbers(step: Operation) -> Iterator[Operation]:
+    for name, numbers in _numbers(step).items():
+        for at, number in enumerate(numbers):
+            for smaller in smaller_numbers(number, step.least):
+                changed = (*numbers[:at], smaller, *numbers[at + 1 :])
+                single = isinstance(getattr(step, name), int)
+                yield replace_field(step, name, smaller if single else changed)
+
+
+def _numbers(step: Operation) -> dict[str, tuple[int, ...]]:
+    """Return the numbers of each field that holds any, names no sequence and has no default."""
+    open_ = {each.name for each in fields(step) if each.default is MISSING}  # type: ignore[arg-type]
+    values = {name: value for name, value in _values(step).items() if name in open_ - {*NAMING}}
+    return {
+        name: value if isinstance(value, tuple) else (value,)
+        for name, value in values.items()
+        if isinstance(value, int | tuple)
+    }
+
+
+def _values(step: Operation) -> dict[str, Any]:
+    return {each.name: getattr(step, each.name) for each in fields(step)}  # type: ignore[arg-type]
+
+
+# Lists the histories that do the same to a plainer or smaller cache.
+
+
+_FEWEST_BLOCKS = 2
+
+
+def smaller_caches(adapter: type[KVCacheAdapter], history: History) -> Iterator[History]:
+    spec = history.spec
+    usual = {name: values[0] for name, values in adapter.option_choices.items()}
+    for options in more_usual(spec.options, usual):
+        yield _with_spec(history, options=options)
+    if not history.finite:
+        yield replace(history, finite=True)
+    if history.gathers_every > 1:
+        yield replace(history, gathers_every=1)
+    yield from (replace(history, texts=history.texts[:few]) for few in range(1, len(history.texts)))
+    yield from (_with_spec(history, **layers) for layers in _fewer_layers(spec))
+    yield from (_with_spec(history, windows=windows) for windows in _smaller_windows(spec))
+    for name, sizes in _shapes(adapter).items():
+        now = getattr(spec, name)
+        yield from (_with_spec(history, **{name: size}) for size in sorted(sizes) if size < now)
+    if spec.dtype != adapter.dtypes[0]:
+        yield _with_spec(history, dtype=adapter.dtypes[0])
+    for size in sorted(adapter.block_sizes):
+        if size < spec.block_size:
+            yield _with_blocks_of(size, history)
+            yield _with_spec(history, block_size=size)
+    for blocks in smaller_numbers(spec.num_blocks, fewest_blocks(spec)):
+        yield _with_spec(history, num_blocks=blocks)
+
+
+def fewest_blocks(spec: CacheSpec) -> int:
+    return _FEWEST_BLOCKS * max(1, len({*spec.windows}))
+
+
+def _with_spec(history: History, **fields: Any) -> History:
+    return replace(history, spec=replace(history.spec, **fields))
+
+
+def _shapes(adapter: type[KVCacheAdapter]) -> dict[str, Any]:
+    return {"num_heads": adapter.head_counts, "head_dim": adapter.head_dims}
+
+
+def _fewer_layers(spec: CacheSpec) -> Iterator[dict[str, Any]]:
+    for layers in range(1, spec.num_layers):
+        if not spec.windows:
+            yield {"num_layers": layers}
+        for begin in {0, spec.num_layers - layers} if spec.windows else ():
+            yield {"num_layers": layers, "windows": spec.windows[begin : begin + layers]}
+
+
+def _smaller_windows(spec: CacheSpec) -> Iterator[tuple[int | None, ...]]:
+    for window in {*spec.windows} - {None}:
+        for smaller in smaller_numbers(window or 0, 1):
+            yield tuple(smaller if each == window else each for each in spec.windows)
+
+
+def _with_blocks_of(size: int, history: History) -> History:
+    """Make the blocks smaller, and all numbers so that they end where they did in a block."""
+    change = partial(_as_many_blocks, history.spec.block_size, size)
+    steps = tuple(with_numbers(step, change) for step in history.operations)
+    return replace(_with_spec(history, block_size=size), operations=steps)
+
+
+def _as_many_blocks(old: int, new: int, tokens: int) -> int:
+    """Return a number of tokens that fills as many blocks, and as much of the last as can be."""
+    blocks, rest = divmod(tokens, old)
+    last = new - 1 if rest == old - 1 else min(rest, new - 1)
+    return blocks * new + (max(1, last) if rest else 0)
+
+
+_MANY_ROWS = 2 * MOST_SEQUENCES
+"""Few drawn steps have more rows."""
+
+
+def passes_of_histories(
+    adapter: type[KVCacheAdapter],
+) -> list[Callable[[History], Iterator[History]]]:
+    """Return the ways to make a history of this adapter smaller, the most thorough last."""
+    ways = (
+        _without_steps_if_large,
+        _without_a_sequence,
+        _without_steps,
+        _with_one_sequence_for_two,
+        _with_switches_set_before,
+        smaller_caches,
+        _with_simpler_steps,
+        _with_all_numbers_lower,
+        _with_joined_steps,
+        _without_two_steps,
+        _histories_with_less_room,
+        _renamed,
+    )
+    return [partial(_sensible, way, adapter) for way in ways]
+
+
+def _sensible(
+    way: Callable[[type[KVCacheAdapter], History], Iterator[History]],
+    adapter: type[KVCacheAdapter],
+    history: History,
+) -> Iterator[History]:
+    for smaller in way(adapter, history):
+        sensible = what_makes_sense(adapter, smaller)
+        if 0 < sensible.size <= history.size:
+            yield sensible
+
+
+def what_makes_sense(adapter: type[KVCacheAdapter], history: History) -> History:
+    """Leave out the steps that cannot be done or drawn; end what is left half done."""
+    oracle = _oracle(adapter, history)
+    shows_room = "ledger" in adapter.abilities
+    kept: list[Operation] = []
+    for each in history.operations:
+        step = each.fitted(oracle)
+        if not _can_be_done(step, oracle):
+            continue
+        fits = step.fits(oracle) or not step.allowed(oracle)
+        if not (fits or shows_room):
+            continue
+        step.apply(oracle)
+        kept.append(step)
+        if not fits and adapter.sharing == "equal prefixes":
+            break  # it may find room all the same, and nobody knows what it holds then
+    kept += [Fill()] * len(oracle.reserved)
+    kept += map(Take, oracle.looked_up)
+    return replace(history, operations=tuple(kept))
+
+
+def _oracle(adapter: type[KVCacheAdapter], history: History) -> Oracle:
+    return ORACLES[bool(history.spec.windows)].of(adapter, history.spec, history.texts)
+
+
+def _can_be_done(step: Operation, oracle: Oracle) -> bool:
+    unwritten = {seq for due in oracle.reserved for seq, _ in due.rows}
+    return unwritten.isdisjoint([*step.changed(), *step.uses()]) and step.possible(oracle)
+
+
+def _with(history: History, steps: Iterable[Operation]) -> History:
+    return replace(history, operations=tuple(steps))
+
+
+def _without_a_sequence(_: type[KVCacheAdapter], history: History) -> Iterator[History]:
+    names = {seq: None for step in history.operations for seq in _names(step)}
+    for seq in reversed(names):
+        left = (_without_rows_of(seq, step) for step in history.operations)
+        yield _with(history, (step for step in left if step))
+
+
+def _with_one_sequence_for_two(_: type[KVCacheAdapter], history: History) -> Iterator[History]:
+    """Do to one sequence what is done to two, such as a fork and its parent."""
+    names = dict.fromkeys(seq for step in history.operations for seq in _names(step))
+    for kept, gone in combinations(names, 2):
+        as_one = {**{seq: seq for seq in names}, gone: kept}
+        apart = (
+            _without_rows_of(gone, step) if kept in _names(step) else step
+            for step in history.operations
+        )
+        merged = [_with_names(step, as_one) for step in apart if step]
+        yield _with(history, merged)
+        if Free(kept) in merged:
+            yield _with(history, (step for step in merged if step != Free(kept)))
+
+
+def _without_rows_of(seq: int, step: Operation) -> Operation | None:
+    """Return a step without the rows of a sequence; None if nothing is left of it."""
+    if seq not in _names(step):
+        return step
+    fewer = simpler_steps(step, {})
+    return next((each for each in fewer if [*_names(each)] == _others(seq, step)), None)
+
+
+def _others(seq: int, step: Operation) -> list[int]:
+    return [name for name in _names(step) if name != seq]
+
+
+def _names(step: Operation) -> Iterator[int]:
+    for name in NAMING:
+        value = getattr(step, name, ())
+        named = value if isinstance(value, tuple) else (value,)
+        yield from (seq for seq in named if seq is not None)
+
+
+def _without_steps(_: type[KVCacheAdapter], history: History) -> Iterator[History]:
+    """Leave out steps that follow each other: half of all, then fewer, from the end on."""
+    steps, many = history.operations, history.size
+    while many := many // 2:
+        for end in range(len(steps), many - 1, -many):
+            yield _with(history, (*steps[: end - many], *steps[end:]))
+
+
+def _without_steps_if_large(adapter: type[KVCacheAdapter], history: History) -> Iterator[History]:
+    """Leave out steps before sequences where steps have many rows: each then takes long to try."""
+    if any(len(step.rows()) > _MANY_ROWS for step in history.operations):
+        yield from _without_steps(adapter, history)
+
+
+def _without_two_steps(_: type[KVCacheAdapter], history: History) -> Iterator[History]:
+    steps = history.operations
+    for pair in combinations(reversed(range(len(steps))), 2):
+        yield _with(history, (step for at, step in enumerate(steps) if at not in pair))
+
+
+def _histories_with_less_room(adapter: type[KVCacheAdapter], history: History) -> Iterator[History]:
+    """Leave something out, and as many blocks as it took, for what is wrong where few are free."""
+    free = _free(adapter, history)
+    for way in (_without_a_sequence, _without_steps, _without_two_steps, _with_simpler_steps):
+        for left in way(adapter, history):
+            smaller = what_makes_sense(adapter, left)
+            blocks = smaller.spec.num_blocks - _free(adapter, smaller) + free
+            if fewest_blocks(smaller.spec) <= blocks < smaller.spec.num_blocks:
+                yield replace(smaller, spec=replace(smaller.spec, num_blocks=blocks))
+
+
+def _free(adapter: type[KVCacheAdapter], history: History) -> int:
+    """Count the blocks that are free in the end."""
+    oracle = _oracle(adapter, history)
+    for step in history.operations:
+        step.apply(oracle)
+    return oracle.pages_free()
+
+
+def _with_switches_set_before(_: type[KVCacheAdapter], history: History) -> Iterator[History]:
+    """Build the cache with the switches that a step sets."""
+    steps = history.operations
+    for at, step in enumerate(steps):
+        if isinstance(step, SetOptions):
+            spec = replace(history.spec, options=step.options)
+            yield _with(replace(history, spec=spec), (*steps[:at], *steps[at + 1 :]))
+
+
+def _with_joined_steps(adapter: type[KVCacheAdapter], history: History) -> Iterator[History]:
+    """Have one step that writes be a plain append, or two be one."""
+    steps = history.operations
+    writing = {at: dict(step.rows()) for at, step in enumerate(steps) if isinstance(step, Write)}
+    for at, rows in writing.items():
+        if {*rows.values()} == {1}:
+            yield _with(history, (*steps[:at], Append(tuple(rows)), *steps[at + 1 :]))
+    for first, second in combinations(writing, 2):
+        rows = Counter(writing[first]) + Counter(writing[second])
+        between, behind = steps[first + 1 : second], steps[second + 1 :]
+        for joined in _writes(rows):
+            if joined.needs <= adapter.abilities:
+                yield _with(history, (*steps[:first], joined, *between, *behind))
+
+
+def _writes(rows: Mapping[int, int]) -> Iterator[Operation]:
+    """List the steps that write so many tokens to each sequence."""
+    if {*rows.values()} == {1}:
+        yield Append(tuple(rows))
+    if len(rows) == 1:
+        yield from (Prefill(seq, count) for seq, count in rows.items())
+    for names in dict.fromkeys([tuple(rows), tuple(reversed(rows))]):
+        yield AppendMany(names, tuple(rows[seq] for seq in names))
+
+
+def _with_simpler_steps(adapter: type[KVCacheAdapter], history: History) -> Iterator[History]:
+    usual = {name: values[0] for name, values in adapter.option_choices.items()}
+    steps = history.operations
+    for at in reversed(range(len(steps))):
+        for simpler in simpler_steps(steps[at], usual):
+            yield _with(history, (*steps[:at], simpler, *steps[at + 1 :]))
+
+
+def _with_all_numbers_lower(_: type[KVCacheAdapter], history: History) -> Iterator[History]:
+    """Lower all numbers at once, by some blocks or by one, so that they go on fitting together."""
+    size = history.spec.block_size
+    for less in (4 * size, size, 1):
+        lowered = (with_numbers(step, partial(_less, less)) for step in history.operations)
+        yield _with(history, lowered)
+
+
+def _less(less: int, number: int) -> int:
+    return number - less if number > less else number
+
+
+def _renamed(_: type[KVCacheAdapter], history: History) -> Iterator[History]:
+    """Number the sequences in the order in which they come."""
+    seen = dict.fromkeys(seq for step in history.operations for seq in _names(step))
+    numbers = {seq: number for number, seq in enumerate(seen)}
+    yield _with(history, (_with_names(step, numbers) for step in history.operations))
+
+
+def _with_names(step: Operation, numbers: dict[int, int]) -> Operation:
+    for name in NAMING:
+        value = getattr(step, name, ())
+        if isinstance(value, int):
+            step = replace_field(step, name, numbers[value])
+        elif value:
+            step = replace_field(
+                step, name, tuple(None if seq is None else numbers[seq] for seq in value)
+            )
+    return step
+
+
+# Lists the mixes of requests that are smaller than one in one way: fewer, or less in each.
+#
+# The cache always has room for the largest request, which an engine may refuse otherwise.
+
+
+def passes_of_mixes(
+    adapter: type[EngineAdapter],
+) -> list[Callable[[RequestMix], Iterator[RequestMix]]]:
+    """Return the ways to make a mix for this adapter smaller, the most thorough last."""
+    usual = {name: values[0] for name, values in adapter.option_choices.items()}
+    return [
+        _without_requests,
+        _with_shorter_texts,
+        partial(_with_a_plainer_engine, usual, min(adapter.block_sizes)),
+        _mixes_with_less_room,
+        _with_simpler_requests,
+        _with_all_sooner,
+    ]
+
+
+def _without_requests(mix: RequestMix) -> Iterator[RequestMix]:
+    """Leave out requests: half of all, then fewer, from the end on."""
+    asked, many = mix.requests, mix.size
+    while many := many // 2:
+        for end in range(mix.size, many - 1, -many):
+            before, behind = asked[: end - many], asked[end:]
+            yield from _with_requests(mix, (*before, *behind))
+            # What was left out may have kept them waiting.
+            yield from _with_requests(mix, (*before, *map(_a_step_later, behind)))
+
+
+def _a_step_later(asked: Asked) -> Asked:
+    """Have a request come later, and be cancelled soon if at all."""
+    soon = None if asked.cancelled_after is None else min(1, asked.cancelled_after)
+    return replace(asked, arrives=asked.arrives + 1, cancelled_after=soon)
+
+
+def _with_shorter_texts(mix: RequestMix) -> Iterator[RequestMix]:
+    """Cut tokens off all prompts, behind or in front, or off all that is generated."""
+    longest = max(len(each.prompt) for each in mix.requests)
+    for kept in smaller_numbers(longest, 1):
+        yield from _with_requests(mix, (_cut(each, kept) for each in mix.requests))
+    for gone in (4, 1):
+        yield from _with_requests(mix, (_begun_later(each, gone) for each in mix.requests))
+    most = max(each.sampling.max_new_tokens for each in mix.requests)
+    for new in smaller_numbers(most, 1):
+        yield from _with_requests(mix, (_generating(each, new) for each in mix.requests))
+
+
+def _with_a_plainer_engine(
+    usual: dict[str, Any], smallest_block: int, mix: RequestMix
+) -> Iterator[RequestMix]:
+    yield from (replace(mix, options=options) for options in more_usual(mix.options, usual))
+    for size in smaller_numbers(mix.block_size, smallest_block):
+        yield replace(mix, block_size=size)
+
+
+def _mixes_with_less_room(mix: RequestMix) -> Iterator[RequestMix]:
+    least = _least_room(mix)
+    for room in smaller_numbers(mix.cache_tokens, least):
+        yield replace(mix, cache_tokens=room)
+
+
+def _with_simpler_requests(mix: RequestMix) -> Iterator[RequestMix]:
+    for at in reversed(range(mix.size)):
+        for simpler in _simpler_requests(mix.requests[at]):
+            yield from _with_requests(mix, (*mix.requests[:at], simpler, *mix.requests[at + 1 :]))
+
+
+def _with_all_sooner(mix: RequestMix) -> Iterator[RequestMix]:
+    """Have all that are not there from the beginning come a step sooner."""
+    sooner = (replace(each, arrives=max(0, each.arrives - 1)) for each in mix.requests)
+    yield from _with_requests(mix, sooner)
+
+
+def _simpler_requests(asked: Asked) -> Iterator[Asked]:
+    sampling = asked.sampling
+    if type(sampling) is not Sampling:
+        plain = {each.name: getattr(sampling, each.name) for each in fields(Sampling)}
+        yield replace(asked, sampling=Sampling(**plain))
+    for name in ("stops", "ends_early", "cancelled_after"):
+        yield from _with_the_default(asked, name)
+    for stop in asked.stops if len(asked.stops) > 1 else ():
+        yield replace(asked, stops=(stop,))
+    for each in fields(sampling):
+        for plainer in _with_the_default(sampling, each.name):
+            yield replace(asked, sampling=plainer)
+    yield from (_cut(asked, kept) for kept in smaller_numbers(len(asked.prompt), 1))
+    if len(asked.prompt) > 1:
+        yield replace(asked, prompt=asked.prompt[1:])
+    new = smaller_numbers(sampling.max_new_tokens, 1)
+    yield from (_generating(asked, tokens) for tokens in new)
+    yield from (replace(asked, arrives=step) for step in smaller_numbers(asked.arrives, 0))
+    for step in smaller_numbers(asked.cancelled_after or 0, 0):
+        yield replace(asked, cancelled_after=step)
+
+
+def _with_the_default(case: Any, name: str) -> Iterator[Any]:
+    (default,) = (each.default for each in fields(case) if each.name == name)
+    if getattr(case, name) != default:
+        yield replace(case, **{name: default})
+
+
+def _with_requests(mix: RequestMix, asked: Iterable[Asked]) -> Iterator[RequestMix]:
+    """Return a mix with other requests: in as large a cache, and in one smaller by what is gone."""
+    smaller = replace(mix, requests=tuple(asked))
+    yield smaller
+    if gone := _tokens(mix) - _tokens(smaller):
+        room = max(_least_room(smaller), mix.cache_tokens - gone)
+        yield replace(smaller, cache_tokens=room)
+
+
+def _tokens(mix: RequestMix) -> int:
+    return sum(each.most_tokens for each in mix.requests)
+
+
+def _least_room(mix: RequestMix) -> int:
+    return max(each.most_tokens for each in mix.requests)
+
+
+def _cut(asked: Asked, kept: int) -> Asked:
+    return replace(asked, prompt=asked.prompt[:kept])
+
+
+def _begun_later(asked: Asked, gone: int) -> Asked:
+    return replace(asked, prompt=asked.prompt[gone:] or asked.prompt[-1:])
+
+
+def _generating(asked: Asked, tokens: int) -> Asked:
+    fewer = min(tokens, asked.sampling.max_new_tokens)
+    return replace(asked, sampling=replace(asked.sampling, max_new_tokens=fewer))
