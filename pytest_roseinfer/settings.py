@@ -17,7 +17,7 @@ SHIPPED_TARGETS = (
     "pytest_roseinfer.targets.roseinfer_engine:RoseinferEngine",
     "pytest_roseinfer.targets.roseinfer_kv:GroupedManager",
     "pytest_roseinfer.targets.roseinfer_kv:PerLayerManager",
-    "pytest_roseinfer.targets.roseinfer_windows:WindowedManager",
+    "pytest_roseinfer.targets.roseinfer_kv:WindowedManager",
 )
 
 ENDPOINT_TARGET = "pytest_roseinfer.endpoint.served_engine:ServedEngine"

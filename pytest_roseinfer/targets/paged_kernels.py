@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_roseinfer.adapters.cache import CacheFull, CacheSpec, KVCacheAdapter, Ledger
-from pytest_roseinfer.targets.block_store import read_blocks
+from pytest_roseinfer.targets.block_manager import read_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,25 +1,228 @@
-"""This distribution's own engine, serving small models."""
+"""This distribution's own engine, serving small models, with its switches and fast paths."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import asdict
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.targets.own import engine_models as models
-from pytest_roseinfer.targets.own import model_shapes as shapes
-from pytest_roseinfer.targets.own.alone import alone, undecided
-from pytest_roseinfer.targets.own.engine_fast_paths import PATHS
-from pytest_roseinfer.targets.own.engine_switches import OPTION_CHOICES, RUN_AHEAD, SIZES
-from pytest_roseinfer.targets.own.engine_tokenizers import text_of, tokenizer
-from pytest_roseinfer.targets.own.forked_sequences import forked, params
-from pytest_roseinfer.targets.own.held_blocks import held_blocks
+from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.targets import engine_models as models
+from pytest_roseinfer.targets import engine_models as shapes
+from pytest_roseinfer.targets.engine_models import alone, goes_on, text_of, tokenizer, undecided
+from pytest_roseinfer.targets.roseinfer_manager import held_blocks
+from roseinfer import AttentionPath, EnginePath, SamplingBatch, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.adapters.mix import RequestMix, Sampling
+
+# The engine's fast paths, in the order in which searches aim at them.
+
+
+_ALONE = "transformers"
+"""The slow twin: a model's own attention, without a cache, batches, or any code of ours."""
+_IN_CHUNKS = {"chunked_prefill": True, "prefill_max_tokens": 3}
+_KERNELS = {"paged_attention": True}
+_RESIDENT = {"resident_decode": True, "per_layer_kv": False}
+_RESIDENT_KERNELS = {**_RESIDENT, **_KERNELS}
+_REUSED_AT_ONCE = {**_RESIDENT, "prefix_cache": False, "max_batch_size": 8}
+"""A new sequence takes what another one gave up while others still decode beside it."""
+_ONE_BY_ONE = {**_RESIDENT, "prefill_max_batch_size": 1, "max_batch_size": 8}
+"""Sequences begin to decode one after another, and none ends in between."""
+_SPECULATING = {"speculation": "ngram", "resident_decode": False}
+_LEAVING_SLOTS = {**_RESIDENT, "speculation": "ngram"}
+_IN_ROWS = {**_REUSED_AT_ONCE, "prompt_rows": 30, "run_ahead": 3}
+_HYBRID = {"model": shapes.HYBRID}
+_FUSED = {"fused_model": True, "model": "gpt2"}
+_TWO_AT_ONCE = {**_RESIDENT, **_IN_CHUNKS, "prefix_cache": True, "max_batch_size": 2}
+_PACKED = {"prefill_admission_policy": "pack", "prefill_max_tokens": 8, "max_batch_size": 8}
+
+
+def _with_models(settings: Mapping[str, Any], *names: str) -> list[Mapping[str, Any]]:
+    """Return the settings with each of these models; a search is short, so they are few.
+
+    Every search begins with the first of them.
+    """
+    return [{**settings, "model": name} for name in names]
+
+
+_RUNS_WITH: Mapping[EnginePath, Sequence[Mapping[str, Any]]] = {
+    EnginePath.RESIDENT: [_RESIDENT, _REUSED_AT_ONCE, _ONE_BY_ONE, _TWO_AT_ONCE],
+    EnginePath.RUN_AHEAD: [{**_RESIDENT, "run_ahead": 2}, {**_REUSED_AT_ONCE, "run_ahead": 3}],
+    EnginePath.BATCHED: (),
+    EnginePath.MIXED: (),
+    EnginePath.CHUNKED: [_IN_CHUNKS],
+    EnginePath.OVERTAKEN: [_PACKED],
+    EnginePath.PREFIX_HIT: [{"prefix_cache": True}],
+    EnginePath.RESUMED: [{"max_batch_size": 8}],
+    EnginePath.GAVE_BACK: [
+        {"model": name, "per_layer_kv": False, "prefix_cache": kept}
+        for name, kept in zip(shapes.WINDOWED, (True, True, False, False), strict=True)
+    ],
+    EnginePath.FORKED: (),
+    EnginePath.PADDED_HEAD: [{"pad_head": True, "model": shapes.ODD}],
+    EnginePath.GRAPH: [
+        {**_RESIDENT, "cuda_graph": True, "run_ahead": 0, "model": "llama"},
+        {**_RESIDENT, "cuda_graph": True, "run_ahead": 2, **_HYBRID},
+        {**_RESIDENT_KERNELS, "cuda_graph": True, "run_ahead": 2, **_FUSED},
+    ],
+    EnginePath.CANCELLED: (),
+    EnginePath.DRAFTED: [_SPECULATING, _LEAVING_SLOTS],
+    EnginePath.ACCEPTED: [_SPECULATING, _LEAVING_SLOTS],
+    EnginePath.REJECTED: [_SPECULATING, {**_SPECULATING, "prefix_cache": True}],
+    EnginePath.VERIFIED: [_LEAVING_SLOTS, {**_LEAVING_SLOTS, "run_ahead": 3, **_HYBRID}],
+    EnginePath.IN_ROWS: [_IN_ROWS, {**_IN_ROWS, **_HYBRID}],
+    EnginePath.TOLD: [_RESIDENT, {**_REUSED_AT_ONCE, "run_ahead": 3}],
+    EnginePath.PENALISED: [_RESIDENT, _REUSED_AT_ONCE, {**_RESIDENT, "run_ahead": 3}],
+    EnginePath.FUSED: _with_models(
+        {**_RESIDENT_KERNELS, "fused_model": True}, "mixtral", shapes.HYBRID, "gpt2"
+    ),
+    EnginePath.LIKELIEST: _with_models(_RESIDENT_KERNELS, shapes.CAPPED, "windowed mistral"),
+}
+"""Only ``COMPILED``, ``GUIDED``, ``STREAMED``, ``PAIRED`` and ``WHOLE_STEP`` are missing. To
+compile takes seconds for every model of every mix, so no switch here asks for it, and
+``tests/engine/test_compiling.py`` compares it with its twin. No request here has a guide:
+``tests/guided`` holds those to what they get alone. No model here is as wide as a step in one
+kernel needs it: ``tests/persistent`` compares that with several kernels. What is streamed or
+paired has no switch, nor have ``AttentionPath.PROMPTS`` and ``ROWS``, whose contexts or batches
+are larger than any here: ``tests/warpgroups`` compares them with the kernels that they replace."""
+_FIRST = (
+    EnginePath.RESIDENT,
+    EnginePath.RUN_AHEAD,
+    EnginePath.PADDED_HEAD,
+    EnginePath.LIKELIEST,  # which runs most of the kernels
+)
+_OF_KERNELS = 0.25
+"""A mix takes 15 times as long with them as without, under Triton's interpreter."""
+_SHARES = {
+    **dict.fromkeys((EnginePath.RESIDENT, EnginePath.RUN_AHEAD), 3.0),
+    **dict.fromkeys((EnginePath.FUSED, EnginePath.LIKELIEST), _OF_KERNELS),
+}
+
+
+def _alone_equals(path: EnginePath) -> FastPath:
+    return FastPath(_ALONE, _RUNS_WITH[path], share=_SHARES.get(path, 1.0))
+
+
+PATHS: Mapping[str, FastPath] = {
+    # Where most bugs were comes first, and then kernels.
+    **{path.value: _alone_equals(path) for path in _FIRST},
+    AttentionPath.DECODE_TRITON.value: FastPath(
+        AttentionPath.REFERENCE.value,
+        _with_models(_KERNELS, "llama 10:2", shapes.CAPPED),
+        share=_OF_KERNELS,
+    ),
+    AttentionPath.APPEND_AND_ATTEND.value: FastPath(
+        AttentionPath.SLOTS_REFERENCE.value,
+        _with_models(_RESIDENT_KERNELS, shapes.SINKING, "llama 32:2"),
+        share=2 * _OF_KERNELS,  # what a step stores and what it sees are looked for here
+    ),
+    AttentionPath.CHUNK_TRITON.value: FastPath(
+        AttentionPath.REFERENCE.value,
+        _with_models(_KERNELS, shapes.SLOPED, "llama 10:2"),
+        share=_OF_KERNELS,
+    ),
+    **{path.value: _alone_equals(path) for path in _RUNS_WITH},
+    EnginePath.GRAPH.value: FastPath(_ALONE, _RUNS_WITH[EnginePath.GRAPH], device="cuda"),
+}
+
+
+# The engine's switches, and those that change the sizes of what it allocates.
+
+
+RUN_AHEAD = (0, 1, 3)
+OPTION_CHOICES: Mapping[str, Sequence[Any]] = {
+    "model": (
+        *("gpt2", "llama", "llama 10:2", "llama 24:3", "llama 32:2", shapes.SLOPED),
+        *shapes.WINDOWED,
+    ),
+    "prefix_cache": (True, False),
+    "prefill_admission_policy": ("fifo", "pack"),
+    "prefill_max_tokens": (100, 1, 3, 8),
+    "prefill_max_batch_size": (8, 1, 2),
+    "prompt_rows": (0, 5, 30),
+    "max_batch_size": (8, 1, 2, 3, 40),
+    "chunked_prefill": (True, False),
+    "per_layer_kv": (False, True),
+    "resident_decode": (False, True),
+    "run_ahead": RUN_AHEAD,
+    "speculation": (None, None, "ngram"),
+    # Under Triton's interpreter a step takes a hundred times as long, so only where aimed at.
+    "paged_attention": (False,),
+    "fused_model": (False,),
+    "pad_head": (False,),
+    # Capturing takes seconds, so only where aimed at.
+    "cuda_graph": (False,),
+}
+SIZES: Mapping[str, Sequence[Any]] = {
+    "model": shapes.OF_MANY_SHAPES,
+    "max_batch_size": (8, 1, 17, 3, 64, 128),
+    "prefill_max_tokens": (2048, 16, 100, 333),
+    "prefill_max_batch_size": (16, 1, 128),
+    "prompt_rows": (0, 64),
+    "run_ahead": RUN_AHEAD,
+    "speculation": (None, "ngram"),
+    "resident_decode": (True, True, False),
+    "cuda_graph": (False, True),
+    "paged_attention": (True, True, False),
+    "fused_model": (True, False),
+    "pad_head": (True, False),
+    "prefix_cache": (True, False),
+    "chunked_prefill": (True, False),
+}
+
+
+# One prompt of the engine's, stored once and continued in several ways.
+
+
+def params(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(**asdict(sampling))
+
+
+def forked(sessions: Any, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
+    """Return what each fork of the prompt's sequence generates; all go on together."""
+    (first,), logits = sessions.prefill([list(prompt)])
+    forks = [first, *(sessions.fork(first) for _ in samplings[1:])]
+    logits = logits.expand(len(forks), -1)
+    going = list(zip(forks, samplings, strict=True))
+    while going:
+        texts = [fork.token_ids for fork, _ in going]
+        chosen = _choose(logits, [own for _, own in going], texts, len(prompt))
+        for (fork, _), token in zip(going, chosen, strict=True):
+            fork.token_ids.append(token)
+        going = [(fork, own) for fork, own in going if goes_on(fork.token_ids, len(prompt), own)]
+        if going:
+            logits = sessions.extend([fork for fork, _ in going])
+    found = [fork.token_ids[len(prompt) :] for fork in forks]
+    for fork in forks:
+        sessions.release(fork)
+    return found
+
+
+def _choose(
+    logits: torch.Tensor,
+    samplings: Sequence[Sampling],
+    tokens: Sequence[Sequence[int]],
+    prompted: int,
+) -> list[int]:
+    """Choose the next token of each fork by the engine's own sampling."""
+    seeds = [each.seed for each in samplings]
+    tally = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
+    for row, own in enumerate(tokens):
+        tally[row, list(own[:prompted])] = 1 << 30
+        for token in own[prompted:]:
+            tally[row, token] += 1
+    positions = torch.tensor([len(own) for own in tokens], device=logits.device)
+    batch = SamplingBatch.of([*map(params, samplings)], seeds, logits.device)
+    chosen: list[int] = batch.choose(logits, positions, tally).tolist()
+    return chosen
+
 
 _served = lru_cache(maxsize=16)(models.network)
 

@@ -1,17 +1,22 @@
-"""This distribution's own block manager, in each of its arrangements."""
+"""This distribution's own block manager, in each of its arrangements, windows among them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_roseinfer.targets.own.misused_manager import MisusedManager
+from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
+from pytest_roseinfer.targets.block_manager import read_blocks
+from pytest_roseinfer.targets.roseinfer_manager import PATHS, MisusedManager, ReadManager
+from roseinfer import AttentionPath, BadArgument, Condition
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
-    from pytest_roseinfer.adapters.cache import CacheSpec
+    from pytest_roseinfer.adapters.fast_path import FastPath
+    from pytest_roseinfer.targets.block_manager import KeysAndValues
     from roseinfer import AppendPlan
 
 
@@ -97,3 +102,99 @@ class GroupedManager(MisusedManager):
         for layer in range(self.spec.num_layers):
             plan = reservation[self.manager.group_of(layer)]
             self.manager.write(plan, layer, key[layer], value[layer])
+
+
+# This distribution's block manager with windows: layers of one window share lists.
+
+
+def _first_live(window: int | None, length: int) -> int:
+    return max(0, length - window + 1) if window else 0
+
+
+class WindowedManager(ReadManager):
+    """All windows take their blocks from one pool, and what left one is given back at once."""
+
+    window_groups: ClassVar[int] = 3
+    window_pools: ClassVar[str] = "shared"
+    conditions = tuple(name for name in ReadManager.conditions if name != Condition.PADDING.value)
+    row_conditions: ClassVar[Mapping[str, str]] = {}
+    untrimmable_errors = (BadArgument,)
+    # The layers of all windows lie one over the other: nothing shows them side by side.
+    arena: Any = KVCacheAdapter.arena
+    attend: Any = KVCacheAdapter.attend
+    append: Any = KVCacheAdapter.append
+    append_padded: Any = KVCacheAdapter.append_padded
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        name: path for name, path in PATHS.items() if name not in {*AttentionPath}
+    }
+
+    def make(self, spec: CacheSpec) -> None:
+        self.lengths: Counter[int] = Counter()
+        super().make(spec)
+
+    def layers_per_group(self, spec: CacheSpec) -> int:
+        """Return as many as there are of any window, so that each is one group."""
+        return max(Counter(spec.windows).values())
+
+    def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.append_many([seq], [key.shape[1]], key, value)
+
+    def append_many(
+        self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        lists = self.lists_of(seqs)
+        plans = self.manager.plan_groups([lists[seq] for seq in seqs], counts)
+        self.lists.update(lists)
+        for layer in range(self.spec.num_layers):
+            plan = plans[self.manager.group_of(layer)]
+            self.manager.write(plan, layer, key[layer], value[layer])
+        for seq, count in zip(seqs, counts, strict=True):
+            self.lengths[seq] += count
+            self.slide(seq)
+
+    def fork(self, parent: int, child: int) -> None:
+        self.lists[child] = self.new_lists()
+        for block_ids, shared in zip(self.lists[child], self.lists[parent], strict=True):
+            block_ids += shared
+            self.manager.incref_blocks([each for each in shared if each not in self.scratch_blocks])
+        self.lengths[child] = self.lengths[parent]
+
+    def free(self, seq: int) -> None:
+        super().free(seq)
+        del self.lengths[seq]
+
+    @classmethod
+    def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:
+        """Cut where the next token sees nothing that was given back, or that may have been."""
+        return not length or all(
+            _first_live(window, length) // spec.block_size
+            == _first_live(window, stored) // spec.block_size
+            for window in spec.windows
+        )
+
+    def truncate(self, seq: int, length: int) -> None:
+        self.truncate_many([seq], [length])
+
+    def truncate_many(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:
+        self.manager.truncate_groups([self.lists[seq] for seq in seqs], lengths)
+        for seq, length in zip(seqs, lengths, strict=True):
+            self.lengths[seq] = length
+
+    def table(self, seq: int, layer: int) -> Sequence[int | None]:
+        return [block_id or None for block_id in self.block_ids(seq, layer)]
+
+    def peek(self, seq: int, layer: int) -> KeysAndValues:
+        keys, values = self.manager.caches(layer)
+        length = self.lengths[seq]
+        first = _first_live(self.spec.windows[layer], length)
+        return read_blocks((keys[None], values[None]), 0, self.table(seq, layer), length, first)
+
+    def gather(self, seq: int, layer: int) -> KeysAndValues:
+        length = self.lengths[seq]
+        live = length - _first_live(self.spec.windows[layer], length)
+        keys, values = super().gather(seq, layer)
+        return keys[len(keys) - live :], values[len(values) - live :]
+
+    def slide(self, seq: int) -> None:
+        for first_layer, block_ids in zip(self.first_layers, self.lists[seq], strict=True):
+            self.manager.give_back(first_layer, block_ids, self.lengths[seq])

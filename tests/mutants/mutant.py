@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 _TARGETS = "pytest_roseinfer.targets."
 PER_LAYER = _TARGETS + "roseinfer_kv:PerLayerManager"
 GROUPED = _TARGETS + "roseinfer_kv:GroupedManager"
-WINDOWED = _TARGETS + "roseinfer_windows:WindowedManager"
+WINDOWED = _TARGETS + "roseinfer_kv:WindowedManager"
 KERNELS = "tests.mutants.kernel_caches:StridedKernels"
 COMPACTED = "tests.mutants.kernel_caches:CompactedKernels"
 PREFIXED = "tests.mutants.prefix_cached_manager:PrefixCachedManager"

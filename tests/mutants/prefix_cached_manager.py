@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
 
 from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter, Ledger
-from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
-from pytest_roseinfer.targets.roseinfer_windows import WindowedManager
+from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, WindowedManager
 from roseinfer import OutOfBlocks, SamplingParams
 from roseinfer.engine import prefix_cache
 from roseinfer.engine.request import BlockSupply, Request
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.targets.own.read_manager import ReadManager
+    from pytest_roseinfer.targets.roseinfer_manager import ReadManager
 
 _KERNELS_OFF = {"triton": False}
 _CHUNK = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.targets.others.without_its_top import part_of
+from pytest_roseinfer.targets.without_its_top import part_of
 
 if TYPE_CHECKING:
     import pytest

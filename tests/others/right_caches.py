@@ -119,7 +119,7 @@ def _fetched(project: str, name: str, *conditions: str) -> type[Any]:
     there = str(FOLDER / project)
     if there not in sys.path:
         sys.path.insert(0, there)
-    return _shipped(f"others.{name}", *conditions)
+    return _shipped(name, *conditions)
 
 
 def _nano_vllm() -> type[Any]:
@@ -141,16 +141,16 @@ RIGHT: Mapping[str, Callable[[], type[Any]]] = {
         _shipped, "paged_attention_cache:PagedAttentionCacheAdapter", *OWN_CONDITIONS
     ),
     "transformers: forks": partial(
-        _shipped, "forked_paged_attention_cache:ForkedPagedAttentionCacheAdapter", *OWN_CONDITIONS
+        _shipped, "paged_attention_cache:ForkedPagedAttentionCacheAdapter", *OWN_CONDITIONS
     ),
     "nano-vllm: BlockManager": _nano_vllm,
     "roseinfer: PerLayerManager": partial(_shipped, "roseinfer_kv:PerLayerManager"),
     "roseinfer: GroupedManager": partial(_shipped, "roseinfer_kv:GroupedManager"),
-    "roseinfer: WindowedManager": partial(_shipped, "roseinfer_windows:WindowedManager"),
+    "roseinfer: WindowedManager": partial(_shipped, "roseinfer_kv:WindowedManager"),
     "fast path, of few": partial(with_fast_path, 4, (2, 3, 4, 5, 8, 16)),
     "fast path, of hardly any": partial(with_fast_path, 5, (4, 5, 8, 16)),
     "vllm: KVCacheManager": partial(_fetched, "vllm", "vllm_kv:VllmAdapter", *OWN_CONDITIONS),
-    "vllm: windows": partial(_fetched, "vllm", "vllm_windows:WindowsVllmAdapter", *OWN_CONDITIONS),
+    "vllm: windows": partial(_fetched, "vllm", "vllm_kv:WindowsVllmAdapter", *OWN_CONDITIONS),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pytest_roseinfer import conformance
 from pytest_roseinfer.running import coverage
-from pytest_roseinfer.targets.others.flashinfer_pages import FlashInferAdapter
+from pytest_roseinfer.targets.flashinfer_pages import FlashInferAdapter
 from tests.others.found_scripts import scripts_about
 
 SCRIPTS = scripts_about("FlashInfer")

@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, conformance
-from pytest_roseinfer.targets.others import without_its_top
-from pytest_roseinfer.targets.others.nano_vllm import NanoVllmAdapter, WeaklyHashedNanoVllmAdapter
+from pytest_roseinfer.targets import without_its_top
+from pytest_roseinfer.targets.nano_vllm import NanoVllmAdapter, WeaklyHashedNanoVllmAdapter
 from tests import warm_process
 from tests.others.fetch import FOLDER
 from tests.others.found_scripts import scripts_about

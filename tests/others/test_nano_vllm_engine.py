@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import MixDivergence
-from pytest_roseinfer.targets.whole_engines.nano_vllm_engine import NanoVllmEngine
+from pytest_roseinfer.targets.nano_vllm_engine import NanoVllmEngine
 from tests.others.engine_search import verdicts_of
 from tests.others.test_nano_vllm import THERE, needs_it
 

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, conformance, settings
-from pytest_roseinfer.targets.others import without_its_top
-from pytest_roseinfer.targets.others.sglang_parts import sglang
-from pytest_roseinfer.targets.others.sglang_radix import SglangAdapter
-from pytest_roseinfer.targets.others.sglang_sliding import SlidingSglangAdapter
+from pytest_roseinfer.targets import without_its_top
+from pytest_roseinfer.targets.sglang_radix import SglangAdapter, SlidingSglangAdapter, sglang
 from tests.others.fetch import FOLDER
 from tests.others.found_scripts import beginning_about, scripts_about
 

@@ -16,9 +16,11 @@ from pytest_roseinfer import (
     run_forks,
     run_mix,
 )
-from pytest_roseinfer.targets.own import model_shapes as shapes
-from pytest_roseinfer.targets.whole_engines.forking_transformers import ForkingTransformersEngine
-from pytest_roseinfer.targets.whole_engines.transformers_engine import TransformersEngine
+from pytest_roseinfer.targets import engine_models as shapes
+from pytest_roseinfer.targets.transformers_engine import (
+    ForkingTransformersEngine,
+    TransformersEngine,
+)
 from tests.others.engine_search import verdicts_of
 from tests.others.found_scripts import scripts_about
 from tests.python_process import run_python

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, conformance, run_history
-from pytest_roseinfer.targets.others import without_its_top
-from pytest_roseinfer.targets.others.vllm_kv import VllmAdapter
-from pytest_roseinfer.targets.others.vllm_windows import WindowsVllmAdapter
+from pytest_roseinfer.targets import without_its_top
+from pytest_roseinfer.targets.vllm_kv import VllmAdapter, WindowsVllmAdapter
 from tests.others.fetch import FOLDER
 from tests.others.planted import plant
 from tests.plugin.drawn import drawn

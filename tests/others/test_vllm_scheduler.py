@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from pytest_roseinfer import MixDivergence, run_mix
 from pytest_roseinfer.engines.strategies import request_mixes
-from pytest_roseinfer.targets.whole_engines.vllm_scheduler import VllmScheduler
+from pytest_roseinfer.targets.vllm_scheduler import VllmScheduler
 from tests.others.fetch import FOLDER
 from tests.others.found_scripts import beginning_about, scripts_about
 from tests.others.planted import plant

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from pytest_roseinfer.targets import roseinfer_engine
-from pytest_roseinfer.targets.own import engine_models
-from pytest_roseinfer.targets.own import model_shapes as shapes
+from pytest_roseinfer.targets import engine_models, roseinfer_engine
+from pytest_roseinfer.targets import engine_models as shapes
 from roseinfer.parallel.follower import Follower
 from tests.engine.searched_mixes import search
 from tests.parallel.followers import in_threads

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pytest_roseinfer import CacheSpec
-from pytest_roseinfer.targets.block_store import BlockStore
+from pytest_roseinfer.targets.block_manager import BlockStore
 
 SPEC = CacheSpec(num_layers=2, num_heads=3, head_dim=4, block_size=2, num_blocks=5)
 

@@ -28,7 +28,7 @@ from pytest_roseinfer.engines.answers import shown, stop, stop_strings, up_to_st
 from pytest_roseinfer.engines.run import settle, timeline_of
 from pytest_roseinfer.engines.strategies import request_mixes
 from pytest_roseinfer.engines.twins import distribution, may_be_chosen
-from pytest_roseinfer.targets.own.engine_tokenizers import tokenizer
+from pytest_roseinfer.targets.engine_models import tokenizer
 from roseinfer import SamplingBatch, SamplingParams
 from tests.plugin.engines.drawing_engine import (
     CountsThePrompt,

@@ -29,8 +29,8 @@ from pytest_roseinfer.oracle.oracle import padding_token, token_of
 from pytest_roseinfer.oracle.token_labels import token_label
 from pytest_roseinfer.running.metamorphic import check_copied, check_permuted, check_split
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter
-from pytest_roseinfer.targets.forked_paged_attention_cache import ForkedPagedAttentionCacheAdapter
 from pytest_roseinfer.targets.paged_attention_cache import (
+    ForkedPagedAttentionCacheAdapter,
     UnsharedPagedAttentionCacheAdapter,
 )
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager

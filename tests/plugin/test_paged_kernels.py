@@ -13,7 +13,7 @@ import torch
 
 from pytest_roseinfer import CacheSpec, Divergence, KVCacheAdapter, conformance, run_history
 from pytest_roseinfer import settings as options
-from pytest_roseinfer.targets.others.flashinfer_pages import FlashInferAdapter
+from pytest_roseinfer.targets.flashinfer_pages import FlashInferAdapter
 from tests.plugin.drawn import drawn
 from tests.plugin.test_truncate import short_run as short_run
 

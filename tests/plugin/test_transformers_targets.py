@@ -20,12 +20,12 @@ from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.machine import run_history
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter
-from pytest_roseinfer.targets.forked_paged_attention_cache import ForkedPagedAttentionCacheAdapter
 from pytest_roseinfer.targets.paged_attention_cache import (
+    ForkedPagedAttentionCacheAdapter,
     PagedAttentionCacheAdapter,
+    SlidingPagedAttentionCacheAdapter,
     UnsharedPagedAttentionCacheAdapter,
 )
-from pytest_roseinfer.targets.sliding_paged_attention_cache import SlidingPagedAttentionCacheAdapter
 from tests.others.found_scripts import PAGE, scripts_about
 
 if TYPE_CHECKING:

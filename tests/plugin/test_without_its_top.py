@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer.targets.others.without_its_top import part_of, without
+from pytest_roseinfer.targets.without_its_top import part_of, without
 
 if TYPE_CHECKING:
     from pathlib import Path

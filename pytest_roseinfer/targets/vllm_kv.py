@@ -7,16 +7,17 @@ token before there is room for it.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from pytest_roseinfer.adapters.cache import CacheFull, CacheSpec, Ledger
 from pytest_roseinfer.targets.block_manager import BlockManagerAdapter
-from pytest_roseinfer.targets.others.without_its_top import part_of
+from pytest_roseinfer.targets.without_its_top import part_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _INSTALL = "run python -m tests.others.fetch vllm in a clone of roseinfer, or install vllm"
 _ENDLESS = 1 << 20
@@ -111,3 +112,26 @@ def _layers(spec: CacheSpec, window: int | None) -> Any:
     if window is None:
         return interface.FullAttentionSpec(**names)
     return interface.SlidingWindowSpec(**names, sliding_window=window)
+
+
+# vLLM's block manager for layers with windows, those of each window being a group.
+
+
+class WindowsVllmAdapter(VllmAdapter):
+    """What a window keeps for later prompts may be thinned out; with EAGLE, less is found."""
+
+    evicts: ClassVar[str] = "any"
+    match_finds: ClassVar[str] = "some"
+    window_groups: ClassVar[int] = 3
+    window_pools: ClassVar[str] = "shared"
+    window_gives_back: ClassVar[str] = "next try"
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "blocks between kept ones": (None, 0, 1, 2, 3),
+        "eagle": (False, True),
+    }
+
+    def configured(self, config: Any, spec: CacheSpec) -> Any:
+        blocks = spec.options["blocks between kept ones"]
+        if blocks is None or not any(self.windows):
+            return config
+        return replace(config, prefix_cache_retention_interval=blocks * spec.block_size)

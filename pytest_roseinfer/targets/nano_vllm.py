@@ -11,7 +11,7 @@ from unittest import mock
 
 from pytest_roseinfer.adapters.cache import CacheFull, Ledger
 from pytest_roseinfer.targets.block_manager import BlockManagerAdapter
-from pytest_roseinfer.targets.others.without_its_top import part_of
+from pytest_roseinfer.targets.without_its_top import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,8 +15,8 @@ import torch
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.fast_path import FastPath
-from pytest_roseinfer.targets.own import engine_models as models
-from pytest_roseinfer.targets.own import model_shapes as shapes
+from pytest_roseinfer.targets import engine_models as models
+from pytest_roseinfer.targets import engine_models as shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -117,3 +118,23 @@ class TransformersEngine(EngineAdapter):
 
     def logits(self, tokens: Sequence[int], mix: RequestMix) -> Any:
         return models.logits(mix.options["model"], mix.device, tuple(tokens))
+
+
+class ForkingTransformersEngine(TransformersEngine):
+    """The same with ``num_return_sequences``, which forks a request at its last token."""
+
+    def forked(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[list[int]]:
+        """Fork a request that lasts as long as any is to, and cut each fork to what it asked."""
+        self.manager.num_return_sequences = len(samplings)
+        most = max(each.max_new_tokens for each in samplings)
+        name = self.submit(prompt, replace(samplings[0], max_new_tokens=most, ignore_eos=True))
+        names = [name, *(f"{name}__child#{at}" for at in range(len(samplings) - 1))]
+        while not all(map(self.ended, names)):
+            self.step()
+        found = zip(map(self.tokens, names), samplings, strict=True)
+        return [_cut(tokens[: own.max_new_tokens], own) for tokens, own in found]
+
+
+def _cut(new: list[int], sampling: Sampling) -> list[int]:
+    ends = TransformersEngine.end in new and not sampling.ignore_eos
+    return new[: new.index(TransformersEngine.end) + 1] if ends else new

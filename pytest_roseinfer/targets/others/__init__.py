@@ -1,1 +1,0 @@
-"""Caches and engines of other projects, which import them when they are built."""

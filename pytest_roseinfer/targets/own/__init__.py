@@ -1,1 +1,0 @@
-"""Parts of the adapters for this distribution's own cache and engine."""

@@ -1,0 +1,330 @@
+"""SGLang's radix cache over its paged allocator, driven as its scheduler drives them.
+
+A prompt is in the tree as soon as it is stored, and what its request decodes when that ends.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
+
+import torch
+from transformers.utils import is_torchvision_available
+
+from pytest_roseinfer.adapters.cache import CacheFull, CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer.targets.block_manager import BlockStore
+from pytest_roseinfer.targets.without_its_top import part_of, without
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_roseinfer.targets.block_manager import KeysAndValues
+
+# What is used of SGLang, imported where there is neither a GPU nor its kernels.
+
+
+_INSTALL = "unpack its wheel, and those it imports, into a folder of PYTHONPATH"
+_USED = {
+    "managers.schedule_batch": ("FINISH_LENGTH", "Req", "SamplingParams", "release_req"),
+    "mem_cache.allocation": ("alloc_for_decode", "alloc_for_extend"),
+    "mem_cache.allocator": ("PagedTokenToKVPoolAllocator", "TokenToKVPoolAllocator"),
+    "mem_cache.allocator.swa": ("SWATokenToKVPoolAllocator",),
+    "mem_cache.base_prefix_cache": ("EvictParams", "MatchPrefixParams"),
+    "mem_cache.base_swa_memory_pool": ("BaseSWAKVPool",),
+    "mem_cache.cache_init_params": ("CacheInitParams",),
+    "mem_cache.common": ("checkpoint_kv_cache", "evict_from_tree_cache", "release_kv_cache"),
+    "mem_cache.memory_pool": ("ReqToTokenPool",),
+    "mem_cache.unified_radix_cache": ("ComponentType", "RadixKey", "UnifiedRadixCache"),
+    "runtime_context": ("get_context",),
+}
+
+
+def sglang() -> SimpleNamespace:
+    """Import it, and publish a configuration, which each of its processes does."""
+    is_torchvision_available()  # transformers remembers the answer
+    images = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
+    with without(*images):
+        parts = {part_of("sglang", f"srt.{name}", _INSTALL): used for name, used in _USED.items()}
+    found = {name: getattr(module, name) for module, names in parts.items() for name in names}
+    context = found["get_context"]()
+    if context._server_args is None:  # to ask for it otherwise is an error
+        context.override_server_args().install()
+    return SimpleNamespace(**found)
+
+
+# What SGLang's scheduler does to its cache, and has: pools, requests, room for a batch of them.
+
+
+def pools(sgl: SimpleNamespace, spec: CacheSpec) -> tuple[Any, Any]:
+    """Build what hands out slots for tokens, and what remembers them for requests."""
+    page, size = spec.block_size, spec.block_size * spec.num_blocks
+    pool = {"dtype": None, "kvcache": None, "need_sort": False, "device": spec.device}
+    if page == 1:
+        allocator = sgl.TokenToKVPoolAllocator(size, **pool)
+    else:
+        allocator = sgl.PagedTokenToKVPoolAllocator(size, page, **pool)
+    return allocator, sgl.ReqToTokenPool(128, size + page, spec.device, enable_memory_saver=False)
+
+
+def sliding_pools(sgl: SimpleNamespace, spec: CacheSpec) -> tuple[Any, Any]:
+    """Build the same for layers of both kinds; a map leads from a slot to that of the windows."""
+    size = spec.block_size * spec.num_blocks
+    # Of the pool that holds keys and values it is the map that is needed.
+    tensors = mock.MagicMock(spec=sgl.BaseSWAKVPool, swa_req_ring_size=None)
+    pool = {"dtype": None, "need_sort": False, "device": spec.device, "kvcache": tensors}
+    allocator = sgl.SWATokenToKVPoolAllocator(size, size, spec.block_size, **pool)
+    tensors.full_to_swa_index_mapping = allocator.full_to_swa_index_mapping
+    tensors.translate_loc_from_full_to_swa = tensors.full_to_swa_index_mapping.__getitem__
+    return allocator, pools(sgl, spec)[1]
+
+
+def new_request(sgl: SimpleNamespace, text: Sequence[int], namespace: str | None) -> Any:
+    wanted = sgl.SamplingParams(max_new_tokens=1 << 20)
+    return sgl.Req("", "", array("q", text), wanted, extra_key=namespace)
+
+
+def take_room(sgl: SimpleNamespace, tree: Any, begun: list[Any], grown: list[Any]) -> None:
+    """Lock what is found of new requests, and allocate the rest and a token for each of others.
+
+    That is done for all of them or none.
+    """
+    pages = sum(not request.kv.kv_committed_len % tree.page_size for request in grown)
+    for request in begun:
+        request.init_next_round_input(tree)
+        request.extend_end = len(request.full_untruncated_fill_ids)
+        request.lock = tree.lock(request.last_node)
+        pages += -(-request.extend_end // tree.page_size) - request.prefix_len // tree.page_size
+    needed = pages * tree.page_size
+    sgl.evict_from_tree_cache(tree, needed)
+    if tree.token_to_kv_pool_allocator.available_size() < needed:
+        for request in begun:
+            tree.unlock(request.lock)
+        raise CacheFull
+    if begun:
+        sgl.alloc_for_extend(_batch(begun, [each.extend_end for each in begun], tree))
+    if grown:
+        lengths = [each.kv.kv_committed_len for each in grown]
+        sgl.alloc_for_decode(_batch(grown, lengths, tree), token_per_req=1)
+
+
+def _batch(reqs: list[Any], lengths: list[int], tree: Any) -> SimpleNamespace:
+    """Return what allocation reads of a ``ScheduleBatch``."""
+    found = [request.prefix_len for request in reqs]
+    rows = torch.tensor([request.kv.req_pool_idx or 0 for request in reqs])
+    return SimpleNamespace(
+        reqs=reqs,
+        tree_cache=tree,
+        req_to_token_pool=tree.req_to_token_pool,
+        device=tree.req_to_token_pool.device,
+        prefix_lens=found,
+        extend_lens=[length - prefix for length, prefix in zip(lengths, found, strict=True)],
+        extend_num_tokens=sum(lengths) - sum(found),
+        seq_lens=torch.tensor(lengths),
+        seq_lens_cpu=torch.tensor(lengths),
+        req_pool_indices=rows,
+        req_pool_indices_cpu=rows,
+        hisparse_coordinator=None,
+        model_config=SimpleNamespace(is_encoder_decoder=False),
+        is_dllm=lambda: False,
+        maybe_evict_swa=lambda: None,
+    )
+
+
+def slots_of(tree: Any, request: Any) -> torch.Tensor:
+    """Return the slots of all tokens of a request."""
+    row: torch.Tensor = tree.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
+    return row[: request.kv.kv_allocated_len].long()
+
+
+def retract(sgl: SimpleNamespace, tree: Any, request: Any) -> None:
+    """Take back what a request has; it starts again from its text."""
+    sgl.release_req(
+        req=request,
+        remaing_req_count=0,
+        req_to_token_pool=tree.req_to_token_pool,
+        token_to_kv_pool_allocator=tree.token_to_kv_pool_allocator,
+        tree_cache=tree,
+        hisparse_coordinator=None,
+    )
+
+
+class SglangAdapter(KVCacheAdapter):
+    sharing: ClassVar[str] = "equal prefixes"
+    match_leaves: ClassVar[int] = 1
+    match_finds: ClassVar[str] = "some"
+    option_choices: ClassVar[Mapping[str, Sequence[str]]] = {
+        "tree_core_backend": ("rust", "python")
+    }
+    pools = staticmethod(pools)
+
+    def make(self, spec: CacheSpec) -> None:
+        sgl = self.sgl = sglang()
+        self.allocator, self.rows = self.pools(sgl, spec)
+        self.books = getattr(self.allocator, "full_attn_allocator", self.allocator)
+        params = (False, self.rows, self.allocator, spec.block_size)
+        self.tree = sgl.UnifiedRadixCache(sgl.CacheInitParams(*params, **self.kind(spec)))
+        self.store = BlockStore(spec, spec.num_blocks + 1)  # the first is for padding
+        self.requests: dict[int, Any] = {}
+
+    def kind(self, spec: CacheSpec) -> dict[str, Any]:
+        return {"tree_components": (self.sgl.ComponentType.FULL,), **spec.options}
+
+    def namespaces(self, names: Sequence[int]) -> None:
+        self.extra_keys = [f"of {name}" if name else None for name in names]
+
+    def texts(self, said: Sequence[Sequence[int]]) -> None:
+        self.coming = said
+
+    def _request(self, row: int = 0) -> Any:
+        return new_request(self.sgl, self.coming[row], self.extra_keys[row])
+
+    def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._begin(seq, self._request(), key, value)
+
+    def resume(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._begin(seq, self.requests[seq], key, value)
+
+    def _begin(self, seq: int, request: Any, key: torch.Tensor, value: torch.Tensor) -> None:
+        take_room(self.sgl, self.tree, [request], [])
+        self.requests[seq] = request
+        rest = key[:, request.prefix_len :], value[:, request.prefix_len :]
+        self.store.write_slots(self._slots(seq), *rest)
+        self.sgl.checkpoint_kv_cache(request, self.tree)
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        new = {s: self._request(row) for row, s in enumerate(seqs) if s not in self.requests}
+        grown = [self.requests[seq] for seq in seqs if seq not in new]
+        take_room(self.sgl, self.tree, [*new.values()], grown)
+        self.requests |= new
+        for row, seq in enumerate(seqs):
+            new_row = key[:, row : row + 1], value[:, row : row + 1]
+            self.store.write_slots(self._slots(seq), *new_row)
+            if seq in new:
+                self.sgl.checkpoint_kv_cache(new[seq], self.tree)
+            else:
+                self.requests[seq].output_ids.extend(self.coming[row])
+
+    def _slots(self, seq: int) -> torch.Tensor:
+        return slots_of(self.tree, self.requests[seq])
+
+    def peek(self, seq: int, layer: int) -> KeysAndValues:
+        return self.store.read_slots(self._slots(seq), layer)
+
+    def free(self, seq: int) -> None:
+        request = self.requests.pop(seq)
+        request.finished_reason = self.sgl.FINISH_LENGTH(length=0)
+        if request.kv.holds_kv:
+            self.sgl.release_kv_cache(request, self.tree, checkpoint=True)
+
+    def preempt(self, seq: int) -> None:
+        retract(self.sgl, self.tree, self.requests[seq])
+
+    def matched(self, said: Sequence[int]) -> int:
+        key = self.sgl.RadixKey(array("q", said[:-1]), self.extra_keys[0])
+        return int(self.tree.match_prefix(self.sgl.MatchPrefixParams(key)).device_prefix_len)
+
+    def table(self, seq: int, layer: int) -> list[int]:  # noqa: ARG002  one for all
+        return self.store.table(self._slots(seq))
+
+    def ledger(self, layer: int) -> Ledger:  # noqa: ARG002
+        held: Counter[int] = Counter()
+        for seq, request in self.requests.items():
+            if request.kv.holds_kv:
+                held.update(self.store.table(self.tree.path_device_indices(request.lock.node)))
+                held.update(self.store.table(self._slots(seq)[request.kv.cache_protected_len :]))
+        kept = self.store.table(self.tree.all_values_flatten())
+        cached = [page for page in kept if page not in held]
+        free = [*self.books.get_all_free_pages().tolist(), *cached]
+        size = self.store.block_size
+        num_free = (self.books.available_size() + self.tree.evictable_size()) // size
+        return Ledger(held, free, self.books.size // size, cached, num_free=num_free)
+
+    def arena(self) -> KeysAndValues:
+        return self.store.arena
+
+
+class SlidingSglangAdapter(SglangAdapter):
+    """SGLang's radix cache with a sliding window in every other layer.
+
+    What is in windows has slots of its own, in pages that are given back as it leaves them. Books
+    are those of the other layers: the harness cannot follow when pages of windows come and go.
+    """
+
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **SglangAdapter.option_choices,
+        "window": (3, 2, 5, 9),
+        "evicted": (0, 1, 3),  # tokens of windows before each write, as if room was short
+    }
+    pools = staticmethod(sliding_pools)
+    arena = KVCacheAdapter.arena  # not offered
+
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        self.evicted = self.sgl.EvictParams(swa_num_tokens=spec.options["evicted"])
+        self.store = _WindowedStore(spec, self.allocator)
+
+    def kind(self, spec: CacheSpec) -> dict[str, Any]:
+        kinds = self.sgl.ComponentType
+        return {
+            "tree_components": (kinds.FULL, kinds.SWA),
+            "tree_core_backend": spec.options["tree_core_backend"],
+            "sliding_window_size": spec.options["window"] - 1,  # it leaves out the token itself
+        }
+
+    def _begin(self, seq: int, request: Any, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.tree.evict(self.evicted)
+        super()._begin(seq, request, key, value)
+
+    def append(self, seqs: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
+        self.tree.evict(self.evicted)
+        for request in (self.requests[seq] for seq in seqs if seq in self.requests):
+            self.tree.evict_sliding_windows(request, request.kv.kv_committed_len)
+        super().append(seqs, key, value)
+
+
+class _WindowedStore(BlockStore):
+    """Stores each token twice: what left a window is still there for whom it may concern."""
+
+    def __init__(self, spec: CacheSpec, allocator: Any) -> None:
+        super().__init__(spec, spec.num_blocks + 1)
+        self.windows = BlockStore(spec, spec.num_blocks + 1)
+        self.allocator = allocator
+        self.seen = spec.options["window"] - 1
+        """How many tokens the next one sees before itself."""
+
+    def write_slots(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._add_up()
+        before, new = slots[: -key.shape[1]], slots[-key.shape[1] :]
+        for layer in range(0, key.shape[0], 2):
+            seen, stored = self.read_slots(before, layer), super().read_slots(before, layer)
+            pairs = zip(seen, stored, strict=True)
+            if not all(torch.allclose(*each, rtol=0, atol=0, equal_nan=True) for each in pairs):
+                raise AssertionError(f"the window behind token {len(before)} holds something else")
+        super().write_slots(new, key, value)
+        self.windows.write_slots(self._of_windows(new), key, value)
+
+    def read_slots(self, slots: torch.Tensor, layer: int) -> KeysAndValues:
+        if layer % 2:
+            return super().read_slots(slots, layer)
+        gone = max(0, len(slots) - self.seen)
+        old = super().read_slots(slots[:gone], layer)
+        new = self.windows.read_slots(self._of_windows(slots[gone:]), layer)
+        keys, values = (torch.cat(both) for both in zip(old, new, strict=True))
+        return keys, values
+
+    def _of_windows(self, slots: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.allocator.full_to_swa_index_mapping[slots]
+        if not (found > 0).all():
+            raise AssertionError(f"tokens in a window have the slots {found.tolist()}")
+        return found
+
+    def _add_up(self) -> None:
+        """Make sure that each page of windows is either free or has a token, and none is both."""
+        of_windows = self.allocator.full_to_swa_index_mapping
+        pages = self.allocator.swa_attn_allocator.get_all_free_pages().tolist()
+        pages += (of_windows[of_windows > 0] // self.block_size).unique().tolist()
+        if sorted(pages) != [*range(1, self.arena[0].shape[1])]:
+            raise AssertionError(f"of the windows' pages, {sorted(pages)} are free or mapped")

@@ -1,0 +1,313 @@
+"""vLLM's scheduler (V1), with its settings and a worker that needs no GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from pytest_roseinfer.adapters.engine import EngineAdapter
+from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.targets.telling_keys import key_of
+from pytest_roseinfer.targets.vllm_kv import vllm_part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pytest_roseinfer.adapters.mix import RequestMix, Sampling
+
+# What vLLM's scheduler is built with, without a model, and what it is asked.
+
+
+_NONE = ("num_lookahead_tokens", "num_prefill_lookahead_tokens", "num_hash_lookahead_tokens")
+
+
+class _Settings(SimpleNamespace):
+    """What is left out is off."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _NoGrammars:
+    """No request is held to a grammar."""
+
+    def accept_tokens(self, *_: object) -> bool:
+        return True
+
+    def validate_tokens(self, _: object, tokens: list[int]) -> list[int]:
+        return tokens
+
+
+def new_request(name: str, prompt: list[int], most: int, end: int | None, block_size: int) -> Any:
+    """Return a request; which ones are more urgent follows from how long they are."""
+    params = vllm_part("sampling_params").SamplingParams(max_tokens=most)
+    params.update_from_generation_config({}, end)
+    utils, sha256 = vllm_part("v1.core.kv_cache_utils"), vllm_part("utils.hashing").sha256
+    utils.init_none_hash(sha256)
+    hasher = utils.get_request_block_hasher(block_size, sha256)
+    own = {"priority": len(prompt) % 3, "block_hasher": hasher}
+    return vllm_part("v1.request").Request(name, prompt, params, None, **own)
+
+
+def new_scheduler(mix: RequestMix) -> Any:
+    options = dict(mix.options)
+    windows, drafts = options.pop("windows"), options.pop("drafts")
+    room = -(-mix.cache_tokens // mix.block_size)
+    blocks = 1 + len(windows) * room  # one is nobody's
+    parts = vllm_part("v1.core.sched.async_scheduler")
+    kind = parts.Scheduler
+    if options["async_scheduling"]:
+        kind, drafts = parts.AsyncScheduler, 0  # its worker would draft by itself
+    return kind(
+        _settings(blocks, room * mix.block_size, options, drafts),
+        _groups(mix.block_size, blocks, windows),
+        structured_output_manager=_NoGrammars(),
+        block_size=mix.block_size,
+    )
+
+
+def _settings(blocks: int, longest: int, options: Mapping[str, Any], drafts: int) -> _Settings:
+    """Return what stands for a ``VllmConfig``; ``options`` are those of a ``SchedulerConfig``.
+
+    vLLM refuses to start where the ``longest`` request has not room enough alone.
+    """
+    no = dict.fromkeys(
+        ("use_eagle", "use_eagle_block_drop", "needs_eagle_block_drop"), lambda: False
+    )
+    config = vllm_part("config")
+    # A step has a token for each request at least, or they are refused.
+    requests = min(options["max_num_seqs"], options["max_num_batched_tokens"])
+    own = {**options, "max_num_seqs": requests}
+    scheduling = config.SchedulerConfig(**own, max_model_len=longest, is_encoder_decoder=False)
+    in_flight = 1 + options["async_scheduling"]
+    return _Settings(
+        **dict.fromkeys(_NONE, 0),
+        num_speculative_tokens=drafts,
+        speculative_config=_Settings(**no, max_num_new_slots_for_drafting=0) if drafts else None,
+        scheduler_config=scheduling,
+        cache_config=_Settings(num_gpu_blocks=blocks, enable_prefix_caching=True),
+        parallel_config=config.ParallelConfig(),
+        observability_config=config.ObservabilityConfig(),
+        model_config=_Settings(max_model_len=longest),
+        ec_manager_config=_Settings(get_encoder_cache_manager_obj=lambda: None),
+        aux_output_config=_Settings(),
+        max_concurrent_batches=in_flight,
+        max_in_flight_tokens=in_flight * scheduling.max_num_batched_tokens,
+    )
+
+
+def _groups(block_size: int, blocks: int, windows: Sequence[int | None]) -> Any:
+    """Return the ``KVCacheConfig`` of a model with a group of layers for each window."""
+    interface = vllm_part("v1.kv_cache_interface")
+    shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    kinds = [
+        interface.SlidingWindowSpec(**shape, sliding_window=window)
+        if window
+        else interface.FullAttentionSpec(**shape)
+        for window in windows
+    ]
+    members = [interface.KVCacheGroupSpec([], kind) for kind in kinds]
+    return interface.KVCacheConfig(blocks, [], members)
+
+
+# What does the steps of vLLM's scheduler without a GPU: its keys tell what was seen.
+
+
+Window = int | None
+
+
+class VllmWorker:
+    """Keeps requests, block tables and keys as a model runner of vLLM does."""
+
+    def __init__(self, blocks: int, block_size: int, windows: Sequence[Window]) -> None:
+        self.size, self.windows = block_size, windows
+        self.keys = [[-1] * (blocks * block_size) for _ in windows]
+        """The key in each slot, for every group of layers."""
+        self.tokens: dict[str, list[int]] = {}
+        self.tables: dict[str, tuple[list[int], ...]] = {}
+
+    def execute(self, step: Any, vocabulary: int) -> dict[str, list[int]]:
+        """Do a step; return the tokens that each of its requests gets.
+
+        That is none for a part of a prompt, and more than one where drafts were right.
+        """
+        begins, drafts = self._told(step), step.scheduled_spec_decode_tokens
+        return {
+            name: self._forward(name, begins[name], count, drafts.get(name, []), vocabulary)
+            for name, count in step.num_scheduled_tokens.items()
+        }
+
+    def drafts(self, name: str, most: int, vocabulary: int) -> list[int]:
+        """Guess the tokens that come next: the first is right, and some of the others."""
+        tokens = [*self.tokens[name]]
+        for at in range(most):
+            right = logits_by(self.windows, tokens, vocabulary).index(1.0)
+            tokens.append((right + (at and len(tokens) % 3)) % vocabulary)
+        return tokens[len(tokens) - most :]
+
+    def _told(self, step: Any) -> dict[str, int]:
+        """Take what is new of requests; return where the tokens of this step begin in each."""
+        for name in step.finished_req_ids:
+            self.tokens.pop(name, None)
+        begins = {}
+        for new in step.scheduled_new_reqs:
+            self.tokens[new.req_id] = list(new.prompt_token_ids)
+            self.tables[new.req_id] = tuple(list(table) for table in new.block_ids)
+            begins[new.req_id] = new.num_computed_tokens
+        going = step.scheduled_cached_reqs
+        columns = going.req_ids, going.new_block_ids, going.num_computed_tokens
+        for name, blocks, computed in zip(*columns, strict=True):
+            begins[name] = computed
+            if name in going.resumed_req_ids:
+                self.tables[name] = tuple(list(table) for table in blocks)
+            elif blocks is not None:
+                for table, more in zip(self.tables[name], blocks, strict=True):
+                    table.extend(more)
+        return begins
+
+    def _forward(
+        self, name: str, begin: int, count: int, drafts: Sequence[int], vocabulary: int
+    ) -> list[int]:
+        tokens = self.tokens[name]
+        said = [*tokens, *drafts][begin : begin + count]
+        likeliest = [
+            sum(self._store(group, name, at, token) for group in range(len(self.windows)))
+            % vocabulary
+            for at, token in enumerate(said, begin)
+        ]
+        if begin + count < len(tokens):
+            return []
+        given = likeliest[len(likeliest) - len(drafts) - 1 :]
+        right = next(
+            (at for at, (a, b) in enumerate(zip(given, drafts, strict=False)) if a != b),
+            len(drafts),
+        )
+        tokens += given[: right + 1]
+        return given[: right + 1]
+
+    def _store(self, group: int, name: str, position: int, token: int) -> int:
+        first = first_seen(self.windows[group], position)
+        slots = [self._slot(group, name, at) for at in range(first, position + 1)]
+        seen = [self.keys[group][slot] for slot in slots[:-1]]
+        key = key_of(token, position, seen)
+        self.keys[group][slots[-1]] = key
+        return key
+
+    def _slot(self, group: int, name: str, at: int) -> int:
+        return self.tables[name][group][at // self.size] * self.size + at % self.size
+
+
+def first_seen(window: Window, position: int) -> int:
+    return max(0, position - window + 1) if window else 0
+
+
+def logits_by(windows: Sequence[Window], tokens: Sequence[int], vocabulary: int) -> list[float]:
+    """Return the logits of the token after these, of a worker that sees what it should."""
+    last = 0
+    for window in windows:
+        keys: list[int] = []
+        for at, token in enumerate(tokens):
+            keys.append(key_of(token, at, keys[first_seen(window, at) :]))
+        last += keys[-1]
+    return [float(token == last % vocabulary) for token in range(vocabulary)]
+
+
+_ALONE = "all anew"
+
+
+class VllmScheduler(EngineAdapter):
+    end = 5
+    takes_sampling = False
+    lag = 1
+    paths: ClassVar[Mapping[str, FastPath]] = {
+        "prefix hit": FastPath(_ALONE),
+        "chunked prefill": FastPath(_ALONE, [{"max_num_batched_tokens": 3}]),
+        "preempted": FastPath(_ALONE),
+        "cancelled": FastPath(_ALONE),
+        "draft accepted": FastPath(_ALONE, [{"drafts": 2}]),
+        "draft rejected": FastPath(_ALONE, [{"drafts": 2}]),
+    }
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "windows": ((None,), (5,), (None, 3), (2, 6, None)),
+        "max_num_batched_tokens": (64, 3, 8),
+        "max_num_seqs": (8, 1, 2, 40),
+        "policy": ("fcfs", "priority"),
+        "long_prefill_token_threshold": (0, 4),
+        "async_scheduling": (False, True),
+        "drafts": (0, 1, 2),  # with more than a step has tokens it hangs: docs/found.md
+    }
+
+    def make(self, mix: RequestMix) -> None:
+        self.scheduler = new_scheduler(mix)
+        blocks = self.scheduler.kv_cache_config.num_blocks
+        self.worker = VllmWorker(blocks, mix.block_size, mix.options["windows"])
+        self.on_their_way: deque[tuple[Any, dict[str, list[int]]]] = deque()
+        self.counts: Counter[str] = Counter()
+        self.names = itertools.count()
+        manager = self.scheduler.kv_cache_manager
+        manager.get_computed_blocks = partial(self._found, manager.get_computed_blocks)
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling) -> Any:
+        asked = list(prompt), sampling.max_new_tokens, None if sampling.ignore_eos else self.end
+        request = new_request(str(next(self.names)), *asked, self.scheduler.block_size)
+        self.scheduler.add_request(request)
+        return request
+
+    def _found(self, look_up: Callable[..., Any], *request: Any) -> Any:
+        found = look_up(*request)
+        self.counts["prefix hit"] += found[1] > 0
+        return found
+
+    def step(self) -> None:
+        """Schedule a step and have it done; with async scheduling it ends a step later."""
+        before = sum(each.num_preemptions for each in self.scheduler.requests.values())
+        step = self.scheduler.schedule()
+        after = sum(each.num_preemptions for each in self.scheduler.requests.values())
+        self.counts["preempted"] += after > before
+        given = self.worker.execute(step, self.vocabulary)
+        self.counts["chunked prefill"] += not all(given.values())
+        for name, drafts in step.scheduled_spec_decode_tokens.items():
+            self.counts["draft accepted"] += len(given[name]) > 1
+            self.counts["draft rejected"] += len(given[name]) <= len(drafts)
+        self.on_their_way.append((step, given))
+        busy = step.total_num_scheduled_tokens and self.scheduler.vllm_config.max_concurrent_batches
+        while len(self.on_their_way) >= (busy or 1):
+            self._bring(*self.on_their_way.popleft())
+
+    def _bring(self, step: Any, given: dict[str, list[int]]) -> None:
+        rows = {name: row for row, name in enumerate(given)}
+        output = vllm_part("v1.outputs").ModelRunnerOutput
+        self.scheduler.update_from_output(step, output([*given], rows, [*given.values()]))
+        if most := self.scheduler.num_spec_tokens:
+            going = [each.request_id for each in self.scheduler.running]
+            drafts = [self.worker.drafts(each, most, self.vocabulary) for each in going]
+            drafted = vllm_part("v1.outputs").DraftTokenIds(going, drafts)
+            self.scheduler.update_draft_token_ids(drafted)
+
+    def cancel(self, request: Any) -> None:
+        self.counts["cancelled"] += not self.ended(request)
+        aborted = vllm_part("v1.request").RequestStatus.FINISHED_ABORTED
+        self.scheduler.finish_requests(request.request_id, aborted)
+
+    def tokens(self, request: Any) -> list[int]:
+        return list(request.output_token_ids)
+
+    def ended(self, request: Any) -> bool:
+        return bool(request.is_finished())
+
+    def leftovers(self) -> str:
+        self.step()  # what was cancelled last leaves now
+        pool = self.scheduler.kv_cache_manager.block_pool
+        held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        return f"{held} blocks" if held else ""
+
+    def path_counts(self) -> Mapping[str, int]:
+        return self.counts
+
+    def logits(self, tokens: Sequence[int], mix: RequestMix) -> Any:
+        return logits_by(mix.options["windows"], tokens, self.vocabulary)

@@ -1,1 +1,0 @@
-"""Engines of other projects, driven step by step, on models that need no GPU."""
