@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from hypothesis import strategies as st
 
 from pytest_roseinfer.cases.operations.lookups.look_up import LookUp
-from pytest_roseinfer.cases.operations.operation import Writer
+from pytest_roseinfer.cases.operations.operation import MOST_SEQUENCES, Writer
 from pytest_roseinfer.cases.operations.sequences.fork import Fork
 from pytest_roseinfer.cases.operations.sequences.free import Free
 from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
@@ -17,9 +17,13 @@ from pytest_roseinfer.cases.operations.writes.prefill import Prefill
 from pytest_roseinfer.cases.way_back import way_back
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pytest_roseinfer.cases.operations.operation import Operation
+
+
+_ONE_BY_ONE = 4
+"""Most tokens that a sequence gets one by one, where a cache takes no prompts."""
 
 
 class Opened(Writer, Protocol):
@@ -57,6 +61,63 @@ def share_blocks(writer: Opened) -> None:
     for _ in range(writer.between(1, 2)):
         if not writer.over:
             writer.take(Fork.of_any(writer))
+
+
+def append_in_batches(writer: Opened) -> None:
+    """Open with batches of sequences at one position of their blocks, some with one elsewhere.
+
+    Two of them share blocks, where a cache lets them. Drawn one by one, so many sequences hardly
+    ever live at a time where prompts, and what is kept of them, take the blocks.
+    """
+    _take_while_they_fit(writer, _append_in_batches(writer))
+
+
+def _append_in_batches(writer: Opened) -> Iterator[Operation]:
+    size, abilities = writer.oracle.block_size, writer.adapter.abilities
+    length = writer.pick((2 * size - 1, 2 * size, size + writer.adapter.match_leaves))
+    if Prefill.needs <= abilities:
+        (first,) = writer.fresh(1)
+        yield Prefill(first, length, writer.layout())
+        yield _sharing_with(writer, first, length)
+        third, other = writer.fresh(2)
+        if length % size:  # less than a block, so that two hold those of the first
+            yield Prefill(third, length % size, writer.layout())
+        alike = [*dict.fromkeys([*writer.live, third])]
+    else:
+        length = min(length, _ONE_BY_ONE)
+        seqs = writer.fresh(3)
+        for _ in range(length):
+            yield Append(seqs, writer.layout())
+        if Fork.needs <= abilities:
+            yield Fork.of_any(writer)
+        alike, (other,) = writer.live, writer.fresh(1)
+    begins_first = (length + 1) % size == 0  # else it would stand where the others do
+    if not begins_first:
+        yield _batch(writer, alike)
+    for _ in range(4):
+        yield _batch(writer, [*alike, other])
+    if Free.needs <= abilities:
+        yield Free(other)
+    for _ in range(3 + begins_first):
+        if Fork.needs <= abilities and len(writer.live) < MOST_SEQUENCES:
+            (child,) = writer.fresh(1)
+            yield Fork(writer.pick(alike), child)
+            alike = [*alike, child]
+        yield _batch(writer, alike)
+
+
+def _sharing_with(writer: Opened, first: int, length: int) -> Operation:
+    """Return a step that begins a sequence like the first, with its blocks if any are shared."""
+    if Fork.needs <= writer.adapter.abilities and (
+        not writer.finds_prompts or writer.between(0, 1)
+    ):
+        return Fork(first, *writer.fresh(1))
+    second = writer.repeater(length) if writer.finds_prompts else writer.fresh(1)[0]
+    return Prefill(second, length, writer.layout())
+
+
+def _batch(writer: Opened, seqs: Sequence[int]) -> Append:
+    return Append(tuple(writer.draw(st.permutations(seqs))), writer.layout())
 
 
 def leave_a_text(writer: Opened) -> None:

@@ -20,6 +20,7 @@ from pytest_roseinfer.cases.kernel_inputs import block_tables, strided_views
 from pytest_roseinfer.cases.layer_windows import layer_windows, with_windows
 from pytest_roseinfer.cases.lengths import boundary_cuts, boundary_lengths
 from pytest_roseinfer.cases.openings import (
+    append_in_batches,
     cut_what_is_found,
     end_absences,
     free_in_flight,
@@ -68,6 +69,10 @@ _POOLS = (8, 2, 5, 12, 16, 24)
 """Blocks of a layer: soon all taken, or just enough for a batch of sequences."""
 _POOLS_OF_TEXTS = (3, 2, 4, 5, 8)
 """Blocks that are kept for later texts are soon needed for others."""
+_POOLS_OF_BATCHES = (24, 32, 20)
+"""Blocks for batches of several sequences, two of them long ones."""
+_BLOCKS_OF_BATCHES = (2, 3, 4, 5, 8)
+"""Tokens of a block that sequences soon begin and soon fill."""
 
 
 @st.composite
@@ -319,12 +324,14 @@ def histories(
     aim: str | None = None,
     preludes: Sequence[History] = (),
     few_kinds: bool = False,
+    in_batches: bool = False,
 ) -> History:
     """Draw a cache spec and steps that fit the abilities ``adapter`` offers.
 
     The cache starts out with the switches that the path ``aim`` needs. Given ``preludes``, two in
     three begin with all steps of one of them, or with all but the last. With ``few_kinds``, one to
-    three kinds of steps are drawn alone, so that what takes many in a row is met more often.
+    three kinds of steps are drawn alone, so that what takes many in a row is met more often. With
+    ``in_batches``, each begins with batches that a write of several rows is hard to test without.
     """
     begins = st.one_of(st.none(), *[st.sampled_from(preludes)] * 2) if preludes else st.none()
     prelude = draw(begins)
@@ -332,7 +339,7 @@ def histories(
     if prelude:
         spec, texts = prelude.spec, prelude.texts
     else:
-        spec = _draw_spec(draw, adapter, device, aim)
+        spec = _draw_spec(draw, adapter, device, aim, in_batches=in_batches)
         texts = draw(text_branches(block_size=spec.block_size)) if told else ()
         if "namespaces" in adapter.abilities:
             texts = in_two_namespaces(texts)
@@ -344,12 +351,14 @@ def histories(
         writer.said = SaidBefore(oracle, least=1 if in_parts else spec.block_size)
     if prelude:
         _repeat(writer, prelude)
+    elif in_batches:
+        append_in_batches(writer)
     else:
         _begin(writer)
     if few_kinds:
         some = st.lists(st.sampled_from(writer.kinds()), min_size=1, max_size=3, unique=True)
         writer.few = draw(some)
-    for _ in range(most_steps):
+    for _ in range(most_steps - len(writer.steps) * in_batches):
         # None comes first, so that shrinking ends a history early.
         moves = writer.moves() * 2
         move = None if writer.over else draw(st.sampled_from([None, *moves][not writer.steps :]))
@@ -363,18 +372,29 @@ def histories(
 
 
 def _draw_spec(
-    draw: st.DrawFn, adapter: type[KVCacheAdapter], device: str, aim: str | None
+    draw: st.DrawFn,
+    adapter: type[KVCacheAdapter],
+    device: str,
+    aim: str | None,
+    *,
+    in_batches: bool,
 ) -> CacheSpec:
     """Draw a cache that the adapter can be built as, with windows where it has any."""
+    pools: Sequence[int] = _POOLS_OF_TEXTS if "texts" in adapter.abilities else _POOLS
+    block_sizes = adapter.block_sizes
+    if in_batches:
+        pools = _POOLS_OF_BATCHES
+        if device == _INTERPRETED_ON:  # elsewhere each size is compiled
+            block_sizes = [s for s in block_sizes if s in _BLOCKS_OF_BATCHES] or block_sizes
     spec = draw(
         cache_specs(
             dtypes=adapter.dtypes,
             head_counts=adapter.head_counts,
             head_dims=adapter.head_dims,
-            block_sizes=adapter.block_sizes,
+            block_sizes=block_sizes,
             options=switches(adapter, aim),
             device=device,
-            pools=_POOLS_OF_TEXTS if "texts" in adapter.abilities else _POOLS,
+            pools=pools,
         )
     )
     if groups := adapter.window_groups:

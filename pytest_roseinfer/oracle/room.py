@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from pytest_roseinfer.oracle.windows import first_live
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_roseinfer.oracle.found_pages import FoundPages
     from pytest_roseinfer.oracle.windows import Window
@@ -57,6 +57,12 @@ class Room:
         self.free = Counter(dict.fromkeys(map(self._pool, given_back), stored.capacity))
         """By group; by the name None where all groups share one pool."""
         self.free.subtract(self._pool(window) for window, _ in self.holders)
+
+    def holders_of(self, seq: int) -> Iterator[list[int]]:
+        """Yield for each group how many hold each of a sequence's blocks."""
+        for window, given in self.given_back.items():
+            own = self._blocks(window, seq)[given[seq] :]
+            yield [self.holders[window, block] for block in own]
 
     def _pool(self, window: Window) -> Window:
         return None if self.shared_pool else window

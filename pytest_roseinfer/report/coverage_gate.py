@@ -77,6 +77,8 @@ class CoverageGate(Gate):
             yield from (f"tested: {_pairs(target.abilities)}", "")
             if target.checked:
                 yield from (f"checked: {target.checks}", "")
+            if target.searched and target.batches:
+                yield from (f"batches: {target.batch_counts}", "")
             yield from (f"- **failed**: {found['what']}" for found in target.found)
             if target.rows():
                 yield from (_table(target, "github"), "")
@@ -95,6 +97,8 @@ class CoverageGate(Gate):
                 reporter.line(f"not offered: {', '.join(target.not_offered)}")
             if target.checked:
                 reporter.line(f"checked: {target.checks}")
+            if target.searched and target.batches:
+                reporter.line(f"batches: {target.batch_counts}")
             if target.rows():
                 reporter.line(_table(target, "simple"))
             show_problems(reporter, self._by_target.get(name, ()))

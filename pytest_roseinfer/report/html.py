@@ -350,6 +350,7 @@ def _target(target: Target) -> str:
         "tested": _pairs(target["tested"], " "),
         "not offered": ", ".join(target["not_offered"]),
         "checked": _pairs({name: n for name, n in target["checked"].items() if n}, " "),
+        "batches": _pairs(target["batches"], " ") if target["searched"] else "",
     }
     figure = (
         f"<figure>{plot(target)}<figcaption>Steps in which a path (row) ran while a condition "

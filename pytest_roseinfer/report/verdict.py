@@ -149,6 +149,8 @@ class Target(TypedDict):
     not_offered: list[str]
     checked: dict[str, int]
     """How often each invariant was checked."""
+    batches: dict[str, int]
+    """How often there was each kind of batch that a cache can have; empty for an engine."""
     rows: list[dict[str, Any]]
     """The fields of ``Reached`` for each declared path and condition."""
     times: dict[str, int]
@@ -226,6 +228,7 @@ def _target(name: str, target: TargetCoverage, problems: Sequence[str]) -> Targe
         "tested": target.abilities,
         "not_offered": target.not_offered,
         "checked": dict(target.checked),
+        "batches": dict(target.batches),
         "rows": [asdict(row) for row in target.rows()],
         "times": {path: target.counts[path] for path in paths},
         "together": {

@@ -13,10 +13,12 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pytest_roseinfer import settings
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.adapters.names.condition_names import COUNTED
 from pytest_roseinfer.findings.timeline import add
 from pytest_roseinfer.mistakes import did_you_mean
+from pytest_roseinfer.oracle import batch_kinds
 from pytest_roseinfer.plural import some
 
 if TYPE_CHECKING:
@@ -58,6 +60,22 @@ def finds_prefixes(adapter: type[Adapter]) -> bool:
     return shares and {"texts", "matched", "prefill", "table", "ledger"} <= adapter.abilities
 
 
+def possible_batches(adapter: type[Adapter]) -> Iterator[str]:
+    """Yield the kinds of batches that a cache can have."""
+    if not issubclass(adapter, KVCacheAdapter):
+        return
+    yield batch_kinds.MIXED_LENGTHS
+    if max(adapter.block_sizes) > 1:
+        yield batch_kinds.ONE_POSITION
+        yield batch_kinds.MIXED_POSITIONS
+    yield batch_kinds.BOUNDARY
+    forks = "fork" in adapter.abilities and adapter.sharing != "none"
+    if finds_prefixes(adapter) or (forks and adapter.fork_shares != "nothing"):
+        yield batch_kinds.SHARED_TWICE
+    if forks and adapter.fork_shares == "blocks":
+        yield batch_kinds.LAST_SHARED
+
+
 @dataclass(frozen=True, slots=True)
 class Reached:
     """One row of the verdict: a path or a condition."""
@@ -93,6 +111,8 @@ class TargetCoverage:
     """For every path, in how many of the steps that took it each condition was met."""
     checked: Counter[str] = field(default_factory=Counter)
     """How often each invariant was checked."""
+    batches: Counter[str] = field(default_factory=Counter)
+    """How often drawn histories had each kind of batch that this cache can have."""
     histories: int = 0
     seconds: float = 0.0
     """The time that its searches took, added up over workers."""
@@ -187,6 +207,16 @@ class TargetCoverage:
     def checks(self) -> str:
         """How often each invariant was checked that was, in words."""
         return ", ".join(f"{name} {times}" for name, times in self.checked.items() if times)
+
+    @property
+    def batch_counts(self) -> str:
+        """How often there was each kind of batch, in words."""
+        return ", ".join(f"{kind} {times}" for kind, times in self.batches.items())
+
+    def note_batches(self, batches: Mapping[str, int]) -> None:
+        """Add how often a history had each kind of batch."""
+        for kind in self.batches:
+            self.batches[kind] += batches.get(kind, 0)
 
     def rows(self) -> list[Reached]:
         paths = [self._row("path", name, twin) for name, twin in self.paths.items()]
@@ -302,7 +332,7 @@ class TargetCoverage:
         self.counts.update(seen["counts"])
         for name, met in seen["together"].items():
             self.together[name].update(met)
-        for name in ("checked", "tried", "large"):
+        for name in ("batches", "checked", "tried", "large"):
             getattr(self, name).update(seen[name])
         self.called.update(seen["called"])
         self.note_largest(seen["largest"])
@@ -344,6 +374,7 @@ class Coverage:
                 "engine" if issubclass(adapter, EngineAdapter) else "cache",
                 [name for name, path in adapter.paths.items() if path.runs_with],
                 self._called[name],
+                batches=Counter(dict.fromkeys(possible_batches(adapter), 0)),
             )
         return self._targets[name]
 

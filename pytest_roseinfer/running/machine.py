@@ -33,6 +33,7 @@ from pytest_roseinfer.invariants.counts import conditions_met
 from pytest_roseinfer.invariants.invariant import ATTENTION, BAD_CALL, INVARIANTS, OPERATION
 from pytest_roseinfer.invariants.own_conditions import own_conditions_met
 from pytest_roseinfer.invariants.stored.attention import EVERY
+from pytest_roseinfer.oracle.batch_kinds import FEWEST_ROWS, batch_kinds
 from pytest_roseinfer.oracle.windowed import ORACLES
 from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.ask_for_attention import ask_for_attention
@@ -97,6 +98,8 @@ class Machine:
         self.used_again = UsedAgain() if self.shown_again else None
         self.checked = Counter({each.name: 0 for each in INVARIANTS})
         """How often each invariant was checked."""
+        self.batches: Counter[str] = Counter()
+        """How often each kind of batch was stored."""
         in_order = self.declared.evicts != "any"
         self.kept = KeptTexts(self.oracle, in_order) if "matched" in self.can or in_order else None
         self.collisions = Collisions() if "use_hash" in self.can else None
@@ -189,6 +192,8 @@ class Machine:
         listed, why, refused = self._refusal(operation, room)
         errors: tuple[type[BaseException], ...] = getattr(self.adapter, listed)
         admitted, written = operation.admitted(oracle), operation.written(oracle)
+        in_batch = len(rows) >= FEWEST_ROWS and not operation.in_parts
+        kinds = [*batch_kinds(oracle, rows)] if in_batch else []
         fits, stored, met = admitted is operation, None, Counter[str]()
         # It may find blocks that hold the same already.
         may_fit = self.shares_prefixes and operation.may_find_blocks() and not admitted
@@ -223,6 +228,7 @@ class Machine:
             if not fits:
                 operation.change(oracle)
                 fits, stored = True, written
+            self.batches.update(kinds)
             if wrong := operation.settle(oracle, answer):
                 self.fail(Finding(wrong))
         if written:

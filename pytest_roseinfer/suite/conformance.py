@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.cases.history import History
 
 _EXAMPLES_OF_A_TURN = 12
+_SHARE_IN_BATCHES = 0.13
+"""Share of the examples that begin with batches: of 100, enough for 40 batches of each kind."""
 
 
 class ConformanceTests(ShippedTests):
@@ -53,14 +55,20 @@ class ConformanceTests(ShippedTests):
                     target.note_sizes(machine.done[-1], machine.oracle)
             finally:
                 target.checked.update(machine.checked)
+                target.note_batches(machine.batches)
             target.histories += 1
 
         since = Counter(target.counts)
         preludes = Preludes["History"](partial(target.short, since), target.paths)
         asked = settings.current()
         ends = asked.search_ends()
-        for aim, turn, due in coverage.in_turns(self.adapter, asked.examples, _EXAMPLES_OF_A_TURN):
+        in_batches = round(asked.examples * _SHARE_IN_BATCHES)
+        others = asked.examples - in_batches
+        for aim, turn, due in coverage.in_turns(self.adapter, others, _EXAMPLES_OF_A_TURN):
             left_out = self._search(check, "run_history", due, ends, aim, turn, preludes)
+            target.searched_for(due, left_out)
+        for due in asked.part.share_of([in_batches] if in_batches else []):
+            left_out = self._search(check, "run_history", due, ends, in_batches=True)
             target.searched_for(due, left_out)
         # Behind the drawn ones, which show most bugs smaller.
         LargeHistories(self.adapter).run(ends)
@@ -107,6 +115,7 @@ class ConformanceTests(ShippedTests):
         preludes: Preludes[History] | None = None,
         *,
         few_kinds: bool = False,
+        in_batches: bool = False,
     ) -> int:
         """Check histories; return how many were left out, since they would begin after ``ends``."""
         from pytest_roseinfer.cases.strategies import histories
@@ -124,10 +133,11 @@ class ConformanceTests(ShippedTests):
                 aim=aim,
                 preludes=preludes.of(aim) if preludes else (),
                 few_kinds=few_kinds,
+                in_batches=in_batches,
             ),
             examples=examples,
             replayed_by=replayed_by,
-            salt=f"{aim} {turn}",
+            salt="in batches" if in_batches else f"{aim} {turn}",
             ends=ends,
         )
 

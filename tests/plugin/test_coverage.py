@@ -169,11 +169,13 @@ def test_workers_add_up() -> None:
         part = Coverage()
         part._targets["mine:Cache"] = reached(**counts)
         part._targets["mine:Cache"].checked.update(read_back=4, attention=0)
+        part._targets["mine:Cache"].batches.update(boundary=2, shared=0)
         whole.add(part.to_json())
     target = whole.targets["mine:Cache"]
     assert (target.histories, target.searched, target.failed) == (20, True, False)
     assert target.counts == {"fast": 3, "rare": 4}
     assert target.checks == "read_back 8"
+    assert target.batch_counts == "boundary 4, shared 0"
     assert target.tried["faster"] == 2 * ENOUGH_TRIES
 
 

@@ -13,8 +13,14 @@ import pytest
 from pytest_roseinfer.environment import distribution_of
 from pytest_roseinfer.report.html import page, plot
 from pytest_roseinfer.report.verdict import Verdict, verdict
-from pytest_roseinfer.running.coverage import ENOUGH_TRIES, Coverage, TargetCoverage
+from pytest_roseinfer.running.coverage import (
+    ENOUGH_TRIES,
+    Coverage,
+    TargetCoverage,
+    possible_batches,
+)
 from pytest_roseinfer.settings import Settings
+from tests.plugin.caches.paged_cache import PagedCache
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,6 +105,12 @@ def test_every_file_that_was_asked_for_is_written(
     assert f"\nchecked: {told}\n" in summary
     assert told in (project.path / "out/reached.html").read_text()
     result.stdout.fnmatch_lines([f"checked: {told}"])
+    batches = ", ".join(f"{kind} {count}" for kind, count in target["batches"].items())
+    assert target["batches"].keys() == {*possible_batches(PagedCache)}
+    assert min(target["batches"].values()) > 3
+    assert f"\nbatches: {batches}\n" in summary
+    assert batches in (project.path / "out/reached.html").read_text()
+    result.stdout.fnmatch_lines([f"batches: {batches}"])
     (row,) = [line for line in summary.splitlines() if line.startswith("| path")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells == ["path", "all_rows", "row_by_row", str(times["all_rows"]), "equal"]

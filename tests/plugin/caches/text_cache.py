@@ -103,11 +103,16 @@ class TextCache(KVCacheAdapter):
         for at, token in enumerate(said):
             if len(so_far) % size == 0:
                 table.append(self.open())
-            self.keys[:, table[-1], :, len(so_far) % size] = key[:, at]
-            self.values[:, table[-1], :, len(so_far) % size] = value[:, at]
+            position = self.position(seq)
+            self.keys[:, table[-1], :, position] = key[:, at]
+            self.values[:, table[-1], :, position] = value[:, at]
             so_far.append(token)
             if len(so_far) % size == 0:
                 self.register(table, so_far)
+
+    def position(self, seq: int) -> int:
+        """Return where in its last block the next token goes."""
+        return len(self.said.get(seq, ())) % self.spec.block_size
 
     def register(self, table: list[int], said: Sequence[int]) -> None:
         key = self.key(said)
