@@ -26,7 +26,7 @@ from pytest_roseinfer.running import coverage
 from pytest_roseinfer.running.machine import Machine
 from pytest_roseinfer.suite.large_search import LargeHistories
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
-from pytest_roseinfer.targets.roseinfer_windows import WindowedManager
+from pytest_roseinfer.targets.roseinfer_kv import WindowedManager
 from tests.mutants.prefix_cached_manager import PrefixCachedManager, WindowedPrefixes
 from tests.plugin.caches.branching_text_caches import BranchingTextCache
 from tests.plugin.caches.list_cache import ListCache
