@@ -31,44 +31,59 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.adapters.cache import BadCall as BadCall
-    from pytest_roseinfer.adapters.cache import CacheFull as CacheFull
-    from pytest_roseinfer.adapters.cache import CacheSpec as CacheSpec
     from pytest_roseinfer.adapters.cache import KVCacheAdapter as KVCacheAdapter
-    from pytest_roseinfer.adapters.cache import Ledger as Ledger
-    from pytest_roseinfer.adapters.device_queue import DeviceQueue as DeviceQueue
     from pytest_roseinfer.adapters.engine import EngineAdapter as EngineAdapter
-    from pytest_roseinfer.adapters.fast_path import FastPath as FastPath
     from pytest_roseinfer.adapters.mix import Asked as Asked
     from pytest_roseinfer.adapters.mix import RequestMix as RequestMix
     from pytest_roseinfer.adapters.mix import Sampling as Sampling
     from pytest_roseinfer.adapters.mix import WiderSampling as WiderSampling
     from pytest_roseinfer.adapters.sharded import ShardedAdapter as ShardedAdapter
-    from pytest_roseinfer.adapters.tolerance import Tolerance as Tolerance
-    from pytest_roseinfer.cases.history import History as History
+    from pytest_roseinfer.capabilities.cache_data import BadCall as BadCall
+    from pytest_roseinfer.capabilities.cache_data import CacheFull as CacheFull
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec as CacheSpec
+    from pytest_roseinfer.capabilities.cache_data import FastPath as FastPath
+    from pytest_roseinfer.capabilities.cache_data import Ledger as Ledger
+    from pytest_roseinfer.capabilities.cache_data import Tolerance as Tolerance
+    from pytest_roseinfer.capabilities.device_queue import DeviceQueue as DeviceQueue
     from pytest_roseinfer.engines.run import MixDivergence as MixDivergence
     from pytest_roseinfer.engines.run import run_forks as run_forks
     from pytest_roseinfer.engines.run import run_mix as run_mix
     from pytest_roseinfer.findings.divergence import Divergence as Divergence
+    from pytest_roseinfer.histories.history import History as History
     from pytest_roseinfer.oracle.oracle import Oracle as Oracle
-    from pytest_roseinfer.running.machine import run_history as run_history
+    from pytest_roseinfer.run.machine import run_history as run_history
     from pytest_roseinfer.suite.conformance import conformance as conformance
     from pytest_roseinfer.targets.block_manager import BlockManagerAdapter as BlockManagerAdapter
     from pytest_roseinfer.targets.paged_kernels import PagedKernelsAdapter as PagedKernelsAdapter
 
 _NAMES = {
-    "adapters.cache": ("BadCall", "CacheFull", "CacheSpec", "KVCacheAdapter", "Ledger"),
-    "adapters.device_queue": ("DeviceQueue",),
+    "adapters.cache": ("KVCacheAdapter",),
     "adapters.engine": ("EngineAdapter",),
-    "adapters.fast_path": ("FastPath",),
-    "adapters.mix": ("Asked", "RequestMix", "Sampling", "WiderSampling"),
+    "adapters.mix": (
+        "Asked",
+        "RequestMix",
+        "Sampling",
+        "WiderSampling",
+    ),
     "adapters.sharded": ("ShardedAdapter",),
-    "adapters.tolerance": ("Tolerance",),
-    "cases.history": ("History",),
-    "engines.run": ("MixDivergence", "run_forks", "run_mix"),
+    "capabilities.cache_data": (
+        "BadCall",
+        "CacheFull",
+        "CacheSpec",
+        "FastPath",
+        "Ledger",
+        "Tolerance",
+    ),
+    "capabilities.device_queue": ("DeviceQueue",),
+    "engines.run": (
+        "MixDivergence",
+        "run_forks",
+        "run_mix",
+    ),
     "findings.divergence": ("Divergence",),
+    "histories.history": ("History",),
     "oracle.oracle": ("Oracle",),
-    "running.machine": ("run_history",),
+    "run.machine": ("run_history",),
     "suite.conformance": ("conformance",),
     "targets.block_manager": ("BlockManagerAdapter",),
     "targets.paged_kernels": ("PagedKernelsAdapter",),

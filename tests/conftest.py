@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pytest_roseinfer.running.interpreter.remembering import remembering
+from pytest_roseinfer.run.interpreter import remembering
 from tests.sampled import MARKERS, leave_out, note_whether_every_test
 
 if TYPE_CHECKING:

@@ -41,14 +41,14 @@ ENGINE_LAYERS = (
     | {"benchmark_scheduler", "benchmark_streaming"},
 )
 PLUGIN_LAYERS = (
-    {"settings", "mistakes", "discover", "target_source", "plural"},
+    {"settings", "words"},
     {"oracle"},
     {"environment"},
+    {"capabilities"},
     {"adapters"},
-    {"cases"},
+    {"histories"},
     {"findings"},
-    {"invariants"},
-    {"running"},
+    {"run"},
     {"engines"},
     {"search"},
     {"gates"},

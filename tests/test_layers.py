@@ -35,7 +35,7 @@ def test_every_layer_is_there() -> None:
     found = sources("roseinfer", "pytest_roseinfer")
     assert missing_rooms(found) == set()
     assert missing_rooms(path for path in found if "/kv/" not in path) == {"kv"}
-    assert missing_rooms(path for path in found if "/cases/" not in path) == {"cases"}
+    assert missing_rooms(path for path in found if "/histories/" not in path) == {"histories"}
 
 
 def test_the_packages_were_looked_at() -> None:
@@ -116,27 +116,27 @@ WRONG = {
         "imports triton at run time",
     ),
     "plugin_imports_a_submodule": (
-        "pytest_roseinfer/running/machine.py",
+        "pytest_roseinfer/run/machine.py",
         "from roseinfer.kv.pool import KVBlockInfo",
         "imports roseinfer.kv.pool.KVBlockInfo, which is no public name",
     ),
     "plugin_imports_a_module_whole": (
-        "pytest_roseinfer/running/machine.py",
+        "pytest_roseinfer/run/machine.py",
         "import roseinfer.kv",
         "imports roseinfer.kv, which is no public name",
     ),
     "plugin_imports_a_subpackage_by_name": (
-        "pytest_roseinfer/running/machine.py",
+        "pytest_roseinfer/run/machine.py",
         "from roseinfer import kv",
         "imports roseinfer.kv, which is no public name",
     ),
     "an_invariant_imports_the_machine": (
-        "pytest_roseinfer/invariants/stored/arena.py",
-        "if TYPE_CHECKING:\n    from pytest_roseinfer.running.machine import Machine",
-        "invariants imports running, which stands above it",
+        "pytest_roseinfer/capabilities/storage.py",
+        "if TYPE_CHECKING:\n    from pytest_roseinfer.run.machine import Machine",
+        "capabilities imports run, which stands above it",
     ),
     "findings_import_the_front_door": (
-        "pytest_roseinfer/findings/picture.py",
+        "pytest_roseinfer/findings/divergence.py",
         "from pytest_roseinfer import conformance",
         "findings imports pytest_roseinfer's front door",
     ),
@@ -164,13 +164,13 @@ RIGHT = {
     "own_layer": ("roseinfer/kv/storage.py", "from roseinfer.kernels.runtime import why_unusable"),
     "types_of_torch": ("roseinfer/kv/plan.py", "if TYPE_CHECKING:\n    import torch"),
     "environment_in_config": ("roseinfer/config.py", "import os\nos.environ"),
-    "public_name": ("pytest_roseinfer/running/machine.py", "from roseinfer import KVBlockManager"),
+    "public_name": ("pytest_roseinfer/run/machine.py", "from roseinfer import KVBlockManager"),
     "plugin_itself": (
-        "pytest_roseinfer/running/machine.py",
+        "pytest_roseinfer/run/machine.py",
         "from pytest_roseinfer.oracle.oracle import Oracle",
     ),
     "settings_of_the_plugin": (
-        "pytest_roseinfer/running/machine.py",
+        "pytest_roseinfer/run/machine.py",
         "from pytest_roseinfer import settings",
     ),
     "top_uses_the_front_door": (

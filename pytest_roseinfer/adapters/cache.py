@@ -3,72 +3,24 @@
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.adapters.base import Adapter, optional
+from pytest_roseinfer.capabilities.cache_data import CacheFull
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
-    from pytest_roseinfer.adapters.device_queue import DeviceQueue
-    from pytest_roseinfer.adapters.fast_path import FastPath
-    from pytest_roseinfer.adapters.tolerance import Tolerance
-
-
-class CacheFull(Exception):
-    """Raise this (or list your own in ``full_errors``) when a cache has no room left."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSpec:
-    """The shape of a cache to build."""
-
-    num_layers: int = 1
-    num_heads: int = 1
-    head_dim: int = 4
-    block_size: int = 4
-    num_blocks: int = 8
-    """Blocks that sequences may use, in each layer; in all, where layers share a pool."""
-    dtype: str = "float32"
-    """The name of a torch dtype, or one from the adapter's ``tolerance``."""
-    device: str = "cpu"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Switches of the cache under test, drawn from the adapter's ``option_choices``."""
-    windows: Sequence[int | None] = ()
-    """The window of every layer, None where it attends to all; empty where no layer has one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ledger:
-    """Who holds what in one layer, as the cache's own books say."""
-
-    refcounts: Mapping[int, int]
-    """The number of holders of every block that is not free."""
-    free: Sequence[int]
-    """Blocks nobody holds."""
-    total: int
-    """The number of blocks that sequences may use."""
-    cached: Collection[int] = ()
-    """Those of ``free`` whose content is kept, since a text may find it again."""
-    swapped: int | None = None
-    """How many blocks of swap space are taken; None where that is not shown."""
-    num_free: int | None = None
-    """How many blocks are free as the cache counts them, apart from ``free``; None where it does
-    not count."""
-
-
-@dataclass(frozen=True, slots=True)
-class BadCall:
-    """A call that a cache must refuse, or that must leave no trace."""
-
-    words: str
-    """The call in words, as in "free_blocks with a block of another layer"."""
-    call: Callable[[], object]
-    errors: tuple[type[BaseException], ...] = ()
-    """The errors of which it must raise one; none for a call that is fine and undoes itself."""
+    from pytest_roseinfer.capabilities.cache_data import (
+        BadCall,
+        CacheSpec,
+        FastPath,
+        Ledger,
+        Tolerance,
+    )
+    from pytest_roseinfer.capabilities.device_queue import DeviceQueue
 
 
 class KVCacheAdapter(Adapter):

@@ -9,8 +9,8 @@ from pytest_roseinfer.adapters.base import Adapter, optional
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_roseinfer.adapters.fast_path import FastPath
     from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
+    from pytest_roseinfer.capabilities.cache_data import FastPath
 
 
 class EngineAdapter(Adapter):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.plural import some
+from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

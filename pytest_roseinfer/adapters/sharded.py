@@ -17,7 +17,7 @@ from pytest_roseinfer.adapters.cache import KVCacheAdapter
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pytest_roseinfer.adapters.cache import CacheSpec
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
     Pair = tuple[torch.Tensor, torch.Tensor]
 

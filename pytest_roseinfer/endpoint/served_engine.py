@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.endpoint.server import Server, ServerError, ServerGone, Streamed
-from pytest_roseinfer.plural import some
-from pytest_roseinfer.running.adapter_findings import FoundByAdapter
+from pytest_roseinfer.run.watchdog import FoundByAdapter
+from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

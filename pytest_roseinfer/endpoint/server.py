@@ -14,7 +14,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
-from pytest_roseinfer.running.adapter_findings import StoppedAnswering
+from pytest_roseinfer.run.watchdog import StoppedAnswering
 
 if TYPE_CHECKING:
     from collections.abc import Callable

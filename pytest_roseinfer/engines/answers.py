@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pytest_roseinfer.adapters.answers.wrong import COUNTS, are_counts, is_number, refuse
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.running.coverage import send_through
+from pytest_roseinfer.capabilities.answers import COUNTS, are_counts, is_number, refuse
+from pytest_roseinfer.run.coverage import send_through
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,8 +9,8 @@ from functools import partial
 from time import process_time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pytest_roseinfer.adapters.answers.wrong import WrongAnswer
 from pytest_roseinfer.adapters.mix import WiderSampling
+from pytest_roseinfer.capabilities.answers import WrongAnswer
 from pytest_roseinfer.engines.answers import (
     refuse_wrong_answers,
     require_forks,
@@ -25,9 +25,8 @@ from pytest_roseinfer.engines.twins import (
     wrong_top,
 )
 from pytest_roseinfer.findings.divergence import Difference
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.adapter_findings import FoundByAdapter, StoppedAnswering
-from pytest_roseinfer.running.watchdog import WATCHED, StepHung
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.watchdog import WATCHED, FoundByAdapter, StepHung, StoppedAnswering
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling, WiderSampling
-from pytest_roseinfer.cases.strategies import switches
+from pytest_roseinfer.histories.strategies import switches
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,18 +1,154 @@
-"""The errors that say what is wrong with a target."""
+"""The error that a failing history raises, with its picture in words."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_roseinfer.findings.picture import picture
+from pytest_roseinfer.capabilities.cache_data import Ledger
+from pytest_roseinfer.oracle.oracle import token_label
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pytest_roseinfer.cases.history import History
-    from pytest_roseinfer.findings.finding import Finding
-    from pytest_roseinfer.findings.observation import Snapshot
+    from pytest_roseinfer.capabilities.observation import Finding, Location, Snapshot
+    from pytest_roseinfer.histories.history import History
     from pytest_roseinfer.oracle.oracle import Oracle
+
+# A picture of the blocks involved in a failure: their right contents and their holders.
+
+
+_FIRST, _LAST = 4, 3
+"""Tokens of a long page that are shown in any case."""
+Tables = dict[int, "list[int | None] | str"]
+"""The table of each sequence, or why it cannot be read."""
+
+
+def picture(location: Location | None, num_layers: int, oracle: Oracle, shown: Snapshot) -> str:
+    """Draw the tokens the oracle expects and the tables the cache keeps, the wrong place marked.
+
+    Where the location is known, only its layer and the sequences it has to do with are drawn.
+    """
+    layers = [location.layer] if location else range(num_layers)
+    tables = {layer: _tables(shown, layer) for layer in layers if shown.tables is not None}
+    seqs = list(oracle.sequences)
+    lines = []
+    if location:
+        seqs = _involved(oracle, location, tables.get(location.layer, {}))
+        lines.append(_legend(location))
+    named = "t and text.token" if oracle.texts else "sequence.token"
+    lines.append(f"what should be stored, page by page ({named}, x holders where shared):")
+    for seq in seqs:
+        pages = (_page(location, seq, at, oracle) for at in range(len(oracle.sequences[seq])))
+        lines.append(f"  {_name(location, seq)}: {' '.join(pages)}")
+    lines += [f"  sequence {seq} is {stage.value}" for seq, stage in oracle.away.stages.items()]
+    if others := len(oracle.sequences) - len(seqs):
+        lines.append(f"  other sequences, not drawn: {others}")
+    for layer, of_layer in tables.items():
+        own = {seq: of_layer[seq] for seq in seqs}
+        lines += _draw_tables(location, layer, own, _refcounts(shown, layer))
+    return "\n".join(lines)
+
+
+def _tables(shown: Snapshot, layer: int) -> Tables:
+    tables = {seq: table for (seq, at), table in (shown.tables or {}).items() if at == layer}
+    return {
+        seq: f"unreadable, {type(table).__name__}: {table}"
+        if isinstance(table, Exception)
+        else table
+        for seq, table in tables.items()
+    }
+
+
+def _involved(oracle: Oracle, location: Location, tables: Tables) -> list[int]:
+    """List the place's holders, who shares a block with them, and who wrote what is there."""
+    everyone = oracle.sequences
+
+    def held(seq: int) -> set[tuple[str, int]]:
+        pages = {("page", id(page)) for page in everyone[seq]}
+        table = tables.get(seq, ())
+        blocks = () if isinstance(table, str) else table
+        return pages | {("block", each) for each in blocks if each is not None}
+
+    wrong = {each for seq in location.holders for each in held(seq)}
+    token = location.contents.token if location.contents else None
+    involved = [
+        seq
+        for seq in everyone
+        if seq in location.holders or held(seq) & wrong or token in oracle.tokens(seq)
+    ]
+    return involved or list(everyone)
+
+
+def _legend(location: Location) -> str:
+    """Say what the mark means, and where what it marks is."""
+    said = f"> < marks what is wrong in layer {location.layer}"
+    if location.block is not None:
+        said += f", block {location.block}"
+    if contents := location.contents:
+        said += f", head {contents.head}, {contents.kind}"
+    return said
+
+
+def _draw_tables(
+    location: Location | None, layer: int, tables: Tables, refcounts: Mapping[int, int]
+) -> list[str]:
+    def drawn(block: int | None, wrong: bool) -> str:
+        shown = "none" if block is None else f"{block}x{refcounts.get(block, '?')}"
+        return _marked(shown, wrong)
+
+    lines = [f"tables of layer {layer} (block, x its refcount):"]
+    for seq, table in tables.items():
+        if isinstance(table, list):
+            wrong = location.holders.get(seq) if location else None
+            table = " ".join(drawn(block, at == wrong) for at, block in enumerate(table))
+        lines.append(f"  {_name(location, seq)}: {table}")
+    if location and location.block is not None and not location.holders:
+        lines.append(f"  of no sequence: {drawn(location.block, wrong=True)}")
+    return lines
+
+
+def _refcounts(shown: Snapshot, layer: int) -> Mapping[int, int]:
+    """Return the refcounts in the cache's books, if these can be read."""
+    ledger = shown.ledgers[layer] if shown.ledgers else None
+    return {} if ledger is None or isinstance(ledger, Exception) else ledger.refcounts
+
+
+def _name(location: Location | None, seq: int) -> str:
+    """Name a sequence, marked if its wrong block is unknown."""
+    wrong = location is not None and location.holders.get(seq, 0) is None
+    return _marked(f"sequence {seq}", wrong)
+
+
+def _page(location: Location | None, seq: int, at: int, oracle: Oracle) -> str:
+    is_wrong = location is not None and location.holders.get(seq) == at
+    if location and at < oracle.given_back(seq, location.layer):
+        return _marked("[given back]", is_wrong)
+    slot = location.slot if location and is_wrong else None
+    seen = enumerate(oracle.tokens_on(seq, at))
+    tokens = [_marked(token_label(token), position == slot) for position, token in seen]
+    if slot is not None and slot >= len(tokens):
+        tokens.append(_marked("nothing"))
+    shown = f"[{' '.join(_shortened(tokens, slot))}]"
+    holders = oracle.sequences[seq][at].holders
+    shown += f"x{holders}" if holders > 1 else ""
+    return _marked(shown, is_wrong and slot is None)
+
+
+def _shortened(tokens: list[str], slot: int | None) -> list[str]:
+    """Keep the first and the last of many tokens, and the one in ``slot``."""
+    count = len(tokens)
+    if count <= _FIRST + _LAST + 1:
+        return tokens
+    kept = [at for at in range(count) if at < _FIRST or at >= count - _LAST or at == slot]
+    shown = []
+    for before, at in zip([-1, *kept], kept, strict=False):
+        shown += ["..."] * (at > before + 1) + [tokens[at]]
+    return shown
+
+
+def _marked(text: str, wrong: bool = True) -> str:
+    return f">{text}<" if wrong else text
 
 
 class Difference(AssertionError):
@@ -60,3 +196,45 @@ class Divergence(Difference):
         self.history = history
         self.location = finding.location
         self.without_room = finding.without_room
+
+
+# How many blocks are free by the oracle and by the cache's books, and since when these differ.
+
+
+class _Free(NamedTuple):
+    layer: int
+    by_oracle: int
+    by_ledger: int
+
+    @property
+    def differ(self) -> bool:
+        return self.by_oracle != self.by_ledger
+
+
+@dataclass(slots=True)
+class FreeBlocks:
+    """Knows both numbers after the latest step; what a later one is refused for began before."""
+
+    _counts: list[_Free] = field(default_factory=list)
+    _since: int | None = None
+    """The step that made them differ."""
+
+    def note(self, oracle: Oracle, shown: Snapshot, step: int) -> None:
+        """Take what the cache shows after a step of this number."""
+        self._counts = [
+            _Free(layer, oracle.free_in(layer), len(ledger.free))
+            for layer, ledger in enumerate(shown.ledgers)
+            if isinstance(ledger, Ledger)
+        ]
+        if not any(each.differ for each in self._counts):
+            self._since = None
+        elif self._since is None:
+            self._since = step
+
+    def words(self) -> str:
+        """Say both numbers of the first layer in which they differ; nothing if none is shown."""
+        if not self._counts:
+            return ""
+        layer, *both = max(self._counts, key=lambda each: each.differ)
+        since = "" if self._since is None else f", which differ since step {self._since}"
+        return "; layer {}: {} free by the oracle, {} by the ledger".format(layer, *both) + since

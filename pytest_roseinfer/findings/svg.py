@@ -20,7 +20,7 @@ from pytest_roseinfer.findings.frame import (
     width_of,
 )
 from pytest_roseinfer.findings.timeline import draw_timeline
-from pytest_roseinfer.plural import some
+from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from pytest_roseinfer.findings.frame import Drawing, box, centred, text, titled, width_of
-from pytest_roseinfer.plural import some
+from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

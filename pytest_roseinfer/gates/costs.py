@@ -24,7 +24,7 @@ from pytest_roseinfer.gates.step_work import (
     require_counters,
     versions_here,
 )
-from pytest_roseinfer.running.interpreter.remembering import remembering
+from pytest_roseinfer.run.interpreter import remembering
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

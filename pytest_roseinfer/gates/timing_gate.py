@@ -15,7 +15,7 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.gates import timing_report
 from pytest_roseinfer.gates.gate import CannotCompare, Gate, show_problems
 from pytest_roseinfer.gates.worker_process import Side
-from pytest_roseinfer.mistakes import Mistake, did_you_mean
+from pytest_roseinfer.words import Mistake, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -11,24 +11,105 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pytest_roseinfer.oracle.away import Away, Stage
-from pytest_roseinfer.oracle.declares import always
-from pytest_roseinfer.oracle.found_pages import FoundPages
-from pytest_roseinfer.oracle.pages import Page, share_as
+from pytest_roseinfer.oracle.pages import FoundPages, Page, share_as
 from pytest_roseinfer.oracle.room import Room
 from pytest_roseinfer.oracle.texts import Texts
+from pytest_roseinfer.oracle.windows import AT_ONCE, NEXT_TRY, Windows, first_live
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Self
 
-    from pytest_roseinfer.oracle.declares import Declares, Shape
     from pytest_roseinfer.oracle.pages import Table, Written
     from pytest_roseinfer.oracle.texts import Branch, Said
     from pytest_roseinfer.oracle.windows import Window
+
+# What the oracle must know of a cache: what its adapter declares of it, and its shape.
+
+
+SHARING = ("exact", "equal prefixes", "none")
+FORK_SHARES = ("blocks", "full blocks", "nothing")
+
+
+class Declares(Protocol):
+    """What an adapter says of its cache that the oracle must know."""
+
+    @property
+    def fork_shares(self) -> str: ...
+    @property
+    def keeps_found(self) -> bool: ...
+    @property
+    def truncate_copies(self) -> bool: ...
+    @property
+    def atomic_batches(self) -> bool: ...
+    @property
+    def swap_out_holds(self) -> bool: ...
+    @property
+    def window_pools(self) -> str: ...
+    @property
+    def window_gives_back(self) -> str: ...
+    def trimmable(self, spec: Any, stored: int, length: int, /) -> bool: ...
+
+
+class Shape(Protocol):
+    """What the oracle must know of a cache's spec."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def windows(self) -> Sequence[int | None]: ...
+
+
+def always(stored: int, length: int) -> bool:  # noqa: ARG001
+    """Say that any sequence may be cut."""
+    return True
+
+
+# The sequences that are away: preempted, or swapped out and on their way out or back.
+
+
+class Stage(Enum):
+    """How a sequence is away."""
+
+    PREEMPTED = "preempted"
+    """It has given up its blocks, and its tokens are to be written again."""
+    LEAVING = "on its way out"
+    """It is being copied out."""
+    OUT = "swapped out"
+    """It was copied out, and has given up its blocks."""
+    COMING = "on its way back"
+    """It has blocks again, and is being copied to them."""
+
+
+@dataclass(slots=True)
+class Away:
+    stages: dict[int, Stage] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    """What each sequence holds when it is back."""
+
+    def leave(self, seq: int, stage: Stage, tokens: list[int]) -> None:
+        self.stages[seq] = stage
+        self.tokens[seq] = tokens
+
+    def end(self, seq: int) -> None:
+        """Know no more of a sequence, which is back or was freed, if it was away."""
+        self.stages.pop(seq, None)
+        self.tokens.pop(seq, None)
+
+    def at(self, stage: Stage) -> list[int]:
+        return [seq for seq, own in self.stages.items() if own is stage]
+
+    def swapped_blocks(self, block_size: int) -> int:
+        """Count the blocks of swap space that these sequences need at most."""
+        swapped = (seq for seq, stage in self.stages.items() if stage is not Stage.PREEMPTED)
+        return sum(-(-len(self.tokens[seq]) // block_size) for seq in swapped)
+
 
 POSITIONS = 1 << 16
 """The longest sequence whose tokens have numbers of their own."""
@@ -387,3 +468,126 @@ class Oracle:
         del self.unseen[seq]
         for page in self.sequences.pop(seq):
             page.holders -= 1
+
+
+@dataclass(kw_only=True)
+class WindowedOracle(Oracle):
+    """The oracle of a cache whose layers have windows, which gives back what has left them.
+
+    Its pages are those of all layers alike. How many of its first pages a sequence gave back is
+    known for each window, so room is counted group by group.
+    """
+
+    windows: Windows
+
+    @classmethod
+    def of(
+        cls, adapter: Declares, spec: Shape, branches: tuple[Branch, ...] = (), **own: Any
+    ) -> Self:
+        shared = adapter.window_pools == "shared"
+        windows = Windows(spec.windows, shared, adapter.window_gives_back)
+        return super().of(adapter, spec, branches, windows=windows, **own)
+
+    @property
+    def window_sizes(self) -> list[int]:
+        return [window for window in self.windows.given_back if window]
+
+    def first_live(self, seq: int, layer: int) -> int:
+        return first_live(self.windows.of_layer[layer], self.length(seq))
+
+    def given_back(self, seq: int, layer: int) -> int:
+        return self.windows.given_back[self.windows.of_layer[layer]][seq]
+
+    def take_left(self) -> int:
+        return self.windows.take_left()
+
+    @property
+    def groups(self) -> list[int]:
+        return [self.windows.of_layer.index(window) for window in self.windows.given_back]
+
+    def adopt_sharing(self, tables_of: Callable[[int], Mapping[int, Table]]) -> None:
+        """Note what each group shares: pages are those of all groups, so none is shared."""
+        for layer in self.groups:
+            self.windows.adopt(self.windows.of_layer[layer], tables_of(layer))
+
+    def block(self, window: Window, seq: int, at: int) -> object:
+        table = self.windows.tables[window].get(seq, ())
+        return table[at] if at < len(table) else super().block(window, seq, at)
+
+    def pool_of(self, layer: int) -> list[int]:
+        return self.windows.pool_of(layer)
+
+    def blocks(self) -> Room:
+        return Room(self, self.windows.given_back, shared_pool=self.windows.shared_pool)
+
+    def pages_free(self) -> int:
+        return min(self.blocks().free.values())
+
+    def free_in(self, layer: int) -> int:
+        shared, own = self.windows.shared_pool, self.windows.of_layer[layer]
+        return self.blocks().free[None if shared else own]
+
+    def room(self, rows: Sequence[tuple[int, int]]) -> str:  # noqa: ARG002
+        free = self.blocks().free
+        if self.windows.shared_pool:
+            return f"{free[None]} blocks free for all windows"
+        each = (f"{blocks} with window {window}" for window, blocks in free.items())
+        return f"blocks free: {', '.join(each)}"
+
+    def fits(self, rows: Sequence[tuple[int, int]]) -> bool:
+        """Return True if these rows find room one after the other.
+
+        What a row gives back makes room for its own blocks, and for those of rows behind it.
+        """
+        blocks = self.blocks()
+        return all(blocks.append(*row) for row in rows)
+
+    def append(self, rows: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
+        for seq, _ in rows:
+            self._slide(seq)
+        super().append(rows, tokens)
+
+    def slide_written(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Give back at once, where a cache does so; room that was reserved is kept till then."""
+        for seq, _ in rows:
+            if self.windows.gives_back == AT_ONCE and not self.unwritten(seq):
+                self._slide(seq)
+
+    def try_in_vain(self, seq: int) -> None:
+        if self.windows.gives_back == NEXT_TRY and seq in self.sequences:
+            self._slide(seq)
+
+    def _slide(self, seq: int) -> None:
+        self.windows.slide(seq, self.length(seq), self.block_size)
+
+    def fork(self, parent: int, child: int) -> None:
+        super().fork(parent, child)
+        self.windows.fork(parent, child)
+
+    def truncate(self, seq: int, length: int) -> None:
+        super().truncate(seq, length)
+        self.windows.cut(seq, -(-length // self.block_size))
+
+    def give_up(self, seq: int) -> None:
+        super().give_up(seq)
+        self.windows.forget(seq)
+
+
+ORACLES: dict[bool, type[Oracle]] = {False: Oracle, True: WindowedOracle}
+"""The kind of oracle that a cache has, by whether its layers have windows."""
+
+
+# What stands for a token in a picture, and the place in its text.
+
+
+def token_label(token: int) -> str:
+    seq, position, life = token_parts(token)
+    if seq >= TEXTS:
+        return f"t{seq - TEXTS}{f'(namespace {life})' * bool(life)}.{position}"
+    return f"{seq}(life {life + 1}).{position}" if life else f"{seq}.{position}"
+
+
+def text_place(token: int) -> tuple[int, int, int] | None:
+    """Return the text, position and namespace of a token; None if it is no text's."""
+    seq, position, life = token_parts(token)
+    return (seq - TEXTS, position, life) if seq >= TEXTS else None

@@ -1,14 +1,14 @@
-"""What the oracle holds of a block, and what is written to several at once."""
+"""The pages of the oracle, those that sequences began with, and what is written together."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
 
 Table = Sequence[int | None]
 """The blocks of a sequence; None for one that was given back."""
@@ -47,3 +47,35 @@ class Written:
     tokens: Sequence[int]
     layout: str = "plain"
     """How they lie in memory when they are handed over."""
+
+
+# The pages that sequences began with, where a cache keeps what was found as it is.
+
+
+@dataclass(slots=True)
+class FoundPages:
+    """Knows which pages of a sequence the cache keeps for other texts: none may write there."""
+
+    kept: bool = False
+    """As ``KVCacheAdapter.keeps_found``."""
+    _counts: Counter[int] = field(default_factory=Counter)
+    """How many first pages of each sequence were found, and are still those."""
+
+    def begin(self, seq: int, pages: int) -> None:
+        """Note that a sequence began with so many pages."""
+        if self.kept:
+            self._counts[seq] = pages
+
+    def has(self, seq: int, at: int) -> bool:
+        return at < self._counts[seq]
+
+    def fork(self, parent: int, child: int, shared: int) -> None:
+        """Note that a child has the first pages of its parent."""
+        self._counts[child] = min(shared, self._counts[parent])
+
+    def cut(self, seq: int, pages: int) -> None:
+        """Note that a sequence has left all but its first pages."""
+        self._counts[seq] = min(pages, self._counts[seq])
+
+    def forget(self, seq: int) -> None:
+        del self._counts[seq]

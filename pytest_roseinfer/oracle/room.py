@@ -10,7 +10,7 @@ from pytest_roseinfer.oracle.windows import first_live
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pytest_roseinfer.oracle.found_pages import FoundPages
+    from pytest_roseinfer.oracle.pages import FoundPages
     from pytest_roseinfer.oracle.windows import Window
 
 

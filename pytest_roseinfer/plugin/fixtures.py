@@ -13,7 +13,7 @@ from pytest_roseinfer.plugin import markers
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_roseinfer.adapters.cache import CacheSpec
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
     from pytest_roseinfer.gates.costs import Costs
     from pytest_roseinfer.gates.tpot import Tpot
     from roseinfer import KVBlockManager, TinyGPT2
@@ -35,7 +35,7 @@ def roseinfer_spec(roseinfer_device: str) -> CacheSpec:
 
     Override it in a conftest.py to change their shape.
     """
-    from pytest_roseinfer.adapters.cache import CacheSpec
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
     return CacheSpec(
         num_layers=2, num_heads=2, head_dim=8, block_size=4, num_blocks=16, device=roseinfer_device

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
     from types import TracebackType
 
-    from pytest_roseinfer.running.coverage import Coverage
+    from pytest_roseinfer.run.coverage import Coverage
 
 # Leaves the harness's own frames out of the traceback of an error that an adapter raised.
 
@@ -150,7 +150,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def _swap_coverage(new: Coverage | None) -> Coverage | None:
     """Replace this process's coverage, by an empty one if need be, and return the old one."""
-    coverage = sys.modules.get("pytest_roseinfer.running.coverage")
+    coverage = sys.modules.get("pytest_roseinfer.run.coverage")
     if coverage is None:
         return None
     old: Coverage = coverage.current()
@@ -182,7 +182,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
     shipped = [item for item in items if markers.is_shipped(item)]
     if not shipped:
         return []
-    from pytest_roseinfer.running import coverage
+    from pytest_roseinfer.run import coverage
 
     asked = settings.current()
     names = dict.fromkeys(coverage.name_of(item.cls.adapter) for item in shipped)  # type: ignore[attr-defined]
@@ -268,8 +268,8 @@ def _searching(item: pytest.Item) -> Iterator[None]:
     Last words go past pytest's capture.
     """
     # merged
-    from pytest_roseinfer.running.interpreter.remembering import remembering
-    from pytest_roseinfer.running.watchdog import watching
+    from pytest_roseinfer.run.interpreter import remembering
+    from pytest_roseinfer.run.watchdog import watching
 
     settings.set_current(replace(settings.current(), part=part_of(item)))
     capture = item.config.pluginmanager.getplugin("capturemanager")
@@ -331,7 +331,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.getoption("collectonly"):
         return
     asked = settings.current()
-    if "pytest_roseinfer.running.coverage" in sys.modules or asked.named_targets or asked.reports:
+    if "pytest_roseinfer.run.coverage" in sys.modules or asked.named_targets or asked.reports:
         from pytest_roseinfer.report.coverage_gate import CoverageGate
 
         CoverageGate.of(session.config)

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import pytest
 
-from pytest_roseinfer import mistakes
+from pytest_roseinfer import words as mistakes
 from pytest_roseinfer.settings import (
     ENDPOINT_TARGET,
     POLITE_RATE,

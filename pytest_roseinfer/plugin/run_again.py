@@ -13,7 +13,7 @@ from pytest_roseinfer.adapters.load_target import TargetError
 from pytest_roseinfer.endpoint.server import ServerError
 from pytest_roseinfer.plugin import options
 from pytest_roseinfer.plugin.options import require_server
-from pytest_roseinfer.running.watchdog import watching
+from pytest_roseinfer.run.watchdog import watching
 from pytest_roseinfer.search import trace as traces
 from pytest_roseinfer.search.replay import replay
 from pytest_roseinfer.search.trace import TraceError

@@ -15,7 +15,7 @@ from pytest_roseinfer.environment import describe_device, describe_target
 from pytest_roseinfer.gates.gate import Gate, figures_of, show_problems
 from pytest_roseinfer.report.html import page
 from pytest_roseinfer.report.verdict import NOT_SEARCHED, verdict
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.run import coverage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pytest
 
     from pytest_roseinfer.report.verdict import Verdict
-    from pytest_roseinfer.running.coverage import Coverage, TargetCoverage
+    from pytest_roseinfer.run.coverage import Coverage, TargetCoverage
 
 
 class CoverageGate(Gate):

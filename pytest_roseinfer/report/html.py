@@ -12,7 +12,7 @@ from pytest_roseinfer.findings.frame import DRAWN, PALETTE
 from pytest_roseinfer.findings.svg import draw, words
 from pytest_roseinfer.findings.timeline import draw_timeline, timeline_words
 from pytest_roseinfer.report.verdict import NOT_SEARCHED
-from pytest_roseinfer.running.coverage import RARELY
+from pytest_roseinfer.run.coverage import RARELY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from pytest_roseinfer.environment import describe_device, distribution_of, variables, versions
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.run import coverage
 from pytest_roseinfer.settings import PROFILES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.findings.timeline import Found
-    from pytest_roseinfer.running.coverage import Coverage, TargetCoverage
+    from pytest_roseinfer.run.coverage import Coverage, TargetCoverage
     from pytest_roseinfer.settings import Settings
 
 # How many planted bugs each profile is known to find, a measurement that ships with it.

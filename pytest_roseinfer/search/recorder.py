@@ -8,17 +8,16 @@ from contextlib import suppress
 from time import process_time
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.cases.history import History
-from pytest_roseinfer.cases.payload import as_bits
+from pytest_roseinfer.capabilities.payload import as_bits
+from pytest_roseinfer.capabilities.reading import beyond
 from pytest_roseinfer.engines.run import run_forks, run_mix, timeline_of, timeline_of_forks
 from pytest_roseinfer.findings.divergence import Difference, Divergence
-from pytest_roseinfer.findings.rounded import beyond
 from pytest_roseinfer.findings.svg import poster
-from pytest_roseinfer.oracle.token_labels import token_label
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.adapter_findings import StoppedAnswering
-from pytest_roseinfer.running.machine import Machine
-from pytest_roseinfer.running.watchdog import WATCHED, StepHung
+from pytest_roseinfer.histories.history import History
+from pytest_roseinfer.oracle.oracle import token_label
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.machine import Machine
+from pytest_roseinfer.run.watchdog import WATCHED, StepHung, StoppedAnswering
 from pytest_roseinfer.search import reproduce
 
 if TYPE_CHECKING:
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_roseinfer.adapters.base import Adapter
-    from pytest_roseinfer.adapters.cache import KVCacheAdapter, Ledger
-    from pytest_roseinfer.findings.finding import Location
+    from pytest_roseinfer.adapters.cache import KVCacheAdapter
+    from pytest_roseinfer.capabilities.cache_data import Ledger
+    from pytest_roseinfer.capabilities.observation import Location, Snapshot
     from pytest_roseinfer.findings.frame import Block, Frame, Row, Wrong
-    from pytest_roseinfer.findings.observation import Snapshot
     from pytest_roseinfer.findings.timeline import Found, Timeline
     from pytest_roseinfer.search.reproduce import Example
 

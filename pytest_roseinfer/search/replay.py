@@ -29,7 +29,7 @@ def replay(file: str, allowed: Allowed) -> int:
 
     from pytest_roseinfer.adapters.load_target import load_target
     from pytest_roseinfer.findings.divergence import Difference
-    from pytest_roseinfer.running.watchdog import WATCHED
+    from pytest_roseinfer.run.watchdog import WATCHED
     from pytest_roseinfer.search.reproduce import CHECKS, example_of
     from pytest_roseinfer.search.search import how_often
 

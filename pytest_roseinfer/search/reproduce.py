@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.mix import RequestMix
-from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.engines.run import run_forks, run_mix
 from pytest_roseinfer.environment import variables, version
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.machine import run_history
-from pytest_roseinfer.running.metamorphic import (
+from pytest_roseinfer.histories.history import History
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.machine import run_history
+from pytest_roseinfer.run.metamorphic import (
     check_copied,
     check_every_option,
     check_permuted,

@@ -23,12 +23,11 @@ from hypothesis.errors import Flaky, HypothesisWarning
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.mix import RequestMix
-from pytest_roseinfer.cases.history import History
 from pytest_roseinfer.findings.divergence import Difference
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.adapter_findings import StoppedAnswering
-from pytest_roseinfer.running.metamorphic import ROOMY, roomy
-from pytest_roseinfer.running.watchdog import WATCHED, StepHung
+from pytest_roseinfer.histories.history import History
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.metamorphic import ROOMY, roomy
+from pytest_roseinfer.run.watchdog import WATCHED, StepHung, StoppedAnswering
 from pytest_roseinfer.search import recorder, reproduce
 from pytest_roseinfer.search.reproduce import CHECKS
 from pytest_roseinfer.search.shrink import passes_of_histories, passes_of_mixes

@@ -10,23 +10,21 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
-from pytest_roseinfer.cases.operations.lookups.take import Take
-from pytest_roseinfer.cases.operations.operation import MOST_SEQUENCES, NAMING, Write
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.set_options import SetOptions
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
-from pytest_roseinfer.cases.operations.writes.fill import Fill
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.oracle.windowed import ORACLES
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, NAMING, Write
+from pytest_roseinfer.capabilities.prefixes import Take
+from pytest_roseinfer.capabilities.switches import SetOptions
+from pytest_roseinfer.capabilities.writes import Append, AppendMany, Fill, Prefill
+from pytest_roseinfer.oracle.oracle import ORACLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
+    from pytest_roseinfer.adapters.cache import KVCacheAdapter
     from pytest_roseinfer.adapters.engine import EngineAdapter
-    from pytest_roseinfer.cases.history import History
-    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
+    from pytest_roseinfer.capabilities.operation import Operation
+    from pytest_roseinfer.histories.history import History
     from pytest_roseinfer.oracle.oracle import Oracle
 
 # Lists what is simpler than one step of a history: fewer rows, smaller numbers, usual switches.

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, overload
 
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.adapters.validate import refuse_mistakes
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.coverage import Preludes
-from pytest_roseinfer.running.machine import Machine
+from pytest_roseinfer.adapters.validation import refuse_mistakes
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.coverage import Preludes
+from pytest_roseinfer.run.machine import Machine
 from pytest_roseinfer.search.reproduce import CHECKS
 from pytest_roseinfer.suite.large_search import LargeHistories
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.adapters.base import Adapter
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
-    from pytest_roseinfer.cases.history import History
+    from pytest_roseinfer.histories.history import History
 
 _EXAMPLES_OF_A_TURN = 12
 _SHARE_IN_BATCHES = 0.13
@@ -118,7 +118,7 @@ class ConformanceTests(ShippedTests):
         in_batches: bool = False,
     ) -> int:
         """Check histories; return how many were left out, since they would begin after ``ends``."""
-        from pytest_roseinfer.cases.strategies import histories
+        from pytest_roseinfer.histories.strategies import histories
         from pytest_roseinfer.search.search import search
 
         settings.require_plugin()

@@ -12,8 +12,8 @@ from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.mix import RequestMix
 from pytest_roseinfer.engines.run import MixRun, failing_on, run_forks
 from pytest_roseinfer.engines.strategies import REQUESTS, wide_mix, wide_settings
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.coverage import Preludes
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.coverage import Preludes
 from pytest_roseinfer.suite.large_search import LargeSearch, for_paths
 from pytest_roseinfer.suite.shipped_tests import ShippedTests
 

@@ -7,12 +7,12 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.cases.history import History
-from pytest_roseinfer.cases.large.histories import SEQUENCES, large_histories
+from pytest_roseinfer.capabilities.observation import in_words
 from pytest_roseinfer.findings.divergence import Difference
-from pytest_roseinfer.findings.finding import in_words
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.machine import Machine
+from pytest_roseinfer.histories.history import History
+from pytest_roseinfer.histories.large import SEQUENCES, large_histories
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.machine import Machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

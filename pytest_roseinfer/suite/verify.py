@@ -8,13 +8,8 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer.adapters.load_target import TargetError, require_target
-from pytest_roseinfer.mistakes import (
-    Mistake,
-    profile_named,
-    require_at_least,
-    require_report,
-)
 from pytest_roseinfer.settings import PROFILES, SHIPPED_TARGETS, Settings
+from pytest_roseinfer.words import Mistake, profile_named, require_at_least, require_report
 from roseinfer import interrupts_kill
 
 if TYPE_CHECKING:

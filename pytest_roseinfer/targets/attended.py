@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pytest_roseinfer.adapters.cache import CacheSpec
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 Attended = defaultdict[int, list[KeysAndValues]]

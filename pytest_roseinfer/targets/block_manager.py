@@ -11,7 +11,7 @@ from pytest_roseinfer.adapters.cache import KVCacheAdapter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_roseinfer.adapters.cache import CacheSpec
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
 # The keys and values of a cache whose own part is the books: which block is whose.
 #

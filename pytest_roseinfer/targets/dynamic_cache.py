@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from transformers import DynamicCache, GPT2Config
 
-from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.targets.attended import behind, nothing_attended
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
     from pytest_roseinfer.targets.attended import KeysAndValues
 
 

@@ -14,7 +14,7 @@ from pytest_roseinfer.targets.paged_kernels import PagedKernelsAdapter
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from pytest_roseinfer.adapters.cache import CacheSpec
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
 _GROUPS = (1, 2, 3, 4, 6, 8, 16)
 """How many query heads its decode kernel has for a head of the cache; others take tensor cores."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
-from pytest_roseinfer.adapters.cache import CacheFull, Ledger
+from pytest_roseinfer.capabilities.cache_data import CacheFull, Ledger
 from pytest_roseinfer.targets.block_manager import BlockManagerAdapter
 from pytest_roseinfer.targets.without_its_top import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pytest_roseinfer.adapters.cache import CacheSpec
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
 INSTALL = "clone github.com/GeeeekExplorer/nano-vllm to a folder of PYTHONPATH, and install xxhash"
 

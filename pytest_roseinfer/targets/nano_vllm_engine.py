@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.capabilities.cache_data import FastPath
 from pytest_roseinfer.targets.nano_vllm import INSTALL
 from pytest_roseinfer.targets.telling_keys import key_of, likeliest, logits_of
 from pytest_roseinfer.targets.without_its_top import part_of, without

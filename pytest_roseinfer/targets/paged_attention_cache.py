@@ -23,7 +23,8 @@ from transformers import ContinuousBatchingConfig, GPT2Config
 from transformers.generation.continuous_batching import PagedAttentionCache, RequestState
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 
-from pytest_roseinfer.adapters.cache import CacheFull, CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
+from pytest_roseinfer.capabilities.cache_data import CacheFull, CacheSpec, Ledger
 from pytest_roseinfer.targets.attended import behind, nothing_attended
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
-from pytest_roseinfer.adapters.cache import CacheFull, CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
+from pytest_roseinfer.capabilities.cache_data import CacheFull, CacheSpec, Ledger
 from pytest_roseinfer.targets.block_manager import read_blocks
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.targets.block_manager import read_blocks
 from pytest_roseinfer.targets.roseinfer_manager import PATHS, MisusedManager, ReadManager
 from roseinfer import AttentionPath, BadArgument, Condition
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.adapters.fast_path import FastPath
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec, FastPath
     from pytest_roseinfer.targets.block_manager import KeysAndValues
     from roseinfer import AppendPlan
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from pytest_roseinfer.adapters.cache import BadCall, CacheSpec, KVCacheAdapter, Ledger
-from pytest_roseinfer.adapters.fast_path import FastPath
-from pytest_roseinfer.adapters.names.condition_names import OWN_CONDITIONS
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
+from pytest_roseinfer.capabilities.cache_data import BadCall, CacheSpec, FastPath, Ledger
+from pytest_roseinfer.capabilities.conditions import OWN_CONDITIONS
 from pytest_roseinfer.targets.block_manager import read_blocks
 from roseinfer import (
     AppendPolicy,

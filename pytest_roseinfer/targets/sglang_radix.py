@@ -14,7 +14,8 @@ from unittest import mock
 import torch
 from transformers.utils import is_torchvision_available
 
-from pytest_roseinfer.adapters.cache import CacheFull, CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
+from pytest_roseinfer.capabilities.cache_data import CacheFull, CacheSpec, Ledger
 from pytest_roseinfer.targets.block_manager import BlockStore
 from pytest_roseinfer.targets.without_its_top import part_of, without
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.capabilities.cache_data import FastPath
 from pytest_roseinfer.targets import engine_models as models
 from pytest_roseinfer.targets import engine_models as shapes
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from pytest_roseinfer.adapters.cache import CacheFull, CacheSpec, Ledger
+from pytest_roseinfer.capabilities.cache_data import CacheFull, CacheSpec, Ledger
 from pytest_roseinfer.targets.block_manager import BlockManagerAdapter
 from pytest_roseinfer.targets.without_its_top import part_of
 

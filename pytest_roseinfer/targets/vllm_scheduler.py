@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.capabilities.cache_data import FastPath
 from pytest_roseinfer.targets.telling_keys import key_of
 from pytest_roseinfer.targets.vllm_kv import vllm_part
 

@@ -18,8 +18,7 @@ from pytest_roseinfer.endpoint.served_engine import ServedEngine
 from pytest_roseinfer.endpoint.server import _has_stopped
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.engines.strategies import request_mixes
-from pytest_roseinfer.running.adapter_findings import StoppedAnswering
-from pytest_roseinfer.running.watchdog import watching
+from pytest_roseinfer.run.watchdog import StoppedAnswering, watching
 from pytest_roseinfer.search.search import search
 from pytest_roseinfer.settings import Endpoint
 from roseinfer.engine.engine import Engine

@@ -22,7 +22,7 @@ from pytest_roseinfer.adapters.mix import Asked, RequestMix, Sampling
 from pytest_roseinfer.endpoint.served_engine import ServedEngine
 from pytest_roseinfer.engines.run import MixDivergence, run_mix
 from pytest_roseinfer.findings.divergence import Difference
-from pytest_roseinfer.running.adapter_findings import StoppedAnswering
+from pytest_roseinfer.run.watchdog import StoppedAnswering
 from pytest_roseinfer.search.reproduce import Saved, save
 from pytest_roseinfer.search.search import how_often, search
 from pytest_roseinfer.settings import RATE, Endpoint

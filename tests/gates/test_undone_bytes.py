@@ -13,7 +13,7 @@ import torch
 
 from pytest_roseinfer.gates.bytes_moved import StepMemory, measure_bytes
 from pytest_roseinfer.gates.step_work import Step, judge
-from pytest_roseinfer.running.interpreter.remembering import remembering
+from pytest_roseinfer.run.interpreter import remembering
 from roseinfer.attention.triton import TritonAttention
 from roseinfer.kernels.products.linear import linear
 from tests.gates.byte_steps import CONTEXTS, llama, second_token

@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 
-import pytest_roseinfer.running.interpreter
+import pytest_roseinfer.run.interpreter
 from pytest_roseinfer.gates.step_work import interpreted_launches
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _line_of_kernel() -> str:
     """Return where the innermost function stands that is neither the interpreter's nor of here."""
     import triton
 
-    parts = triton, pytest_roseinfer.running.interpreter
+    parts = triton, pytest_roseinfer.run.interpreter
     passed = __file__, *(str(Path(str(part.__file__)).parent) for part in parts)
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(passed):

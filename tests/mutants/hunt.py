@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.interpreter.remembering import remembering
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.interpreter import remembering
 from pytest_roseinfer.search import search
 from pytest_roseinfer.suite.conformance import conformance
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from pytest_roseinfer.adapters.cache import BadCall, CacheFull, CacheSpec, KVCacheAdapter, Ledger
-from pytest_roseinfer.adapters.fast_path import FastPath
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
+from pytest_roseinfer.capabilities.cache_data import BadCall, CacheFull, CacheSpec, FastPath, Ledger
 from roseinfer import BadArgument
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
 
-from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter, Ledger
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
+from pytest_roseinfer.capabilities.cache_data import CacheSpec, Ledger
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, WindowedManager
 from roseinfer import OutOfBlocks, SamplingParams
 from roseinfer.engine import prefix_cache

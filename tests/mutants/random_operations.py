@@ -10,23 +10,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer.adapters.cache import CacheSpec
-from pytest_roseinfer.cases.history import History
-from pytest_roseinfer.cases.operations.lookups.look_up import LookUp
-from pytest_roseinfer.cases.operations.lookups.take import Take
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
-from pytest_roseinfer.cases.operations.set_options import SetOptions
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
-from pytest_roseinfer.cases.operations.writes.append_padded import AppendPadded
-from pytest_roseinfer.cases.operations.writes.fill import Fill
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.cases.operations.writes.reserve import Reserve
-from pytest_roseinfer.cases.payload import LAYOUTS
+from pytest_roseinfer.capabilities.cache_data import CacheSpec
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.payload import LAYOUTS
+from pytest_roseinfer.capabilities.prefixes import LookUp, Take
+from pytest_roseinfer.capabilities.switches import SetOptions
+from pytest_roseinfer.capabilities.truncation import Truncate
+from pytest_roseinfer.capabilities.writes import (
+    Append,
+    AppendMany,
+    AppendPadded,
+    Fill,
+    Prefill,
+    Reserve,
+)
+from pytest_roseinfer.histories.history import History
 from pytest_roseinfer.oracle.oracle import Oracle
-from pytest_roseinfer.running.machine import run_history
+from pytest_roseinfer.run.machine import run_history
 from tests.mutants.random_search import search_at_random
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pytest_roseinfer.adapters.cache import KVCacheAdapter
-    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.oracle.texts import Branch
     from tests.mutants.hunt import Found
     from tests.mutants.tally import Tally

@@ -8,8 +8,8 @@ from unittest.mock import patch
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.mix import RequestMix
 from pytest_roseinfer.findings.divergence import Difference, Divergence
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.interpreter.remembering import remembering
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.interpreter import remembering
 from pytest_roseinfer.search import search
 from pytest_roseinfer.suite.conformance import conformance
 from tests.mutants.hunt import Found
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_roseinfer.adapters.base import Adapter
-    from pytest_roseinfer.cases.history import History
+    from pytest_roseinfer.histories.history import History
     from pytest_roseinfer.settings import Settings
     from tests.mutants.tally import Tally
 
@@ -31,7 +31,7 @@ def shrink(targets: Sequence[type[Adapter]], asked: Settings, tally: Tally) -> F
     """Search every target until a test fails; return how small its example was made, and that."""
     settings.set_current(asked)
     coverage.set_current(coverage.Coverage())
-    with remembering(), patch.object(search, "SECONDS", _SECONDS):
+    with remembering(), patch.object(search, "SHRINK_SECONDS", _SECONDS):
         for target in targets:
             tests = conformance(target)()
             for name in tests.shipped():

@@ -10,15 +10,11 @@ from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, History, run_history
-from pytest_roseinfer.cases.operations.away.preempt import Preempt
-from pytest_roseinfer.cases.operations.away.resume import Resume
-from pytest_roseinfer.cases.operations.lookups.look_up import LookUp
-from pytest_roseinfer.cases.operations.lookups.take import Take
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.cases.strategies import histories
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.preemption import Preempt, Resume
+from pytest_roseinfer.capabilities.prefixes import LookUp, Take
+from pytest_roseinfer.capabilities.writes import Append, AppendMany, Prefill
+from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.texts import WHOLE
 from tests.mutants.prefix_cached_manager import (
     HashedPrefixes,
@@ -27,7 +23,7 @@ from tests.mutants.prefix_cached_manager import (
 )
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.capabilities.operation import Operation
 
 SPEC = CacheSpec(block_size=4, num_blocks=2)
 ALIKE = ((0, 0), (0, WHOLE), (0, 0))

@@ -15,11 +15,13 @@ import triton.experimental.gluon
 import triton.language as tl
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.adapters.cache import CacheSpec, KVCacheAdapter
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.suite.conformance import conformance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
 
 def warm_up() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.run import coverage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

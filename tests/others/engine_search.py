@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer import conformance, settings
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.run import coverage
 from pytest_roseinfer.suite.engine_tests import EngineTests
 from tests.plugin.fresh_run import fresh_run
 

@@ -25,8 +25,8 @@ import pytest
 
 from pytest_roseinfer import FastPath, conformance, settings
 from pytest_roseinfer.adapters.load_target import load_target
-from pytest_roseinfer.adapters.names.condition_names import OWN_CONDITIONS
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.capabilities.conditions import OWN_CONDITIONS
+from pytest_roseinfer.run import coverage
 from tests.others.fetch import FOLDER, PROJECTS
 from tests.plugin.first_minutes import paged_kv
 from tests.plugin.first_minutes.printed import adapter_of_paged_kv, blocks, list_cache, page
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_roseinfer.adapters.base import Adapter
-    from pytest_roseinfer.adapters.cache import CacheSpec
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
 
 _OF_TRANSFORMERS = ("last_position", "name_used_again")
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from pytest_roseinfer import conformance
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.run import coverage
 from pytest_roseinfer.targets.flashinfer_pages import FlashInferAdapter
 from tests.others.found_scripts import scripts_about
 

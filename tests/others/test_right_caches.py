@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.run import coverage
 from tests.others import right_caches
 
 if TYPE_CHECKING:

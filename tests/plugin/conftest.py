@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.run import coverage
 from tests import warm_process
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Project:
     def judge_after(self, tries: int) -> None:
         """Let so few examples decide that something is never reached, in a conftest.py."""
         enough = f"coverage.ENOUGH_TRIES = {tries}"
-        self.write(conftest=f"from pytest_roseinfer.running import coverage\n\n{enough}\n")
+        self.write(conftest=f"from pytest_roseinfer.run import coverage\n\n{enough}\n")
 
     def saved(self, suffix: str) -> Path:
         """Return the trace, or script, of the only failure."""

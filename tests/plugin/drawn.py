@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from pytest_roseinfer.cases.strategies import histories
+from pytest_roseinfer.histories.strategies import histories
 
 if TYPE_CHECKING:
     from collections.abc import Callable

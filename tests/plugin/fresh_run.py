@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer import settings
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.run import coverage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

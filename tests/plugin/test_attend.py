@@ -10,19 +10,17 @@ import torch
 
 import roseinfer.kernels.attend_decode as decode
 from pytest_roseinfer import CacheSpec, Divergence, History, KVCacheAdapter, run_history
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.cases.operations.writes.reserve import Reserve
-from pytest_roseinfer.invariants.stored.attention import attention_by_formula
+from pytest_roseinfer.capabilities.attention import attention_by_formula
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.writes import Append, Prefill, Reserve
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.plugin.caches import attending_caches as caches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.capabilities.operation import Operation
     from tests.plugin.conftest import Project
 
 DTYPES = ("float32", "float16", "bfloat16")

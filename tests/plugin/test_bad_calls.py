@@ -16,16 +16,13 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.adapters.cache import BadCall
-from pytest_roseinfer.adapters.standard_bad_calls import (
-    Situation,
-    standard_bad_calls,
-)
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.payload import Payload
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.capabilities.bad_calls import Situation, standard_bad_calls
+from pytest_roseinfer.capabilities.cache_data import BadCall
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.payload import Payload
+from pytest_roseinfer.capabilities.truncation import Truncate
+from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.run import coverage
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.interpreted import interpreted
 from tests.mutants.kernel_caches import CompactedKernels, StridedKernels

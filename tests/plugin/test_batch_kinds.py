@@ -10,9 +10,9 @@ from hypothesis import seed as hypothesis_seed
 from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance, settings
-from pytest_roseinfer.cases.operations.operation import MOST_SEQUENCES
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.strategies import histories
+from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES
+from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.batch_kinds import (
     BOUNDARY,
     LAST_SHARED,
@@ -22,11 +22,10 @@ from pytest_roseinfer.oracle.batch_kinds import (
     SHARED_TWICE,
     batch_kinds,
 )
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.machine import Machine
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.machine import Machine
 from pytest_roseinfer.suite.large_search import LargeHistories
-from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
-from pytest_roseinfer.targets.roseinfer_kv import WindowedManager
+from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, WindowedManager
 from tests.mutants.prefix_cached_manager import PrefixCachedManager, WindowedPrefixes
 from tests.plugin.caches.branching_text_caches import BranchingTextCache
 from tests.plugin.caches.list_cache import ListCache

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, run_history
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.findings.beginnings import same_behind_another, same_block_behind_another
+from pytest_roseinfer.capabilities.writes import Prefill
+from pytest_roseinfer.oracle.equal_blocks import same_behind_another, same_block_behind_another
 from pytest_roseinfer.oracle.oracle import text_token, token_of
 from pytest_roseinfer.oracle.texts import WHOLE, Texts
 from tests.plugin.caches.broken_text_caches import (
@@ -20,7 +20,7 @@ from tests.plugin.caches.namespaced_caches import LeavesTheNamespaceOut
 
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
-    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.oracle.texts import Branch
 
 SPEC = CacheSpec(block_size=2, num_blocks=4)

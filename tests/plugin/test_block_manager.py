@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import Divergence, KVCacheAdapter, conformance, run_history, settings
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.run import coverage
 from tests.plugin.drawn import drawn
 from tests.plugin.test_truncate import short_run as short_run
 

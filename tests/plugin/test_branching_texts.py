@@ -9,12 +9,11 @@ from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, History, run_history
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.cases.strategies import histories
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.truncation import Truncate
+from pytest_roseinfer.capabilities.writes import Append, Prefill
+from pytest_roseinfer.histories.strategies import histories
 from tests.plugin.caches.branching_text_caches import (
     RIGHT,
     KeepsTheKeyOfWhatWasCut,

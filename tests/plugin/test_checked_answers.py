@@ -17,10 +17,8 @@ from pytest_roseinfer import (
     Ledger,
     run_history,
 )
-from pytest_roseinfer.adapters.answers import checked
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.fill import Fill
-from pytest_roseinfer.cases.operations.writes.reserve import Reserve
+from pytest_roseinfer.capabilities import answers
+from pytest_roseinfer.capabilities.writes import Append, Fill, Reserve
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.caches.paged_cache import PagedCache
 from tests.plugin.caches.text_cache import TextCache
@@ -152,7 +150,7 @@ def test_storage_that_is_not_shown_as_it_is_is_told_at_once(
 def test_a_ledger_of_what_can_be_read_once_is_told() -> None:
     once: Any = reversed([1, 2])
     with pytest.raises(TypeError, match=r"whose free is <list_reverseiterator .*>: list block n"):
-        checked.ledger("ledger(0)", Ledger({}, once, 8))
+        answers.ledger("ledger(0)", Ledger({}, once, 8))
     assert [*once] == [2, 1]
 
 
@@ -228,16 +226,16 @@ def test_a_reservation_that_is_not_returned_is_told() -> None:
 
 def test_a_long_answer_is_cut_short_and_stays_in_one_line() -> None:
     with pytest.raises(TypeError, match=r"^table\(\) returned {.{79}\.\.\.: return") as found:
-        checked.table("table()", {at: np.zeros((2, 2)) for at in range(9)})
+        answers.table("table()", {at: np.zeros((2, 2)) for at in range(9)})
     assert "\n" not in str(found.value)
 
 
 def test_what_is_as_good_as_the_right_answer_passes() -> None:
     numbers = (np.int64(3), None)
-    assert checked.table("table()", numbers) == [3, None]
-    keys, values = checked.pair("peek()", torch.stack([KEYS, KEYS + 1]))
+    assert answers.table("table()", numbers) == [3, None]
+    keys, values = answers.pair("peek()", torch.stack([KEYS, KEYS + 1]))
     assert (keys.shape, values.shape) == (KEYS.shape, KEYS.shape)
-    assert checked.count("matched()", np.int32(2)) == 2
+    assert answers.count("matched()", np.int32(2)) == 2
 
 
 class AttendsElsewhere(PagedCache):

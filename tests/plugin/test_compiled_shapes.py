@@ -9,15 +9,15 @@ from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, KVCacheAdapter
-from pytest_roseinfer.adapters.compiled_shapes import Bounds, few_of, few_shapes
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.payload import LAYOUTS, VIEWS
-from pytest_roseinfer.cases.strategies import cache_specs, histories
-from pytest_roseinfer.invariants.stored.attention import _QUERY_HEADS
+from pytest_roseinfer.capabilities.attention import _QUERY_HEADS
+from pytest_roseinfer.capabilities.compiled_shapes import Bounds, few_of, few_shapes
+from pytest_roseinfer.capabilities.payload import LAYOUTS, VIEWS
+from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.histories.strategies import cache_specs, histories
 from tests.plugin.caches.list_cache import ListCache
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.cases.history import History
+    from pytest_roseinfer.histories.history import History
 
 LISTED = KVCacheAdapter.head_counts, KVCacheAdapter.head_dims, KVCacheAdapter.block_sizes
 

@@ -20,8 +20,8 @@ from pytest_roseinfer import (
     conformance,
     run_history,
 )
-from pytest_roseinfer.adapters.validate import refuse_mistakes
-from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.adapters.validation import refuse_mistakes
+from pytest_roseinfer.capabilities.writes import Append
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.first_minutes.printed import list_cache
 

@@ -192,7 +192,7 @@ def test_what_bytes_cannot_be_counted_of_is_said_in_a_sentence(
     result = project.pytest(UPDATE)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([f"decode: {WRONG_BYTES[wrong]}"])
-    assert "gates/work" not in str(result.stdout)
+    assert "pytest_roseinfer/gates" not in str(result.stdout)
 
 
 def test_counters_are_a_function_too(gated: Project) -> None:

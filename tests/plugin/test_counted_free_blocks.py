@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, run_history
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.targets.paged_attention_cache import PagedAttentionCacheAdapter
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, FastPath, History, Oracle, run_history
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.set_options import SetOptions
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
-from pytest_roseinfer.cases.operations.writes.append_padded import AppendPadded
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.invariants.counts import conditions_met
+from pytest_roseinfer.capabilities.counting import conditions_met
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.switches import SetOptions
+from pytest_roseinfer.capabilities.writes import Append, AppendMany, AppendPadded, Prefill
 from tests.plugin.caches.paged_cache import PagedCache
 
 if TYPE_CHECKING:
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.capabilities.operation import Operation
 
 SIZE = 2
 

@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 
 from pytest_roseinfer import CacheSpec, FastPath, settings
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.coverage import (
-    ENOUGH_TRIES,
-    REQUIRED_TIMES,
-    Coverage,
-    TargetCoverage,
-)
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.coverage import ENOUGH_TRIES, REQUIRED_TIMES, Coverage, TargetCoverage
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.fresh_run import fresh_run
 
@@ -205,8 +200,8 @@ def test_a_run_inside_of_another_leaves_that_one_alone(project: Project) -> None
     project.write(
         test_inner="""
             from pytest_roseinfer import FastPath, settings
-            from pytest_roseinfer.running import coverage
-            from pytest_roseinfer.running.coverage import TargetCoverage
+            from pytest_roseinfer.run import coverage
+            from pytest_roseinfer.run.coverage import TargetCoverage
 
             def test_inner():
                 assert settings.current().examples == 77

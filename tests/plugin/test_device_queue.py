@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, conformance, run_history, settings
-from pytest_roseinfer.adapters.device_queue import DeviceQueue, Event
-from pytest_roseinfer.cases.operations.device.read import Read
-from pytest_roseinfer.cases.operations.device.run_queued import RunQueued
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.capabilities.device_queue import DeviceQueue, Event, Read, RunQueued
+from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.run import coverage
 from tests.mutants.hunt import hunt
 from tests.mutants.tally import Tally
 from tests.plugin.caches.broken_queued_caches import (

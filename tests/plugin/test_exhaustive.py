@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import Divergence, History, Oracle, run_history
-from pytest_roseinfer.cases.every_step import every_step, every_texts
-from pytest_roseinfer.cases.operations.lookups.look_up import LookUp
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.prefixes import LookUp
+from pytest_roseinfer.capabilities.truncation import Truncate
+from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.settings import SHIPPED_TARGETS
 from pytest_roseinfer.suite import exhaustive
-from pytest_roseinfer.suite.exhaustive import Walked, beginnings, walk
+from pytest_roseinfer.suite.exhaustive import Walked, beginnings, every_step, every_texts, walk
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 from roseinfer.cli import main
 from tests.plugin.caches import (
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_roseinfer import KVCacheAdapter
-    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.capabilities.operation import Operation
 
 MANAGER = "pytest_roseinfer.targets.roseinfer_kv:GroupedManager"
 KERNELS_OFF = {"triton": False}

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, History
-from pytest_roseinfer.cases.operations.operation import OPERATIONS
-from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.capabilities.operation import OPERATIONS
+from pytest_roseinfer.capabilities.writes import Append
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import Project
@@ -132,7 +132,7 @@ def test_an_error_of_the_harness_itself_is_shown_as_it_is(project: Project) -> N
     project.write(
         test_it=TESTED.format(name="SwapsRows")
         + """
-    from pytest_roseinfer.running.machine import Machine
+    from pytest_roseinfer.run.machine import Machine
 
     def break_down(self):
         raise RuntimeError("a bug of ours")

@@ -17,9 +17,9 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.writes import Prefill
+from pytest_roseinfer.run import coverage
 from tests.plugin.caches.paged_cache import PagedCache
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.capabilities.operation import Operation
 
 
 class SharesNothing(PagedCache):

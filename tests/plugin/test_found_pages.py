@@ -9,14 +9,12 @@ from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, History, run_history
-from pytest_roseinfer.cases.operations.lookups.look_up import LookUp
-from pytest_roseinfer.cases.operations.lookups.take import Take
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.cases.strategies import histories
-from pytest_roseinfer.oracle.found_pages import FoundPages
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.prefixes import LookUp, Take
+from pytest_roseinfer.capabilities.writes import Append, Prefill
+from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.oracle import Oracle
+from pytest_roseinfer.oracle.pages import FoundPages
 from pytest_roseinfer.oracle.texts import WHOLE
 from tests.plugin.caches.tail_cache import CountsNoCopy, SaysNothingOfIt, TailCache
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_roseinfer.running.interpreter.remembering import remembering
+from pytest_roseinfer.run.interpreter import remembering
 from roseinfer.kernels.attend_decode import _decode_kernel, paged_attention_decode
 from roseinfer.kernels.runtime import is_interpreted
 from roseinfer.layer_traits import LayerTraits

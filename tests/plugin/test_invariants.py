@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer.invariants.invariant import INVARIANTS
+from pytest_roseinfer.capabilities.observation import INVARIANTS
 from tests.plugin.invariants import answers, books, stored
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.findings.observation import Observation
+    from pytest_roseinfer.capabilities.observation import Observation
     from tests.plugin.invariants.observed import Check, Right, Wrong
 
 RIGHT: Right = {**books.RIGHT, **stored.RIGHT, **answers.RIGHT}

@@ -15,8 +15,8 @@ from pytest_roseinfer import (
     run_mix,
     settings,
 )
-from pytest_roseinfer.adapters.device_queue import Event
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.capabilities.device_queue import Event
+from pytest_roseinfer.run import coverage
 from tests.late_transfers import LateTransfers
 from tests.mutants.hunt import hunt
 from tests.mutants.queued_engine import QueuedEngine

@@ -11,8 +11,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from pytest_roseinfer import Divergence, History, conformance, run_history, settings
-from pytest_roseinfer.cases.payload import VIEWS, lay_out
-from pytest_roseinfer.cases.strategies import histories, strided_views
+from pytest_roseinfer.capabilities.payload import VIEWS, lay_out
+from pytest_roseinfer.histories.strategies import histories, strided_views
 from tests.plugin.caches import interleaved_caches
 from tests.plugin.caches.interleaved_caches import Interleaved
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History
-from pytest_roseinfer.cases.operations.lookups.look_up import LookUp
-from pytest_roseinfer.cases.operations.lookups.take import Take
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.running.metamorphic import check_copied, check_permuted, check_split
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.prefixes import LookUp, Take
+from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.run.metamorphic import check_copied, check_permuted, check_split
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 from tests.plugin.caches.branching_text_caches import BranchingTextCache
 from tests.plugin.caches.text_cache import HashedTextCache
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_roseinfer import KVCacheAdapter
-    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.capabilities.operation import Operation
 
 ONE_BY_ONE = (Append((0,)), Append((1,)))
 TOGETHER = (*ONE_BY_ONE, Append((0, 1)))

@@ -19,15 +19,13 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.cases.payload import token_words
-from pytest_roseinfer.cases.strategies import histories
-from pytest_roseinfer.oracle.oracle import padding_token, token_of
-from pytest_roseinfer.oracle.token_labels import token_label
-from pytest_roseinfer.running.metamorphic import check_copied, check_permuted, check_split
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.payload import token_words
+from pytest_roseinfer.capabilities.writes import Append, Prefill
+from pytest_roseinfer.histories.strategies import histories
+from pytest_roseinfer.oracle.oracle import padding_token, token_label, token_of
+from pytest_roseinfer.run.metamorphic import check_copied, check_permuted, check_split
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter
 from pytest_roseinfer.targets.paged_attention_cache import (
     ForkedPagedAttentionCacheAdapter,
@@ -44,7 +42,7 @@ from tests.plugin.caches.remembering_caches import (
 
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
-    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.capabilities.operation import Operation
 
 SPEC = CacheSpec(num_layers=2, num_heads=2, block_size=2, num_blocks=12)
 LATE = 3

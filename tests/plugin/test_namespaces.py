@@ -10,12 +10,11 @@ from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance, run_history
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.cases.payload import token_words
-from pytest_roseinfer.cases.strategies import histories
+from pytest_roseinfer.capabilities.payload import token_words
+from pytest_roseinfer.capabilities.writes import Append, Prefill
+from pytest_roseinfer.histories.strategies import histories
+from pytest_roseinfer.oracle.oracle import token_label
 from pytest_roseinfer.oracle.texts import WHOLE, in_two_namespaces
-from pytest_roseinfer.oracle.token_labels import token_label
 from tests.plugin.caches.namespaced_caches import BROKEN, NamespacedCache
 from tests.plugin.caches.paged_cache import PagedCache
 

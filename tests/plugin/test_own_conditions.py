@@ -10,19 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance, run_history
-from pytest_roseinfer.adapters.names.condition_names import COUNTED, OWN_CONDITIONS
-from pytest_roseinfer.adapters.reuse_conditions import USED_AGAIN
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.set_options import SetOptions
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
-from pytest_roseinfer.cases.operations.writes.append_padded import AppendPadded
-from pytest_roseinfer.cases.operations.writes.copy import Copy
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.cases.operations.writes.reserve import Reserve
-from pytest_roseinfer.invariants.own_conditions import own_conditions_met
-from pytest_roseinfer.running.coverage import ENOUGH_TRIES, TargetCoverage
+from pytest_roseinfer.capabilities.conditions import COUNTED, OWN_CONDITIONS, USED_AGAIN
+from pytest_roseinfer.capabilities.counting import own_conditions_met
+from pytest_roseinfer.capabilities.forks import Copy, Fork
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.switches import SetOptions
+from pytest_roseinfer.capabilities.writes import Append, AppendMany, AppendPadded, Prefill, Reserve
+from pytest_roseinfer.run.coverage import ENOUGH_TRIES, TargetCoverage
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.caches.paged_cache import PagedCache
@@ -31,7 +25,7 @@ from tests.plugin.test_reference import names
 
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
-    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.capabilities.operation import Operation
     from tests.plugin.conftest import Project
 
 LAST = {"last_position": 1}
@@ -185,7 +179,7 @@ def searched(project: Project, cache: str, setting: str) -> pytest.RunResult:
         test_mine=f"""
             from caches.uncounted_caches import {cache}
             from pytest_roseinfer import conformance
-            from pytest_roseinfer.cases import strategies
+            from pytest_roseinfer.histories import strategies
 
             {setting}
             TestMine = conformance({cache})

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from pytest_roseinfer import CacheSpec
-from pytest_roseinfer.cases.payload import Payload, same_bits
-from pytest_roseinfer.cases.poison import ANY_NAN, Poison, poison
+from pytest_roseinfer.capabilities.payload import ANY_NAN, Payload, Poison, poison, same_bits
 
 SPEC = CacheSpec(num_layers=2, num_heads=3, head_dim=5, block_size=4, num_blocks=8)
 

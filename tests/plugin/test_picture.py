@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Ledger, run_history
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.writes import Append, Prefill
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import Asked, CacheSpec, FastPath, History, RequestMix, conformance, settings
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.strategies import histories
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.engines.strategies import request_mixes
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.coverage import Preludes
+from pytest_roseinfer.histories.strategies import histories
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.coverage import Preludes
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.engines.toy_engine import ToyAdapter
@@ -40,11 +40,11 @@ _Example = TypeVar("_Example", History, RequestMix)
 
 
 def drawn(strategy: SearchStrategy[_Example]) -> list[_Example]:
-    """Return what Hypothesis draws in 60 examples."""
+    """Return what Hypothesis draws in 120 examples."""
     found: list[_Example] = []
 
     @seed(1)
-    @hypothesis_settings(max_examples=60, database=None, phases=[Phase.generate], deadline=None)
+    @hypothesis_settings(max_examples=120, database=None, phases=[Phase.generate], deadline=None)
     @given(strategy)
     def attempt(example: _Example) -> None:
         found.append(example)

@@ -21,14 +21,13 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.payload import Payload
-from pytest_roseinfer.cases.poison import ANY_NAN
-from pytest_roseinfer.cases.strategies import histories
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.payload import ANY_NAN, Payload
+from pytest_roseinfer.capabilities.truncation import Truncate
+from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.oracle import token_of
-from pytest_roseinfer.running.machine import Machine
+from pytest_roseinfer.run.machine import Machine
 from tests.plugin.caches import quantised_caches
 from tests.plugin.caches.cut_caches import CutCache
 from tests.plugin.caches.quantised_caches import (

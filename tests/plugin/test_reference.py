@@ -30,8 +30,7 @@ from pytest_roseinfer import (
 )
 from pytest_roseinfer.adapters import cache as adapter_module
 from pytest_roseinfer.adapters import engine as engine_adapter_module
-from pytest_roseinfer.adapters.standard_bad_calls import STANDARD_BAD_CALLS
-from pytest_roseinfer.cases import strategies
+from pytest_roseinfer.capabilities.bad_calls import STANDARD_BAD_CALLS
 from pytest_roseinfer.engines import strategies as engine_strategies
 from pytest_roseinfer.findings.frame import Frame
 from pytest_roseinfer.findings.timeline import Found, Line
@@ -40,6 +39,7 @@ from pytest_roseinfer.gates.history import KeptRun
 from pytest_roseinfer.gates.step_work import GROUPS, NOTHING, PYTHON, TORCH
 from pytest_roseinfer.gates.timing_report import Timed, entry_of
 from pytest_roseinfer.gates.worker import OFFERS
+from pytest_roseinfer.histories import strategies
 from pytest_roseinfer.plugin import fixtures, markers, options
 from pytest_roseinfer.report.verdict import FORMAT, Target, Verdict
 from pytest_roseinfer.settings import PROFILES

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import CacheFull, CacheSpec, Divergence, History, KVCacheAdapter, run_history
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
-from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.truncation import Truncate
+from pytest_roseinfer.capabilities.writes import Append
 from tests.plugin.caches.cut_caches import CannotTrim, StateCache
 from tests.plugin.caches.paged_cache import PagedCache
 from tests.plugin.caches.row_wise_caches import RowWise
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.capabilities.operation import Operation
 
 SPEC = CacheSpec(block_size=2, num_blocks=2)
 

@@ -10,19 +10,18 @@ from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, History, run_history
-from pytest_roseinfer.cases.operations.operation import OPERATIONS, Move, Operation, register
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.strategies import histories
-from pytest_roseinfer.findings.finding import Finding
-from pytest_roseinfer.invariants.invariant import INVARIANTS, invariant
-from pytest_roseinfer.running.machine import Machine
+from pytest_roseinfer.capabilities.observation import INVARIANTS, Finding, invariant
+from pytest_roseinfer.capabilities.operation import OPERATIONS, Move, Operation, register
+from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.histories.strategies import histories
+from pytest_roseinfer.run.machine import Machine
 from tests.plugin.caches.list_cache import ListCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pytest_roseinfer.cases.operations.operation import Driven, Writer
-    from pytest_roseinfer.findings.observation import Observation
+    from pytest_roseinfer.capabilities.observation import Observation
+    from pytest_roseinfer.capabilities.operation import Driven, Writer
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +45,7 @@ def new_operation() -> type[Operation]:
             return f"think of {self.seqs}"
 
         def drive(self, cache: Driven) -> None:
-            cache.adapter.thoughts.append(self.seqs)  # type: ignore[attr-defined]
+            cache.adapter.thoughts.append(self.seqs)
 
         @classmethod
         def moves(cls, writer: Writer) -> Iterable[Move]:

@@ -13,12 +13,7 @@ import pytest
 from pytest_roseinfer.environment import distribution_of
 from pytest_roseinfer.report.html import page, plot
 from pytest_roseinfer.report.verdict import Verdict, verdict
-from pytest_roseinfer.running.coverage import (
-    ENOUGH_TRIES,
-    Coverage,
-    TargetCoverage,
-    possible_batches,
-)
+from pytest_roseinfer.run.coverage import ENOUGH_TRIES, Coverage, TargetCoverage, possible_batches
 from pytest_roseinfer.settings import Settings
 from tests.plugin.caches.paged_cache import PagedCache
 

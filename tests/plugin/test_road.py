@@ -11,7 +11,7 @@ import pytest
 import pytest_roseinfer
 import roseinfer
 from pytest_roseinfer import Divergence, conformance, settings
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.run import coverage
 from tests.plugin.caches.list_cache import ListCache
 
 if TYPE_CHECKING:

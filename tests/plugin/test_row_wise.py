@@ -16,14 +16,10 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.append_many import AppendMany
-from pytest_roseinfer.cases.operations.writes.append_padded import AppendPadded
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.cases.operations.writes.reserve import Reserve
-from pytest_roseinfer.invariants.own_conditions import own_conditions_met
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.capabilities.counting import own_conditions_met
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.writes import Append, AppendMany, AppendPadded, Prefill, Reserve
+from pytest_roseinfer.run import coverage
 from tests.mutants.hunt import hunt
 from tests.mutants.tally import Tally
 from tests.plugin.caches.list_cache import ListCache
@@ -38,7 +34,7 @@ from tests.plugin.caches.row_wise_caches import (
 )
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.capabilities.operation import Operation
 
 TWO_BLOCKS = [Prefill(0, 2), Append((1,))]
 

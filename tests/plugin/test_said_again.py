@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from pytest_roseinfer import History, Oracle
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.cases.said_again import SaidBefore
-from pytest_roseinfer.oracle.windowed import ORACLES
-from pytest_roseinfer.running.machine import Machine
+from pytest_roseinfer.capabilities.writes import Prefill
+from pytest_roseinfer.histories.preludes import SaidBefore
+from pytest_roseinfer.oracle.oracle import ORACLES
+from pytest_roseinfer.run.machine import Machine
 from tests.plugin.caches.text_cache import TextCache
 from tests.plugin.caches.windowed_text_cache import WindowedTextCache
 from tests.plugin.drawn import drawn

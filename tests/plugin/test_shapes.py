@@ -10,7 +10,7 @@ from hypothesis import Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, KVCacheAdapter, conformance, settings
-from pytest_roseinfer.cases.strategies import boundary_lengths, cache_specs, histories
+from pytest_roseinfer.histories.strategies import boundary_lengths, cache_specs, histories
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.caches.shaped_caches import CutsHeadsAt128, FewShapes, MasksPositions
 

@@ -18,8 +18,8 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.strategies import histories
+from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 from tests.plugin.caches import sharded_caches
 from tests.plugin.caches.paged_cache import PagedCache

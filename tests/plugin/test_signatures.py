@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_roseinfer import conformance
-from pytest_roseinfer.adapters.validate import refuse_mistakes
+from pytest_roseinfer.adapters.validation import refuse_mistakes
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.engines.toy_engine import ToyAdapter
 

@@ -11,7 +11,7 @@ import pytest
 
 from pytest_roseinfer import Divergence, conformance, settings
 from pytest_roseinfer.report.verdict import Searched
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.run import coverage
 from tests.plugin.caches.list_cache import ListCache
 from tests.plugin.engines.toy_engine import ToyForks
 

@@ -18,18 +18,15 @@ from pytest_roseinfer import (
     settings,
 )
 from pytest_roseinfer.adapters.mix import Sampling, WiderSampling
-from pytest_roseinfer.cases.operations.away.preempt import Preempt
-from pytest_roseinfer.cases.operations.away.resume import Resume
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
-from pytest_roseinfer.cases.operations.set_options import SetOptions
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.cases.operations.writes.reserve import Reserve
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.preemption import Preempt, Resume
+from pytest_roseinfer.capabilities.switches import SetOptions
+from pytest_roseinfer.capabilities.truncation import Truncate
+from pytest_roseinfer.capabilities.writes import Append, Prefill, Reserve
 from pytest_roseinfer.engines.run import MixDivergence
 from pytest_roseinfer.findings.divergence import Difference
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.run import coverage
 from pytest_roseinfer.search import search
 from pytest_roseinfer.search.search import Smallest
 from pytest_roseinfer.search.shrink import passes_of_histories, passes_of_mixes, what_makes_sense
@@ -50,7 +47,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
     from pytest_roseinfer.adapters.base import Adapter
     from pytest_roseinfer.adapters.engine import EngineAdapter
-    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.capabilities.operation import Operation
 
 
 @pytest.fixture(autouse=True)
@@ -289,7 +286,7 @@ def test_it_keeps_to_its_time_and_says_so(monkeypatch: pytest.MonkeyPatch) -> No
             time.sleep(0.002)
             super().write(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(search, "SECONDS", 0.0)
+    monkeypatch.setattr(search, "SHRINK_SECONDS", 0.0)
     assert "There may be a smaller one: making it smaller ended after 0 s." in str(found(Slow))
 
 

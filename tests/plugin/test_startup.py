@@ -26,7 +26,7 @@ ALLOWED = {
     "pytest_roseinfer.plugin.markers",
     "pytest_roseinfer.plugin.options",
     "pytest_roseinfer.plugin.hooks",
-    "pytest_roseinfer.mistakes",
+    "pytest_roseinfer.words",
     "pytest_roseinfer.settings",
 }
 # Hypothesis's own plugin imports Hypothesis at the end of every run; ours must not.

@@ -19,22 +19,17 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.cases.operations.away.preempt import Preempt
-from pytest_roseinfer.cases.operations.away.resume import Resume
-from pytest_roseinfer.cases.operations.away.swap_in import SwapIn
-from pytest_roseinfer.cases.operations.away.swap_out import SwapOut
-from pytest_roseinfer.cases.operations.away.swapped_in import SwappedIn
-from pytest_roseinfer.cases.operations.away.swapped_out import SwappedOut
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.findings.observation import Snapshot
-from pytest_roseinfer.findings.picture import picture
-from pytest_roseinfer.oracle.away import Stage
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.metamorphic import check_every_option
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.observation import Snapshot
+from pytest_roseinfer.capabilities.preemption import Preempt, Resume
+from pytest_roseinfer.capabilities.swapping import SwapIn, SwapOut, SwappedIn, SwappedOut
+from pytest_roseinfer.capabilities.truncation import Truncate
+from pytest_roseinfer.capabilities.writes import Append, Prefill
+from pytest_roseinfer.findings.divergence import picture
+from pytest_roseinfer.oracle.oracle import Stage
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.metamorphic import check_every_option
 from tests.plugin.caches.broken_swap_caches import (
     BROKEN,
     BringsBackToTheOldBlocks,
@@ -48,7 +43,7 @@ from tests.plugin.drawn import drawn
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.capabilities.operation import Operation
 
 SPEC = CacheSpec(num_layers=2, block_size=2, num_blocks=4)
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer.adapters.load_target import TargetError, require_target
-from pytest_roseinfer.target_source import find_module
+from pytest_roseinfer.adapters.load_target import TargetError, find_module, require_target
 
 if TYPE_CHECKING:
     from pathlib import Path

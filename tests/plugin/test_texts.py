@@ -19,12 +19,11 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.cases.strategies import histories
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.writes import Append, Prefill
+from pytest_roseinfer.histories.strategies import histories
 from pytest_roseinfer.oracle.texts import WHOLE, Texts
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.run import coverage
 from tests.plugin.caches import broken_text_caches
 from tests.plugin.caches.paged_cache import PagedCache
 from tests.plugin.caches.tail_cache import TailCache

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import CacheSpec, History
-from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.environment import version
 from pytest_roseinfer.search.replay import replay
 from pytest_roseinfer.search.trace import Allowed, TraceError

@@ -12,13 +12,12 @@ import transformers
 from transformers import DynamicCache
 
 from pytest_roseinfer import Divergence, conformance, settings
-from pytest_roseinfer.adapters.cache import CacheSpec
-from pytest_roseinfer.cases.history import History
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.machine import run_history
+from pytest_roseinfer.capabilities.cache_data import CacheSpec
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.writes import Append, Prefill
+from pytest_roseinfer.histories.history import History
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.machine import run_history
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter
 from pytest_roseinfer.targets.paged_attention_cache import (
     ForkedPagedAttentionCacheAdapter,

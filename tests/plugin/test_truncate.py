@@ -10,15 +10,14 @@ import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History, Oracle, conformance, run_history
 from pytest_roseinfer import settings as options
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
-from pytest_roseinfer.cases.operations.sequences.truncate_many import TruncateMany
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.findings.observation import Snapshot
-from pytest_roseinfer.findings.picture import picture
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.observation import Snapshot
+from pytest_roseinfer.capabilities.truncation import Truncate, TruncateMany
+from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.findings.divergence import picture
 from pytest_roseinfer.oracle.oracle import token_of
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.metamorphic import check_every_option, check_permuted, check_split
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.metamorphic import check_every_option, check_permuted, check_split
 from pytest_roseinfer.targets.dynamic_cache import DynamicCacheAdapter
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager
 from tests.plugin.caches.cut_caches import (

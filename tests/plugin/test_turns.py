@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 
 from pytest_roseinfer import FastPath, settings
-from pytest_roseinfer.running.coverage import (
+from pytest_roseinfer.run.coverage import (
     ENOUGH_TRIES,
     REQUIRED_TIMES,
     TargetCoverage,

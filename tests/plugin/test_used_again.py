@@ -14,11 +14,11 @@ from pytest_roseinfer import (
     run_history,
     settings,
 )
-from pytest_roseinfer.adapters.reuse_conditions import USED_AGAIN
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.capabilities.conditions import USED_AGAIN
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.run import coverage
 from pytest_roseinfer.targets.roseinfer_kv import GroupedManager, PerLayerManager
 from tests.mutants.hunt import hunt
 from tests.mutants.tally import Tally

@@ -23,11 +23,11 @@ from pytest_roseinfer import (
     run_mix,
     settings,
 )
-from pytest_roseinfer.adapters.cache import BadCall
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.machine import run_history
-from pytest_roseinfer.running.watchdog import ENDED, WATCHED, StepHung, watching
+from pytest_roseinfer.capabilities.cache_data import BadCall
+from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.machine import run_history
+from pytest_roseinfer.run.watchdog import ENDED, WATCHED, StepHung, watching
 from pytest_roseinfer.search.replay import replay
 from pytest_roseinfer.search.trace import Allowed
 from tests.plugin.caches.hanging_caches import HangsOnTheThirdBlock
@@ -153,7 +153,7 @@ def test_many_steps_may_together_take_longer_than_one() -> None:
 
 STOPPED = """
 from time import process_time
-from pytest_roseinfer.running.watchdog import WATCHED, watching
+from pytest_roseinfer.run.watchdog import WATCHED, watching
 
 with watching(0.1):
     WATCHED.began = process_time()

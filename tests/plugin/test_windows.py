@@ -22,21 +22,17 @@ from pytest_roseinfer import (
     run_history,
 )
 from pytest_roseinfer import settings as options
-from pytest_roseinfer.adapters.validate import refuse_mistakes
-from pytest_roseinfer.cases.layer_windows import layer_windows
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.sequences.truncate import Truncate
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.operations.writes.fill import Fill
-from pytest_roseinfer.cases.operations.writes.prefill import Prefill
-from pytest_roseinfer.cases.operations.writes.reserve import Reserve
-from pytest_roseinfer.findings.finding import Location
-from pytest_roseinfer.findings.observation import Snapshot
-from pytest_roseinfer.findings.picture import picture
-from pytest_roseinfer.oracle.windowed import WindowedOracle
+from pytest_roseinfer.adapters.validation import refuse_mistakes
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.observation import Location, Snapshot
+from pytest_roseinfer.capabilities.truncation import Truncate
+from pytest_roseinfer.capabilities.writes import Append, Fill, Prefill, Reserve
+from pytest_roseinfer.findings.divergence import picture
+from pytest_roseinfer.histories.strategies import layer_windows
+from pytest_roseinfer.oracle.oracle import WindowedOracle
 from pytest_roseinfer.oracle.windows import Windows, first_live
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.machine import Machine
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.machine import Machine
 from tests.plugin.caches.broken_window_caches import (
     BROKEN,
     AttendsToATokenTooMany,

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_roseinfer import CacheSpec, Divergence, History
-from pytest_roseinfer.cases.operations.sequences.fork import Fork
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.run import coverage
 from pytest_roseinfer.search.recorder import record
 from pytest_roseinfer.search.reproduce import CHECKS
 from tests.plugin.caches.cut_caches import CutCache
 
 if TYPE_CHECKING:
     from pytest_roseinfer import KVCacheAdapter
-    from pytest_roseinfer.cases.operations.operation import Operation
+    from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.findings.timeline import Found
 
 

@@ -6,11 +6,11 @@ import json
 from typing import TYPE_CHECKING
 
 from pytest_roseinfer import BadCall, CacheSpec, History
-from pytest_roseinfer.cases.operations.sequences.free import Free
-from pytest_roseinfer.cases.operations.writes.append import Append
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.findings.divergence import Difference
-from pytest_roseinfer.running import coverage
-from pytest_roseinfer.running.watchdog import WATCHED, StepHung
+from pytest_roseinfer.run import coverage
+from pytest_roseinfer.run.watchdog import WATCHED, StepHung
 from pytest_roseinfer.search.recorder import BAD_CALL, record
 from tests.plugin.caches.broken_caches import FillsFromTheEnd, HasNoBooks, LosesTheBlock
 from tests.plugin.caches.list_cache import ListCache

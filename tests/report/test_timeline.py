@@ -14,7 +14,7 @@ from pytest_roseinfer.engines.run import timeline_of
 from pytest_roseinfer.findings.svg import poster
 from pytest_roseinfer.findings.timeline import draw_timeline, timeline_words
 from pytest_roseinfer.report.html import findings_html
-from pytest_roseinfer.running import coverage
+from pytest_roseinfer.run import coverage
 from pytest_roseinfer.search.recorder import record
 from pytest_roseinfer.targets.roseinfer_engine import RoseinferEngine
 from tests.plugin.engines.broken_engines import ANeighboursTokenLeaksIn, ForksShareTheirDraws

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_roseinfer import CacheFull, KVCacheAdapter, Ledger
-from pytest_roseinfer.adapters.standard_bad_calls import STANDARD_BAD_CALLS
+from pytest_roseinfer.capabilities.bad_calls import STANDARD_BAD_CALLS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_roseinfer import BadCall, Ledger, Oracle
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.findings.observation import Observation, Outcome
-from pytest_roseinfer.invariants.bad_calls import bad_calls
-from pytest_roseinfer.invariants.counts import counts
-from pytest_roseinfer.invariants.lookups import lookups
-from pytest_roseinfer.invariants.own_conditions import own_conditions
-from pytest_roseinfer.invariants.refused import refused
+from pytest_roseinfer.capabilities.bad_calls import bad_calls
+from pytest_roseinfer.capabilities.books import refused
+from pytest_roseinfer.capabilities.counting import counts, own_conditions
+from pytest_roseinfer.capabilities.observation import Observation, Outcome
+from pytest_roseinfer.capabilities.prefixes import lookups
+from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.oracle.oracle import token_of
 from tests.plugin.invariants.observed import (
     CHANGED,

@@ -6,18 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_roseinfer import Ledger
-from pytest_roseinfer.findings.observation import Observation, Snapshot
-from pytest_roseinfer.findings.released import Released
-from pytest_roseinfer.invariants.books.evictions import evictions
-from pytest_roseinfer.invariants.books.given_back import windows
-from pytest_roseinfer.invariants.books.kept_apart import kept_apart
-from pytest_roseinfer.invariants.books.ownership import ownership
-from pytest_roseinfer.invariants.books.shards import shards
-from pytest_roseinfer.invariants.books.swap_space import swap_space
-from pytest_roseinfer.oracle.away import Stage
-from pytest_roseinfer.oracle.oracle import token_of
+from pytest_roseinfer.capabilities.books import kept_apart, ownership
+from pytest_roseinfer.capabilities.observation import Observation, Snapshot
+from pytest_roseinfer.capabilities.prefixes import Released, evictions
+from pytest_roseinfer.capabilities.shards import shards
+from pytest_roseinfer.capabilities.swapping import swap_space
+from pytest_roseinfer.capabilities.windows import windows
+from pytest_roseinfer.oracle.oracle import Stage, WindowedOracle, token_of
 from pytest_roseinfer.oracle.pages import Page
-from pytest_roseinfer.oracle.windowed import WindowedOracle
 from pytest_roseinfer.oracle.windows import Windows
 from tests.plugin.invariants.observed import (
     CHANGED,

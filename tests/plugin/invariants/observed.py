@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_roseinfer import CacheSpec, FastPath, Ledger, Oracle
-from pytest_roseinfer.cases.operations.writes.append import Append
-from pytest_roseinfer.cases.payload import Payload
-from pytest_roseinfer.findings.observation import (
+from pytest_roseinfer.capabilities.attention import attention_by_formula
+from pytest_roseinfer.capabilities.observation import (
     Attended,
     Declared,
     Observation,
     Outcome,
     Snapshot,
 )
-from pytest_roseinfer.invariants.stored.attention import attention_by_formula
+from pytest_roseinfer.capabilities.payload import Payload
+from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.oracle.oracle import token_of
 from pytest_roseinfer.oracle.pages import Written
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.findings.observation import Pair
+    from pytest_roseinfer.capabilities.observation import Pair
 
 Check = Callable[[Observation], Any]
 Right = dict[Check, list[Observation]]

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_roseinfer import Ledger, Tolerance
-from pytest_roseinfer.cases.operations.writes.append_padded import AppendPadded
-from pytest_roseinfer.cases.payload import Payload
-from pytest_roseinfer.cases.poison import ANY_NAN
-from pytest_roseinfer.invariants.stored.arena import arena
-from pytest_roseinfer.invariants.stored.attention import attention, attention_by_formula
-from pytest_roseinfer.invariants.stored.read_back import read_back
-from pytest_roseinfer.invariants.stored.untouched import untouched
-from pytest_roseinfer.oracle.away import Stage
-from pytest_roseinfer.oracle.oracle import padding_token, token_of
+from pytest_roseinfer.capabilities.attention import attention, attention_by_formula
+from pytest_roseinfer.capabilities.payload import ANY_NAN, Payload
+from pytest_roseinfer.capabilities.quantisation import untouched
+from pytest_roseinfer.capabilities.reading import read_back
+from pytest_roseinfer.capabilities.storage import arena
+from pytest_roseinfer.capabilities.writes import AppendPadded
+from pytest_roseinfer.oracle.oracle import Stage, padding_token, token_of
 from tests.plugin.invariants.observed import (
     CHANGED,
     DECLARED,
@@ -36,7 +34,7 @@ from tests.plugin.invariants.observed import (
 )
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.findings.observation import Observation
+    from pytest_roseinfer.capabilities.observation import Observation
 
 
 def reading(found: Any) -> Observation:

@@ -74,7 +74,7 @@ def test_a_step_between_the_verdicts_is_undecided_and_passes(timed: Project) -> 
 
 def test_a_comparison_says_how_far_it_is_to_a_pipe_too(timed: Project) -> None:
     """Without -s, and while it measures: the line comes before the test's own result."""
-    hasty = "from pytest_roseinfer.gates.time import progress\nprogress._FIRST = 0"
+    hasty = "from pytest_roseinfer.gates import paired\npaired._FIRST = 0"
     timed.write(conftest=hasty, test_speed=marked("series_per_process=5"))
     there(timed, 500)
     result = against(timed, "-v")

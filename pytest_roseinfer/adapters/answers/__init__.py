@@ -1,1 +1,0 @@
-"""What an adapter answers where it is asked."""

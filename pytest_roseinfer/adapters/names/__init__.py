@@ -1,1 +1,0 @@
-"""The names in an adapter class, and those that nothing asks for."""

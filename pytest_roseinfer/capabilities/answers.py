@@ -1,0 +1,150 @@
+"""The answers of an adapter, checked for being answers at all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NoReturn, SupportsIndex, TypeGuard
+
+import torch
+
+from pytest_roseinfer.capabilities.cache_data import Ledger
+
+# An answer of an adapter that is none, and how a failure tells it.
+
+
+_MOST = 80
+"""More characters of an answer say no more."""
+COUNTS = "a mapping of names to how often each was counted"
+
+
+class WrongAnswer(TypeError):
+    """A method of an adapter returned what it must not; the message says what it should."""
+
+
+def refuse(call: str, shown: object, due: str) -> NoReturn:
+    raise WrongAnswer(f"{call} returned {in_words(shown)}: return {due}")
+
+
+def is_number(value: object) -> bool:
+    """Return True for an integer, be it NumPy's; a tensor is no key of a dictionary."""
+    return type(value) is int or (
+        isinstance(value, SupportsIndex) and not isinstance(value, bool | torch.Tensor)
+    )
+
+
+def are_numbers(values: Iterable[object]) -> bool:
+    return all(map(is_number, values))
+
+
+def are_counts(shown: object) -> TypeGuard[Mapping[Any, int]]:
+    return isinstance(shown, Mapping) and are_numbers(shown.values())
+
+
+def in_words(shown: object) -> str:
+    """Return what was shown, cut short; of tensors their shapes."""
+    if isinstance(shown, torch.Tensor):
+        return f"a tensor of shape {list(shown.shape)}"
+    if isinstance(shown, tuple | list) and any(isinstance(each, torch.Tensor) for each in shown):
+        return f"a {type(shown).__name__} of {', '.join(map(in_words, shown))}"
+    said = " ".join(repr(shown).split())
+    return said if len(said) <= _MOST else f"{said[:_MOST]}..."
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def table(call: str, shown: Any) -> list[int | None]:
+    listed = isinstance(shown, Iterable) and not isinstance(shown, str | bytes | Mapping)
+    blocks = list(shown) if listed else [shown]
+    if not (listed and all(block is None or is_number(block) for block in blocks)):
+        refuse(call, shown, "a list of block numbers")
+    return blocks
+
+
+def ledger(call: str, shown: Any) -> Ledger:
+    if not isinstance(shown, Ledger):
+        refuse(call, shown, "a Ledger")
+    refcounts = shown.refcounts
+    if not (isinstance(refcounts, Mapping) and are_numbers((*refcounts, *refcounts.values()))):
+        raise WrongAnswer(
+            f"{call} returned a Ledger whose refcounts are {in_words(refcounts)}: "
+            "map each block that is held to the number of its holders"
+        )
+    for name in ("free", "cached"):
+        blocks = getattr(shown, name)
+        if not (isinstance(blocks, Collection) and are_numbers(blocks)):
+            raise WrongAnswer(
+                f"{call} returned a Ledger whose {name} is {in_words(blocks)}: list block numbers"
+            )
+    for name in ("total", "swapped", "num_free"):
+        blocks = getattr(shown, name)
+        if not (is_number(blocks) or (blocks is None and name != "total")):
+            raise WrongAnswer(
+                f"{call} returned a Ledger whose {name} is {in_words(blocks)}: a number of blocks"
+            )
+    return shown
+
+
+def pair(call: str, shown: Any) -> Pair:
+    """Check for keys and values; both may lie in one tensor, one behind the other."""
+    if not (isinstance(shown, torch.Tensor) and shown.dim() == 4 and len(shown) == 2):
+        listed = isinstance(shown, tuple | list) and len(shown) == 2
+        if not (listed and all(isinstance(each, torch.Tensor) for each in shown)):
+            refuse(call, shown, "keys and values, two tensors")
+    keys, values = shown
+    return keys, values
+
+
+def storage(call: str, shown: Any, dimensions: Collection[int]) -> Pair:
+    """Check for two views, as ``pair`` does, of what is stored in all layers."""
+    in_one = isinstance(shown, torch.Tensor) and shown.dim() and len(shown) == 2
+    views = (shown[0], shown[1]) if in_one else pair(call, shown)
+    if not all(view.dim() in dimensions for view in views):
+        refuse(call, shown, f"views of {' or '.join(map(str, dimensions))} dimensions")
+    return views
+
+
+def laid_out(call: str, view: torch.Tensor, due: Mapping[str, int | None]) -> None:
+    """Check the sizes of a view that has the first of some dimensions; None is for any size."""
+    sizes = zip(view.shape, due.values(), strict=False)
+    if any(size not in (found, None) for found, size in sizes):
+        names = [name if size is None else f"{name}={size}" for name, size in due.items()]
+        refuse(call, view, f"views [{', '.join(names[: view.dim()])}]")
+
+
+def lies_where_it_did(call: str, view: torch.Tensor, again: torch.Tensor) -> None:
+    """Check that the same is shown again, and not another copy of it."""
+    if view.data_ptr() != again.data_ptr():
+        raise WrongAnswer(
+            f"{call} returned a copy, another one each time: return views of the tensors that the "
+            "cache itself writes to, which the harness poisons where nobody reads"
+        )
+
+
+def count(call: str, shown: Any) -> int:
+    if not is_number(shown):
+        refuse(call, shown, "a number of tokens")
+    return int(shown)
+
+
+def counts(call: str, shown: Any) -> Mapping[str, int]:
+    if not are_counts(shown):
+        refuse(call, shown, COUNTS)
+    return shown
+
+
+def attention(call: str, shown: Any) -> torch.Tensor:
+    if not isinstance(shown, torch.Tensor):
+        refuse(call, shown, "a tensor like the query")
+    return shown
+
+
+def reservation(shown: object, error: Exception) -> WrongAnswer | None:
+    """Return what to say where ``fill`` may have raised since ``reserve`` returned nothing."""
+    if shown is None and isinstance(error, TypeError | AttributeError):
+        raised = f"{type(error).__name__}: {error}"
+        return WrongAnswer(
+            f"reserve() returned None, and fill(None, key, value) raised {raised}: "
+            "return from reserve what fill needs"
+        )
+    return None

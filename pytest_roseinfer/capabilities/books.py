@@ -1,0 +1,180 @@
+"""The books of a cache: tables, refcounts, free blocks, and the slots of sequences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer.capabilities import answers
+from pytest_roseinfer.capabilities.observation import (
+    Finding,
+    Location,
+    Observation,
+    Snapshot,
+    invariant,
+    location_of_block,
+)
+from pytest_roseinfer.capabilities.operation import asked
+from pytest_roseinfer.oracle.windows import NEXT_TRY
+from pytest_roseinfer.words import some
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.capabilities.cache_data import Ledger
+    from pytest_roseinfer.oracle.oracle import Oracle
+    from pytest_roseinfer.oracle.pages import Page
+
+
+@invariant(rank=20, needs=("ledger", "table"))
+def ownership(seen: Observation) -> Finding | None:
+    for layer in range(seen.spec.num_layers):
+        if found := _wrong_books(seen, layer) or _wrong_sharing(seen, layer):
+            return found
+    return None
+
+
+def _wrong_books(seen: Observation, layer: int) -> Finding | None:
+    """Say where refcounts or free blocks disagree with the tables, or with the cache's count."""
+    owners = seen.after.owners(*seen.oracle.pool_of(layer))
+    ledger = seen.after.ledger(layer)
+    held = {block: count for block, count in ledger.refcounts.items() if count}
+    if held != dict(owners):
+        first = min(block for block, _ in held.items() ^ owners.items())
+        where = location_of_block(seen, layer, first)
+        times = some(owners[first], "time")
+        counts = f"refcount {held.get(first, 0)}, and tables name it {times}{_by(where)}"
+        return Finding(f"layer {layer}: block {first} has {counts}", where)
+    if len(set(ledger.free)) < len(ledger.free):
+        twice = max(ledger.free, key=list(ledger.free).count)
+        what = f"layer {layer}: the free list names a block twice: {ledger.free}"
+        return Finding(what, location_of_block(seen, layer, twice))
+    if both := set(ledger.free) & set(owners):
+        where = location_of_block(seen, layer, min(both))
+        return Finding(f"layer {layer}: block {where.block} is free, and held{_by(where)}", where)
+    if len(ledger.free) + len(owners) != ledger.total:
+        return Finding(
+            f"layer {layer}: {len(ledger.free)} free + {len(owners)} held blocks are not "
+            f"the {ledger.total} there are"
+        )
+    if ledger.num_free not in (None, len(ledger.free)):
+        counted = f"the cache counts {ledger.num_free} free blocks"
+        return Finding(f"layer {layer}: {counted}, and has {len(ledger.free)}")
+    return None
+
+
+def _by(where: Location) -> str:
+    """Say which sequences have a block in their tables, if any has."""
+    every = ", ".join(map(str, where.holders))
+    return f" (sequence{'s' * (len(where.holders) > 1)} {every})" if every else ""
+
+
+def _wrong_sharing(seen: Observation, layer: int) -> Finding | None:
+    """Say where sequences share a block but no page of the oracle, or the other way round.
+
+    Pages that hold the same, in sequences that are equal up to there, may be one block too if the
+    cache shares by prefix.
+    """
+    by_prefix = seen.declared.sharing == "equal prefixes"
+    tables = seen.after.tables_of(layer)
+    block_of: dict[int, int] = {}
+    page_of: dict[int, Page] = {}
+    for seq, pages in seen.oracle.sequences.items():
+        table = tables[seq]
+        if found := wrong_length(seen, seq, layer):
+            return found
+        for at, (block, page) in enumerate(zip(table, pages, strict=True)):
+            if block is None or at < seen.oracle.given_back(seq, layer):
+                continue
+            if block_of.setdefault(id(page), block) != block:
+                return Finding(
+                    f"layer {layer}: sequence {seq} has block {block} of its own where it "
+                    f"shares block {block_of[id(page)]}: a block was copied needlessly",
+                    Location(layer, {seq: at}, block),
+                )
+            other = page_of.setdefault(block, page)
+            if other is not page and not (by_prefix and other.tokens == page.tokens):
+                return Finding(
+                    f"layer {layer}: block {block} of sequence {seq} is shared with a "
+                    "sequence that must have one of its own by now",
+                    location_of_block(seen, layer, block),
+                )
+    return None
+
+
+def wrong_length(seen: Observation, seq: int, layer: int) -> Finding | None:
+    """Say where a table has more or fewer blocks than the tokens of its sequence need."""
+    table, pages = seen.after.tables_of(layer)[seq], seen.oracle.sequences[seq]
+    if len(table) == len(pages):
+        return None
+    return Finding(
+        f"layer {layer}: sequence {seq} has {len(table)} blocks for "
+        f"{seen.oracle.length(seq)} tokens; {len(pages)} are right",
+        Location(layer, {seq: None}),
+    )
+
+
+@invariant(rank=21, needs=("kept_in",))
+def kept_apart(seen: Observation) -> Finding | None:
+    """No two sequences may be kept in one slot, or in one list."""
+    holders: dict[tuple[type, int], int] = {}
+    for seq, kept in seen.after.kept.items():
+        if isinstance(kept, Exception):
+            what = f"kept_in({seq}) raised {type(kept).__name__}: {kept}"
+            return Finding(what, Location(0, {seq: None}), kept)
+        identity, shared = id(kept), "the same list"
+        if isinstance(kept, int):
+            identity, shared = kept, f"slot {kept}"
+        other = holders.setdefault((type(kept), identity), seq)
+        if other != seq:
+            what = f"sequences {other} and {seq} are kept in {shared}"
+            return Finding(what, Location(0, {other: None, seq: None}))
+    return None
+
+
+@invariant(rank=32)
+def refused(seen: Observation) -> Finding | None:
+    """A step that is refused must leave the books as they were.
+
+    Where a cache admits row by row, and rows were admitted, or one gave back what left its windows
+    before it found no room, other invariants compare the books with what the oracle says of them.
+    """
+    if seen.outcome.fits or seen.outcome.written or seen.after.books() == seen.before.books():
+        return None
+    if seen.spec.windows and seen.declared.window_gives_back == NEXT_TRY:
+        return None
+    return Finding("a step that found no room changed the books")
+
+
+BOOKS = frozenset({"table", "ledger", "kept_in"})
+"""The methods that show a part of them."""
+
+
+def books_of(adapter: Any, oracle: Oracle, num_layers: int) -> Snapshot:
+    """Asks a cache for its books, and copies what it shows."""
+    can, layers = adapter.abilities, range(num_layers)
+    tables, ledgers = None, []
+    if "table" in can:
+        tables = {
+            (seq, layer): asked(_table, adapter, seq, layer)
+            for layer in layers
+            for seq in oracle.sequences
+        }
+    if "ledger" in can:
+        ledgers = [asked(_copied, adapter, layer) for layer in layers]
+    kept = {}
+    if "kept_in" in can:
+        kept = {seq: asked(adapter.kept_in, seq) for seq in oracle.readable}
+    return Snapshot(tables=tables, kept=kept, ledgers=ledgers)
+
+
+def _table(adapter: Any, seq: int, layer: int) -> list[int | None]:
+    return answers.table(f"table({seq}, {layer})", adapter.table(seq, layer))
+
+
+def _copied(adapter: Any, layer: int) -> Ledger:
+    shown = answers.ledger(f"ledger({layer})", adapter.ledger(layer))
+    return replace(
+        shown,
+        refcounts=dict(shown.refcounts),
+        free=list(shown.free),
+        cached=set(shown.cached),
+    )

@@ -1,0 +1,134 @@
+"""The data by which a cache is described and shows itself: shape, books, fast paths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+
+class CacheFull(Exception):
+    """Raise this (or list your own in ``full_errors``) when a cache has no room left."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """The shape of a cache to build."""
+
+    num_layers: int = 1
+    num_heads: int = 1
+    head_dim: int = 4
+    block_size: int = 4
+    num_blocks: int = 8
+    """Blocks that sequences may use, in each layer; in all, where layers share a pool."""
+    dtype: str = "float32"
+    """The name of a torch dtype, or one from the adapter's ``tolerance``."""
+    device: str = "cpu"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Switches of the cache under test, drawn from the adapter's ``option_choices``."""
+    windows: Sequence[int | None] = ()
+    """The window of every layer, None where it attends to all; empty where no layer has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Who holds what in one layer, as the cache's own books say."""
+
+    refcounts: Mapping[int, int]
+    """The number of holders of every block that is not free."""
+    free: Sequence[int]
+    """Blocks nobody holds."""
+    total: int
+    """The number of blocks that sequences may use."""
+    cached: Collection[int] = ()
+    """Those of ``free`` whose content is kept, since a text may find it again."""
+    swapped: int | None = None
+    """How many blocks of swap space are taken; None where that is not shown."""
+    num_free: int | None = None
+    """How many blocks are free as the cache counts them, apart from ``free``; None where it does
+    not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadCall:
+    """A call that a cache must refuse, or that must leave no trace."""
+
+    words: str
+    """The call in words, as in "free_blocks with a block of another layer"."""
+    call: Callable[[], object]
+    errors: tuple[type[BaseException], ...] = ()
+    """The errors of which it must raise one; none for a call that is fine and undoes itself."""
+
+
+# A fast path of a cache or an engine, as its adapter declares it.
+
+
+@dataclass(frozen=True, slots=True)
+class FastPath:
+    """A fast path: what it must equal, and when it can and cannot run.
+
+    A setting is given as in ``{"fused": True, "min_batch": 1}``, with switches of
+    ``option_choices``. It applies if every switch it names has that value.
+    """
+
+    equals: str
+    """The slow path whose results it must reproduce, by its name in ``path_counts``."""
+    runs_with: Sequence[Mapping[str, Any]] = ()
+    """Settings under each of which it can run, so that histories can aim at it. None are needed
+    where the first choice of every switch will do."""
+    never_with: Sequence[Mapping[str, Any]] = ()
+    """Settings any one of which keeps it from running; if it is counted under one, it fails."""
+    device: str | None = None
+    """The only kind of device it can run on, such as ``"cuda"``; None where any will do."""
+    share: float = 1.0
+    """How many examples aim at it for each that aims at another path; less where they take long."""
+    one_position: bool = False
+    """It can only write when all rows go to the same position of a block."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.equals, str):
+            raise TypeError(f"equals={self.equals!r}: expected the name of a slow path")
+        for name in ("runs_with", "never_with"):
+            given = getattr(self, name)
+            if isinstance(given, Mapping):
+                raise TypeError(f"{name}={given!r}: expected several settings, as in [{given!r}]")
+
+        if not self.share > 0:
+            raise TypeError(f"share={self.share!r}: expected a number above 0")
+
+    def runs_on(self, device: str) -> bool:
+        return self.device in (None, device.partition(":")[0])
+
+    def can_run(self, options: Mapping[str, Any], device: str) -> bool:
+        """Return True if neither the device nor these switches keep it from running."""
+
+        def applies(setting: Mapping[str, Any]) -> bool:
+            return setting.items() <= options.items()
+
+        allowed = not self.runs_with or any(map(applies, self.runs_with))
+        return allowed and self.runs_on(device) and not any(map(applies, self.never_with))
+
+
+# What a quantised cache promises: how far it may be off, and from what.
+
+
+OVER = ("token", "block")
+MOST = 0.25
+"""With more than that, one token could be read for another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far what a cache reads back may be from what was written."""
+
+    of_greatest: float
+    """As a part of the greatest value, in size, that shares the scale: 1/254 for a scale that maps
+    this value to 127, with a little for rounding the scale; 1/16 for ``float8_e4m3fn``."""
+    over: str = "token"
+    """What is searched for the greatest value: all heads of a ``"token"``, or all that stood in its
+    ``"block"`` since that was taken. Keys, values and layers are apart in either case."""
+    tensors: str = "float32"
+    """The dtype of what the cache is handed and what it returns."""

@@ -1,0 +1,94 @@
+"""Forking a sequence, and copying it instead."""
+
+from __future__ import annotations
+
+from pytest_roseinfer.capabilities import operation
+from pytest_roseinfer.words import some
+
+
+@operation.register
+class Copy(operation.Write):
+    """Write the tokens of a sequence again under a new name: a fork that shares nothing.
+
+    It is never drawn. Histories with forks are compared with the same ones with copies.
+    """
+
+    parent: int
+    child: int
+    count: int
+    layout: str = "plain"
+
+    in_parts = True
+
+    def rows(self) -> operation.Rows:
+        return [(self.child, self.count)]
+
+    def words(self) -> str:
+        tokens = some(self.count, "token")
+        return f"write the {tokens} of sequence {self.parent} again as {self.child}"
+
+    def fitted(self, oracle: operation.Oracle) -> operation.Operation:
+        return Copy(self.parent, self.child, oracle.length(self.parent), self.layout)
+
+    def tokens(self, oracle: operation.Oracle) -> operation.Tokens:
+        return oracle.tokens(self.parent)
+
+    def said(self, oracle: operation.Oracle) -> list[operation.Said]:
+        return oracle.said_by(self.parent)
+
+    def change(self, oracle: operation.Oracle) -> None:
+        oracle.append(self.rows(), self.tokens(oracle))
+        oracle.begin_as(self.parent, self.child)
+
+    def drive(self, cache: operation.Driven) -> None:
+        if "prefill" in cache.adapter.abilities:
+            cache.adapter.prefill(self.child, cache.key, cache.value)
+            return
+        for at in range(self.count):
+            token = slice(at, at + 1)
+            cache.adapter.append([self.child], cache.key[:, token], cache.value[:, token])
+
+
+@operation.register
+class Fork(operation.Operation):
+    parent: int
+    child: int
+
+    needs = frozenset({"fork"})
+    of_tokens = True
+
+    def words(self) -> str:
+        return f"fork sequence {self.parent} as sequence {self.child}"
+
+    def begins(self) -> list[int]:
+        return [self.child]
+
+    def uses(self) -> list[int]:
+        return [self.parent]
+
+    def changed(self) -> list[int]:
+        return [self.child]
+
+    def fits(self, oracle: operation.Oracle) -> bool:
+        return oracle.fork_fits(self.parent)
+
+    def change(self, oracle: operation.Oracle) -> None:
+        oracle.fork(self.parent, self.child)
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.adapter.fork(self.parent, self.child)
+
+    def copies_blocks(self, fork_shares: str) -> bool:
+        return fork_shares != "blocks"
+
+    def unshared(self, oracle: operation.Oracle) -> Copy:
+        return Copy(self.parent, self.child, oracle.length(self.parent))
+
+    @classmethod
+    def of_any(cls, writer: operation.Writer) -> Fork:
+        return cls(writer.pick(writer.filled), *writer.fresh(1))
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        if writer.filled and len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
+            yield operation.Move(70, 4, lambda: cls.of_any(writer))

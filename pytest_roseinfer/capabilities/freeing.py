@@ -1,0 +1,44 @@
+"""Freeing a sequence."""
+
+from __future__ import annotations
+
+from pytest_roseinfer.capabilities import operation
+from pytest_roseinfer.oracle.oracle import Stage
+
+
+@operation.register
+class Free(operation.Operation):
+    seq: int
+
+    needs = frozenset({"free"})
+
+    def words(self) -> str:
+        return f"free sequence {self.seq}"
+
+    def possible(self, oracle: operation.Oracle) -> bool:
+        return self.seq in oracle.named
+
+    def changed(self) -> list[int]:
+        return [self.seq]
+
+    def change(self, oracle: operation.Oracle) -> None:
+        oracle.free(self.seq)
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.moving.pop(self.seq, None)
+        cache.adapter.free(self.seq)
+
+    @classmethod
+    def of_away(cls, writer: operation.Writer) -> Free:
+        """Draw one that is on its way back, as few are, or else any that is away."""
+        away = writer.oracle.away
+        return cls(writer.pick(away.at(Stage.COMING) or [*away.stages]))
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        if writer.oracle.away.stages:
+            yield operation.Move(80, 2, lambda: cls.of_away(writer))
+        if writer.live:
+            # Where the next batch may find no room, freeing lets the history go on.
+            times = 8 if writer.oracle.pages_free() < 2 else 2
+            yield operation.Move(80, times, lambda: cls(writer.pick(writer.live)))

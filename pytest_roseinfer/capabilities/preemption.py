@@ -1,0 +1,87 @@
+"""Preempting a sequence, and writing its tokens again."""
+
+from __future__ import annotations
+
+from pytest_roseinfer.capabilities import operation
+from pytest_roseinfer.capabilities.writes import floods
+from pytest_roseinfer.oracle.oracle import Stage
+from pytest_roseinfer.words import some
+
+
+@operation.register
+class Preempt(operation.Operation):
+    seq: int
+
+    needs = frozenset({"preempt", "resume"})
+    of_tokens = True
+
+    def words(self) -> str:
+        return f"preempt sequence {self.seq}"
+
+    def uses(self) -> list[int]:
+        return [self.seq]
+
+    def changed(self) -> list[int]:
+        return [self.seq]
+
+    def change(self, oracle: operation.Oracle) -> None:
+        oracle.away.leave(self.seq, Stage.PREEMPTED, oracle.tokens(self.seq))
+        oracle.give_up(self.seq)
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.adapter.preempt(self.seq)
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        if writer.filled:
+            yield operation.Move(121, 3, lambda: cls(writer.pick(writer.filled)))
+
+
+@operation.register
+class Resume(operation.Write):
+    """Write all tokens of a preempted sequence again."""
+
+    seq: int
+    count: int
+    """How many tokens that is."""
+    layout: str = "plain"
+
+    needs = frozenset({"preempt", "resume"})
+
+    def rows(self) -> operation.Rows:
+        return [(self.seq, self.count)]
+
+    def words(self) -> str:
+        tokens = some(self.count, "token")
+        return f"resume sequence {self.seq}, with its {tokens}{self.laid_out()}"
+
+    def possible(self, oracle: operation.Oracle) -> bool:
+        preempted = oracle.away.stages.get(self.seq) is Stage.PREEMPTED
+        return preempted and len(oracle.away.tokens[self.seq]) == self.count
+
+    def fitted(self, oracle: operation.Oracle) -> operation.Operation:
+        tokens = oracle.away.tokens.get(self.seq, ())
+        return Resume(self.seq, len(tokens) or self.count, self.layout)
+
+    def tokens(self, oracle: operation.Oracle) -> operation.Tokens:
+        return oracle.away.tokens[self.seq]
+
+    def change(self, oracle: operation.Oracle) -> None:
+        oracle.append(self.rows(), self.tokens(oracle))
+        oracle.away.end(self.seq)
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.adapter.resume(self.seq, cache.key, cache.value)
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        oracle = writer.oracle
+        rows = [(seq, len(oracle.away.tokens[seq])) for seq in oracle.away.at(Stage.PREEMPTED)]
+        fitting = [row for row in rows if oracle.fits([row])]
+
+        def drawn() -> Resume:
+            return cls(*writer.pick(fitting or rows), writer.layout())
+
+        if rows:
+            yield operation.Move(122, 6 if fitting else 3, drawn)
+            yield from floods(writer)

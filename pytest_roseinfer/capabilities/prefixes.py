@@ -1,0 +1,464 @@
+"""Prefix reuse: lookups of texts, what they must find, and the order of evictions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from pytest_roseinfer.capabilities import answers, operation
+from pytest_roseinfer.capabilities.observation import (
+    Finding,
+    Observation,
+    invariant,
+    location_of_block,
+)
+from pytest_roseinfer.capabilities.operation import asked
+from pytest_roseinfer.capabilities.writes import floods
+from pytest_roseinfer.oracle.equal_blocks import same_block_behind_another
+from pytest_roseinfer.oracle.windows import first_live
+from pytest_roseinfer.words import some
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_roseinfer.capabilities.observation import Snapshot
+    from pytest_roseinfer.oracle.oracle import Oracle
+    from pytest_roseinfer.oracle.pages import Page, Table
+    from pytest_roseinfer.oracle.texts import Said
+
+
+@operation.register
+class LookUp(operation.Operation):
+    seq: int
+    count: int
+
+    needs = frozenset({"texts", "look_up", "begin_with"})
+
+    def words(self) -> str:
+        tokens = some(self.count, "token")
+        return f"look up the first {tokens} of what sequence {self.seq} will say"
+
+    def begins(self) -> list[int]:
+        return [self.seq]
+
+    def change(self, oracle: operation.Oracle) -> None:
+        oracle.looked_up[self.seq] = self.count
+
+    def said(self, oracle: operation.Oracle) -> list[operation.Said]:
+        return oracle.said([(self.seq, self.count)])
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.looked_up[self.seq] = cache.adapter.look_up(cache.said[0].tokens)
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        def drawn() -> LookUp:
+            seq = writer.beginner()
+            return cls(seq, writer.count(seq))
+
+        if len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
+            yield operation.Move(90, 3, drawn)
+
+
+@operation.register
+class Take(operation.Operation):
+    """Begin a sequence with what a lookup found, as far as it is still there."""
+
+    seq: int
+
+    needs = frozenset({"texts", "look_up", "begin_with"})
+
+    def words(self) -> str:
+        return f"begin sequence {self.seq} with what was found for it"
+
+    def changed(self) -> list[int]:
+        return [self.seq]
+
+    def possible(self, oracle: operation.Oracle) -> bool:
+        return self.seq in oracle.looked_up
+
+    def change(self, oracle: operation.Oracle) -> None:
+        del oracle.looked_up[self.seq]
+        oracle.sequences[self.seq] = []
+
+    def drive(self, cache: operation.Driven) -> object:
+        return cache.adapter.begin_with(cache.looked_up.pop(self.seq), self.seq)
+
+    def settle(self, oracle: operation.Oracle, answer: object) -> str | None:
+        """Have the sequence say as much of its text as the cache took."""
+        if not isinstance(answer, int) or answer < 0:
+            return f"begin_with() returned {answer!r}, and must say how many tokens it took"
+        rows = [(self.seq, answer)]
+        oracle.append(rows, oracle.new_tokens(rows))
+        oracle.found.begin(self.seq, len(oracle.sequences[self.seq]))
+        return None
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        if writer.oracle.looked_up:
+            yield operation.Move(100, 3, lambda: cls(writer.pick([*writer.oracle.looked_up])))
+            yield from floods(writer)
+
+
+@invariant(rank=31, needs=("matched", "texts", "table", "ledger"))
+def lookups(seen: Observation) -> Finding | None:
+    """A lookup must find what is stored of a text, and nothing else."""
+    for (text, count), found in seen.after.matched.items():
+        namespace = seen.oracle.texts.namespace(text) if seen.oracle.texts else 0
+        within = f" (namespace {namespace})" if namespace else ""
+        asked = f"matched() of text {text}{within}, {count} tokens long,"
+        if isinstance(found, Exception):
+            return Finding(f"{asked} raised {type(found).__name__}: {found}", cause=found)
+        most = _stored(seen, text, count)
+        if found > most:
+            what = f"{asked} found {found}, and only {most} of them may be found now"
+            return Finding(what + _taken_for_it(seen, text, most))
+        excused = seen.declared.match_finds == "some" or (text, count) in seen.after.collided
+        if found < most and not excused:
+            return Finding(f"{asked} found {found}, though {most} of them are stored")
+        if seen.declared.match_granularity == "block" and found % seen.spec.block_size:
+            return Finding(f"{asked} found {found}, which are no whole blocks")
+    return None
+
+
+def _taken_for_it(seen: Observation, text: int, stored: int) -> str:
+    """Say which block says what a text says in the first block that is not stored."""
+    size = seen.spec.block_size
+    assert seen.oracle.texts
+    begin = stored - stored % size
+    wanted = seen.oracle.text_tokens(text, begin + size)[begin:]
+    every = (
+        same_block_behind_another(seen.oracle.texts, wanted, contents, seen.seen)
+        for contents in seen.contents.values()
+    )
+    return next(filter(None, every), "")
+
+
+def _stored(seen: Observation, text: int, count: int) -> int:
+    """Count the first tokens of a text that blocks hold, as many as a lookup may find."""
+    size = seen.spec.block_size
+    wanted = seen.oracle.text_tokens(text, count - seen.declared.match_leaves)
+    blocks = [tuple(wanted[at : at + size]) for at in range(0, len(wanted), size)]
+    full = len(wanted) // size
+    while full and not all(_holds(seen, layer, blocks[:full]) for layer in seen.contents):
+        full -= 1
+    stored = full * size
+    if seen.declared.match_granularity == "token" and full < len(blocks):
+        every = (held for contents in seen.contents.values() for held in contents.values())
+        stored += max((_common(blocks[full], held) for held in every), default=0)
+    return stored
+
+
+def _holds(seen: Observation, layer: int, blocks: Sequence[tuple[int, ...]]) -> bool:
+    """Return True if a layer has all that is live there once a sequence has these full blocks."""
+    size = seen.spec.block_size
+    window = seen.spec.windows[layer] if seen.spec.windows else None
+    live = blocks[first_live(window, len(blocks) * size) // size :]
+    return {tuple(held) for held in seen.contents[layer].values()}.issuperset(live)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Count the first tokens that two blocks have in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+# What the blocks of a cache hold, as far as the tokens are known that were written there.
+
+
+Contents = Mapping[int, Sequence[int]]
+"""The tokens in each block that is held, or free and kept for texts that come."""
+
+
+def contents_of(
+    oracle: Oracle,
+    tables: Mapping[int, Sequence[int | None]],
+    cached: Collection[int],
+    before: Contents,
+    shown: Mapping[int, Table],
+) -> Contents:
+    """Return what blocks hold after a step; a cached one holds what it held ``before``.
+
+    What a long write moved out of a window at once may be kept in a block that no table ``shown``
+    before had, or had with less in it: it counts as held, by blocks below 0, as long as any block
+    is kept.
+    """
+    found = {block: before[block] for block in cached if block in before}
+    passed = {tuple(before[block]) for block in before if block < 0}
+    for seq, blocks in tables.items():
+        # Of a block that others held too, what a sequence does not see stays until it writes there.
+        due = oracle.length(seq) + oracle.unseen[seq] - oracle.unwritten(seq)
+        for at, (block, page) in enumerate(zip(blocks, oracle.sequences[seq], strict=False)):
+            if block is None:
+                if _moved_out_unseen(shown.get(seq, ()), at, cached, before, page):
+                    passed.add(tuple(page.tokens))
+                continue
+            written = tuple(page.tokens[: max(0, due - at * oracle.block_size)])
+            held = before.get(block, ())
+            if oracle.coming(seq) and held == tuple(page.tokens):
+                written = held  # it was found, and need not be copied back
+            found[block] = max(found.get(block, ()), written, key=len)
+    if cached:
+        found |= {-1 - at: page for at, page in enumerate(sorted(passed))}
+    return found
+
+
+def _moved_out_unseen(
+    table: Table, at: int, cached: Collection[int], before: Contents, page: Page
+) -> bool:
+    """Return True if no table showed a block with all of a page before it was given back."""
+    if at >= len(table):
+        return True
+    block = table[at]
+    return block is not None and block in cached and before.get(block) != tuple(page.tokens)
+
+
+# When the blocks that a cache keeps for later texts were released, and what they hold.
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A block that nobody holds any more, and that a text may find."""
+
+    step: int
+    """The step in which its last holder let go of it."""
+    at: int
+    """Which block of its last holders it was; the head of a sequence is 0."""
+    holders: frozenset[int] = frozenset()
+    tokens: tuple[int, ...] = ()
+
+    def goes_before(self, other: Released) -> bool:
+        """Return True if it must be evicted first: released earlier, or nearer to the tail."""
+        if self.step != other.step:
+            return self.step < other.step
+        return self.at > other.at and bool(self.holders & other.holders)
+
+
+def released_of(
+    earlier: Mapping[int, Released],
+    tables: Mapping[int, Sequence[int | None]],
+    cached: Collection[int],
+    contents: Contents,
+    step: int,
+) -> dict[int, Released]:
+    """Return what is ``cached`` after a step; what was not ``earlier`` was released in it.
+
+    The tables and contents are those from before the step.
+    """
+    found: dict[int, Released] = {}
+    for block in cached:
+        if block in earlier:
+            found[block] = earlier[block]
+            continue
+        at = {seq: table.index(block) for seq, table in tables.items() if block in table}
+        tokens = tuple(contents.get(block, ()))
+        found[block] = Released(step, max(at.values(), default=0), frozenset(at), tokens)
+    return found
+
+
+@invariant(rank=30, needs=("texts", "table", "ledger"))
+def evictions(seen: Observation) -> Finding | None:
+    """Blocks kept for later texts are given to others in the order that a cache declares."""
+    if seen.declared.evicts == "any":
+        return None
+    kept = seen.after.ledger(0).cached
+    staying = {block: each for block, each in seen.released.items() if block in kept}
+    for block, gone in seen.released.items():
+        if block in kept or _still_there(seen, gone):
+            continue
+        for other, stays in staying.items():
+            if stays.goes_before(gone):
+                return Finding(
+                    f"block {block} was evicted and block {other} was not, which "
+                    + _why(stays, gone),
+                    location_of_block(seen, 0, block),
+                )
+    return None
+
+
+def _still_there(seen: Observation, was: Released) -> bool:
+    """Return True if a sequence has by now, in that block or another, what the block held.
+
+    Where it stored that anew, the block is one too many and not evicted.
+    """
+    return any(
+        tuple(page.tokens[: len(was.tokens)]) == was.tokens
+        for seq, table in seen.after.tables_of(0).items()
+        for page, _ in zip(seen.oracle.sequences[seq], table, strict=False)
+    )
+
+
+def _why(stays: Released, gone: Released) -> str:
+    if stays.step != gone.step:
+        return f"was released earlier, in step {stays.step} and not in step {gone.step}"
+    return f"was released with it and lies nearer to the tail: {stays.at} is behind {gone.at}"
+
+
+# A hash function whose values collide all the time, for caches that take one.
+
+
+_VALUES = 4
+
+
+@dataclass(slots=True)
+class LookupHashes:
+    """The hashes that one lookup needs."""
+
+    things: set[str] = field(default_factory=set)
+    collided: bool = False
+    """Another thing got one of its hashes before, in a step."""
+
+    def may_miss(self, blocks: int) -> bool:
+        """Return True if a lookup that found so many blocks may have missed one by its hash.
+
+        A cache that hashes less than it looks for remembers hashes, and nobody knows which.
+        """
+        return self.collided or len(self.things) <= blocks
+
+
+@dataclass(slots=True)
+class Collisions:
+    """Hashes to one of four values, and counts different things that get the same one."""
+
+    seen: int = 0
+    _hashed: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """The things that steps hashed, by value. A lookup stores nothing under its hashes."""
+    _lookup: LookupHashes | None = None
+
+    def hashed(self, thing: object) -> int:
+        said = repr(thing)
+        value = crc32(said.encode()) % _VALUES
+        alike = self._hashed[value]
+        collides = bool(alike - {said})
+        self.seen += collides
+        if self._lookup:
+            self._lookup.things.add(said)
+            self._lookup.collided |= collides
+        else:
+            alike.add(said)
+        return value
+
+    @contextmanager
+    def lookup(self) -> Iterator[LookupHashes]:
+        """Record what is hashed inside as a lookup's."""
+        self._lookup = LookupHashes()
+        try:
+            yield self._lookup
+        finally:
+            self._lookup = None
+
+    @property
+    def any(self) -> bool:
+        """True once two things that steps hashed got the same value."""
+        return any(len(alike) > 1 for alike in self._hashed.values())
+
+    def take(self) -> int:
+        """Return how often it happened since this was last asked."""
+        seen, self.seen = self.seen, 0
+        return seen
+
+
+# What a cache is told of texts, what it keeps for those that come, and what it finds of each.
+
+
+@dataclass(slots=True)
+class KeptTexts:
+    oracle: Oracle
+    in_order: bool
+    """The cache declares in which order it gives up what it keeps."""
+    contents: dict[int, Contents] = field(default_factory=dict)
+    """What blocks held after the latest step, by a layer of each group."""
+    shown: dict[int, Mapping[int, Table]] = field(default_factory=dict)
+    """The tables then, alike."""
+    finds: bool = False
+    """A lookup has found something."""
+    released: Mapping[int, Released] = field(default_factory=dict)
+    """What was kept for later texts then."""
+
+    def note(self, before: Snapshot, after: Snapshot, step: int) -> None:
+        """Take what the cache showed before and after a step of this number."""
+        self.finds |= any(isinstance(found, int) and found > 0 for found in after.matched.values())
+        if self.in_order:
+            kept = before.tables_of(0), after.ledger(0).cached
+            self.released = released_of(self.released, *kept, self.contents.get(0, {}), step)
+        self.contents = self.contents_after(after)
+        for layer in self.oracle.groups:
+            self.shown[layer] = after.tables_of(layer)
+
+    def begun_with_found(self, after: Snapshot, rows: Sequence[tuple[int, int]]) -> int:
+        """Count the sequences that began in this step with what a full block held before.
+
+        A block may have been written anew with the same, so a lookup must have found something.
+        """
+        begun = [seq for seq, count in rows if count == self.oracle.length(seq)]
+        return sum(self.finds and self._had(after, seq) for seq in begun)
+
+    def _had(self, after: Snapshot, seq: int) -> bool:
+        """Return True if a full block held before what the sequence has there now."""
+        pages = [tuple(page.tokens) for page in self.oracle.sequences[seq]]
+        return any(
+            len(page) == self.oracle.block_size
+            and block is not None
+            and self.contents.get(layer, {}).get(block) == page
+            for layer in self.oracle.groups
+            for page, block in zip(pages, after.tables_of(layer)[seq], strict=False)
+        )
+
+    def contents_after(self, after: Snapshot) -> dict[int, Contents]:
+        found: dict[int, Contents] = {}
+        for layer in self.oracle.groups:
+            tables, before = after.tables_of(layer), self.contents.get(layer, {})
+            # A block that another group has got by now is no longer kept for this one.
+            others = after.owners(*self.oracle.pool_of(layer)[1:]) if before else {}
+            cached = {*after.ledger(layer).cached} - {*others}
+            found[layer] = contents_of(
+                self.oracle, tables, cached, before, self.shown.get(layer, {})
+            )
+        return found
+
+
+def tell(adapter: Any, said: Sequence[Said], *, written: bool) -> None:
+    """Tell a cache what comes next: rows of a write, or a text that is looked up."""
+    if "namespaces" in adapter.abilities:
+        adapter.namespaces([each.namespace for each in said])
+    if written and "texts" in adapter.abilities:
+        adapter.texts([each.tokens for each in said])
+
+
+@dataclass(frozen=True, slots=True)
+class Lookups:
+    """Lookups after one step, as a snapshot shows them."""
+
+    matched: Mapping[tuple[int, int], int | Exception] = field(default_factory=dict)
+    collided: frozenset[tuple[int, int]] = frozenset()
+
+
+NO_LOOKUPS = Lookups()
+
+
+def look_up_all(adapter: Any, oracle: Oracle, collisions: Collisions | None) -> Lookups:
+    """Look up every text, a little longer than any sequence and up to a block's edge."""
+    size, texts = oracle.block_size, oracle.texts
+    if not texts:
+        return NO_LOOKUPS
+    longest = max(map(oracle.length, oracle.sequences), default=0)
+    counts = {longest + 1, -(-longest // size) * size or size}
+
+    def find(text: Said) -> int:
+        tell(adapter, [text], written=False)
+        return answers.count(f"matched({list(text.tokens)})", adapter.matched(text.tokens))
+
+    matched: dict[tuple[int, int], int | Exception] = {}
+    collided = set()
+    for key in product(range(len(texts.drawn)), counts):
+        text, count = key
+        with collisions.lookup() if collisions else nullcontext() as hashes:
+            found = matched[key] = asked(find, texts.said(text, 0, count))
+        if hashes and isinstance(found, int) and hashes.may_miss(found // size):
+            collided.add(key)
+    return Lookups(matched, frozenset(collided))

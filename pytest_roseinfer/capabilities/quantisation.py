@@ -1,0 +1,94 @@
+"""Quantised caches: what nobody wrote stays the same to the bit, and so do its scales."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.capabilities.observation import (
+    ATTENTION,
+    BAD_CALL,
+    OPERATION,
+    Finding,
+    Location,
+    Observation,
+    invariant,
+    location_of_block,
+)
+from pytest_roseinfer.capabilities.payload import as_bits
+from pytest_roseinfer.capabilities.storage import handed_out
+
+if TYPE_CHECKING:
+    import torch
+
+
+@invariant(rank=41, needs=("tolerance",), after=(OPERATION, ATTENTION, BAD_CALL))
+def untouched(seen: Observation) -> Finding | None:
+    return _changed_reads(seen) or _changed_scales(seen)
+
+
+def _changed_reads(seen: Observation) -> Finding | None:
+    for (route, seq, layer), found in seen.after.reads.items():
+        before = seen.before.reads.get((route, seq, layer))
+        if isinstance(before, Exception) or isinstance(found, Exception) or before is None:
+            continue
+        kept = min(_kept(seen, seq), len(before[0]))
+        for kind, was, now in zip("KV", before, found, strict=True):
+            wrong = (as_bits(was[:kept]) != as_bits(now[:kept])).any(-1)
+            if wrong.any():
+                at, head = wrong.nonzero()[0].tolist()
+                page, slot = divmod(at, seen.spec.block_size)
+                return Finding(
+                    f"{route}: sequence {seq}, layer {layer}, {kind}: position {at}, head {head} "
+                    f"reads back {now[at, head].tolist()[:4]}, and before the step, which did "
+                    f"not write there, {was[at, head].tolist()[:4]}",
+                    Location(layer, {seq: page}, slot=slot),
+                )
+    return None
+
+
+def _kept(seen: Observation, seq: int) -> int:
+    """Count the first tokens of a sequence that the step had no reason to change."""
+    written = seen.outcome.written
+    new = sum(count for name, count in written.rows if name == seq) if written else 0
+    kept = seen.oracle.length(seq) - seen.oracle.unwritten(seq) - new
+    changed = seen.operation.changed() if seen.operation else []
+    if seen.payload.rounds_blocks and (new or seq in changed):
+        kept -= kept % seen.spec.block_size
+    return kept
+
+
+def _changed_scales(seen: Observation) -> Finding | None:
+    if seen.before.scales is None or seen.after.scales is None or seen.after.tables is None:
+        return None
+    for kind, was, now in zip("KV", seen.before.scales, seen.after.scales, strict=True):
+        wrong = as_bits(was) != as_bits(now)
+        for layer in range(seen.spec.num_layers):
+            _allow(seen, layer, wrong[layer])
+        if wrong.any():
+            layer, block, head, *slot = wrong.nonzero()[0].tolist()
+            where = (layer, block, head, *slot)
+            return Finding(
+                f"layer {layer}, {kind}, block {block}, head {head}: the scale is "
+                f"{now[where].item():.6g}, and was {was[where].item():.6g} before the step, which "
+                "did not write there",
+                location_of_block(seen, layer, block, *slot),
+            )
+    return None
+
+
+def _allow(seen: Observation, layer: int, wrong: torch.Tensor) -> None:
+    """Leave out the scales of one layer that the step may have changed."""
+    if seen.declared.sharing == "equal prefixes":  # as in the arena, only what is kept is known
+        was, is_now = (each.ledger(layer).cached for each in (seen.before, seen.after))
+        wrong[[block for block in range(len(wrong)) if block not in {*was} & {*is_now}]] = False
+        return
+    free_to_change = handed_out(seen, layer)
+    if seen.operation and seen.operation.padding():
+        free_to_change |= seen.declared.scratch_blocks
+    wrong[list(free_to_change)] = False
+    for block, position in seen.slots(layer):
+        # Of a block that room was reserved in, all scales may be reset with the first token.
+        if position == 0 or wrong.ndim == 2 or seen.payload.rounds_blocks:
+            wrong[block] = False
+        else:
+            wrong[block, :, position] = False

@@ -1,0 +1,60 @@
+"""The ranks of a cache, which must agree on every table and in all their books."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.capabilities.observation import Finding, Location, Observation, invariant
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_roseinfer.capabilities.cache_data import Ledger
+    from pytest_roseinfer.capabilities.observation import Snapshot
+
+
+@invariant(rank=1, needs=("shards",))
+def shards(seen: Observation) -> Finding | None:
+    first, *others = seen.after.shards
+    for rank, other in enumerate(others, 1):
+        if found := next(_differences(rank, first, other), None):
+            return found
+    return None
+
+
+def _differences(rank: int, first: Snapshot, other: Snapshot) -> Iterator[Finding]:
+    for seq, layer in first.tables or {}:
+        table, another = first.tables_of(layer)[seq], other.tables_of(layer)[seq]
+        if len(table) != len(another):
+            yield Finding(
+                f"rank {rank}, layer {layer}: sequence {seq} has {len(another)} blocks, and "
+                f"{len(table)} on rank 0",
+                Location(layer, {seq: None}),
+            )
+        for at, (block, found) in enumerate(zip(table, another, strict=False)):
+            if block != found:
+                yield Finding(
+                    f"rank {rank}, layer {layer}: block {at} of sequence {seq} is block {found}, "
+                    f"and block {block} on rank 0",
+                    Location(layer, {seq: at}, block),
+                )
+    for layer in range(len(first.ledgers)):
+        yield from _of_ledgers(rank, layer, first.ledger(layer), other.ledger(layer))
+
+
+def _of_ledgers(rank: int, layer: int, first: Ledger, other: Ledger) -> Iterator[Finding]:
+    where = f"rank {rank}, layer {layer}"
+    if other.total != first.total:
+        yield Finding(f"{where}: there are {other.total} blocks, and {first.total} on rank 0")
+    if other.num_free != first.num_free:
+        counted = f"{other.num_free} free blocks are counted"
+        yield Finding(f"{where}: {counted}, and {first.num_free} on rank 0")
+    for block in sorted(first.refcounts.keys() | other.refcounts.keys()):
+        holders, found = (each.refcounts.get(block, 0) for each in (first, other))
+        if holders != found:
+            yield Finding(f"{where}: block {block} has {found} holders, and {holders} on rank 0")
+    for words in ("free", "cached"):
+        blocks, others = {*getattr(first, words)}, {*getattr(other, words)}
+        for block in sorted(blocks ^ others):
+            here, there = ("", "not ") if block in others else ("not ", "")
+            yield Finding(f"{where}: block {block} is {here}{words}, and {there}{words} on rank 0")

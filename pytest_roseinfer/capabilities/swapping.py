@@ -1,0 +1,173 @@
+"""Swapping a sequence out of the cache and back, each in two steps."""
+
+from __future__ import annotations
+
+from pytest_roseinfer.capabilities import operation
+from pytest_roseinfer.capabilities.observation import Finding, Observation, invariant
+from pytest_roseinfer.capabilities.writes import floods
+from pytest_roseinfer.oracle.oracle import Stage
+
+
+@operation.register
+class SwapOut(operation.Operation):
+    seq: int
+
+    of_tokens = True
+    needs = frozenset({"swap_out", "swapped_out", "swap_in", "swapped_in"})
+
+    def words(self) -> str:
+        return f"begin to swap sequence {self.seq} out"
+
+    def uses(self) -> list[int]:
+        return [self.seq]
+
+    def possible(self, oracle: operation.Oracle) -> bool:
+        if not operation.Operation.possible(self, oracle):
+            return False
+        taken = oracle.away.swapped_blocks(oracle.block_size)
+        return taken + len(oracle.sequences[self.seq]) <= oracle.capacity
+
+    def changed(self) -> list[int]:
+        return [self.seq]
+
+    def change(self, oracle: operation.Oracle) -> None:
+        oracle.away.leave(self.seq, Stage.LEAVING, oracle.tokens(self.seq))
+        if not oracle.swap_out_holds:
+            oracle.give_up(self.seq)
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.moving[self.seq] = cache.adapter.swap_out(self.seq)
+
+    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+        return True
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        if fitting := [seq for seq in writer.filled if cls(seq).possible(writer.oracle)]:
+            yield operation.Move(130, 6, lambda: cls(writer.pick(fitting)))
+
+
+@operation.register
+class SwappedOut(operation.Operation):
+    """Finish copying a sequence out; its blocks are free for others from here on."""
+
+    seq: int
+
+    needs = SwapOut.needs
+
+    def words(self) -> str:
+        return f"finish swapping sequence {self.seq} out"
+
+    def possible(self, oracle: operation.Oracle) -> bool:
+        return oracle.away.stages.get(self.seq) is Stage.LEAVING
+
+    def changed(self) -> list[int]:
+        return [self.seq]
+
+    def change(self, oracle: operation.Oracle) -> None:
+        oracle.away.stages[self.seq] = Stage.OUT
+        if oracle.swap_out_holds:
+            oracle.give_up(self.seq)
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.adapter.swapped_out(cache.moving.pop(self.seq))
+
+    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+        return True
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        if leaving := writer.oracle.away.at(Stage.LEAVING):
+            yield operation.Move(130, 10, lambda: cls(writer.pick(leaving)))
+
+
+@operation.register
+class SwapIn(operation.Operation):
+    """Take blocks for a sequence that is swapped out, and begin to copy it back."""
+
+    seq: int
+
+    needs = SwapOut.needs
+
+    def words(self) -> str:
+        return f"begin to swap sequence {self.seq} in"
+
+    def possible(self, oracle: operation.Oracle) -> bool:
+        return oracle.away.stages.get(self.seq) is Stage.OUT
+
+    def changed(self) -> list[int]:
+        return [self.seq]
+
+    def fits(self, oracle: operation.Oracle) -> bool:
+        return oracle.fits([(self.seq, len(oracle.away.tokens[self.seq]))])
+
+    def may_find_blocks(self) -> bool:
+        return True
+
+    def change(self, oracle: operation.Oracle) -> None:
+        tokens = oracle.away.tokens[self.seq]
+        oracle.append([(self.seq, len(tokens))], tokens)
+        oracle.away.stages[self.seq] = Stage.COMING
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.moving[self.seq] = cache.adapter.swap_in(self.seq)
+
+    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+        return True
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        steps = [cls(seq) for seq in writer.oracle.away.at(Stage.OUT)]
+        fitting = [step for step in steps if step.fits(writer.oracle)]
+        if steps:
+            yield operation.Move(130, 10 if fitting else 3, lambda: writer.pick(fitting or steps))
+            yield from floods(writer)
+
+
+@operation.register
+class SwappedIn(operation.Operation):
+    """Finish copying a sequence back; it can be read and appended to from here on."""
+
+    seq: int
+
+    needs = SwapOut.needs
+
+    def words(self) -> str:
+        return f"finish swapping sequence {self.seq} in"
+
+    def possible(self, oracle: operation.Oracle) -> bool:
+        return oracle.away.stages.get(self.seq) is Stage.COMING
+
+    def changed(self) -> list[int]:
+        return [self.seq]
+
+    def brings_back(self) -> list[int]:
+        return [self.seq]
+
+    def change(self, oracle: operation.Oracle) -> None:
+        oracle.away.end(self.seq)
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.adapter.swapped_in(cache.moving.pop(self.seq))
+
+    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+        return True
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        if coming := writer.oracle.away.at(Stage.COMING):
+            yield operation.Move(130, 10, lambda: cls(writer.pick(coming)))
+
+
+@invariant(rank=22, needs=("ledger", "swap_out"))
+def swap_space(seen: Observation) -> Finding | None:
+    """Swap space that is taken must belong to sequences that are swapped out."""
+    most = seen.oracle.away.swapped_blocks(seen.spec.block_size)
+    for layer in range(seen.spec.num_layers):
+        taken = seen.after.ledger(layer).swapped or 0
+        if taken > most:
+            return Finding(
+                f"layer {layer}: {taken} blocks of swap space are taken, and what is swapped out "
+                f"fills {most}"
+            )
+    return None

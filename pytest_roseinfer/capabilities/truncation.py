@@ -1,0 +1,114 @@
+"""Cutting sequences down to their first tokens, one at a time or several at once."""
+
+from __future__ import annotations
+
+from pytest_roseinfer.capabilities import operation
+from pytest_roseinfer.words import some
+
+
+@operation.register
+class Truncate(operation.Operation):
+    seq: int
+    length: int
+
+    needs = frozenset({"truncate"})
+    least = 0
+
+    def words(self) -> str:
+        return f"cut sequence {self.seq} down to {some(self.length, 'token')}"
+
+    def uses(self) -> list[int]:
+        return [self.seq]
+
+    def changed(self) -> list[int]:
+        return [self.seq]
+
+    def fitted(self, oracle: operation.Oracle) -> operation.Operation:
+        return Truncate(self.seq, min(self.length, oracle.length(self.seq)))
+
+    def allowed(self, oracle: operation.Oracle) -> bool:
+        return oracle.may_truncate(self.seq, self.length)
+
+    def fits(self, oracle: operation.Oracle) -> bool:
+        return oracle.truncate_fits([(self.seq, self.length)])
+
+    def change(self, oracle: operation.Oracle) -> None:
+        oracle.truncate(self.seq, self.length)
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.adapter.truncate(self.seq, self.length)
+
+    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+        return True
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        def drawn() -> Truncate:
+            seq = writer.pick(writer.live)
+            return cls(seq, writer.length(seq))
+
+        if writer.live:
+            yield operation.Move(101, 4, drawn)
+
+
+@operation.register
+class TruncateMany(operation.Operation):
+    """Cut several sequences down to their first tokens: all of them, or none."""
+
+    seqs: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    needs = frozenset({"truncate_many"})
+    least = 0
+
+    def cuts(self) -> list[tuple[int, int]]:
+        return list(zip(self.seqs, self.lengths, strict=True))
+
+    def words(self) -> str:
+        each = ", ".join(f"sequence {seq} to {length}" for seq, length in self.cuts())
+        return f"cut down to so many tokens: {each}"
+
+    def uses(self) -> list[int]:
+        return list(self.seqs)
+
+    def changed(self) -> list[int]:
+        return list(self.seqs)
+
+    def fitted(self, oracle: operation.Oracle) -> operation.Operation:
+        lengths = (min(length, oracle.length(seq)) for seq, length in self.cuts())
+        return TruncateMany(self.seqs, tuple(lengths))
+
+    def allowed(self, oracle: operation.Oracle) -> bool:
+        return all(oracle.may_truncate(*cut) for cut in self.cuts())
+
+    def fits(self, oracle: operation.Oracle) -> bool:
+        return oracle.truncate_fits(self.cuts())
+
+    def change(self, oracle: operation.Oracle) -> None:
+        for cut in self.cuts():
+            oracle.truncate(*cut)
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.adapter.truncate_many(self.seqs, self.lengths)
+
+    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+        return True
+
+    def reversed(self) -> operation.Operation:
+        return TruncateMany(self.seqs[::-1], self.lengths[::-1])
+
+    def halves(self) -> list[operation.Operation]:
+        at = len(self.seqs) // 2
+        parts = (slice(at), slice(at, None))
+        return [
+            TruncateMany(self.seqs[part], self.lengths[part]) for part in parts if self.seqs[part]
+        ]
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        def drawn() -> TruncateMany:
+            seqs = writer.batch(())
+            return cls(seqs, tuple(map(writer.length, seqs)))
+
+        if writer.live:
+            yield operation.Move(112, 2, drawn)

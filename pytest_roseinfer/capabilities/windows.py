@@ -1,0 +1,179 @@
+"""Layers with sliding windows, whose blocks are given back as they leave the window."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pytest_roseinfer.capabilities.books import wrong_length
+from pytest_roseinfer.capabilities.observation import (
+    Finding,
+    Location,
+    Observation,
+    invariant,
+    location_of_block,
+)
+from pytest_roseinfer.oracle.oracle import WindowedOracle
+from pytest_roseinfer.oracle.windows import (
+    AT_ONCE,
+    NEXT_TRY,
+    WINDOW_GIVES_BACK,
+    WINDOW_POOLS,
+    first_live,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
+
+
+@invariant(rank=0, needs=("table", "windows"))
+def windows(seen: Observation) -> Finding | None:
+    for seq in _begun(seen):
+        if found := _wrong_beginning(seen, seq):
+            return found
+    for layer, window in enumerate(seen.spec.windows):
+        if found := _in_two_groups(seen, layer):
+            return found
+        for seq in seen.oracle.sequences:
+            if found := wrong_length(seen, seq, layer) or _wrong_end(seen, seq, layer, window):
+                return found
+    return None
+
+
+def _wrong_end(seen: Observation, seq: int, layer: int, window: int | None) -> Finding | None:
+    """Say where a table has None for a block that is needed, or a block that is not."""
+    gone, live = seen.oracle.given_back(seq, layer), seen.oracle.first_live(seq, layer)
+    if seq in _begun(seen):
+        gone = _held_from(seen, seq, layer)
+    for at, block in enumerate(seen.after.tables_of(layer)[seq]):
+        if (block is None) == (at < gone):
+            continue
+        where = f"layer {layer} of window {window}, sequence {seq}: block {at} of its table"
+        what = f"{where} is {block}, and must be None: its tokens have all left the window"
+        if block is None:
+            what = f"{where} is None, though it is to be held: tokens from {live} on are live"
+        return Finding(what, Location(layer, {seq: at}, block))
+    return None
+
+
+def _begun(seen: Observation) -> set[int]:
+    """Return the sequences that began in this step with what may have been found of a text.
+
+    What its window left out of that, such a sequence has never held.
+    """
+    oracle, written = seen.oracle, seen.outcome.written
+    assert isinstance(oracle, WindowedOracle)
+    if (
+        oracle.windows.gives_back == AT_ONCE
+        or seen.declared.sharing != "equal prefixes"
+        or not written
+    ):
+        return set()
+    return {seq for seq, count in written.rows if count == oracle.length(seq)}
+
+
+def _held_from(seen: Observation, seq: int, layer: int) -> int:
+    """Return where in its table a sequence has its first block."""
+    table = seen.after.tables_of(layer)[seq]
+    return next((at for at, block in enumerate(table) if block is not None), len(table))
+
+
+def _wrong_beginning(seen: Observation, seq: int) -> Finding | None:
+    """Say where no beginning of a text explains what a sequence left out that found it."""
+    size, most = seen.spec.block_size, seen.oracle.length(seq) - seen.declared.match_leaves
+    left_out = {layer: _held_from(seen, seq, layer) for layer in seen.oracle.groups}
+
+    def explains(found: int) -> bool:
+        windows = {layer: seen.spec.windows[layer] for layer in left_out}
+        return left_out == {at: first_live(each, found) // size for at, each in windows.items()}
+
+    if any(explains(found) for found in range(0, most + 1, size)):
+        return None
+    each = ", ".join(f"{blocks} in layer {layer}" for layer, blocks in left_out.items())
+    return Finding(
+        f"sequence {seq} has {seen.oracle.length(seq)} tokens, and the first blocks of its tables "
+        f"are None, {each}: no number of tokens that it can have found explains that",
+        Location(0, {seq: None}),
+    )
+
+
+def _in_two_groups(seen: Observation, layer: int) -> Finding | None:
+    """Say where layers that share a pool disagree about whose a block is."""
+    (_, *others), shown = seen.oracle.pool_of(layer), seen.after
+    if both := shown.owners(layer).keys() & shown.owners(*others).keys():
+        what = f"blocks {sorted(both)} of layer {layer} are held in another group of layers too"
+        return Finding(what, location_of_block(seen, layer, min(both)))
+    if isinstance(seen.oracle, WindowedOracle) and seen.oracle.windows.shared_pool:
+        first = seen.spec.windows.index(seen.spec.windows[layer])
+        if shown.tables_of(layer) != shown.tables_of(first):
+            return Finding(f"layers {first} and {layer} have one window and different tables")
+    return None
+
+
+# What an adapter says of windows, and what the harness cannot judge together with them.
+
+
+_WITH_TEXTS = ("fork", "truncate", "look_up", "use_queue")
+_JUDGED = {"match_finds": "some", "match_granularity": "block", "evicts": "any"}
+_CHOICES = {"window_pools": WINDOW_POOLS, "window_gives_back": WINDOW_GIVES_BACK}
+
+
+def refuse_windows(adapter: type[Any]) -> None:
+    """Raise ``TypeError`` where what is said of windows makes no sense or cannot be judged."""
+    name, groups = adapter.__name__, adapter.window_groups
+    if type(groups) is not int or groups < 0:
+        raise TypeError(
+            f"{name}.window_groups is {groups!r}: write how many groups of layers with different "
+            "windows the cache can be built with, 0 if layers have none"
+        )
+    for attribute, choices in _CHOICES.items():
+        if (said := getattr(adapter, attribute)) not in choices:
+            known = " or ".join(map(repr, choices))
+            raise TypeError(f"{name}.{attribute} is {said!r}, and must be {known}")
+    if not groups:
+        return
+    told = "texts" in adapter.abilities
+    others = _WITH_TEXTS if told else ("preempt",)
+    for method in ("swap_out", *others):
+        if method in adapter.abilities:
+            both = " and texts" if told and method in others else ""
+            raise TypeError(
+                f"{name} defines {method}, which cannot be judged with windows{both} yet"
+            )
+    if told:
+        _refuse_promises(adapter)
+    if adapter.tolerance:
+        raise TypeError(f"{name} has a tolerance, which cannot be judged with windows yet")
+    if adapter.row_conditions:
+        raise TypeError(f"{name} has row_conditions, whose counts differ from window to window")
+    gives_back = adapter.window_gives_back
+    if gives_back == NEXT_TRY and (adapter.atomic_batches or "reserve" in adapter.abilities):
+        raise TypeError(
+            f"{name}.window_gives_back is {gives_back!r}, which is said of a cache that admits "
+            "row by row: set atomic_batches = False, and leave out reserve"
+        )
+    needs_prefill = gives_back != AT_ONCE and "fork" in adapter.abilities
+    if needs_prefill and "prefill" not in adapter.abilities:
+        raise TypeError(
+            f"{name} must define prefill: forks are compared with copies, which must be one write "
+            "where a write gives back what left the window before it"
+        )
+
+
+def _refuse_promises(adapter: type[Any]) -> None:
+    """Refuse what a cache says of texts that is not known where each group keeps blocks."""
+    for attribute, judged in _JUDGED.items():
+        if (said := getattr(adapter, attribute)) != judged:
+            raise TypeError(
+                f"{adapter.__name__}.{attribute} is {said!r}; with windows and texts, "
+                f"{judged!r} alone can be judged yet"
+            )
+
+
+def with_windows(spec: CacheSpec, adapter: type[Any], windows: Sequence[int | None]) -> CacheSpec:
+    """Return the cache with a layer for each window, and with blocks for all who share them."""
+    sharing = len({*windows}) if adapter.window_pools == "shared" else 1
+    blocks = sharing * spec.num_blocks
+    return replace(spec, num_layers=len(windows), num_blocks=blocks, windows=tuple(windows))

@@ -1,0 +1,248 @@
+"""Writing tokens: single ones, many, padded batches, prompts, and room that is reserved first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_roseinfer.capabilities import operation
+from pytest_roseinfer.capabilities.answers import reservation
+from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Move
+from pytest_roseinfer.oracle.oracle import padding_token
+from pytest_roseinfer.words import some
+
+if TYPE_CHECKING:
+    from pytest_roseinfer.capabilities.operation import Moves, Operation, Writer
+
+
+@operation.register
+class Append(operation.Write):
+    """Append one token to each of some sequences, in this order; unseen names start empty."""
+
+    seqs: tuple[int, ...]
+    layout: str = "plain"
+
+    def rows(self) -> operation.Rows:
+        return [(seq, 1) for seq in self.seqs]
+
+    def words(self) -> str:
+        seqs = f"sequence{'s' * (len(self.seqs) != 1)} {', '.join(map(str, self.seqs))}"
+        return f"append one token to {seqs}{self.laid_out()}"
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.adapter.append(self.seqs, cache.key, cache.value)
+
+    def first(self, rows: int) -> operation.Operation:
+        return Append(self.seqs[:rows], self.layout)
+
+    def reversed(self) -> operation.Operation:
+        return Append(self.seqs[::-1], self.layout)
+
+    def halves(self) -> list[operation.Operation]:
+        at = len(self.seqs) // 2
+        return [Append(half, self.layout) for half in (self.seqs[:at], self.seqs[at:]) if half]
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        def drawn() -> Append:
+            live = len(writer.live)
+            least, most = (0, int(live < operation.MOST_SEQUENCES)) if live else (1, 3)
+            if live and writer.finds_prompts and writer.between(0, 1):
+                most = 0
+            return cls(writer.batch(writer.fresh(writer.between(least, most))), writer.layout())
+
+        few = writer.finds_prompts and not writer.live
+        yield operation.Move(0, 1 if few else 3, drawn)
+        if writer.live:
+            yield operation.Move(60, 3, lambda: cls(tuple(writer.live), writer.layout()))
+
+
+@operation.register
+class AppendMany(operation.Write):
+    """Append several tokens to each of some sequences."""
+
+    seqs: tuple[int, ...]
+    counts: tuple[int, ...]
+    layout: str = "plain"
+
+    needs = frozenset({"append_many"})
+
+    def rows(self) -> operation.Rows:
+        return list(zip(self.seqs, self.counts, strict=True))
+
+    def first(self, rows: int) -> operation.Operation:
+        return AppendMany(self.seqs[:rows], self.counts[:rows], self.layout)
+
+    def words(self) -> str:
+        each = ", ".join(f"{count} to sequence {seq}" for seq, count in self.rows())
+        return f"append tokens: {each}{self.laid_out()}"
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.adapter.append_many(self.seqs, self.counts, cache.key, cache.value)
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        yield operation.Move(10, 1, lambda: cls(*writer.rows(), writer.layout()))
+
+
+@operation.register
+class AppendPadded(operation.Write):
+    """Append one token to each of some sequences, with padding rows where a sequence is None."""
+
+    seqs: tuple[int | None, ...]
+    layout: str = "plain"
+
+    needs = frozenset({"append_padded"})
+
+    def rows(self) -> operation.Rows:
+        return [(seq, 1) for seq in self.seqs if seq is not None]
+
+    def padding(self) -> int:
+        return self.seqs.count(None)
+
+    def first(self, rows: int) -> operation.Operation:
+        refused = [at for at, seq in enumerate(self.seqs) if seq is not None][rows]
+        return AppendPadded(self.seqs[:refused], self.layout)
+
+    def words(self) -> str:
+        rows = ["padding" if seq is None else str(seq) for seq in self.seqs]
+        return f"append one token to rows {', '.join(rows)}{self.laid_out()}"
+
+    def inputs(self, tokens: operation.Tokens) -> operation.Tokens:
+        coming = iter(tokens)
+        return [
+            padding_token(row) if seq is None else next(coming) for row, seq in enumerate(self.seqs)
+        ]
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.adapter.append_padded(self.seqs, cache.key, cache.value)
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        def drawn() -> AppendPadded:
+            seqs: list[int | None] = list(writer.batch(writer.fresh(1)))
+            for _ in range(writer.between(1, 3)):
+                seqs.insert(writer.between(0, len(seqs)), None)
+            return cls(tuple(seqs), writer.layout())
+
+        yield operation.Move(20, 1, drawn)
+
+
+@operation.register
+class Prefill(operation.Write):
+    """Begin a new sequence with a whole prompt."""
+
+    seq: int
+    count: int
+    layout: str = "plain"
+
+    needs = frozenset({"prefill"})
+
+    def rows(self) -> operation.Rows:
+        return [(self.seq, self.count)]
+
+    def words(self) -> str:
+        tokens = some(self.count, "token")
+        return f"prefill sequence {self.seq} with {tokens}{self.laid_out()}"
+
+    def begins(self) -> list[int]:
+        return [self.seq]
+
+    def drive(self, cache: operation.Driven) -> None:
+        cache.adapter.prefill(self.seq, cache.key, cache.value)
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        def drawn() -> Prefill:
+            seq = writer.beginner()
+            return cls(seq, writer.count(seq), writer.layout())
+
+        if len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
+            yield operation.Move(50, 3 if writer.finds_prompts else 2, drawn)
+
+
+@operation.register
+class Reserve(operation.Operation):
+    """Reserve room for several tokens of some sequences, which a ``Fill`` writes later.
+
+    The oracle takes them as stored from now on, and knows which are not written yet.
+    """
+
+    seqs: tuple[int, ...]
+    counts: tuple[int, ...]
+    layout: str = "plain"
+
+    needs = frozenset({"reserve", "fill"})
+
+    def rows(self) -> operation.Rows:
+        return list(zip(self.seqs, self.counts, strict=True))
+
+    def words(self) -> str:
+        each = ", ".join(f"{count} of sequence {seq}" for seq, count in self.rows())
+        return f"reserve room for tokens: {each}"
+
+    def change(self, oracle: operation.Oracle) -> None:
+        tokens = oracle.new_tokens(self.rows())
+        oracle.reserved.append(operation.Written(self.rows(), tokens, self.layout))
+        oracle.append(self.rows(), tokens)
+
+    def drive(self, cache: operation.Driven) -> None:
+        handle = cache.adapter.reserve(self.seqs, self.counts)
+        cache.reserved.append((handle, cache.options))
+
+    def copies_blocks(self, fork_shares: str) -> bool:  # noqa: ARG002
+        return True
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        yield operation.Move(30, 1, lambda: cls(*writer.rows(), writer.layout()))
+
+
+@operation.register
+class Fill(operation.Operation):
+    """Write the tokens of the oldest reservation that is still open."""
+
+    needs = frozenset({"reserve", "fill"})
+
+    def words(self) -> str:
+        return "write the tokens that room was reserved for first"
+
+    def possible(self, oracle: operation.Oracle) -> bool:
+        return bool(oracle.reserved)
+
+    def written(self, oracle: operation.Oracle) -> operation.Written:
+        return oracle.reserved[0]
+
+    def change(self, oracle: operation.Oracle) -> None:
+        due = oracle.reserved.pop(0)
+        oracle.slide_written(due.rows)
+
+    def drive(self, cache: operation.Driven) -> None:
+        handle, cache.planned_with = cache.reserved.pop(0)
+        try:
+            cache.adapter.fill(handle, cache.key, cache.value)
+        except Exception as error:
+            if wrong := reservation(handle, error):
+                raise wrong from error
+            raise
+
+    @classmethod
+    def moves(cls, writer: operation.Writer) -> operation.Moves:
+        if writer.oracle.reserved:
+            yield operation.Move(40, 2, cls)
+
+
+# Steps that need every block that is left, so that what was given back or found is overwritten.
+
+
+def floods(writer: Writer) -> Moves:
+    """List a way to draw such a step, if any block is left."""
+    free = writer.oracle.pages_free()
+
+    def drawn() -> Operation:
+        if "prefill" in writer.adapter.abilities:
+            (seq,) = writer.fresh(1)
+            return Prefill(seq, free * writer.oracle.block_size)
+        return Append(writer.fresh(min(free, MOST_SEQUENCES)))
+
+    if free:
+        yield Move(110, 3, drawn)

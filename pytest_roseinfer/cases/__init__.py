@@ -1,1 +1,0 @@
-"""Histories of operations on a cache, and how they are drawn."""

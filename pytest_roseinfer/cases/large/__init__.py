@@ -1,1 +1,0 @@
-"""Histories that are large, which nobody draws."""

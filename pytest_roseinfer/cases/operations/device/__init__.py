@@ -1,1 +1,0 @@
-"""Operations that say when a simulated device works: a file for each."""

@@ -1,1 +1,0 @@
-"""Operations on whole sequences, which write no token: a file for each."""

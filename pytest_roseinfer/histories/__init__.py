@@ -1,0 +1,1 @@
+"""Histories: the steps done to a cache, and how they are drawn."""

@@ -1,0 +1,367 @@
+"""The fixed first steps of drawn histories, their last steps, and repeated prefixes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol
+
+from hypothesis import strategies as st
+
+from pytest_roseinfer.capabilities.forks import Fork
+from pytest_roseinfer.capabilities.freeing import Free
+from pytest_roseinfer.capabilities.operation import MOST_SEQUENCES, Writer
+from pytest_roseinfer.capabilities.preemption import Resume
+from pytest_roseinfer.capabilities.prefixes import LookUp
+from pytest_roseinfer.capabilities.swapping import SwapIn, SwappedIn, SwappedOut
+from pytest_roseinfer.capabilities.truncation import Truncate
+from pytest_roseinfer.capabilities.writes import Append, Prefill
+from pytest_roseinfer.oracle.oracle import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pytest_roseinfer.capabilities.operation import Operation
+    from pytest_roseinfer.oracle.oracle import Oracle
+    from pytest_roseinfer.oracle.texts import Texts
+
+# The steps that bring back what is away at the end of a history.
+
+
+_NEXT = {Stage.LEAVING: SwappedOut, Stage.OUT: SwapIn, Stage.COMING: SwappedIn}
+
+
+def way_back(writer: Writer) -> Iterator[Operation]:
+    """Yield steps, each to be done before the next, that make room as far as they can."""
+    away = writer.oracle.away
+    while away.stages:
+        steps = [_next(writer, seq, stage) for seq, stage in away.stages.items()]
+        fitting = [step for step in steps if step.fits(writer.oracle)]
+        if fitting:
+            yield fitting[0]
+        elif writer.live and "free" in writer.adapter.abilities:
+            yield Free(writer.live[-1])
+        else:
+            return
+
+
+def _next(writer: Writer, seq: int, stage: Stage) -> Operation:
+    if stage is Stage.PREEMPTED:
+        return Resume(seq, len(writer.oracle.away.tokens[seq]))
+    return _NEXT[stage](seq)
+
+
+_ONE_BY_ONE = 4
+"""Most tokens that a sequence gets one by one, where a cache takes no prompts."""
+
+
+class Opened(Writer, Protocol):
+    """A history that is being drawn."""
+
+    draw: st.DrawFn
+    over: bool
+    """No step may follow."""
+
+    def take(self, step: Operation) -> None:
+        """Add a step."""
+
+    def repeater(self, tokens: int) -> int:
+        """Draw a name that no sequence has, and that says again what was said for so long."""
+
+    def parting(self, tokens: int) -> int | None:
+        """Draw one that says something else before so many tokens, or None where none does."""
+
+
+def share_blocks(writer: Opened) -> None:
+    """Open with sequences of which some share blocks, or with none.
+
+    Their last block is partial, full or begun, or there is one of each, so that a batch of
+    all of them meets most conditions at once.
+    """
+    size = writer.oracle.block_size
+    partial, full, begun = [size - 1 or 1], [size], [size + 1]
+    mixed = sorted([*partial, *full, *begun])
+    lengths = writer.pick(([], partial, full, begun, mixed, mixed))
+    if not lengths:
+        return
+    for length in writer.draw(st.permutations(lengths)):
+        if not writer.over:
+            start(writer, length)
+    for _ in range(writer.between(1, 2)):
+        if not writer.over:
+            writer.take(Fork.of_any(writer))
+
+
+def append_in_batches(writer: Opened) -> None:
+    """Open with batches of sequences at one position of their blocks, some with one elsewhere.
+
+    Two of them share blocks, where a cache lets them. Drawn one by one, so many sequences hardly
+    ever live at a time where prompts, and what is kept of them, take the blocks.
+    """
+    _take_while_they_fit(writer, _append_in_batches(writer))
+
+
+def _append_in_batches(writer: Opened) -> Iterator[Operation]:
+    size, abilities = writer.oracle.block_size, writer.adapter.abilities
+    length = writer.pick((2 * size - 1, 2 * size, size + writer.adapter.match_leaves))
+    if Prefill.needs <= abilities:
+        (first,) = writer.fresh(1)
+        yield Prefill(first, length, writer.layout())
+        yield _sharing_with(writer, first, length)
+        third, other = writer.fresh(2)
+        if length % size:  # less than a block, so that two hold those of the first
+            yield Prefill(third, length % size, writer.layout())
+        alike = [*dict.fromkeys([*writer.live, third])]
+    else:
+        length = min(length, _ONE_BY_ONE)
+        seqs = writer.fresh(3)
+        for _ in range(length):
+            yield Append(seqs, writer.layout())
+        if Fork.needs <= abilities:
+            yield Fork.of_any(writer)
+        alike, (other,) = writer.live, writer.fresh(1)
+    begins_first = (length + 1) % size == 0  # else it would stand where the others do
+    if not begins_first:
+        yield _batch(writer, alike)
+    for _ in range(4):
+        yield _batch(writer, [*alike, other])
+    if Free.needs <= abilities:
+        yield Free(other)
+    for _ in range(3 + begins_first):
+        if Fork.needs <= abilities and len(writer.live) < MOST_SEQUENCES:
+            (child,) = writer.fresh(1)
+            yield Fork(writer.pick(alike), child)
+            alike = [*alike, child]
+        yield _batch(writer, alike)
+
+
+def _sharing_with(writer: Opened, first: int, length: int) -> Operation:
+    """Return a step that begins a sequence like the first, with its blocks if any are shared."""
+    if Fork.needs <= writer.adapter.abilities and (
+        not writer.finds_prompts or writer.between(0, 1)
+    ):
+        return Fork(first, *writer.fresh(1))
+    second = writer.repeater(length) if writer.finds_prompts else writer.fresh(1)[0]
+    return Prefill(second, length, writer.layout())
+
+
+def _batch(writer: Opened, seqs: Sequence[int]) -> Append:
+    return Append(tuple(writer.draw(st.permutations(seqs))), writer.layout())
+
+
+def leave_a_text(writer: Opened) -> None:
+    """Open with a text that was stored and given up, and perhaps comes again, or with none."""
+    # Inside of two blocks there are more places where another text may go another way. Where
+    # sequences fork, the room is for what they share.
+    comes_again = writer.finds_prompts and "fork" not in writer.adapter.abilities
+    blocks = writer.pick((1, 0, 2, 2) if comes_again else (1, 0, 2))
+    tokens = min(blocks, writer.oracle.capacity) * writer.oracle.block_size
+    if tokens and "free" in writer.adapter.abilities:
+        start(writer, tokens)
+        writer.take(Free(*writer.live))
+        if LookUp.needs <= writer.adapter.abilities and writer.between(0, 1):
+            writer.take(LookUp(writer.beginner(), tokens))
+        elif comes_again:
+            _come_again(writer)
+
+
+def _come_again(writer: Opened) -> None:
+    """Begin with what was left, if there is room; or take all blocks but one; or do nothing."""
+    which = writer.between(0, 3)
+    if which > 1:
+        seq = writer.beginner()
+        step = Prefill(seq, writer.count(seq), writer.layout())
+        if step.fits(writer.oracle):
+            writer.take(step)
+    elif which and (others := writer.oracle.pages_free() - 1):
+        (seq,) = writer.fresh(1)
+        writer.take(Prefill(seq, others * writer.oracle.block_size, writer.layout()))
+
+
+def may_cut_what_is_found(writer: Opened) -> bool:
+    """Return True if a cache may find a block of which its holders may keep a part."""
+    parts, needed = writer.oracle.block_size > 1, Truncate.needs | Free.needs
+    return writer.finds_prompts and parts and needed <= writer.adapter.abilities
+
+
+def cut_what_is_found(writer: Opened) -> None:
+    """Open with two who hold a full block: one is cut in it and writes, the other lets go of it.
+
+    Who then says what it held must not find what was written. Drawn one by one, these steps hardly
+    ever follow each other.
+    """
+    _take_while_they_fit(writer, _cut_what_is_found(writer))
+
+
+def _take_while_they_fit(writer: Opened, steps: Iterator[Operation]) -> None:
+    for step in steps:
+        if writer.over or not step.fits(writer.oracle):
+            return
+        writer.take(step)
+
+
+def _cut_what_is_found(writer: Opened) -> Iterator[Operation]:
+    size, leaves = writer.oracle.block_size, writer.adapter.match_leaves
+    full = writer.pick((1, 2) if writer.oracle.capacity > 3 else (1,)) * size
+    (first,) = writer.fresh(1)
+    yield Prefill(first, full + leaves, writer.layout())
+    second = writer.repeater(full + leaves)
+    yield Prefill(second, full + leaves, writer.layout())
+    cut, other = writer.draw(st.permutations((first, second)))
+    yield Truncate(cut, writer.between(full - size + 1, full - 1))
+    write, let_go = Append((cut,), writer.layout()), Free(other)
+    yield from writer.pick(((let_go, write), (let_go, write), (write, let_go)))
+    yield Prefill(writer.repeater(full + leaves), full + leaves, writer.layout())
+
+
+def may_evict_in_order(writer: Opened) -> bool:
+    """Return True if a cache says which of the blocks that it keeps it gives to others first."""
+    abilities, needed = writer.adapter.abilities, Free.needs | Prefill.needs
+    return writer.finds_prompts and writer.adapter.evicts != "any" and needed <= abilities
+
+
+def let_two_texts_go(writer: Opened) -> None:
+    """Open with two texts that part in their first block, let go of them, and need one block more.
+
+    One of the two blocks must be given to others then, and it is known which.
+    """
+    _take_while_they_fit(writer, _let_two_texts_go(writer))
+
+
+def _let_two_texts_go(writer: Opened) -> Iterator[Operation]:
+    size, leaves = writer.oracle.block_size, writer.adapter.match_leaves
+    (first,) = writer.fresh(1)
+    yield Prefill(first, size + leaves, writer.layout())
+    second = writer.parting(size)
+    if second is None:
+        return
+    yield Prefill(second, size + leaves, writer.layout())
+    for seq in writer.draw(st.permutations((first, second))):
+        yield Free(seq)
+    (third,) = writer.fresh(1)
+    if others := writer.oracle.pages_free() - 1:
+        yield Prefill(third, others * size, writer.layout())
+
+
+def free_in_flight(writer: Opened) -> None:
+    """Open with a sequence that is freed while the device writes to it, or with none."""
+    written = writer.pick((0, 1, 2))
+    if written and "free" in writer.adapter.abilities:
+        (seq,) = writer.fresh(1)
+        for _ in range(written):
+            writer.take(Append((seq,), writer.layout()))
+        writer.take(Free(seq))
+        start(writer, writer.pick((1, writer.oracle.block_size)))
+
+
+def start(writer: Opened, length: int) -> None:
+    """Begin a sequence, of its full length if the cache takes prompts."""
+    (seq,) = writer.fresh(1)
+    if "prefill" in writer.adapter.abilities:
+        writer.take(Prefill(seq, length, writer.layout()))
+        return
+    for _ in range(min(length, 5)):
+        writer.take(Append((seq,), writer.layout()))
+
+
+def end_absences(writer: Opened) -> None:
+    """Bring back all that is away, or none, or some on the way; free some on its way or not."""
+    for step in islice(way_back(writer), writer.pick((0, None, 1, 2))):
+        writer.take(step)
+    may_free = writer.oracle.away.stages and Free.needs <= writer.adapter.abilities
+    if may_free and writer.between(0, 1):
+        writer.take(Free.of_away(writer))
+
+
+# Draws how sequences begin that may find what was said before: under which name, and how far.
+
+
+_MAY_FIND = 4
+"""How often a name is listed under which something is in its namespace, and not in others alone."""
+_PARTS = 3
+"""How much more often one is whose text goes another way inside of what was said."""
+
+
+@dataclass(slots=True)
+class SaidBefore:
+    """What the sequences of a history have said so far, each as far as any of them said it."""
+
+    oracle: Oracle
+    least: int
+    """The fewest tokens that a cache finds again: a block, or one."""
+    _longest: dict[int, int] = field(default_factory=dict)
+    """How many tokens of each text were said."""
+
+    @property
+    def texts(self) -> Texts:
+        assert self.oracle.texts
+        return self.oracle.texts
+
+    def note(self) -> None:
+        """Take what the sequences say by now."""
+        for seq in self.oracle.sequences:
+            text, length = self.oracle.text_of(seq), self.oracle.length(seq)
+            self._longest[text] = max(length, self._longest.get(text, 0))
+
+    def names(self, new: int, vacant: Sequence[int]) -> list[int]:
+        """List names under which a new sequence would begin as another did.
+
+        Those from ``new`` on have a text each. Most often listed is one that may find something,
+        and goes another way inside of what was said.
+        """
+        names = self._unused(new, vacant)
+        return [name for name in names for _ in range(self._often(name))]
+
+    def repeating(self, new: int, vacant: Sequence[int], tokens: int) -> list[int]:
+        """List names under which a new sequence would say again what was said for so long."""
+        return [name for name in self._unused(new, vacant) if self.again(name) >= tokens]
+
+    def parting(self, new: int, vacant: Sequence[int], tokens: int) -> list[int]:
+        """List names under which a new sequence would say something else before so many tokens."""
+        return [name for name in self._unused(new, vacant) if self.again(name) < tokens]
+
+    def _unused(self, new: int, vacant: Sequence[int]) -> list[int]:
+        return [*range(new, new + len(self.texts.drawn)), *vacant]
+
+    def _often(self, seq: int) -> int:
+        common = self._common(seq)
+        again = max(common.values(), default=0)
+        if again < self.least:
+            return 0
+        space, own = self.texts.namespace, self.oracle.text_of(seq)
+        within = any(common[text] >= self.least for text in common if space(text) == space(own))
+        return (_MAY_FIND if within else 1) * (_PARTS if self._parts(seq) else 1)
+
+    def _parts(self, seq: int) -> bool:
+        """Return True for a text that goes another way inside of what was said, however near."""
+        common = self._common(seq)
+        again = max(common.values(), default=0)
+        return all(again < self._longest[text] for text in common if common[text] == again)
+
+    def again(self, seq: int) -> int:
+        """Count the first tokens of a new sequence that were said before, in any namespace."""
+        return max(self._common(seq).values(), default=0)
+
+    def _common(self, seq: int) -> dict[int, int]:
+        """Count the first tokens that a new sequence has in common with each text that was said."""
+        own, owner = self.oracle.text_of(seq), self.texts.owner
+
+        def common(text: int, said: int) -> int:
+            return bisect_left(range(said), 1, key=lambda at: owner(own, at) != owner(text, at))
+
+        return {text: common(text, said) for text, said in self._longest.items()}
+
+    def lengths(self, seq: int) -> list[int]:
+        """List lengths of a new sequence around the end of what was said, and of blocks there.
+
+        One that goes another way there is longer than that.
+        """
+        size, again = self.oracle.block_size, self.again(seq)
+        if again < self.least:
+            return []
+        last = again - again % size
+        ends = {size, last, again, last + size}
+        least = again + 1 if self._parts(seq) else 1
+        near = {end + more for end in ends if end for more in (-1, 0, 1)}
+        return sorted(length for length in near if length >= least)

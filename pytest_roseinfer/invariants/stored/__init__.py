@@ -1,1 +1,0 @@
-"""What a cache stores and computes from it: a file for each thing that must hold of it."""

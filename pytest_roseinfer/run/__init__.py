@@ -1,0 +1,1 @@
+"""Running histories, and what is counted and watched meanwhile."""

@@ -1,0 +1,489 @@
+"""Counts how often a run reaches declared paths and conditions, and judges the run by that."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import count, product
+from time import monotonic
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from pytest_roseinfer import settings
+from pytest_roseinfer.adapters.cache import KVCacheAdapter
+from pytest_roseinfer.adapters.engine import EngineAdapter
+from pytest_roseinfer.capabilities.conditions import COUNTED
+from pytest_roseinfer.findings.timeline import add
+from pytest_roseinfer.oracle import batch_kinds
+from pytest_roseinfer.words import did_you_mean, some
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from pytest_roseinfer.adapters.base import Adapter
+    from pytest_roseinfer.adapters.mix import RequestMix
+    from pytest_roseinfer.capabilities.operation import Operation
+    from pytest_roseinfer.findings.timeline import Found
+    from pytest_roseinfer.histories.history import History
+    from pytest_roseinfer.oracle.oracle import Oracle
+
+_REQUIRED_WITH = {"hash_collision": "use_hash", "calls_in_flight": "use_queue"}
+"""Conditions that are required of a cache that defines these methods, without being named."""
+REQUIRED_TIMES = 3
+"""How often a path or condition must be reached: once may be luck."""
+NEVER = "NOT REACHED"
+"""The verdict on what no example reached of enough that could: it fails the run."""
+RARELY = "too rarely"
+"""The verdict on what was reached too few times, or by none of too few examples: a warning."""
+ENOUGH_TRIES = 1000
+"""Examples that could reach something and did not, after which that it is never reached is a fact.
+
+What one in 200 of them reaches is missed by all in 7 of 1,000 runs, one in 100 in none of 10,000.
+"""
+_TURNS_AGAIN = 5
+_MOST_TIMES_THE_EXAMPLES = 10
+"""Further turns have at most so many times the examples of the profile."""
+_MOST_PRELUDES = 8
+"""The examples that are kept for each path and condition."""
+_Example = TypeVar("_Example", "History", "RequestMix")
+_Turn = tuple[str | None, str, int]
+"""A path to aim at, the name of the turn, and the examples due."""
+
+
+def finds_prefixes(adapter: type[Adapter]) -> bool:
+    """Return True for a cache that lets sequences begin with what is found of their texts."""
+    shares = getattr(adapter, "sharing", "") == "equal prefixes"
+    return shares and {"texts", "matched", "prefill", "table", "ledger"} <= adapter.abilities
+
+
+def possible_batches(adapter: type[Adapter]) -> Iterator[str]:
+    """Yield the kinds of batches that a cache can have."""
+    if not issubclass(adapter, KVCacheAdapter):
+        return
+    yield batch_kinds.MIXED_LENGTHS
+    if max(adapter.block_sizes) > 1:
+        yield batch_kinds.ONE_POSITION
+        yield batch_kinds.MIXED_POSITIONS
+    yield batch_kinds.BOUNDARY
+    forks = "fork" in adapter.abilities and adapter.sharing != "none"
+    if finds_prefixes(adapter) or (forks and adapter.fork_shares != "nothing"):
+        yield batch_kinds.SHARED_TWICE
+    if forks and adapter.fork_shares == "blocks":
+        yield batch_kinds.LAST_SHARED
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """One row of the verdict: a path or a condition."""
+
+    kind: str
+    name: str
+    must_equal: str
+    times: int
+    verdict: str
+
+
+@dataclass(slots=True)
+class TargetCoverage:
+    """What one target declared, and how often it was reached."""
+
+    paths: dict[str, str]
+    """Each with the slow twin it must equal."""
+    conditions: list[str]
+    tested: list[str] = field(default_factory=list)
+    not_offered: list[str] = field(default_factory=list)
+    kind: str = "cache"
+    """Or ``engine``."""
+    aimed: list[str] = field(default_factory=list)
+    """The paths whose ``runs_with`` says how to aim at them."""
+    called: Counter[str] = field(default_factory=Counter)
+    """How often each method of the adapter was called."""
+    counts: Counter[str] = field(default_factory=Counter)
+    tried: Counter[str] = field(default_factory=Counter)
+    """How many examples could reach each path or condition by their switches."""
+    large: Counter[str] = field(default_factory=Counter)
+    """How often large histories or wide mixes reached them, which counts for nothing else."""
+    together: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """For every path, in how many of the steps that took it each condition was met."""
+    checked: Counter[str] = field(default_factory=Counter)
+    """How often each invariant was checked."""
+    batches: Counter[str] = field(default_factory=Counter)
+    """How often drawn histories had each kind of batch that this cache can have."""
+    histories: int = 0
+    seconds: float = 0.0
+    """The time that its searches took, added up over workers."""
+    compiled: int = 0
+    """The kernels that had to be compiled for it."""
+    searched: bool = False
+    """The run began to search this target's histories, which is what reaches paths."""
+    failed: bool = False
+    """A search found a difference, and stopped there."""
+    examples: int = 0
+    """How many examples its searches were to try, those left out included."""
+    left_out: int = 0
+    """How many of them were left out, since the time of their test was over."""
+    found: list[Found] = field(default_factory=list)
+    """The differences that searches found, each once."""
+    largest: dict[str, int] = field(default_factory=dict)
+    """The most rows of a batch, tokens of a sequence and, of a cache, blocks of a table."""
+    large_cut_short: int = 0
+    """How many of the large histories or mixes ended early, since their time was over."""
+
+    def note_found(self, found: Found) -> None:
+        add(self.found, found)
+
+    def note(self, ran: Mapping[str, int]) -> None:
+        """Add the paths that ran and the conditions that were met in one step."""
+        self.counts.update(ran)
+        met = [name for name in self.conditions if ran.get(name)]
+        for name in (*self.paths, *self.twins):
+            if ran.get(name):
+                self.together[name].update(met)
+
+    def note_tried(self, adapter: type[Adapter], options: Mapping[str, Any]) -> None:
+        """Add an example to all that its switches let it reach."""
+        device = settings.current().device
+        paths = {name for name in self.paths if adapter.paths[name].can_run(options, device)}
+        self.tried.update([*paths, *self.conditions])
+
+    def note_sizes(self, step: Operation, oracle: Oracle) -> None:
+        """Note how large is what a step has just added to, if it is larger than all before."""
+        seqs = [seq for seq, _ in step.rows() if seq in oracle.sequences]
+        for seq in seqs:
+            blocks, tokens = len(oracle.sequences[seq]), oracle.length(seq)
+            self.note_largest({"rows": len(seqs), "blocks": blocks, "tokens": tokens})
+
+    def note_largest(self, sizes: Mapping[str, int]) -> None:
+        for name, size in sizes.items():
+            self.largest[name] = max(size, self.largest.get(name, 0))
+
+    @property
+    def sizes(self) -> str:
+        """The largest sizes in words; empty where nothing was given any."""
+        if not self.largest:
+            return ""
+        of = ", ".join(f"{size} {name}" for name, size in self.largest.items())
+        early = f" ({self._large} cut short: {self.large_cut_short}, for lack of time)"
+        return f"largest: {of}{early * bool(self.large_cut_short)}"
+
+    def searched_for(self, examples: int, left_out: int) -> None:
+        self.examples += examples
+        self.left_out += left_out
+
+    @property
+    def _large(self) -> str:
+        return "wide mixes" if self.kind == "engine" else "large histories"
+
+    @property
+    def cut_short(self) -> str:
+        """That not all examples were tried, in words; empty where they were."""
+        if not self.left_out:
+            return ""
+        return (
+            f"searched {self.examples - self.left_out} of {self.examples} examples in the time "
+            "there was (--roseinfer-search-seconds): this is less than its full strength"
+        )
+
+    @property
+    def twins(self) -> list[str]:
+        """The slow paths that others must equal."""
+        return [name for name in dict.fromkeys(self.paths.values()) if name not in self.paths]
+
+    @property
+    def abilities(self) -> dict[str, int]:
+        """The methods that were tested, and how often each was called."""
+        return {name: self.called[name] for name in self.tested}
+
+    @property
+    def searches(self) -> str:
+        """What a search runs, in words."""
+        return "mixes of requests" if self.kind == "engine" else "histories"
+
+    @property
+    def checks(self) -> str:
+        """How often each invariant was checked that was, in words."""
+        return ", ".join(f"{name} {times}" for name, times in self.checked.items() if times)
+
+    @property
+    def batch_counts(self) -> str:
+        """How often there was each kind of batch, in words."""
+        return ", ".join(f"{kind} {times}" for kind, times in self.batches.items())
+
+    def note_batches(self, batches: Mapping[str, int]) -> None:
+        """Add how often a history had each kind of batch."""
+        for kind in self.batches:
+            self.batches[kind] += batches.get(kind, 0)
+
+    def rows(self) -> list[Reached]:
+        paths = [self._row("path", name, twin) for name, twin in self.paths.items()]
+        return paths + [self._row("condition", name, "") for name in self.conditions]
+
+    def short(self, since: Mapping[str, int]) -> list[str]:
+        """Name what was reached too rarely since ``since`` was counted."""
+        names = (*self.paths, *self.conditions)
+        return [name for name in names if self.counts[name] - since.get(name, 0) < REQUIRED_TIMES]
+
+    def still_missing(self, since: Mapping[str, int], tries: int = 0) -> list[str | None]:
+        """Name the paths that need another turn; None is for conditions.
+
+        All that are short do at first. After ``tries`` further examples, what was reached does,
+        since examples can begin with what reached it, and what was not, until that is a fact,
+        if the profile has enough examples for one.
+        """
+        asked = settings.current()
+        if not asked.require_paths or tries > _MOST_TIMES_THE_EXAMPLES * asked.examples:
+            return []
+        short = {name for name in self.short(since) if not tries or self._goes_on(name)}
+        paths = [name for name in asked.part.share_of([*self.paths]) if name in short]
+        for_conditions = [None] if short.intersection(self.conditions) else []
+        return [*paths, *asked.part.share_of(for_conditions)]
+
+    def _goes_on(self, name: str) -> bool:
+        """Return True where what is short needs more than its turns."""
+        to_a_fact = _MOST_TIMES_THE_EXAMPLES * settings.current().examples >= ENOUGH_TRIES
+        return bool(self.counts[name]) or (to_a_fact and self._may_be_luck(name))
+
+    def _may_be_luck(self, name: str) -> bool:
+        """Return True where too few examples could reach something for it to be never reached."""
+        return self.tried[name] < ENOUGH_TRIES and not self.large[name]
+
+    def _row(self, kind: str, name: str, twin: str) -> Reached:
+        times = self.counts[name]
+        if self.failed:
+            verdict = "see failures"
+        elif not self.searched:
+            verdict = "not searched"
+        elif times >= REQUIRED_TIMES:
+            verdict = "equal" if kind == "path" else "met"
+        elif times or self._may_be_luck(name) or self.large[name]:
+            verdict = RARELY
+        else:
+            verdict = NEVER
+        return Reached(kind, name, twin, times, verdict)
+
+    def problems(self, *, require_paths: bool) -> list[str]:
+        """Say what the run set out to check and did not, so that it is no pass."""
+        if self.failed or not self.searched:
+            return []
+        if not self.histories:
+            return ["its search ran no history: a check that did not run is no pass"]
+        if not require_paths:
+            return []
+        return [
+            f"{row.kind} {row.name!r} was never reached, by none of {self._tries(row.name)}: "
+            f"a check that did not run is no pass{self._early()}{self._meant(row)}"
+            for row in self.rows()
+            if row.verdict == NEVER
+        ]
+
+    def warnings(self) -> list[str]:
+        """Say what was reached too rarely, where that may be luck, and what to do about it."""
+        asked = settings.current()
+        if self.failed or not (self.searched and self.histories and asked.require_paths):
+            return []
+        return [
+            f"{row.kind} {row.name!r} was {self._how_rarely(row)}: {self._remedy(row)}"
+            f"{self._early()}{self._meant(row)}"
+            for row in self.rows()
+            if row.verdict == RARELY
+        ]
+
+    def _tries(self, name: str) -> str:
+        return f"{self.tried[name]} {self.searches} that could reach it"
+
+    def _how_rarely(self, row: Reached) -> str:
+        if row.times:
+            by = f" by {self._tries(row.name)}" if self.tried[row.name] else ""
+            return f"reached {some(row.times, 'time')}{by}, and should be {REQUIRED_TIMES} times"
+        if large := self.large[row.name]:
+            return f"reached by {self._large} alone, {some(large, 'time')}"
+        return f"not reached by {self._tries(row.name)}, too few for a verdict ({ENOUGH_TRIES})"
+
+    def _remedy(self, row: Reached) -> str:
+        """Say how to have it reached more often."""
+        harder = f"search harder: {settings.harder_than(settings.current().profile)}"
+        if row.kind == "condition" or row.name in self.aimed:
+            return harder
+        return (
+            "no runs_with says what it needs, so switches cannot be aimed; make that a switch of "
+            f"option_choices (a smaller least batch, say) and name it in runs_with, or {harder}"
+        )
+
+    def _early(self) -> str:
+        return f"; {self.cut_short}" if self.left_out else ""
+
+    def _meant(self, row: Reached) -> str:
+        """Ask whether a condition that was never met is one that the harness counts, misspelt."""
+        own = self.kind == "cache" and row.kind == "condition" and row.name not in COUNTED
+        return did_you_mean(row.name, COUNTED) if own and not row.times else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, with plain dicts for counters: workers can send no others."""
+        text = json.dumps({each.name: getattr(self, each.name) for each in fields(self)})
+        plain: dict[str, Any] = json.loads(text)
+        return plain
+
+    def add(self, seen: Mapping[str, Any]) -> None:
+        """Add what another process saw of the same target."""
+        self.counts.update(seen["counts"])
+        for name, met in seen["together"].items():
+            self.together[name].update(met)
+        for name in ("batches", "checked", "tried", "large"):
+            getattr(self, name).update(seen[name])
+        self.called.update(seen["called"])
+        self.note_largest(seen["largest"])
+        for name in ("histories", "seconds", "compiled", "large_cut_short"):
+            setattr(self, name, getattr(self, name) + seen[name])
+        self.searched |= seen["searched"]
+        self.failed |= seen["failed"]
+        self.searched_for(seen["examples"], seen["left_out"])
+        for found in seen["found"]:
+            self.note_found(found)
+
+
+class Coverage:
+    """All targets of a run. Every worker of pytest-xdist has its own; they are added up."""
+
+    def __init__(self) -> None:
+        self._targets: dict[str, TargetCoverage] = {}
+        self._called: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    @property
+    def targets(self) -> dict[str, TargetCoverage]:
+        """All by name, in an order that does not depend on which worker came first."""
+        return dict(sorted(self._targets.items()))
+
+    def of(self, adapter: type[Adapter]) -> TargetCoverage:
+        name = name_of(adapter)
+        if name not in self._targets:
+            offered, device = adapter.abilities, settings.current().device
+            self._targets[name] = TargetCoverage(
+                {name: path.equals for name, path in adapter.paths.items() if path.runs_on(device)},
+                [
+                    *adapter.conditions,
+                    *["left_a_window"] * bool(getattr(adapter, "window_groups", 0)),
+                    *["prefix_found"] * finds_prefixes(adapter),
+                    *(met for met, by in _REQUIRED_WITH.items() if by in offered),
+                ],
+                [*adapter.required, *(each for each in adapter.optional if each in offered)],
+                [each for each in adapter.optional if each not in offered],
+                "engine" if issubclass(adapter, EngineAdapter) else "cache",
+                [name for name, path in adapter.paths.items() if path.runs_with],
+                self._called[name],
+                batches=Counter(dict.fromkeys(possible_batches(adapter), 0)),
+            )
+        return self._targets[name]
+
+    def count_calls(self, adapter: Adapter) -> None:
+        """Count from here on how often each method of an adapter is called."""
+        called = self._called[name_of(type(adapter))]
+
+        def counting(name: str, method: Callable[[], Any], *arguments: Any, **named: Any) -> Any:
+            called[name] += 1
+            return method()(*arguments, **named)
+
+        for name in (*adapter.required, *adapter.abilities):
+            send_through(partial(counting, name), adapter, name)
+
+    def problems(self, *, require_paths: bool) -> dict[str, list[str]]:
+        return {
+            name: lines
+            for name, target in self.targets.items()
+            if (lines := target.problems(require_paths=require_paths))
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: target.to_json() for name, target in self.targets.items()}
+
+    def add(self, data: Mapping[str, Any]) -> None:
+        for name, seen in data.items():
+            names = ("paths", "conditions", "tested", "not_offered", "kind", "aimed")
+            declared = (seen[each] for each in names)
+            self._targets.setdefault(name, TargetCoverage(*declared)).add(seen)
+
+
+def send_through(watching: Callable[..., Any], adapter: Adapter, name: str) -> None:
+    """Have ``watching`` called from here on, with what returns the method before its arguments."""
+    method = getattr(adapter, name)
+    # A cache that held itself would keep its tensors until the next garbage collection.
+    found: Any = weakref.WeakMethod(method) if isinstance(method, MethodType) else lambda: method
+    vars(adapter)[name] = partial(watching, found)
+
+
+_current = Coverage()
+
+
+def current() -> Coverage:
+    return _current
+
+
+def set_current(coverage: Coverage) -> None:
+    global _current
+    _current = coverage
+
+
+def name_of(adapter: type[Adapter]) -> str:
+    return f"{adapter.__module__}:{adapter.__qualname__}"
+
+
+def in_turns(adapter: type[Adapter], examples: int, of_a_turn: int) -> Iterator[_Turn]:
+    """Share out examples to searches, and yield those of this part of the test.
+
+    Paths take turns, so that a bug on the last one is found before all examples of the others ran.
+    Without paths the aim is None.
+    """
+    paths = current().of(adapter).paths
+    shares: Mapping[str | None, float] = {name: adapter.paths[name].share for name in paths}
+    shares = shares or {None: 1.0}
+    each = examples / sum(shares.values())
+    turns = max(1, round(each / of_a_turn))
+    searches = {aim: max(1, round(turns * min(1, share))) for aim, share in shares.items()}
+    due_here = set(settings.current().part.share_of([*shares]))
+    for turn, (aim, share) in product(range(turns), shares.items()):
+        before, then = (-(-at * searches[aim] // turns) for at in (turn, turn + 1))
+        if then > before and aim in due_here:
+            due = [round(at * each * share / searches[aim]) for at in (before, then)]
+            yield aim, str(turn), max(1, due[1] - due[0])
+
+
+def turns_again(
+    still_missing: Callable[[int], Iterable[str | None]], of_a_turn: int, ends: float
+) -> Iterator[_Turn]:
+    """Yield further searches, aimed at what is still missing, until nothing is or time is over.
+
+    ``still_missing`` is told how many examples each had once all had their turns, and 0 before.
+    """
+    for turn in count():
+        tries = of_a_turn * turn if turn >= _TURNS_AGAIN else 0
+        aims = [*still_missing(tries)]
+        if not aims:
+            return
+        for aim in aims:
+            if monotonic() > ends:
+                return
+            yield aim, f"again {turn}", of_a_turn
+
+
+class Preludes(Generic[_Example]):
+    """The first examples of a search that reached each path and condition; others begin so."""
+
+    def __init__(self, short: Callable[[], Iterable[str]], paths: Iterable[str]) -> None:
+        self._short = short
+        """Names what was reached too rarely so far."""
+        self._paths = frozenset(paths)
+        self._kept: defaultdict[str, list[_Example]] = defaultdict(list)
+
+    def note(self, counted: Iterable[str], example: Callable[[], _Example]) -> None:
+        """Keep an example that reached what was counted, where more are kept."""
+        for name in counted:
+            if len(kept := self._kept[name]) < _MOST_PRELUDES:
+                kept.append(example())
+
+    def of(self, aim: str | None) -> tuple[_Example, ...]:
+        """Return what reached ``aim`` while it is reached too rarely; None is for conditions."""
+        short = [name for name in self._short() if name in self._kept]
+        names = [name for name in short if name == aim or (aim is None and name not in self._paths)]
+        return tuple(example for name in names for example in self._kept[name])

@@ -1,1 +1,0 @@
-"""Running histories, and the tests that are made of that."""

@@ -1,1 +1,0 @@
-"""Triton's interpreter, which runs kernels where there is no GPU, made faster while checks run."""
