@@ -234,6 +234,11 @@ def test_importing_the_cache_loads_torch_and_no_transformers() -> None:
     assert loaded_by(statement, "torch", "transformers", "roseinfer.kernels.append") == ["torch"]
 
 
+def test_importing_an_adapter_class_loads_nothing_heavy() -> None:
+    statement = "from pytest_roseinfer import CacheSpec, EngineAdapter, KVCacheAdapter"
+    assert loaded_by(statement, "torch", "triton", "transformers", "numpy", "hypothesis") == []
+
+
 IMPORT_KERNELS = """
     import triton
     import triton.compiler

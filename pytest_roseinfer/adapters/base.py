@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pytest_roseinfer.capabilities.capability import capabilities_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-_Method = TypeVar("_Method", bound="Callable[..., Any]")
-
-
-def optional(method: _Method) -> _Method:
-    """Mark a method of a kind of adapter that is tested where an adapter defines it."""
-    method.__dict__["optional"] = True
-    return method
 
 
 class Adapter:
     """What adapters for caches and for engines have in common.
 
-    A class right under this one is a kind of adapter. Its methods are what an adapter of the kind
-    must define, except for those marked ``optional``.
+    A class right under this one is a kind of adapter. Its methods, and those of the capabilities
+    among its bases, are what an adapter of the kind must define, except for those marked
+    ``optional``.
     """
 
     required: ClassVar[tuple[str, ...]] = ()
@@ -32,16 +27,28 @@ class Adapter:
     conditions: ClassVar[Sequence[str]] = ()
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     replays: ClassVar[int] = 1
+    _declared: ClassVar[Mapping[str, Callable[..., Any]]] = {}
+    """The methods that the kind and its capabilities name."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if Adapter in cls.__bases__:
-            methods = {name: each for name, each in vars(cls).items() if isfunction(each)}
-            cls.optional = tuple(
-                name for name, each in methods.items() if hasattr(each, "optional")
-            )
-            cls.required = tuple(name for name in methods if name not in cls.optional)
+        cls._declared = {
+            name: each
+            for declaring in cls.declaring()
+            for name, each in vars(declaring).items()
+            if isfunction(each) and not name.startswith("_")
+        }
+        cls.optional = tuple(
+            name for name, each in cls._declared.items() if hasattr(each, "optional")
+        )
+        cls.required = tuple(name for name in cls._declared if name not in cls.optional)
         cls.abilities = frozenset(filter(cls.defines, cls.optional))
+
+    @classmethod
+    def declaring(cls) -> list[type]:
+        """Return the classes that say what an adapter may define: its kind, and capabilities."""
+        kinds = [each for each in cls.__mro__ if Adapter in each.__bases__]
+        return [*kinds, *(each.methods for each in capabilities_of(cls))]
 
     @classmethod
     def in_words(cls, example: Any) -> str:
@@ -50,6 +57,5 @@ class Adapter:
 
     @classmethod
     def defines(cls, name: str) -> bool:
-        """Return True for a method of the adapter's own, which replaces that of its kind."""
-        kind = cls.__mro__[cls.__mro__.index(Adapter) - 1]
-        return getattr(cls, name) is not getattr(kind, name)
+        """Return True for a method of the adapter's own, which replaces the one that names it."""
+        return getattr(cls, name) is not cls._declared[name]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_roseinfer.adapters.base import Adapter, optional
+from pytest_roseinfer.adapters.base import Adapter
+from pytest_roseinfer.capabilities.capability import optional
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

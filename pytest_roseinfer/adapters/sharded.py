@@ -54,7 +54,8 @@ class ShardedAdapter(KVCacheAdapter):
     @classmethod
     def _taken_over(cls) -> Mapping[str, Any]:
         """What the adapter of one rank says, as it is for all, and the methods it defines."""
-        said = get_annotations(KVCacheAdapter).keys() - _LEFT_TO_ONE_RANK
+        said = {name for each in KVCacheAdapter.declaring() for name in get_annotations(each)}
+        said -= _LEFT_TO_ONE_RANK
         return {
             **{name: getattr(cls.of, name) for name in said},
             "head_counts": tuple(count * cls.ranks for count in cls.of.head_counts),

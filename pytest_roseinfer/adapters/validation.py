@@ -12,11 +12,8 @@ import torch
 from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.capabilities.bad_calls import STANDARD_BAD_CALLS
-from pytest_roseinfer.capabilities.cache_data import MOST, OVER, FastPath, Tolerance
-from pytest_roseinfer.capabilities.conditions import refuse_uncounted, refuse_what_is_not_shown
-from pytest_roseinfer.capabilities.windows import refuse_windows
-from pytest_roseinfer.oracle.oracle import FORK_SHARES, SHARING
+from pytest_roseinfer.capabilities.cache_data import FastPath, is_dtype
+from pytest_roseinfer.capabilities.capability import capabilities_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,10 +54,10 @@ def _own(adapter: type[Adapter]) -> Iterator[tuple[str, Any]]:
 
 def _asked_for(adapter: type[Adapter]) -> dict[str, Any]:
     """Return the public names of the shipped bases, each as it was defined first."""
-    shipped = filter(_is_shipped, reversed(adapter.__mro__))
     return {
         name: value
-        for each in shipped
+        for each in reversed(adapter.__mro__)
+        if _names(adapter, each)
         for name, value in vars(each).items()
         if not name.startswith("_")
     }
@@ -68,6 +65,11 @@ def _asked_for(adapter: type[Adapter]) -> dict[str, Any]:
 
 def _is_shipped(each: type) -> bool:
     return each.__module__.startswith(_SHIPPED)
+
+
+def _names(adapter: type[Adapter], each: type) -> bool:
+    """Return True for a base that says what may be defined, and is none of the user's own code."""
+    return _is_shipped(each) or each in adapter.declaring()
 
 
 def _meant(adapter: type[Adapter], name: str, value: object) -> str | None:
@@ -99,7 +101,7 @@ def _is_method(value: object) -> bool:
 
 def _defines(adapter: type[Adapter], known: str) -> bool:
     """Return True where a class of the user's has this name too."""
-    return any(known in vars(each) for each in adapter.__mro__ if not _is_shipped(each))
+    return any(known in vars(each) for each in adapter.__mro__ if not _names(adapter, each))
 
 
 def _likeness(said: str, known: str) -> float:
@@ -132,9 +134,9 @@ def _not_made(adapter: type[Adapter]) -> Iterator[str]:
 
 
 def _not_called(adapter: type[Adapter]) -> Iterator[str]:
-    kind = adapter.__mro__[adapter.__mro__.index(Adapter) - 1]
     for name in filter(adapter.defines, (*adapter.required, *adapter.optional)):
-        own, due = _signature(adapter, name), _signature(kind, name)
+        declaring = next(each for each in adapter.declaring() if name in vars(each))
+        own, due = _signature(adapter, name), _signature(declaring, name)
         if own and due and not (_takes(own, len(due.parameters)) and _in_order(own, due)):
             handed = ", ".join(due.parameters)
             yield (
@@ -143,7 +145,7 @@ def _not_called(adapter: type[Adapter]) -> Iterator[str]:
             )
 
 
-def _signature(adapter: type[Adapter], name: str) -> Signature | None:
+def _signature(adapter: type, name: str) -> Signature | None:
     """Return what a method is called with; None where Python cannot say."""
     method: Any = getattr_static(adapter, name)
     bound = isinstance(method, staticmethod | classmethod)
@@ -184,13 +186,8 @@ def _is_size(value: object) -> bool:
     return type(value) is int and value > 0
 
 
-def _is_dtype(value: object) -> bool:
-    found = getattr(torch, value, None) if isinstance(value, str) else None
-    return isinstance(found, torch.dtype) and found.is_floating_point
-
-
 _RIGHT: Mapping[str, tuple[Callable[[object], bool], str]] = {
-    "dtypes": (_is_dtype, 'names of torch dtypes, as in ("float32", "bfloat16")'),
+    "dtypes": (is_dtype, 'names of torch dtypes, as in ("float32", "bfloat16")'),
     "head_counts": (_is_size, "numbers from 1 on, as in (1, 8)"),
     "head_dims": (_is_size, "numbers from 1 on, as in (64, 128)"),
     "block_sizes": (_is_size, "numbers from 1 on, as in (16, 32)"),
@@ -198,6 +195,14 @@ _RIGHT: Mapping[str, tuple[Callable[[object], bool], str]] = {
 """For each attribute, what holds for all that it lists, and what to write."""
 _FEWEST = {"most_sequences": 6, "most_tokens": 16}
 """What the drawn histories need: so many sequences at a time, and a few blocks of tokens."""
+
+
+def _codes(said: object) -> str:
+    """Say what is missing where one of the dtypes is one of codes."""
+    named = [each for each in said if isinstance(each, str)] if isinstance(said, Sequence) else []
+    codes = [each for each in named if isinstance(getattr(torch, each, None), torch.dtype)]
+    missing = [each for each in codes if not is_dtype(each)]
+    return f"; {missing[0]} needs tolerance[{missing[0]!r}] as well" if missing else ""
 
 
 def refuse_shapes(adapter: type[KVCacheAdapter]) -> None:
@@ -215,14 +220,6 @@ def refuse_shapes(adapter: type[KVCacheAdapter]) -> None:
         refuse_bound(adapter, name, least)
 
 
-def _codes(said: object) -> str:
-    """Say what is missing where one of the dtypes is one of codes."""
-    named = [each for each in said if isinstance(each, str)] if isinstance(said, Sequence) else []
-    codes = [each for each in named if isinstance(getattr(torch, each, None), torch.dtype)]
-    missing = [each for each in codes if not _is_dtype(each)]
-    return f"; {missing[0]} needs tolerance[{missing[0]!r}] as well" if missing else ""
-
-
 def refuse_bound(adapter: type[Adapter], name: str, least: int) -> None:
     """Raise ``TypeError`` where a bound is no number, or fewer than what is drawn."""
     said = getattr(adapter, name)
@@ -233,49 +230,16 @@ def refuse_bound(adapter: type[Adapter], name: str, least: int) -> None:
         )
 
 
-def refuse_tolerance(adapter: type[KVCacheAdapter]) -> None:
-    """Raise ``TypeError`` for a tolerance that makes no sense."""
-    for name, said in adapter.tolerance.items():
-        if not isinstance(said, Tolerance):
-            raise TypeError(
-                f"{adapter.__name__}.tolerance[{name!r}] is {said!r}: write Tolerance(1 / 250)"
-            )
-        if not (0 < said.of_greatest < MOST and said.over in OVER and _is_dtype(said.tensors)):
-            raise TypeError(
-                f"{adapter.__name__}.tolerance[{name!r}] is {said}: of_greatest lies between 0 and "
-                f"{MOST}, over is {' or '.join(map(repr, OVER))}, and tensors is the name of a "
-                "torch dtype"
-            )
-
-
 _FEWEST_REQUESTS = 6
 """Drawn mixes have so many at a time."""
-_LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {
-    "match_granularity": ("block", "token"),
-    "match_leaves": (0, 1),
-    "match_finds": ("all", "some"),
-    "evicts": ("any", "least recent"),
-}
 
-_SWAPPING = ("swap_out", "swapped_out", "swap_in", "swapped_in")
-_NEEDS: dict[str, tuple[str, ...]] = {
+_ENGINE_NEEDS: dict[str, tuple[str, ...]] = {
     "logprobs": ("logits",),
     "top_logprobs": ("logprobs",),
     "prompt_logprobs": ("logits",),
     "pieces": ("decoded",),
-    "namespaces": ("texts",),
-    "reserve": ("fill",),
-    "fill": ("reserve",),
-    "preempt": ("resume",),
-    "resume": ("preempt",),
-    "look_up": ("begin_with", "texts"),
-    "begin_with": ("look_up",),
-    "matched": ("texts",),
-    "arena": ("table",),  # else nothing says whose a block is, and a run would be green
-    "ledger": ("table",),
-    **dict.fromkeys(_SWAPPING, _SWAPPING),
 }
-"""For optional methods, others that they are nothing without: no step would call them."""
+"""For optional methods of engines, others that they are nothing without."""
 
 
 def refuse_mistakes(adapter: type[Adapter]) -> None:
@@ -298,27 +262,22 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
         refuse_bound(adapter, "most_requests", _FEWEST_REQUESTS)
         _refuse_what_says_too_little(adapter)
     if issubclass(adapter, KVCacheAdapter):
-        refuse_tolerance(adapter)
         refuse_shapes(adapter)
-        refuse_what_is_not_shown(adapter)
-        refuse_uncounted(adapter)
-        refuse_windows(adapter)
         if not isinstance(adapter.atomic_batches, bool):
             raise TypeError(
                 f"{name}.atomic_batches is {adapter.atomic_batches!r}: write False if an append "
                 "that finds no room stores the rows ahead of the one that found none, else True"
             )
-    for method in filter(adapter.abilities.__contains__, _NEEDS):
-        if lacking := [other for other in _NEEDS[method] if not adapter.defines(other)]:
-            raise TypeError(
-                f"{name} defines {method} and must then define {', '.join(lacking)} too"
-            )
-    shares = getattr(adapter, "fork_shares", FORK_SHARES[0])
-    if shares not in FORK_SHARES:
-        known = ", ".join(map(repr, FORK_SHARES))
-        raise TypeError(f"{name}.fork_shares is {shares!r}: choose one of {known}")
-    _refuse_sharing(adapter)
-    _refuse_unknown_bad_calls(adapter)
+    capabilities = capabilities_of(adapter)
+    for needs in (_ENGINE_NEEDS, *(each.needs for each in capabilities)):
+        for method in filter(adapter.abilities.__contains__, needs):
+            if lacking := [other for other in needs[method] if not adapter.defines(other)]:
+                raise TypeError(
+                    f"{name} defines {method} and must then define {', '.join(lacking)} too"
+                )
+    for capability in capabilities:
+        for refuse in capability.refuse:
+            refuse(adapter)
     for path_name, path in adapter.paths.items():
         if not isinstance(path, FastPath):
             twin = repr(path) if isinstance(path, str) else "..."
@@ -343,37 +302,3 @@ def _refuse_what_says_too_little(adapter: type[EngineAdapter]) -> None:
         raise TypeError(
             f"{adapter.__name__}.never_idles is True and must be judged by stage: define that too"
         )
-
-
-def _refuse_sharing(adapter: type[Adapter]) -> None:
-    name, sharing = adapter.__name__, getattr(adapter, "sharing", SHARING[0])
-    if sharing not in SHARING:
-        known = ", ".join(map(repr, SHARING))
-        raise TypeError(f"{name}.sharing is {sharing!r}: choose one of {known}")
-    lacking = {"texts", "table", "ledger"} - adapter.abilities
-    for attribute, choices in _LOOKUP_CHOICES.items():
-        if (said := getattr(adapter, attribute, choices[0])) not in choices:
-            raise TypeError(
-                f"{name}.{attribute} is {said!r}, and must be {' or '.join(map(repr, choices))}"
-            )
-    for attribute, needing in (("sharing", "equal prefixes"), ("evicts", "least recent")):
-        if lacking and getattr(adapter, attribute, None) == needing:
-            raise TypeError(
-                f"{name}.{attribute} is {needing!r}, which cannot be judged without "
-                f"{' and '.join(sorted(lacking))}: define {'it' if len(lacking) == 1 else 'them'}"
-            )
-
-
-def _refuse_unknown_bad_calls(adapter: type[Adapter]) -> None:
-    name, named = adapter.__name__, getattr(adapter, "standard_bad_calls", ())
-    if unknown := [repr(each) for each in named if each not in STANDARD_BAD_CALLS]:
-        known = ", ".join(map(repr, STANDARD_BAD_CALLS))
-        raise TypeError(
-            f"{name}.standard_bad_calls names {', '.join(unknown)}: choose from {known}"
-        )
-    for each in named:
-        needs = STANDARD_BAD_CALLS[each].needs
-        if missing := sorted(need for need in needs if need not in adapter.abilities):
-            raise TypeError(
-                f"{name}.standard_bad_calls names {each!r}, which needs {', '.join(missing)}"
-            )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NoReturn, SupportsIndex, TypeGuard
-
-import torch
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeGuard
 
 from pytest_roseinfer.capabilities.cache_data import Ledger
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from pytest_roseinfer.capabilities.lazy import torch
 
 # An answer of an adapter that is none, and how a failure tells it.
 
@@ -50,7 +53,7 @@ def in_words(shown: object) -> str:
     return said if len(said) <= _MOST else f"{said[:_MOST]}..."
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple["torch.Tensor", "torch.Tensor"]
 
 
 def table(call: str, shown: Any) -> list[int | None]:

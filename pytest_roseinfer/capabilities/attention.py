@@ -1,16 +1,15 @@
 """Attention over what is stored, compared with the formula in float64."""
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
 import random
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pytest_roseinfer.capabilities import answers
 from pytest_roseinfer.capabilities.compiled_shapes import few_of
 from pytest_roseinfer.capabilities.observation import (
-    ATTENTION,
+    AFTER_ATTENTION,
     Attended,
     Finding,
     Location,
@@ -19,19 +18,38 @@ from pytest_roseinfer.capabilities.observation import (
     invariant,
 )
 from pytest_roseinfer.capabilities.operation import asked
-from pytest_roseinfer.capabilities.payload import VIEWS, lay_out
+from pytest_roseinfer.capabilities.payload import VIEWS, lay_out, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    import torch
 
     from pytest_roseinfer.capabilities.observation import Pair
     from pytest_roseinfer.capabilities.operation import Device
     from pytest_roseinfer.capabilities.payload import Payload
     from pytest_roseinfer.oracle.oracle import Oracle
+else:
+    from pytest_roseinfer.capabilities.lazy import torch
+from pytest_roseinfer.capabilities.capability import Capability, optional
+
+
+class AttentionMethods:
+    """The method that attends."""
+
+    @optional
+    def attend(self, seqs: Sequence[int], query: torch.Tensor, layer: int) -> torch.Tensor:
+        """Attend with one token of each sequence over all that is stored for it; store nothing.
+
+        The query and the result are ``[len(seqs), q_heads, head_dim]`` in the cache's dtype;
+        scores are scaled by ``head_dim ** -0.5``. ``q_heads`` is ``n`` times the cache's heads,
+        ``n`` up to 16: query head ``h`` attends to head ``h // n``.
+        """
+
 
 EVERY = 4
 """Steps between two questions; one always follows the last step of a history."""
-_TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+_TOLERANCES = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
 """Relative to the largest value that a head has stored."""
 _MOST_SEQUENCES = 3
 _MOST_HEADS = 6
@@ -76,7 +94,7 @@ def questions(
         yield seqs, query.to(spec.device, payload.dtype), rng.choice(views), layer
 
 
-@invariant(rank=10, needs=("attend",), after=(ATTENTION,))
+@invariant(rank=10, needs=("attend",), after=(AFTER_ATTENTION,))
 def attention(seen: Observation) -> Finding | None:
     for answer in seen.attended:
         if wrong := _wrong_answer(seen, answer):
@@ -133,7 +151,7 @@ def _stored(seen: Observation, seq: int, layer: int, tokens: Sequence[int]) -> P
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    return _TOLERANCES.get(dtype) or max(2e-6, 2 * torch.finfo(dtype).eps)
+    return _TOLERANCES.get(name_of(dtype)) or max(2e-6, 2 * torch.finfo(dtype).eps)
 
 
 def attention_by_formula(
@@ -207,3 +225,9 @@ def ask_for_attention(
 
 def _attend(adapter: Any, seqs: list[int], query: torch.Tensor, layer: int) -> torch.Tensor:
     return answers.attention(f"attend({seqs}, query, {layer})", adapter.attend(seqs, query, layer))
+
+
+ATTENTION = Capability(
+    methods=AttentionMethods,
+    invariants=(attention,),
+)

@@ -1,18 +1,17 @@
 """Bad calls: each must raise what its adapter says, and change nothing."""
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities.cache_data import BadCall
 from pytest_roseinfer.capabilities.observation import (
-    BAD_CALL,
+    AFTER_BAD_CALL,
     Finding,
     Observation,
     find_change,
@@ -21,11 +20,52 @@ from pytest_roseinfer.capabilities.observation import (
 from pytest_roseinfer.oracle.oracle import Stage
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
     from pytest_roseinfer.oracle.oracle import Oracle
+else:
+    from pytest_roseinfer.capabilities.lazy import torch
+from pytest_roseinfer.capabilities.capability import Capability, optional
 
 
-@invariant(rank=11, after=(BAD_CALL,))
+class BadCallMethods:
+    """The methods that are there to be misused."""
+
+    standard_bad_calls: ClassVar[Sequence[str]] = ()
+    """Names from the catalogue of bad calls: those that the cache must refuse."""
+    bad_call_errors: ClassVar[tuple[type[BaseException], ...]] = (Exception,)
+    """What it refuses them with."""
+
+    @optional
+    def decref_blocks(self, layer: int, blocks: Sequence[int]) -> None:
+        """Take a holder off each of these blocks, which are as in ``table``.
+
+        This one and the three below are there to be misused, by ``standard_bad_calls``.
+        """
+
+    @optional
+    def incref_blocks(self, layer: int, blocks: Sequence[int]) -> None:
+        """Add a holder to each of these blocks."""
+
+    @optional
+    def gather_blocks(self, layer: int, blocks: list[int], length: int | None) -> object:
+        """Read the first ``length`` tokens of these blocks, or all that they store."""
+
+    @optional
+    def append_to_blocks(
+        self, layer: int, lists: list[list[int]], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Append a token to each of some lists of blocks, which is ``append`` without names."""
+
+    @optional
+    def bad_calls(self) -> Iterable[BadCall]:
+        """Make up calls that must be refused, or leave no trace, in the cache's present state."""
+
+
+@invariant(rank=11, after=(AFTER_BAD_CALL,))
 def bad_calls(seen: Observation) -> Finding | None:
     bad, error = seen.bad_call, seen.raised
     if bad is None:
@@ -322,3 +362,25 @@ def append_to_blocks_twice(at: Situation) -> Iterator[_Call]:
             lists = [own, list(own)]
             call = partial(at.adapter.append_to_blocks, at.last, lists, new, new)
             yield "append_to_blocks to a copied list and to what it was copied from", call
+
+
+def refuse_unknown_bad_calls(adapter: type[Any]) -> None:
+    name, named = adapter.__name__, getattr(adapter, "standard_bad_calls", ())
+    if unknown := [repr(each) for each in named if each not in STANDARD_BAD_CALLS]:
+        known = ", ".join(map(repr, STANDARD_BAD_CALLS))
+        raise TypeError(
+            f"{name}.standard_bad_calls names {', '.join(unknown)}: choose from {known}"
+        )
+    for each in named:
+        needs = STANDARD_BAD_CALLS[each].needs
+        if missing := sorted(need for need in needs if need not in adapter.abilities):
+            raise TypeError(
+                f"{name}.standard_bad_calls names {each!r}, which needs {', '.join(missing)}"
+            )
+
+
+BAD_CALLS = Capability(
+    methods=BadCallMethods,
+    invariants=(bad_calls,),
+    refuse=(refuse_unknown_bad_calls,),
+)

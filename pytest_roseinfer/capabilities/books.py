@@ -1,5 +1,6 @@
 """The books of a cache: tables, refcounts, free blocks, and the slots of sequences."""
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
 from dataclasses import replace
@@ -19,9 +20,35 @@ from pytest_roseinfer.oracle.windows import NEXT_TRY
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pytest_roseinfer.capabilities.cache_data import Ledger
     from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.pages import Page
+from pytest_roseinfer.capabilities.capability import Capability, optional
+
+
+class BookMethods:
+    """The methods by which a cache shows its books."""
+
+    @optional
+    def table(self, seq: int, layer: int) -> Sequence[int | None]:
+        """Return the blocks of a sequence, as indices into ``arena``'s block dimension.
+
+        None stands for a block that was given back since it left the layer's window.
+        """
+
+    @optional
+    def ledger(self, layer: int) -> Ledger:
+        """Return the cache's own books for one layer."""
+
+    @optional
+    def kept_in(self, seq: int) -> int | list[Any]:
+        """Return what a sequence has until it is freed or away, and another may get after it.
+
+        That is the number of its slot, or the list that the cache keeps its blocks in: the list
+        itself and no copy. No two sequences may have the same.
+        """
 
 
 @invariant(rank=20, needs=("ledger", "table"))
@@ -144,7 +171,7 @@ def refused(seen: Observation) -> Finding | None:
     return Finding("a step that found no room changed the books")
 
 
-BOOKS = frozenset({"table", "ledger", "kept_in"})
+BOOK_METHODS = frozenset({"table", "ledger", "kept_in"})
 """The methods that show a part of them."""
 
 
@@ -178,3 +205,14 @@ def _copied(adapter: Any, layer: int) -> Ledger:
         free=list(shown.free),
         cached=set(shown.cached),
     )
+
+
+BOOKS = Capability(
+    methods=BookMethods,
+    needs={"ledger": ("table",)},
+    invariants=(
+        ownership,
+        kept_apart,
+        refused,
+    ),
+)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pytest_roseinfer.capabilities.lazy import torch
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
@@ -132,3 +134,8 @@ class Tolerance:
     ``"block"`` since that was taken. Keys, values and layers are apart in either case."""
     tensors: str = "float32"
     """The dtype of what the cache is handed and what it returns."""
+
+
+def is_dtype(value: object) -> bool:
+    found = getattr(torch, value, None) if isinstance(value, str) else None
+    return isinstance(found, torch.dtype) and found.is_floating_point

@@ -1,15 +1,21 @@
 """Counted paths and conditions: what a cache counts, and what the harness counts itself."""
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from pytest_roseinfer.capabilities.conditions import OWN_CONDITIONS, USED_AGAIN
+from pytest_roseinfer.capabilities.conditions import (
+    OWN_CONDITIONS,
+    USED_AGAIN,
+    refuse_uncounted,
+    refuse_what_is_not_shown,
+)
 from pytest_roseinfer.capabilities.observation import (
-    ATTENTION,
-    OPERATION,
+    AFTER_ATTENTION,
+    AFTER_STEP,
     Finding,
     Observation,
     invariant,
@@ -18,9 +24,35 @@ from pytest_roseinfer.capabilities.observation import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
+    from pytest_roseinfer.capabilities.cache_data import FastPath
     from pytest_roseinfer.capabilities.observation import Snapshot
     from pytest_roseinfer.capabilities.operation import Driven, Operation
     from pytest_roseinfer.oracle.oracle import Oracle
+from pytest_roseinfer.capabilities.capability import Capability, optional
+
+
+class CountingMethods:
+    """The method that shows counted paths and conditions."""
+
+    paths: ClassVar[Mapping[str, FastPath]] = {}
+    """Fast paths the cache declares, by their names in ``path_counts``."""
+    conditions: ClassVar[Sequence[str]] = ()
+    """Names in ``path_counts`` that are no paths but must be met all the same.
+
+    The harness counts some itself, which ``path_counts`` leaves out: "last_position", a row that
+    begins at the last position of its block; "out_of_room_mid_batch", a refused write whose first
+    row alone would have found room (which needs a ``ledger``); "name_used_again", a sequence
+    that begins under the name of one that was freed; "slot_used_again" and "list_used_again", one
+    that begins in what ``kept_in`` showed of another; "handle_used_again", a ``reserve`` that
+    returns what one before it had returned, which was filled since; and "block_used_while_away",
+    a block that another gets before the sequence is back that had given it up."""
+    row_conditions: ClassVar[Mapping[str, str]] = {}
+    """Which of ``conditions`` counts what a row found: a name for each of "fresh", "in_place",
+    "rollover", "rollover_shared", "copy_on_write" and "padding" that is counted row by row."""
+
+    @optional
+    def path_counts(self) -> Mapping[str, int]:
+        """Return how often each path ran and each condition was met since ``make``."""
 
 
 def conditions_met(oracle: Oracle, step: Operation) -> Counter[str]:
@@ -31,7 +63,7 @@ def conditions_met(oracle: Oracle, step: Operation) -> Counter[str]:
     return met
 
 
-@invariant(rank=60, needs=("path_counts",), after=(OPERATION, ATTENTION))
+@invariant(rank=60, needs=("path_counts",), after=(AFTER_STEP, AFTER_ATTENTION))
 def counts(seen: Observation) -> Finding | None:
     return next(map(Finding, _mistakes(seen)), None)
 
@@ -101,7 +133,7 @@ def _ruled_out(seen: Observation) -> Iterator[str]:
 # ``KVCacheAdapter.conditions`` says what each of them means.
 
 
-@invariant(rank=50, needs=("path_counts",), after=(OPERATION, ATTENTION))
+@invariant(rank=50, needs=("path_counts",), after=(AFTER_STEP, AFTER_ATTENTION))
 def own_conditions(seen: Observation) -> Finding | None:
     """A cache leaves out of its counts what the harness counts itself."""
     for name in seen.ran:
@@ -191,3 +223,16 @@ class UsedAgain:
             list_used_again=self.lists.again(each for each in kept if isinstance(each, list)),
             block_used_while_away=self.blocks.met(away, shown.tables_of(0)),
         )
+
+
+COUNTING = Capability(
+    methods=CountingMethods,
+    invariants=(
+        counts,
+        own_conditions,
+    ),
+    refuse=(
+        refuse_uncounted,
+        refuse_what_is_not_shown,
+    ),
+)

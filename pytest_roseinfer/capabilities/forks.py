@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from pytest_roseinfer.capabilities import operation
+from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.oracle.oracle import FORK_SHARES
 from pytest_roseinfer.words import some
+
+
+class ForkMethods:
+    """The method that forks a sequence."""
+
+    fork_shares: ClassVar[str] = "blocks"
+    """A fork shares all its ``"blocks"``, and a partial one is copied when it is written to; or
+    only its ``"full blocks"``, and a partial one is copied at once; or ``"nothing"``."""
+
+    @optional
+    def fork(self, parent: int, child: int) -> None:
+        """Start ``child`` as a copy of ``parent``, sharing what can be shared."""
 
 
 @operation.register
@@ -92,3 +108,21 @@ class Fork(operation.Operation):
     def moves(cls, writer: operation.Writer) -> operation.Moves:
         if writer.filled and len(writer.oracle.sequences) < operation.MOST_SEQUENCES:
             yield operation.Move(70, 4, lambda: cls.of_any(writer))
+
+
+def refuse_fork_shares(adapter: type[Any]) -> None:
+    if adapter.fork_shares not in FORK_SHARES:
+        known = ", ".join(map(repr, FORK_SHARES))
+        raise TypeError(
+            f"{adapter.__name__}.fork_shares is {adapter.fork_shares!r}: choose one of {known}"
+        )
+
+
+FORKS = Capability(
+    methods=ForkMethods,
+    operations=(
+        Copy,
+        Fork,
+    ),
+    refuse=(refuse_fork_shares,),
+)

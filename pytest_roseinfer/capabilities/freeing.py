@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from pytest_roseinfer.capabilities import operation
+from pytest_roseinfer.capabilities.capability import Capability, optional
 from pytest_roseinfer.oracle.oracle import Stage
+
+
+class FreeingMethods:
+    """The method that frees a sequence."""
+
+    @optional
+    def free(self, seq: int) -> None:
+        """Forget a sequence; its name is used again for new ones.
+
+        It may be preempted, swapped out, or half way out or back. That is over then, too: what was
+        returned for it is handed to nobody, and all that it held is free.
+        """
 
 
 @operation.register
@@ -42,3 +55,9 @@ class Free(operation.Operation):
             # Where the next batch may find no room, freeing lets the history go on.
             times = 8 if writer.oracle.pages_free() < 2 else 2
             yield operation.Move(80, times, lambda: cls(writer.pick(writer.live)))
+
+
+FREEING = Capability(
+    methods=FreeingMethods,
+    operations=(Free,),
+)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pytest_roseinfer.capabilities.payload import as_bits, same_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
@@ -246,42 +245,31 @@ def elsewhere(arena: Pair, layer: int, kind: str, head: int, missing: torch.Tens
     return ""
 
 
-# What an invariant is, and the registry that knows every one.
-#
-# A new invariant is one new file in this folder: a function under ``@invariant`` that judges an
-# observation of one step. Its name is how reports call it.
-
-
-Check = Callable[[Observation], Finding | None]
-OPERATION, ATTENTION, BAD_CALL = "operation", "attention", "bad call"
+AFTER_STEP, AFTER_ATTENTION, AFTER_BAD_CALL = "operation", "attention", "bad call"
 """What an observation can be made after."""
 
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """A check, and when it is due."""
+    """A check of an observation, and when it is due."""
 
-    name: str
-    check: Check
+    check: Callable[[Observation], Finding | None]
     rank: int
     """The lowest rank is judged first: what it finds explains most."""
     needs: frozenset[str]
     """What an adapter must offer for it; "windows" where layers have some."""
     after: frozenset[str]
 
+    @property
+    def name(self) -> str:
+        return self.check.__name__
 
-INVARIANTS: list[Invariant] = []
+    def __call__(self, seen: Observation) -> Finding | None:
+        return self.check(seen)
 
 
 def invariant(
-    *, rank: int, needs: Iterable[str] = (), after: Iterable[str] = (OPERATION,)
-) -> Callable[[Check], Check]:
-    """Register a function as an invariant, under its own name."""
-
-    def register(check: Check) -> Check:
-        own = Invariant(check.__name__, check, rank, frozenset(needs), frozenset(after))
-        INVARIANTS.append(own)
-        INVARIANTS.sort(key=lambda each: each.rank)
-        return check
-
-    return register
+    *, rank: int, needs: Iterable[str] = (), after: Iterable[str] = (AFTER_STEP,)
+) -> Callable[[Callable[[Observation], Finding | None]], Invariant]:
+    """Make a function an invariant, which reports call by the function's name."""
+    return lambda check: Invariant(check, rank, frozenset(needs), frozenset(after))

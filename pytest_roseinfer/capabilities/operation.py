@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, dataclass_transform
 
 from pytest_roseinfer.capabilities.answers import WrongAnswer
-from pytest_roseinfer.capabilities.payload import NANS, Poison
+from pytest_roseinfer.capabilities.payload import Poison, poison_of
 from pytest_roseinfer.oracle.pages import Written as Written
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Device:
 
     def overwrite(self, tensor: torch.Tensor) -> None:
         """Use what was handed over for something else, behind all that the device was asked for."""
-        tensor.copy_(NANS[tensor.dtype, Poison.INPUT])
+        tensor.copy_(poison_of(tensor.dtype, Poison.INPUT))
 
 
 @dataclass(slots=True)

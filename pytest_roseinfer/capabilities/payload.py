@@ -10,18 +10,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
-
-import torch
 
 from pytest_roseinfer.oracle.oracle import PADDING_SEQUENCE, POSITIONS, TEXTS, token_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import torch
     from torch import Tensor
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec, Tolerance
+else:
+    from pytest_roseinfer.capabilities.lazy import torch
 
 # Numbers for caches that round: coarse enough to stay apart, and of sizes that tell scales apart.
 #
@@ -60,10 +62,10 @@ def times_as_large(want: Tensor, found: Tensor) -> float | None:
 
 
 _QUIET = {
-    torch.float16: (torch.int16, 0x7E00, 6),
-    torch.bfloat16: (torch.int16, 0x7FC0, 3),
-    torch.float32: (torch.int32, 0x7FC0_0000, 19),
-    torch.float64: (torch.int64, 0x7FF8 << 48, 48),
+    "float16": ("int16", 0x7E00, 6),
+    "bfloat16": ("int16", 0x7FC0, 3),
+    "float32": ("int32", 0x7FC0_0000, 19),
+    "float64": ("int64", 0x7FF8 << 48, 48),
 }
 """Of each dtype: its bits as an integer, the bits of NaN, and the place of three that are free."""
 
@@ -83,28 +85,37 @@ _WORDS = {
     Poison.INPUT: "poison (input was kept and not copied: its memory has another use now)",
     Poison.NOT_YET: "poison (the device has not come to it yet)",
 }
-BITS = {
-    (dtype, why): nan | why << place for dtype, (_, nan, place) in _QUIET.items() for why in Poison
+WORDS = {
+    (name, nan | why << place): _WORDS[why]
+    for name, (_, nan, place) in _QUIET.items()
+    for why in Poison
 }
-WORDS = {(dtype, bits): _WORDS[why] for (dtype, why), bits in BITS.items()}
-"""What the bits of a number say, if it is poison."""
+"""What the bits of a number say, by the name of its dtype, if it is poison."""
 ANY_NAN = "NaN (poison, or what became of it)"
-NANS = {
-    (dtype, why): torch.tensor(bits, dtype=_QUIET[dtype][0]).view(dtype)
-    for (dtype, why), bits in BITS.items()
-}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def poison_of(dtype: torch.dtype, why: Poison) -> torch.Tensor:
+    """Return the NaN that stands for a reason; one without a reason where the dtype has no room."""
+    if name_of(dtype) not in _QUIET:
+        return torch.tensor(float("nan"))
+    integer, nan, place = _QUIET[name_of(dtype)]
+    return torch.tensor(nan | why << place, dtype=getattr(torch, integer)).view(dtype)
 
 
 def poison(tensor: torch.Tensor, why: Poison) -> None:
     """Overwrite what nobody may read: with NaN, or with codes at the end of their range."""
     if tensor.is_floating_point():
-        tensor.copy_(NANS.get((tensor.dtype, why), torch.tensor(float("nan"))))
+        tensor.copy_(poison_of(tensor.dtype, why))
     else:
         codes = torch.iinfo(tensor.dtype)
         tensor.fill_(codes.min or codes.max)
 
 
-_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x2545F4914F6CDD1D
 _MIX = 0x1B873593CC9E2D51
 _NOT_KEPT = ", which are not kept where numbers go through another dtype"
@@ -135,9 +146,14 @@ def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     return tensor.clone()
 
 
+def _integer(size: int) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, f"int{8 * size}")
+    return dtype
+
+
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """View memory as integers, so that NaNs compare and -0.0 differs from 0.0."""
-    return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
+    return tensor.view(_integer(tensor.element_size()))
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
@@ -283,7 +299,7 @@ class Payload:
             by_token, by_page = scrambled(tokens, _NO_ELEMENT), scrambled(pages, _NO_ELEMENT)
             found = coarse(scrambled(tokens, inner), by_token, by_page, self.tolerance.over)
             return found.to(self.dtype)
-        bits = scrambled(tokens, inner).to(_INTEGER_OF_SIZE[self.dtype.itemsize])
+        bits = scrambled(tokens, inner).to(_integer(self.dtype.itemsize))
         if self.finite:
             low, high = _exponent_bits(self.dtype)
             bits = (bits & ~high) | low
@@ -322,7 +338,9 @@ class Payload:
         if not as_bits(row).any():
             return "zeros"
         if row.isnan().all():
-            bits = {WORDS.get((row.dtype, each), ANY_NAN) for each in as_bits(row).tolist()}
+            bits = {
+                WORDS.get((name_of(row.dtype), each), ANY_NAN) for each in as_bits(row).tolist()
+            }
             return " and ".join(sorted(bits)) + ", or its scale is" * bool(self.tolerance)
         bits_of_none = f"bits no token has ({row.tolist()[:4]}...)"
         if right is None:

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pytest_roseinfer.capabilities import operation
+from pytest_roseinfer.capabilities.capability import Capability, optional
 from pytest_roseinfer.capabilities.writes import floods
 from pytest_roseinfer.oracle.oracle import Stage
 from pytest_roseinfer.words import some
+
+if TYPE_CHECKING:
+    import torch
+
+
+class PreemptionMethods:
+    """The methods of preemption."""
+
+    @optional
+    def preempt(self, seq: int) -> None:
+        """Give up the blocks of a sequence, which ``resume`` or ``free`` is called with next."""
+
+    @optional
+    def resume(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write all tokens of a sequence again that was preempted, as it had them."""
 
 
 @operation.register
@@ -85,3 +103,13 @@ class Resume(operation.Write):
         if rows:
             yield operation.Move(122, 6 if fitting else 3, drawn)
             yield from floods(writer)
+
+
+PREEMPTION = Capability(
+    methods=PreemptionMethods,
+    needs={"preempt": ("resume",), "resume": ("preempt",)},
+    operations=(
+        Preempt,
+        Resume,
+    ),
+)

@@ -1,5 +1,6 @@
 """Prefix reuse: lookups of texts, what they must find, and the order of evictions."""
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
 from collections import defaultdict
@@ -7,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
 
 from pytest_roseinfer.capabilities import answers, operation
@@ -20,16 +21,83 @@ from pytest_roseinfer.capabilities.observation import (
 from pytest_roseinfer.capabilities.operation import asked
 from pytest_roseinfer.capabilities.writes import floods
 from pytest_roseinfer.oracle.equal_blocks import same_block_behind_another
+from pytest_roseinfer.oracle.oracle import SHARING
 from pytest_roseinfer.oracle.windows import first_live
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pytest_roseinfer.capabilities.observation import Snapshot
     from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.pages import Page, Table
     from pytest_roseinfer.oracle.texts import Said
+from pytest_roseinfer.capabilities.capability import Capability, optional
+
+
+class PrefixMethods:
+    """The methods of prefix reuse."""
+
+    sharing: ClassVar[str] = "exact"
+    """Sequences share blocks where ``fork`` says so, ``"exact"``; or, where the cache is told
+    their ``texts``, may share any whose tokens and all before them are equal, ``"equal
+    prefixes"``; or never, ``"none"``."""
+    match_granularity: ClassVar[str] = "block"
+    """``matched`` finds whole blocks, ``"block"``, or also a part of one, ``"token"``."""
+    match_leaves: ClassVar[int] = 0
+    """Of a text it never finds so many of the last tokens: 1 where one must be left to compute."""
+    match_finds: ClassVar[str] = "all"
+    """It finds ``"all"`` that is stored of a text, or ``"some"`` of it."""
+    evicts: ClassVar[str] = "any"
+    """Where a block is needed, any of those that a ledger has as ``cached`` is given up, or the
+    ``"least recent"``: the one whose last holder let go of it longest ago, and of those that one
+    sequence let go of at once, that nearest to its end. Looking one up does not renew it; a
+    sequence that begins with it does, as soon as it lets go."""
+    keeps_found: ClassVar[bool] = False
+    """What ``begin_with`` found stays to be found as long as the sequence holds it: where it writes
+    into a block of that, or cuts one, the block counts as one that others hold. So who appends to a
+    partial block gets a copy, for which there must be room, though nobody else has the block."""
+
+    @optional
+    def texts(self, said: Sequence[Sequence[int]]) -> None:
+        """Hear what the tokens say that are written next, or that room is reserved for next.
+
+        A row for each sequence, in the order of the write, padding left out; ``[5, 3]`` where two
+        tokens are appended. What is stored for a token follows from what its sequence says up to
+        there, so equal beginnings store the same. A fork says what its parent does.
+        """
+
+    @optional
+    def matched(self, said: Sequence[int]) -> int:
+        """Count the first tokens of a text that are stored, so that a sequence could begin there.
+
+        Asking takes nothing and changes nothing.
+        """
+
+    @optional
+    def look_up(self, said: Sequence[int]) -> object:
+        """Look up a text for a sequence that begins later; what is returned goes to ``begin_with``.
+
+        Nothing is held by it: until then, others may take what was found.
+        """
+
+    @optional
+    def begin_with(self, found: Any, seq: int) -> int:
+        """Begin ``seq`` with what was found, as far as it is still there; count its tokens."""
+
+    @optional
+    def namespaces(self, names: Sequence[int]) -> None:
+        """Hear in which namespace each row of ``texts`` lies that comes next, or the text that is
+        looked up next, by ``matched`` or ``look_up``.
+
+        That is an adapter of the model's weights, say, or a salt. Equal texts in two namespaces
+        store different things, and one is not found where the other is looked up. A fork lies in
+        the namespace of its parent.
+        """
+
+    @optional
+    def use_hash(self, hashed: Callable[[object], int]) -> None:
+        """Hash with this function, called after ``make``: different things often hash alike."""
 
 
 @operation.register
@@ -462,3 +530,50 @@ def look_up_all(adapter: Any, oracle: Oracle, collisions: Collisions | None) -> 
         if hashes and isinstance(found, int) and hashes.may_miss(found // size):
             collided.add(key)
     return Lookups(matched, frozenset(collided))
+
+
+_LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {
+    "match_granularity": ("block", "token"),
+    "match_leaves": (0, 1),
+    "match_finds": ("all", "some"),
+    "evicts": ("any", "least recent"),
+}
+
+
+def refuse_sharing(adapter: type[Any]) -> None:
+    name, sharing = adapter.__name__, getattr(adapter, "sharing", SHARING[0])
+    if sharing not in SHARING:
+        known = ", ".join(map(repr, SHARING))
+        raise TypeError(f"{name}.sharing is {sharing!r}: choose one of {known}")
+    lacking = {"texts", "table", "ledger"} - adapter.abilities
+    for attribute, choices in _LOOKUP_CHOICES.items():
+        if (said := getattr(adapter, attribute, choices[0])) not in choices:
+            raise TypeError(
+                f"{name}.{attribute} is {said!r}, and must be {' or '.join(map(repr, choices))}"
+            )
+    for attribute, needing in (("sharing", "equal prefixes"), ("evicts", "least recent")):
+        if lacking and getattr(adapter, attribute, None) == needing:
+            raise TypeError(
+                f"{name}.{attribute} is {needing!r}, which cannot be judged without "
+                f"{' and '.join(sorted(lacking))}: define {'it' if len(lacking) == 1 else 'them'}"
+            )
+
+
+PREFIXES = Capability(
+    methods=PrefixMethods,
+    needs={
+        "matched": ("texts",),
+        "look_up": ("begin_with", "texts"),
+        "begin_with": ("look_up",),
+        "namespaces": ("texts",),
+    },
+    operations=(
+        LookUp,
+        Take,
+    ),
+    invariants=(
+        lookups,
+        evictions,
+    ),
+    refuse=(refuse_sharing,),
+)

@@ -1,13 +1,14 @@
 """Quantised caches: what nobody wrote stays the same to the bit, and so do its scales."""
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities.observation import (
-    ATTENTION,
-    BAD_CALL,
-    OPERATION,
+    AFTER_ATTENTION,
+    AFTER_BAD_CALL,
+    AFTER_STEP,
     Finding,
     Location,
     Observation,
@@ -18,10 +19,32 @@ from pytest_roseinfer.capabilities.payload import as_bits
 from pytest_roseinfer.capabilities.storage import handed_out
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
+from pytest_roseinfer.capabilities.cache_data import MOST, OVER, Tolerance, is_dtype
+from pytest_roseinfer.capabilities.capability import Capability, optional
 
-@invariant(rank=41, needs=("tolerance",), after=(OPERATION, ATTENTION, BAD_CALL))
+
+class QuantisationMethods:
+    """The method that shows scales."""
+
+    tolerance: ClassVar[Mapping[str, Tolerance]] = {}
+    """For each of ``dtypes`` that is quantised, under any name: how far what is read back may be
+    off. All else must come back bit for bit."""
+
+    @optional
+    def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return live views of a quantised cache's scales, those of keys and those of values.
+
+        They are ``[layers, blocks, heads, block_size]``, or ``[layers, blocks, heads]`` where all
+        tokens of a block have one scale; where all heads have one, ``heads`` is 1. Those of a block
+        that nobody holds become NaN: leave this out if they are reset when a block is freed.
+        """
+
+
+@invariant(rank=41, needs=("tolerance",), after=(AFTER_STEP, AFTER_ATTENTION, AFTER_BAD_CALL))
 def untouched(seen: Observation) -> Finding | None:
     return _changed_reads(seen) or _changed_scales(seen)
 
@@ -92,3 +115,25 @@ def _allow(seen: Observation, layer: int, wrong: torch.Tensor) -> None:
             wrong[block] = False
         else:
             wrong[block, :, position] = False
+
+
+def refuse_tolerance(adapter: type[Any]) -> None:
+    """Raise ``TypeError`` for a tolerance that makes no sense."""
+    for name, said in adapter.tolerance.items():
+        if not isinstance(said, Tolerance):
+            raise TypeError(
+                f"{adapter.__name__}.tolerance[{name!r}] is {said!r}: write Tolerance(1 / 250)"
+            )
+        if not (0 < said.of_greatest < MOST and said.over in OVER and is_dtype(said.tensors)):
+            raise TypeError(
+                f"{adapter.__name__}.tolerance[{name!r}] is {said}: of_greatest lies between 0 and "
+                f"{MOST}, over is {' or '.join(map(repr, OVER))}, and tensors is the name of a "
+                "torch dtype"
+            )
+
+
+QUANTISATION = Capability(
+    methods=QuantisationMethods,
+    invariants=(untouched,),
+    refuse=(refuse_tolerance,),
+)

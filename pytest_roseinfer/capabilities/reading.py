@@ -1,11 +1,10 @@
 """Reading back: every sequence, bit for bit, by every route; quantised, nearly so."""
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
-
-import torch
 
 from pytest_roseinfer.capabilities.observation import (
     Finding,
@@ -18,9 +17,23 @@ from pytest_roseinfer.capabilities.payload import all_same_bits, as_bits, same_b
 from pytest_roseinfer.oracle.equal_blocks import same_behind_another
 
 if TYPE_CHECKING:
+    import torch
+
     from pytest_roseinfer.capabilities.observation import Pair
     from pytest_roseinfer.capabilities.payload import Payload
     from pytest_roseinfer.oracle.oracle import Oracle
+else:
+    from pytest_roseinfer.capabilities.lazy import torch
+from pytest_roseinfer.capabilities.capability import Capability, optional
+
+
+class ReadingMethods:
+    """The method by which a cache itself reads back."""
+
+    @optional
+    def gather(self, seq: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the cache itself returns for a sequence, shaped as in ``peek``."""
+
 
 # What a quantised cache may read back for a token: its values, give or take its tolerance.
 
@@ -130,3 +143,9 @@ def _difference(seen: Observation, compared: _Compared) -> Finding | None:
         f"{contents.words()}{same or lies}",
         Location(layer, {seq: page}, slot=slot, contents=contents),
     )
+
+
+READING = Capability(
+    methods=ReadingMethods,
+    invariants=(read_back,),
+)

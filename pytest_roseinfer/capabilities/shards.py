@@ -1,16 +1,30 @@
 """The ranks of a cache, which must agree on every table and in all their books."""
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.capabilities.observation import Finding, Location, Observation, invariant
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pytest_roseinfer.capabilities.cache_data import Ledger
     from pytest_roseinfer.capabilities.observation import Snapshot
+from pytest_roseinfer.capabilities.capability import Capability, optional
+
+
+class ShardMethods:
+    """The method that shows ranks."""
+
+    @optional
+    def shards(self) -> Sequence[Any]:
+        """Return the caches of all ranks, each of which keeps some of the heads.
+
+        What is offered of tables and books is rank 0's; that of the others must be the same. Poison
+        goes to their arenas, so that ``arena`` may be a copy. A ``ShardedAdapter`` has all this.
+        """
 
 
 @invariant(rank=1, needs=("shards",))
@@ -58,3 +72,9 @@ def _of_ledgers(rank: int, layer: int, first: Ledger, other: Ledger) -> Iterator
         for block in sorted(blocks ^ others):
             here, there = ("", "not ") if block in others else ("not ", "")
             yield Finding(f"{where}: block {block} is {here}{words}, and {there}{words} on rank 0")
+
+
+SHARDS = Capability(
+    methods=ShardMethods,
+    invariants=(shards,),
+)

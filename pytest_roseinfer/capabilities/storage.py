@@ -1,5 +1,6 @@
 """The storage of a cache: nothing changes but where a step writes, and free blocks are poisoned."""
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
 from collections import defaultdict
@@ -17,6 +18,18 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
     from pytest_roseinfer.capabilities.observation import Pair, Snapshot
+from pytest_roseinfer.capabilities.capability import Capability, optional
+
+
+class StorageMethods:
+    """The method that shows the storage."""
+
+    scratch_blocks: frozenset[int] = frozenset()
+    """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
+
+    @optional
+    def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``[layers, blocks, heads, block_size, head_dim]`` views of the live storage."""
 
 
 @invariant(rank=40, needs=("arena", "table"))
@@ -184,3 +197,10 @@ def _shown(adapter: Any, name: str) -> Pair | None:
     if name not in adapter.abilities:
         return None
     return answers.storage(f"{name}()", getattr(adapter, name)(), STORED[name])
+
+
+STORAGE = Capability(
+    methods=StorageMethods,
+    needs={"arena": ("table",)},
+    invariants=(arena,),
+)

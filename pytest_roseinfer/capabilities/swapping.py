@@ -1,11 +1,49 @@
 """Swapping a sequence out of the cache and back, each in two steps."""
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from pytest_roseinfer.capabilities import operation
+from pytest_roseinfer.capabilities.capability import Capability, optional
 from pytest_roseinfer.capabilities.observation import Finding, Observation, invariant
 from pytest_roseinfer.capabilities.writes import floods
 from pytest_roseinfer.oracle.oracle import Stage
+
+
+class SwappingMethods:
+    """The methods that swap sequences out and in."""
+
+    swap_out_holds: ClassVar[bool] = True
+    """The blocks of a sequence are its own until ``swapped_out``. False where they are free as soon
+    as ``swap_out`` returns, since they were copied by then."""
+
+    @optional
+    def swap_out(self, seq: int) -> object:
+        """Begin to copy a sequence out of the cache; what it returns goes to ``swapped_out``.
+
+        Until then the sequence reads back as before, and nothing is done to it but ``free``. Swap
+        space for ``spec.num_blocks`` blocks of each layer is enough.
+        """
+
+    @optional
+    def swapped_out(self, leaving: Any) -> None:
+        """Make sure that the copy is done; from here on the sequence holds no block.
+
+        Blocks that others hold are copied too. They stay with the others, with a holder less.
+        """
+
+    @optional
+    def swap_in(self, seq: int) -> object:
+        """Take blocks for a sequence and begin to copy it back; returns what ``swapped_in`` gets.
+
+        They are in its ``table`` from here on, none of them shared. It is not read until then.
+        """
+
+    @optional
+    def swapped_in(self, coming: Any) -> None:
+        """Make sure that the copy is done; the sequence reads back as before it was swapped out."""
 
 
 @operation.register
@@ -171,3 +209,21 @@ def swap_space(seen: Observation) -> Finding | None:
                 f"fills {most}"
             )
     return None
+
+
+SWAPPING = Capability(
+    methods=SwappingMethods,
+    needs={
+        "swap_out": ("swap_out", "swapped_out", "swap_in", "swapped_in"),
+        "swapped_out": ("swap_out", "swapped_out", "swap_in", "swapped_in"),
+        "swap_in": ("swap_out", "swapped_out", "swap_in", "swapped_in"),
+        "swapped_in": ("swap_out", "swapped_out", "swap_in", "swapped_in"),
+    },
+    operations=(
+        SwapOut,
+        SwappedOut,
+        SwapIn,
+        SwappedIn,
+    ),
+    invariants=(swap_space,),
+)

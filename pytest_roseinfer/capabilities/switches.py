@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities import operation
+from pytest_roseinfer.capabilities.capability import Capability, optional
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class SwitchMethods:
+    """The method that changes switches."""
+
+    option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    """Switches to vary: each history draws a value for every name, for ``spec.options``."""
+
+    @optional
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Change the switches of a live cache."""
 
 
 @operation.register
@@ -24,3 +39,9 @@ class SetOptions(operation.Operation):
     def moves(cls, writer: operation.Writer) -> operation.Moves:
         if writer.live and writer.adapter.option_choices:
             yield operation.Move(91, 2, lambda: cls(writer.switches()))
+
+
+SWITCHES = Capability(
+    methods=SwitchMethods,
+    operations=(SetOptions,),
+)

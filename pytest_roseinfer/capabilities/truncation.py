@@ -1,9 +1,48 @@
 """Cutting sequences down to their first tokens, one at a time or several at once."""
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, ClassVar
+
 from pytest_roseinfer.capabilities import operation
+from pytest_roseinfer.capabilities.capability import Capability, optional
 from pytest_roseinfer.words import some
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
+
+
+class TruncationMethods:
+    """The methods that cut sequences."""
+
+    truncate_copies: ClassVar[bool] = False
+    """Where ``truncate`` cuts a block that others hold, the part that is kept is copied at once;
+    else the block stays shared until it is written to. A sequence that alone holds a block keeps
+    it. Blocks that are given back make room for the copy, and for those of later rows."""
+    untrimmable_errors: ClassVar[tuple[type[BaseException], ...]] = ()
+    """The errors that ``truncate`` raises, changing nothing, where ``trimmable`` returns False."""
+
+    @optional
+    def truncate(self, seq: int, length: int) -> None:
+        """Keep the first ``length`` tokens of a sequence, which may be none or all of them.
+
+        One that is cut to nothing is not freed: it reads back as empty, and can be appended to.
+        """
+
+    @optional
+    def truncate_many(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:
+        """Truncate ``seqs[i]`` to ``lengths[i]``, one after the other; all of them or none."""
+
+    @classmethod
+    def trimmable(cls, spec: CacheSpec, stored: int, length: int) -> bool:  # noqa: ARG003
+        """Return False if a cache built so cannot cut ``stored`` tokens to ``length``.
+
+        It says so of all histories alike: nothing but these numbers may matter.
+        """
+        return True
 
 
 @operation.register
@@ -112,3 +151,12 @@ class TruncateMany(operation.Operation):
 
         if writer.live:
             yield operation.Move(112, 2, drawn)
+
+
+TRUNCATION = Capability(
+    methods=TruncationMethods,
+    operations=(
+        Truncate,
+        TruncateMany,
+    ),
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities.books import wrong_length
 from pytest_roseinfer.capabilities.observation import (
@@ -26,6 +26,27 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
+from pytest_roseinfer.capabilities.capability import Capability
+
+
+class WindowMethods:
+    """How a cache gives back what leaves a window."""
+
+    window_groups: ClassVar[int] = 0
+    """Up to so many different windows are drawn for ``spec.windows``, no window counting as one:
+    the groups of layers that the cache can be built with. In a layer of window W a token attends to
+    itself and the W - 1 before it. So of what is stored the last W - 1 tokens are live: ``peek``
+    and ``gather`` return these alone, ``attend`` attends to them, and ``table`` has None for a
+    block that was given back, all of whose tokens come before them."""
+    window_pools: ClassVar[str] = "own"
+    """Each layer has blocks of its ``"own"``, ``spec.num_blocks`` of them; or all groups take them
+    from one pool, ``"shared"``: a block is then one group's at a time, layers of a group have the
+    same table, and a ledger shows the whole pool, whichever layer is asked for."""
+    window_gives_back: ClassVar[str] = "at once"
+    """A block that left the window is given back ``"at once"``, by the write that moved it out and
+    when that is stored, or by the sequence's ``"next write"``. That makes room for the write's own
+    row and for later ones; a write that is refused gives nothing back. With ``"next try"`` the row
+    that found no room has given back all the same, as in vLLM."""
 
 
 @invariant(rank=0, needs=("table", "windows"))
@@ -177,3 +198,10 @@ def with_windows(spec: CacheSpec, adapter: type[Any], windows: Sequence[int | No
     sharing = len({*windows}) if adapter.window_pools == "shared" else 1
     blocks = sharing * spec.num_blocks
     return replace(spec, num_layers=len(windows), num_blocks=blocks, windows=tuple(windows))
+
+
+WINDOWS = Capability(
+    methods=WindowMethods,
+    invariants=(windows,),
+    refuse=(refuse_windows,),
+)

@@ -1,8 +1,9 @@
 """Writing tokens: single ones, many, padded batches, prompts, and room that is reserved first."""
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.capabilities.answers import reservation
@@ -11,7 +12,43 @@ from pytest_roseinfer.oracle.oracle import padding_token
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
     from pytest_roseinfer.capabilities.operation import Moves, Operation, Writer
+from pytest_roseinfer.capabilities.capability import Capability, optional
+
+
+class WriteMethods:
+    """The methods that write more than a token of each sequence."""
+
+    @optional
+    def prefill(self, seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Start a new sequence with a whole prompt."""
+
+    @optional
+    def reserve(self, seqs: Sequence[int], counts: Sequence[int]) -> object:
+        """Make room for ``counts[i]`` more tokens of ``seqs[i]``, to be written later.
+
+        What it returns is handed to ``fill``. Until then the sequences are left alone.
+        """
+
+    @optional
+    def fill(self, reservation: Any, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the tokens room was made for."""
+
+    @optional
+    def append_many(
+        self, seqs: Sequence[int], counts: Sequence[int], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Append ``counts[i]`` tokens to ``seqs[i]``; a sequence's tokens lie together."""
+
+    @optional
+    def append_padded(
+        self, seqs: Sequence[int | None], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """As ``append``, but a row whose sequence is None is padding and belongs to nobody."""
 
 
 @operation.register
@@ -246,3 +283,17 @@ def floods(writer: Writer) -> Moves:
 
     if free:
         yield Move(110, 3, drawn)
+
+
+WRITES = Capability(
+    methods=WriteMethods,
+    needs={"reserve": ("fill",), "fill": ("reserve",)},
+    operations=(
+        Append,
+        AppendMany,
+        AppendPadded,
+        Prefill,
+        Reserve,
+        Fill,
+    ),
+)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from pytest_roseinfer import capabilities
+import pytest_roseinfer.adapters.cache  # noqa: F401 - which has every shipped operation
 from pytest_roseinfer.capabilities.cache_data import CacheSpec
 from pytest_roseinfer.capabilities.operation import Operation
 from pytest_roseinfer.oracle.texts import WHOLE, Branch
@@ -14,7 +14,6 @@ from pytest_roseinfer.oracle.texts import WHOLE, Branch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-capabilities.import_all()
 
 GATHERS_EVERY = (1, 3)
 """After how many steps a sequence is gathered, the plainest first."""

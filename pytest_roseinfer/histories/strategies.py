@@ -8,6 +8,7 @@ are coded (see ``payload``).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hypothesis import strategies as st
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.capabilities.cache_data import CacheSpec
+from pytest_roseinfer.capabilities.capability import capabilities_of
 from pytest_roseinfer.capabilities.compiled_shapes import Bounds, few_of, few_shapes
-from pytest_roseinfer.capabilities.operation import OPERATIONS
 from pytest_roseinfer.capabilities.payload import LAYOUTS, VIEWS, lay_out
 from pytest_roseinfer.capabilities.prefixes import Take
 from pytest_roseinfer.capabilities.windows import with_windows
@@ -362,7 +363,8 @@ class _Writer:
 
     def kinds(self) -> list[type[Operation]]:
         """List the kinds of steps that the cache offers."""
-        return [kind for kind in OPERATIONS.values() if kind.needs <= self.adapter.abilities]
+        every = (each.operations for each in capabilities_of(self.adapter))
+        return [kind for kind in chain(*every) if kind.needs <= self.adapter.abilities]
 
     def moves(self) -> list[Callable[[], Operation]]:
         """List the ways to draw the next step, the simplest first; some are listed often."""

@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from itertools import chain
 from time import process_time
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +19,15 @@ import torch
 from pytest_roseinfer.capabilities import answers
 from pytest_roseinfer.capabilities.answers import WrongAnswer
 from pytest_roseinfer.capabilities.attention import EVERY, ask_for_attention
-from pytest_roseinfer.capabilities.books import BOOKS, books_of
+from pytest_roseinfer.capabilities.books import BOOK_METHODS, books_of
+from pytest_roseinfer.capabilities.capability import capabilities_of
 from pytest_roseinfer.capabilities.conditions import OWN_CONDITIONS, USED_AGAIN
 from pytest_roseinfer.capabilities.counting import UsedAgain, conditions_met, own_conditions_met
-from pytest_roseinfer.capabilities.device_queue import QueuedDevice, Read
+from pytest_roseinfer.capabilities.device_queue import Read
 from pytest_roseinfer.capabilities.observation import (
-    ATTENTION,
-    BAD_CALL,
-    INVARIANTS,
-    OPERATION,
+    AFTER_ATTENTION,
+    AFTER_BAD_CALL,
+    AFTER_STEP,
     Declared,
     Finding,
     Observation,
@@ -49,6 +50,7 @@ from pytest_roseinfer.oracle.batch_kinds import FEWEST_ROWS, batch_kinds
 from pytest_roseinfer.oracle.oracle import ORACLES
 from pytest_roseinfer.run import coverage
 from pytest_roseinfer.run.misuse import left_by_bad_calls, raised_by, words_of_others
+from pytest_roseinfer.run.simulated_device import QueuedDevice
 from pytest_roseinfer.run.watchdog import WATCHED, StepHung
 
 if TYPE_CHECKING:
@@ -79,6 +81,8 @@ class Machine:
         self.can = adapter_type.abilities | more
         if lacking := {need for step in history.operations for need in step.needs} - self.can:
             raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
+        every = (each.invariants for each in capabilities_of(adapter_type))
+        self.invariants = sorted(chain.from_iterable(every), key=lambda each: each.rank)
         self.attends = attends and "attend" in self.can
         self.oracle = ORACLES[bool(spec.windows)].of(adapter_type, spec, history.texts)
         self.payload = Payload(spec, history.finite, tolerance)
@@ -101,7 +105,7 @@ class Machine:
         self.own_conditions = [name for name in OWN_CONDITIONS if name in self.adapter.conditions]
         self.shown_again = [name for name in USED_AGAIN if name in self.adapter.conditions]
         self.used_again = UsedAgain() if self.shown_again else None
-        self.checked = Counter({each.name: 0 for each in INVARIANTS})
+        self.checked = Counter({each.name: 0 for each in self.invariants})
         """How often each invariant was checked."""
         self.batches: Counter[str] = Counter()
         """How often each kind of batch was stored."""
@@ -165,7 +169,7 @@ class Machine:
         outcome = self._do(operation)
         early = self._read_and_finish() if operation.looks else {}
         before, self.now = self.now, self.look(reads=True, early=early)
-        counted.update(self._judge(OPERATION, before, outcome, self.now, operation=operation))
+        counted.update(self._judge(AFTER_STEP, before, outcome, self.now, operation=operation))
         if self.collisions and self.collisions.seen:
             counted["hash_collision"] += self.collisions.take()
         if left := self.oracle.take_left():
@@ -285,7 +289,7 @@ class Machine:
         outcome = Outcome(True, self.driven.options)
         # Asking changes nothing that is stored, so the copy of it serves the next step too.
         self.now = replace(before, counts=after.counts)
-        return self._judge(ATTENTION, before, outcome, after, attended=answers)
+        return self._judge(AFTER_ATTENTION, before, outcome, after, attended=answers)
 
     def run_steps(self) -> None:
         """Do every step, and make no bad call."""
@@ -306,7 +310,7 @@ class Machine:
         seen = self.observation(
             after, before=self.now, outcome=outcome, bad_call=bad, raised=raised
         )
-        return self._first_finding(BAD_CALL, seen)
+        return self._first_finding(AFTER_BAD_CALL, seen)
 
     def look(
         self, *, reads: bool = False, copies: bool = True, early: Reads | None = None
@@ -369,7 +373,7 @@ class Machine:
             self.fail(Finding(what, cause=error))
 
     def _books(self, adapter: KVCacheAdapter) -> Snapshot:
-        if not BOOKS & adapter.abilities:
+        if not BOOK_METHODS & adapter.abilities:
             return Snapshot()
         with self.device.working():
             return books_of(adapter, self.oracle, self.spec.num_layers)
@@ -384,7 +388,7 @@ class Machine:
         return seen.ran
 
     def _first_finding(self, kind: str, seen: Observation) -> Finding | None:
-        for each in INVARIANTS:
+        for each in self.invariants:
             if kind in each.after and each.needs <= self.can:
                 self.checked[each.name] += 1
                 if finding := each.check(seen):

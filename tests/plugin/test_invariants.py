@@ -6,29 +6,31 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer.capabilities.observation import INVARIANTS
+from pytest_roseinfer import KVCacheAdapter
+from pytest_roseinfer.capabilities.capability import capabilities_of
 from tests.plugin.invariants import answers, books, stored
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.capabilities.observation import Observation
-    from tests.plugin.invariants.observed import Check, Right, Wrong
+    from pytest_roseinfer.capabilities.observation import Invariant, Observation
+    from tests.plugin.invariants.observed import Right, Wrong
 
 RIGHT: Right = {**books.RIGHT, **stored.RIGHT, **answers.RIGHT}
 WRONG: Wrong = [*books.WRONG, *stored.WRONG, *answers.WRONG]
 
 
 def test_every_invariant_is_tried_here() -> None:
-    tried = {check.__name__ for check in RIGHT}
-    assert tried == {check.__name__ for check, _, _ in WRONG} == {each.name for each in INVARIANTS}
+    tried = {check.name for check in RIGHT}
+    every = [each for own in capabilities_of(KVCacheAdapter) for each in own.invariants]
+    assert tried == {check.name for check, _, _ in WRONG} == {each.name for each in every}
 
 
-@pytest.mark.parametrize("check", RIGHT, ids=lambda check: check.__name__)
-def test_what_is_right_passes(check: Check) -> None:
+@pytest.mark.parametrize("check", RIGHT, ids=lambda check: check.name)
+def test_what_is_right_passes(check: Invariant) -> None:
     assert [check(seen) for seen in RIGHT[check]] == [None] * len(RIGHT[check])
 
 
 @pytest.mark.parametrize(("check", "seen", "said"), WRONG, ids=[case[2][:40] for case in WRONG])
-def test_what_is_wrong_is_found(check: Check, seen: Observation, said: str) -> None:
+def test_what_is_wrong_is_found(check: Invariant, seen: Observation, said: str) -> None:
     finding = check(seen)
     assert finding is not None
     assert said in finding.what

@@ -132,8 +132,9 @@ def test_public_names() -> None:
 def test_adapter_methods(heading: str, kind: Any) -> None:
     real = [
         f"{name}({', '.join(list(inspect.signature(method).parameters)[1:])})"
-        for name, method in vars(kind).items()
-        if inspect.isfunction(method)
+        for declaring in kind.declaring()
+        for name, method in vars(declaring).items()
+        if inspect.isfunction(method) and not name.startswith("_")
     ]
     assert names(heading) == real
 
@@ -147,7 +148,8 @@ def test_adapter_methods(heading: str, kind: Any) -> None:
 )
 def test_adapter_attributes_and_their_defaults(heading: str, kind: Any, module: Any) -> None:
     documented = [(name, eval(default, vars(module))) for name, default, _ in table(heading)]
-    assert documented == [(name, getattr(kind, name)) for name in inspect.get_annotations(kind)]
+    named = [name for each in kind.declaring() for name in inspect.get_annotations(each)]
+    assert documented == [(name, getattr(kind, name)) for name in named]
 
 
 def test_standard_bad_calls() -> None:

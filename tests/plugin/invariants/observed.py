@@ -7,7 +7,6 @@ sequence 1 has one token, in block 1.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from pytest_roseinfer.capabilities.attention import attention_by_formula
 from pytest_roseinfer.capabilities.observation import (
     Attended,
     Declared,
+    Invariant,
     Observation,
     Outcome,
     Snapshot,
@@ -30,10 +30,9 @@ from pytest_roseinfer.oracle.pages import Written
 if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.observation import Pair
 
-Check = Callable[[Observation], Any]
-Right = dict[Check, list[Observation]]
+Right = dict[Invariant, list[Observation]]
 """For each invariant, what it must pass."""
-Wrong = list[tuple[Check, Observation, str]]
+Wrong = list[tuple[Invariant, Observation, str]]
 """Invariants, each with what it must not pass and what it says of that."""
 
 SPEC = CacheSpec(num_layers=1, num_heads=2, head_dim=4, block_size=2, num_blocks=4)

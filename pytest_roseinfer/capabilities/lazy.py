@@ -1,0 +1,14 @@
+"""Torch, imported when it is first used: an adapter class and ``pytest --help`` need none of it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class _Torch:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("torch"), name)
+
+
+torch = _Torch()

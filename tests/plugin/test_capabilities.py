@@ -1,0 +1,182 @@
+"""A capability of a user's own is one mixin and one object: all that is generic goes by them."""
+
+# mypy: disable-error-code="empty-body"
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import Phase, given, seed
+from hypothesis import settings as hypothesis_settings
+
+from pytest_roseinfer import CacheSpec, Divergence, History, run_history
+from pytest_roseinfer.adapters.validation import refuse_mistakes
+from pytest_roseinfer.capabilities.capability import Capability, capabilities_of, optional
+from pytest_roseinfer.capabilities.observation import Finding, invariant
+from pytest_roseinfer.capabilities.operation import Move, Operation, register
+from pytest_roseinfer.capabilities.writes import Append
+from pytest_roseinfer.histories.strategies import histories
+from pytest_roseinfer.run.machine import Machine
+from tests.plugin.caches.list_cache import ListCache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pytest_roseinfer.capabilities.observation import Observation
+    from pytest_roseinfer.capabilities.operation import Driven, Writer
+
+
+class MarkingMethods:
+    """A capability that no shipped cache has."""
+
+    marks: str = "sequences"
+
+    @optional
+    def mark(self, seqs: Sequence[int]) -> None:
+        """Mark these sequences."""
+
+    @optional
+    def marked(self) -> Sequence[int]:
+        """Return the sequences that were marked."""
+
+
+@register
+class Mark(Operation):
+    seqs: tuple[int, ...]
+
+    needs = frozenset({"mark"})
+
+    def words(self) -> str:
+        return f"mark sequences {self.seqs}"
+
+    def drive(self, cache: Driven) -> None:
+        cache.adapter.mark(self.seqs)
+
+    @classmethod
+    def moves(cls, writer: Writer) -> Iterable[Move]:
+        if writer.live:
+            yield Move(10, 2, lambda: cls(tuple(writer.live)))
+
+
+@invariant(rank=0)
+def three_is_a_crowd(seen: Observation) -> Finding | None:
+    tokens = sum(map(seen.oracle.length, seen.oracle.sequences))
+    return Finding("three is a crowd") if tokens == 3 else None
+
+
+@invariant(rank=0, needs=("ledger",))
+def never_due(_: Observation) -> Finding | None:
+    raise AssertionError("a list has no ledger")
+
+
+def refuse_marks(adapter: type[Any]) -> None:
+    if adapter.marks != "sequences":
+        raise TypeError(f"{adapter.__name__}.marks is {adapter.marks!r}: write 'sequences'")
+
+
+MARKING = Capability(
+    methods=MarkingMethods,
+    needs={"mark": ("marked",)},
+    operations=(Mark,),
+    refuse=(refuse_marks,),
+)
+
+
+class CrowdMethods:
+    """A capability without a method, which judges."""
+
+
+Capability(methods=CrowdMethods, invariants=(three_is_a_crowd, never_due))
+
+
+class MarkingCache(MarkingMethods, ListCache):
+    def make(self, spec: CacheSpec) -> None:
+        super().make(spec)
+        self.those: list[tuple[int, ...]] = []
+
+    def mark(self, seqs: Sequence[int]) -> None:
+        self.those.append(tuple(seqs))
+
+    def marked(self) -> Sequence[int]:
+        return [seq for seqs in self.those for seq in seqs]
+
+
+class CrowdedCache(CrowdMethods, ListCache):
+    pass
+
+
+def test_an_operation_is_drawn_driven_said_and_read_from_json() -> None:
+    drawn: Counter[type[Operation]] = Counter()
+
+    @seed(1)
+    @hypothesis_settings(max_examples=20, deadline=None, database=None, phases=[Phase.generate])
+    @given(histories(MarkingCache))
+    def run(history: History) -> None:
+        drawn.update(map(type, history.operations))
+        assert History.from_json(history.to_json()) == history
+        marks = [step.seqs for step in history.operations if isinstance(step, Mark)]
+        assert ("mark sequences" in history.words()) == bool(marks)
+        machine = Machine(MarkingCache, history)
+        machine.run()
+        adapter: Any = machine.adapter
+        assert adapter.those == marks
+
+    run()
+    assert drawn[Mark] > 5
+
+
+def test_an_invariant_is_judged_where_its_needs_are_met() -> None:
+    run_history(CrowdedCache, History(CacheSpec(), (Append((0, 1)),)))
+    steps = Append((0, 1)), Append((1,))
+    with pytest.raises(Divergence, match="three is a crowd"):
+        run_history(CrowdedCache, History(CacheSpec(), steps))
+    run_history(ListCache, History(CacheSpec(), steps))
+
+
+def test_what_others_do_not_offer_is_none_of_theirs() -> None:
+    assert MARKING in capabilities_of(MarkingCache)
+    assert MARKING not in capabilities_of(ListCache)
+    assert {"mark", "marked"} <= MarkingCache.abilities
+    assert "mark" not in ListCache.optional
+
+
+class MarksAlone(MarkingMethods, ListCache):
+    def mark(self, seqs: Sequence[int]) -> None:
+        pass
+
+
+class MarksBlocks(MarkingCache):
+    marks = "blocks"
+
+
+class Misspells(MarkingMethods, ListCache):
+    def marekd(self) -> None:
+        pass
+
+
+class TakesMore(MarkingCache):
+    def mark(self, seqs: Sequence[int], how: str) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        (MarksAlone, "MarksAlone defines mark and must then define marked too"),
+        (MarksBlocks, "MarksBlocks.marks is 'blocks': write 'sequences'"),
+        (Misspells, "Misspells has marekd, which nothing asks for: did you mean marked?"),
+        (TakesMore, r"TakesMore.mark takes \(seqs, how\), and the harness calls mark\(seqs\)"),
+    ],
+)
+def test_a_mistake_is_refused(adapter: type[ListCache], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        refuse_mistakes(adapter)
+
+
+def test_what_is_not_offered_may_be_written_out() -> None:
+    class Neither(MarkingMethods, ListCache):
+        mark = MarkingMethods.mark
+
+    refuse_mistakes(Neither)
+    assert "mark" not in Neither.abilities
