@@ -10,6 +10,8 @@ from pytest_roseinfer.capabilities.capability import capabilities_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from pytest_roseinfer.capabilities.capability import Capability
+
 
 class Adapter:
     """What adapters for caches and for engines have in common.
@@ -27,11 +29,14 @@ class Adapter:
     conditions: ClassVar[Sequence[str]] = ()
     option_choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
     replays: ClassVar[int] = 1
+    capabilities: ClassVar[tuple[Capability, ...]] = ()
+    """Those among its bases."""
     _declared: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     """The methods that the kind and its capabilities name."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.capabilities = tuple(capabilities_of(cls))
         cls._declared = {
             name: each
             for declaring in cls.declaring()
@@ -48,7 +53,7 @@ class Adapter:
     def declaring(cls) -> list[type]:
         """Return the classes that say what an adapter may define: its kind, and capabilities."""
         kinds = [each for each in cls.__mro__ if Adapter in each.__bases__]
-        return [*kinds, *(each.methods for each in capabilities_of(cls))]
+        return [*kinds, *(each.methods for each in cls.capabilities)]
 
     @classmethod
     def in_words(cls, example: Any) -> str:

@@ -13,7 +13,6 @@ from pytest_roseinfer.adapters.base import Adapter
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
 from pytest_roseinfer.capabilities.cache_data import FastPath, is_dtype
-from pytest_roseinfer.capabilities.capability import capabilities_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -268,16 +267,15 @@ def refuse_mistakes(adapter: type[Adapter]) -> None:
                 f"{name}.atomic_batches is {adapter.atomic_batches!r}: write False if an append "
                 "that finds no room stores the rows ahead of the one that found none, else True"
             )
-    capabilities = capabilities_of(adapter)
-    for needs in (_ENGINE_NEEDS, *(each.needs for each in capabilities)):
+    for capability in adapter.capabilities:
+        for refuse in capability.refuse:
+            refuse(adapter)
+    for needs in (_ENGINE_NEEDS, *(each.needs for each in adapter.capabilities)):
         for method in filter(adapter.abilities.__contains__, needs):
             if lacking := [other for other in needs[method] if not adapter.defines(other)]:
                 raise TypeError(
                     f"{name} defines {method} and must then define {', '.join(lacking)} too"
                 )
-    for capability in capabilities:
-        for refuse in capability.refuse:
-            refuse(adapter)
     for path_name, path in adapter.paths.items():
         if not isinstance(path, FastPath):
             twin = repr(path) if isinstance(path, str) else "..."

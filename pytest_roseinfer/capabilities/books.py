@@ -42,14 +42,6 @@ class BookMethods:
     def ledger(self, layer: int) -> Ledger:
         """Return the cache's own books for one layer."""
 
-    @optional
-    def kept_in(self, seq: int) -> int | list[Any]:
-        """Return what a sequence has until it is freed or away, and another may get after it.
-
-        That is the number of its slot, or the list that the cache keeps its blocks in: the list
-        itself and no copy. No two sequences may have the same.
-        """
-
 
 @invariant(rank=20, needs=("ledger", "table"))
 def ownership(seen: Observation) -> Finding | None:
@@ -139,24 +131,6 @@ def wrong_length(seen: Observation, seq: int, layer: int) -> Finding | None:
     )
 
 
-@invariant(rank=21, needs=("kept_in",))
-def kept_apart(seen: Observation) -> Finding | None:
-    """No two sequences may be kept in one slot, or in one list."""
-    holders: dict[tuple[type, int], int] = {}
-    for seq, kept in seen.after.kept.items():
-        if isinstance(kept, Exception):
-            what = f"kept_in({seq}) raised {type(kept).__name__}: {kept}"
-            return Finding(what, Location(0, {seq: None}), kept)
-        identity, shared = id(kept), "the same list"
-        if isinstance(kept, int):
-            identity, shared = kept, f"slot {kept}"
-        other = holders.setdefault((type(kept), identity), seq)
-        if other != seq:
-            what = f"sequences {other} and {seq} are kept in {shared}"
-            return Finding(what, Location(0, {other: None, seq: None}))
-    return None
-
-
 @invariant(rank=32)
 def refused(seen: Observation) -> Finding | None:
     """A step that is refused must leave the books as they were.
@@ -212,7 +186,6 @@ BOOKS = Capability(
     needs={"ledger": ("table",)},
     invariants=(
         ownership,
-        kept_apart,
         refused,
     ),
 )

@@ -8,7 +8,8 @@ from typing import Any
 
 class _Torch:
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module("torch"), name)
+        found = self.__dict__[name] = getattr(importlib.import_module("torch"), name)
+        return found
 
 
 torch = _Torch()

@@ -253,16 +253,14 @@ AFTER_STEP, AFTER_ATTENTION, AFTER_BAD_CALL = "operation", "attention", "bad cal
 class Invariant:
     """A check of an observation, and when it is due."""
 
+    name: str
+    """How reports call it."""
     check: Callable[[Observation], Finding | None]
     rank: int
     """The lowest rank is judged first: what it finds explains most."""
     needs: frozenset[str]
     """What an adapter must offer for it; "windows" where layers have some."""
     after: frozenset[str]
-
-    @property
-    def name(self) -> str:
-        return self.check.__name__
 
     def __call__(self, seen: Observation) -> Finding | None:
         return self.check(seen)
@@ -271,5 +269,6 @@ class Invariant:
 def invariant(
     *, rank: int, needs: Iterable[str] = (), after: Iterable[str] = (AFTER_STEP,)
 ) -> Callable[[Callable[[Observation], Finding | None]], Invariant]:
-    """Make a function an invariant, which reports call by the function's name."""
-    return lambda check: Invariant(check, rank, frozenset(needs), frozenset(after))
+    """Make a function an invariant of the same name."""
+    due = rank, frozenset(needs), frozenset(after)
+    return lambda check: Invariant(check.__name__, check, *due)

@@ -7,7 +7,13 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.capabilities import answers
-from pytest_roseinfer.capabilities.observation import Finding, Observation, find_change, invariant
+from pytest_roseinfer.capabilities.observation import (
+    Finding,
+    Location,
+    Observation,
+    find_change,
+    invariant,
+)
 from pytest_roseinfer.capabilities.payload import Poison, poison
 from pytest_roseinfer.oracle.oracle import Stage
 
@@ -22,7 +28,7 @@ from pytest_roseinfer.capabilities.capability import Capability, optional
 
 
 class StorageMethods:
-    """The method that shows the storage."""
+    """The methods that show the storage, and where in it the cache keeps a sequence."""
 
     scratch_blocks: frozenset[int] = frozenset()
     """Blocks of ``arena`` that no sequence owns and padding may write to; ``make`` may set it."""
@@ -30,6 +36,14 @@ class StorageMethods:
     @optional
     def arena(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``[layers, blocks, heads, block_size, head_dim]`` views of the live storage."""
+
+    @optional
+    def kept_in(self, seq: int) -> int | list[Any]:
+        """Return what a sequence has until it is freed or away, and another may get after it.
+
+        That is the number of its slot, or the list that the cache keeps its blocks in: the list
+        itself and no copy. No two sequences may have the same.
+        """
 
 
 @invariant(rank=40, needs=("arena", "table"))
@@ -199,8 +213,26 @@ def _shown(adapter: Any, name: str) -> Pair | None:
     return answers.storage(f"{name}()", getattr(adapter, name)(), STORED[name])
 
 
+@invariant(rank=21, needs=("kept_in",))
+def kept_apart(seen: Observation) -> Finding | None:
+    """No two sequences may be kept in one slot, or in one list."""
+    holders: dict[tuple[type, int], int] = {}
+    for seq, kept in seen.after.kept.items():
+        if isinstance(kept, Exception):
+            what = f"kept_in({seq}) raised {type(kept).__name__}: {kept}"
+            return Finding(what, Location(0, {seq: None}), kept)
+        identity, shared = id(kept), "the same list"
+        if isinstance(kept, int):
+            identity, shared = kept, f"slot {kept}"
+        other = holders.setdefault((type(kept), identity), seq)
+        if other != seq:
+            what = f"sequences {other} and {seq} are kept in {shared}"
+            return Finding(what, Location(0, {other: None, seq: None}))
+    return None
+
+
 STORAGE = Capability(
     methods=StorageMethods,
     needs={"arena": ("table",)},
-    invariants=(arena,),
+    invariants=(arena, kept_apart),
 )

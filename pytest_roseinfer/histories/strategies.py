@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.capabilities.cache_data import CacheSpec
-from pytest_roseinfer.capabilities.capability import capabilities_of
 from pytest_roseinfer.capabilities.compiled_shapes import Bounds, few_of, few_shapes
 from pytest_roseinfer.capabilities.payload import LAYOUTS, VIEWS, lay_out
 from pytest_roseinfer.capabilities.prefixes import Take
@@ -363,7 +362,7 @@ class _Writer:
 
     def kinds(self) -> list[type[Operation]]:
         """List the kinds of steps that the cache offers."""
-        every = (each.operations for each in capabilities_of(self.adapter))
+        every = (each.operations for each in self.adapter.capabilities)
         return [kind for kind in chain(*every) if kind.needs <= self.adapter.abilities]
 
     def moves(self) -> list[Callable[[], Operation]]:

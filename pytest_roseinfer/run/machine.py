@@ -20,7 +20,6 @@ from pytest_roseinfer.capabilities import answers
 from pytest_roseinfer.capabilities.answers import WrongAnswer
 from pytest_roseinfer.capabilities.attention import EVERY, ask_for_attention
 from pytest_roseinfer.capabilities.books import BOOK_METHODS, books_of
-from pytest_roseinfer.capabilities.capability import capabilities_of
 from pytest_roseinfer.capabilities.conditions import OWN_CONDITIONS, USED_AGAIN
 from pytest_roseinfer.capabilities.counting import UsedAgain, conditions_met, own_conditions_met
 from pytest_roseinfer.capabilities.device_queue import Read
@@ -81,7 +80,7 @@ class Machine:
         self.can = adapter_type.abilities | more
         if lacking := {need for step in history.operations for need in step.needs} - self.can:
             raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
-        every = (each.invariants for each in capabilities_of(adapter_type))
+        every = (each.invariants for each in adapter_type.capabilities)
         self.invariants = sorted(chain.from_iterable(every), key=lambda each: each.rank)
         self.attends = attends and "attend" in self.can
         self.oracle = ORACLES[bool(spec.windows)].of(adapter_type, spec, history.texts)

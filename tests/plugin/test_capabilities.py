@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 
 from pytest_roseinfer import CacheSpec, Divergence, History, run_history
 from pytest_roseinfer.adapters.validation import refuse_mistakes
-from pytest_roseinfer.capabilities.capability import Capability, capabilities_of, optional
+from pytest_roseinfer.capabilities.capability import Capability, optional
 from pytest_roseinfer.capabilities.observation import Finding, invariant
 from pytest_roseinfer.capabilities.operation import Move, Operation, register
 from pytest_roseinfer.capabilities.writes import Append
@@ -135,8 +135,8 @@ def test_an_invariant_is_judged_where_its_needs_are_met() -> None:
 
 
 def test_what_others_do_not_offer_is_none_of_theirs() -> None:
-    assert MARKING in capabilities_of(MarkingCache)
-    assert MARKING not in capabilities_of(ListCache)
+    assert MARKING in MarkingCache.capabilities
+    assert MARKING not in ListCache.capabilities
     assert {"mark", "marked"} <= MarkingCache.abilities
     assert "mark" not in ListCache.optional
 

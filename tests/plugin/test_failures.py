@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_roseinfer import CacheSpec, History
-from pytest_roseinfer.capabilities.operation import OPERATIONS
+from pytest_roseinfer import CacheSpec, History, KVCacheAdapter
 from pytest_roseinfer.capabilities.writes import Append
 
 if TYPE_CHECKING:
@@ -232,7 +231,8 @@ def test_a_trace_of_before_still_runs(project: Project) -> None:
     steps = json.loads(file.read_text())["example"]["operations"]
     later = {"LookUp", "Read", "RunQueued", "Take", "Truncate", "TruncateMany"}
     later |= {"Preempt", "Resume", "SwapOut", "SwappedOut", "SwapIn", "SwappedIn"}
-    assert {step["do"] for step in steps} == OPERATIONS.keys() - later
+    every = [kind for own in KVCacheAdapter.capabilities for kind in own.operations]
+    assert {step["do"] for step in steps} == {kind.__name__ for kind in every} - later
     result = project.pytest("--roseinfer-replay", str(file))
     assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_roseinfer import KVCacheAdapter
-from pytest_roseinfer.capabilities.capability import capabilities_of
 from tests.plugin.invariants import answers, books, stored
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ WRONG: Wrong = [*books.WRONG, *stored.WRONG, *answers.WRONG]
 
 def test_every_invariant_is_tried_here() -> None:
     tried = {check.name for check in RIGHT}
-    every = [each for own in capabilities_of(KVCacheAdapter) for each in own.invariants]
+    every = [each for own in KVCacheAdapter.capabilities for each in own.invariants]
     assert tried == {check.name for check, _, _ in WRONG} == {each.name for each in every}
 
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_roseinfer import Ledger
-from pytest_roseinfer.capabilities.books import kept_apart, ownership
+from pytest_roseinfer.capabilities.books import ownership
 from pytest_roseinfer.capabilities.observation import Observation, Snapshot
 from pytest_roseinfer.capabilities.prefixes import Released, evictions
 from pytest_roseinfer.capabilities.shards import shards
+from pytest_roseinfer.capabilities.storage import kept_apart
 from pytest_roseinfer.capabilities.swapping import swap_space
 from pytest_roseinfer.capabilities.windows import windows
 from pytest_roseinfer.oracle.oracle import Stage, WindowedOracle, token_of
