@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_roseinfer.capabilities import answers
 from pytest_roseinfer.capabilities.observation import (
@@ -20,12 +20,13 @@ from pytest_roseinfer.oracle.windows import NEXT_TRY
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from pytest_roseinfer.capabilities.cache_data import Ledger
+    from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.pages import Page
-from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities.cache_data import Ledger
+from pytest_roseinfer.capabilities.capability import Capability, Observer, Run, optional
 
 
 class BookMethods:
@@ -181,6 +182,50 @@ def _copied(adapter: Any, layer: int) -> Ledger:
     )
 
 
+class _Free(NamedTuple):
+    layer: int
+    by_oracle: int
+    by_ledger: int
+
+    @property
+    def differ(self) -> bool:
+        return self.by_oracle != self.by_ledger
+
+
+class FreeBlocks(Observer):
+    """Knows how many blocks are free by the oracle and by the books, and since when these differ.
+
+    What a step is refused for began before it.
+    """
+
+    any_of = ("ledger",)
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._counts: list[_Free] = []
+        self._since: int | None = None
+
+    def before(self, step: Operation) -> Mapping[str, int]:  # noqa: ARG002
+        self._counts = [
+            _Free(layer, self.run.oracle.free_in(layer), len(ledger.free))
+            for layer, ledger in enumerate(self.run.now.ledgers)
+            if isinstance(ledger, Ledger)
+        ]
+        if not any(each.differ for each in self._counts):
+            self._since = None
+        elif self._since is None:
+            self._since = len(self.run.done)
+        return {}
+
+    def about_refusals(self) -> str:
+        """Say both numbers of the first layer in which they differ; nothing if none is shown."""
+        if not self._counts:
+            return ""
+        layer, *both = max(self._counts, key=lambda each: each.differ)
+        since = "" if self._since is None else f", which differ since step {self._since}"
+        return "; layer {}: {} free by the oracle, {} by the ledger".format(layer, *both) + since
+
+
 BOOKS = Capability(
     methods=BookMethods,
     needs={"ledger": ("table",)},
@@ -188,4 +233,5 @@ BOOKS = Capability(
         ownership,
         refused,
     ),
+    observers=(FreeBlocks,),
 )

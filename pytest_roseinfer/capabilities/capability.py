@@ -7,13 +7,20 @@ capabilities, and another one is mixed in, as in ``class Toy(PinningMethods, KVC
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from pytest_roseinfer.capabilities.observation import Invariant
-    from pytest_roseinfer.capabilities.operation import Operation
+    from pytest_roseinfer.capabilities.cache_data import CacheSpec
+    from pytest_roseinfer.capabilities.observation import (
+        Declared,
+        Invariant,
+        Observation,
+        Snapshot,
+    )
+    from pytest_roseinfer.capabilities.operation import Driven, Operation
+    from pytest_roseinfer.oracle.oracle import Oracle
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -22,6 +29,45 @@ def optional(method: _Method) -> _Method:
     """Mark a method that is tested where an adapter defines it."""
     method.__dict__["optional"] = True
     return method
+
+
+class Run(Protocol):
+    """The run of a history on one cache, as observers know it."""
+
+    adapter: Any
+    spec: CacheSpec
+    can: frozenset[str]
+    """What the cache offers and declares: abilities, conditions, attributes as in
+    "sharing=equal prefixes", and "tolerance" and "windows" where it is built with them."""
+    oracle: Oracle
+    declared: Declared
+    driven: Driven
+    done: list[Operation]
+    """The steps so far, the present one included."""
+    now: Snapshot
+    """The cache after the latest step."""
+
+
+class Observer:
+    """Watches one run: it counts what steps meet, and knows what no single step shows."""
+
+    any_of: ClassVar[Collection[str]] = ()
+    """What a cache must offer or declare for it, any of these: names as in ``Run.can``."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def before(self, step: Operation) -> Mapping[str, int]:  # noqa: ARG002
+        """Look before a step; return what is counted."""
+        return {}
+
+    def after(self, seen: Observation) -> Mapping[str, int]:  # noqa: ARG002
+        """Look after a step in which all invariants held; return what is counted."""
+        return {}
+
+    def about_refusals(self) -> str:
+        """Say what may explain that a step was refused which fits."""
+        return ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +85,8 @@ class Capability:
     """Steps that histories may have; each is drawn where the adapter offers what it needs."""
     invariants: Sequence[Invariant] = ()
     """What must hold after each step."""
+    observers: Sequence[type[Observer]] = ()
+    """What watches each run."""
     refuse: Sequence[Callable[[type[Any]], None]] = ()
     """Checks of an adapter class, each of which raises ``TypeError`` where it makes no sense."""
 

@@ -31,6 +31,10 @@ OWN_CONDITIONS = ("last_position", "out_of_room_mid_batch", "name_used_again")
 """The harness counts each of them where an adapter names it."""
 _UNNAMED = ("left_a_window", "prefix_found", "hash_collision", "calls_in_flight")
 """It counts these where they may be met, be they named or not."""
+FINDS_PREFIXES = frozenset(
+    ("texts", "matched", "prefill", "table", "ledger", "sharing=equal prefixes")
+)
+"""What shows that a sequence began with what was found of its text."""
 COUNTED = (*OWN_CONDITIONS, *USED_AGAIN, *_UNNAMED)
 
 

@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from pytest_roseinfer.capabilities.cache_data import FastPath
-    from pytest_roseinfer.capabilities.observation import Snapshot
-    from pytest_roseinfer.capabilities.operation import Driven, Operation
+    from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.oracle.oracle import Oracle
-from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities.capability import Capability, Observer, Run, optional
 
 
 class CountingMethods:
@@ -205,24 +204,36 @@ def _identity(thing: object) -> Hashable:
     return thing if isinstance(thing, int | str) else ("the object", id(thing))
 
 
-@dataclass(slots=True)
-class UsedAgain:
-    """The handles, slots, lists and blocks of one cache."""
+class UsedAgain(Observer):
+    """Counts how often handles, slots, lists and blocks are used again."""
 
-    handles: _GivenOut = field(default_factory=_GivenOut)
-    slots: _GivenOut = field(default_factory=_GivenOut)
-    lists: _GivenOut = field(default_factory=_GivenOut)
-    blocks: UsedWhileAway = field(default_factory=UsedWhileAway)
+    any_of = USED_AGAIN.keys()
 
-    def met(self, driven: Driven, shown: Snapshot, away: Collection[int]) -> Counter[str]:
-        """Count the conditions that the latest step met."""
-        kept = shown.kept.values()
-        return Counter(
-            handle_used_again=self.handles.again(handle for handle, _ in driven.reserved),
-            slot_used_again=self.slots.again(each for each in kept if isinstance(each, int)),
-            list_used_again=self.lists.again(each for each in kept if isinstance(each, list)),
-            block_used_while_away=self.blocks.met(away, shown.tables_of(0)),
-        )
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._handles, self._slots, self._lists = _GivenOut(), _GivenOut(), _GivenOut()
+        self._blocks = UsedWhileAway()
+
+    def after(self, seen: Observation) -> Mapping[str, int]:
+        kept, away = seen.after.kept.values(), seen.oracle.away.stages
+        handles = (handle for handle, _ in self.run.driven.reserved)
+        met = {
+            "handle_used_again": self._handles.again(handles),
+            "slot_used_again": self._slots.again(each for each in kept if isinstance(each, int)),
+            "list_used_again": self._lists.again(each for each in kept if isinstance(each, list)),
+            "block_used_while_away": self._blocks.met(away, seen.after.tables_of(0)),
+        }
+        return {name: times for name, times in met.items() if name in seen.declared.conditions}
+
+
+class OwnConditions(Observer):
+    """Counts the conditions that the oracle shows before a step."""
+
+    any_of = OWN_CONDITIONS
+
+    def before(self, step: Operation) -> Mapping[str, int]:
+        met = own_conditions_met(self.run.oracle, step)
+        return {name: met[name] for name in OWN_CONDITIONS if name in self.run.declared.conditions}
 
 
 COUNTING = Capability(
@@ -235,4 +246,5 @@ COUNTING = Capability(
         refuse_uncounted,
         refuse_what_is_not_shown,
     ),
+    observers=(OwnConditions, UsedAgain),
 )

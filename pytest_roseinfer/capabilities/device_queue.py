@@ -11,10 +11,10 @@ from pytest_roseinfer.capabilities import operation
 from pytest_roseinfer.words import some
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
-from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities.capability import Capability, Observer, optional
 
 
 class QueueMethods:
@@ -243,10 +243,20 @@ class Read(operation.Operation):
             yield operation.Move(120, 1, cls)
 
 
+class CallsInFlight(Observer):
+    """Counts the steps that begin while the device has something to do."""
+
+    any_of = ("use_queue",)
+
+    def before(self, step: operation.Operation) -> Mapping[str, int]:  # noqa: ARG002
+        return {} if self.run.driven.device.idle else {"calls_in_flight": 1}
+
+
 DEVICE_QUEUE = Capability(
     methods=QueueMethods,
     operations=(
         RunQueued,
         Read,
     ),
+    observers=(CallsInFlight,),
 )

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.pages import Page, Table
     from pytest_roseinfer.oracle.texts import Said
-from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities.capability import Capability, Observer, Run, optional
+from pytest_roseinfer.capabilities.conditions import FINDS_PREFIXES
 
 
 class PrefixMethods:
@@ -389,21 +390,29 @@ class LookupHashes:
         return self.collided or len(self.things) <= blocks
 
 
-@dataclass(slots=True)
-class Collisions:
+class Collisions(Observer):
     """Hashes to one of four values, and counts different things that get the same one."""
 
-    seen: int = 0
-    _hashed: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """The things that steps hashed, by value. A lookup stores nothing under its hashes."""
-    _lookup: LookupHashes | None = None
+    any_of = ("use_hash",)
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._seen = 0
+        self._hashed: dict[int, set[str]] = defaultdict(set)
+        """The things that steps hashed, by value. A lookup stores nothing under its hashes."""
+        self._lookup: LookupHashes | None = None
+        run.adapter.use_hash(self.hashed)
+
+    def after(self, seen: Observation) -> Mapping[str, int]:  # noqa: ARG002
+        times, self._seen = self._seen, 0
+        return {"hash_collision": times}
 
     def hashed(self, thing: object) -> int:
         said = repr(thing)
         value = crc32(said.encode()) % _VALUES
         alike = self._hashed[value]
         collides = bool(alike - {said})
-        self.seen += collides
+        self._seen += collides
         if self._lookup:
             self._lookup.things.add(said)
             self._lookup.collided |= collides
@@ -425,40 +434,44 @@ class Collisions:
         """True once two things that steps hashed got the same value."""
         return any(len(alike) > 1 for alike in self._hashed.values())
 
-    def take(self) -> int:
-        """Return how often it happened since this was last asked."""
-        seen, self.seen = self.seen, 0
-        return seen
-
 
 # What a cache is told of texts, what it keeps for those that come, and what it finds of each.
 
 
-@dataclass(slots=True)
-class KeptTexts:
-    oracle: Oracle
-    in_order: bool
-    """The cache declares in which order it gives up what it keeps."""
-    contents: dict[int, Contents] = field(default_factory=dict)
-    """What blocks held after the latest step, by a layer of each group."""
-    shown: dict[int, Mapping[int, Table]] = field(default_factory=dict)
-    """The tables then, alike."""
-    finds: bool = False
-    """A lookup has found something."""
-    released: Mapping[int, Released] = field(default_factory=dict)
-    """What was kept for later texts then."""
+class KeptTexts(Observer):
+    """Knows what blocks hold, and what of that is kept for texts that come."""
 
-    def note(self, before: Snapshot, after: Snapshot, step: int) -> None:
-        """Take what the cache showed before and after a step of this number."""
+    any_of = ("matched", "evicts=least recent")
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.oracle = run.oracle
+        self.contents: dict[int, Contents] = {}
+        """What blocks held after the latest step, by a layer of each group."""
+        self.shown: dict[int, Mapping[int, Table]] = {}
+        """The tables then, alike."""
+        self.finds = False
+        """A lookup has found something."""
+        self.released: Mapping[int, Released] = {}
+        """What was kept for later texts then."""
+
+    def after(self, seen: Observation) -> Mapping[str, int]:
+        written, found = seen.outcome.written, 0
+        if written and self.run.can >= FINDS_PREFIXES:
+            found = self._begun_with_found(seen.after, written.rows)
+        self._note(seen.before, seen.after)
+        return {"prefix_found": found}
+
+    def _note(self, before: Snapshot, after: Snapshot) -> None:
         self.finds |= any(isinstance(found, int) and found > 0 for found in after.matched.values())
-        if self.in_order:
-            kept = before.tables_of(0), after.ledger(0).cached
+        if self.run.declared.evicts != "any":
+            kept, step = (before.tables_of(0), after.ledger(0).cached), len(self.run.done)
             self.released = released_of(self.released, *kept, self.contents.get(0, {}), step)
         self.contents = self.contents_after(after)
         for layer in self.oracle.groups:
             self.shown[layer] = after.tables_of(layer)
 
-    def begun_with_found(self, after: Snapshot, rows: Sequence[tuple[int, int]]) -> int:
+    def _begun_with_found(self, after: Snapshot, rows: Sequence[tuple[int, int]]) -> int:
         """Count the sequences that began in this step with what a full block held before.
 
         A block may have been written anew with the same, so a lookup must have found something.
@@ -559,6 +572,16 @@ def refuse_sharing(adapter: type[Any]) -> None:
             )
 
 
+class SharedByPrefix(Observer):
+    """Has the oracle share what the cache shares, once that was found right."""
+
+    any_of = ("sharing=equal prefixes",)
+
+    def after(self, seen: Observation) -> Mapping[str, int]:
+        seen.oracle.adopt_sharing(seen.after.tables_of)
+        return {}
+
+
 PREFIXES = Capability(
     methods=PrefixMethods,
     needs={
@@ -576,4 +599,5 @@ PREFIXES = Capability(
         evictions,
     ),
     refuse=(refuse_sharing,),
+    observers=(Collisions, KeptTexts, SharedByPrefix),
 )

@@ -18,13 +18,13 @@ from pytest_roseinfer.capabilities.payload import Poison, poison
 from pytest_roseinfer.oracle.oracle import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
     from pytest_roseinfer.capabilities.observation import Pair, Snapshot
-from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities.capability import Capability, Observer, Run, optional
 
 
 class StorageMethods:
@@ -150,15 +150,23 @@ STORED = {"arena": (5,), "scales": (4, 3)}
 """The methods that show a part of it, and how many dimensions that may have."""
 
 
-class Storage:
+class Storage(Observer):
     """The storage that a cache shows: poisoned where nobody reads, and copied for snapshots."""
 
-    def __init__(self, adapter: Any, spec: CacheSpec) -> None:
-        self.adapter = adapter
-        self._require_shapes(spec)
+    any_of = STORED.keys()
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.adapter = run.adapter
+        self._require_shapes(run.spec)
         self._require_views()
         for part in self._live():
             poison(part, Poison.NEVER_WRITTEN)
+
+    def after(self, seen: Observation) -> Mapping[str, int]:
+        if "table" in self.run.can and self.run.driven.device.idle:
+            self._poison_what_was_freed(seen.before, seen.after)
+        return {}
 
     def _require_shapes(self, spec: CacheSpec) -> None:
         """Raise where what is shown is not laid out as the harness will take it to be."""
@@ -196,7 +204,7 @@ class Storage:
         pairs = [_shown(self.adapter, name) for name in STORED]
         return [(pair[0].clone(), pair[1].clone()) if pair and copied else pair for pair in pairs]
 
-    def poison_what_was_freed(self, before: Snapshot, after: Snapshot) -> None:
+    def _poison_what_was_freed(self, before: Snapshot, after: Snapshot) -> None:
         """Overwrite what nobody will read of the blocks given back, in the cache and its copy."""
         if before.arena is None and before.scales is None:  # the device was at work
             return
@@ -235,4 +243,5 @@ STORAGE = Capability(
     methods=StorageMethods,
     needs={"arena": ("table",)},
     invariants=(arena, kept_apart),
+    observers=(Storage,),
 )

@@ -23,10 +23,10 @@ from pytest_roseinfer.oracle.windows import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
-from pytest_roseinfer.capabilities.capability import Capability
+from pytest_roseinfer.capabilities.capability import Capability, Observer
 
 
 class WindowMethods:
@@ -200,8 +200,18 @@ def with_windows(spec: CacheSpec, adapter: type[Any], windows: Sequence[int | No
     return replace(spec, num_layers=len(windows), num_blocks=blocks, windows=tuple(windows))
 
 
+class LeftWindows(Observer):
+    """Counts the blocks that left a window."""
+
+    any_of = ("windows",)
+
+    def after(self, seen: Observation) -> Mapping[str, int]:
+        return {"left_a_window": seen.oracle.take_left()}
+
+
 WINDOWS = Capability(
     methods=WindowMethods,
     invariants=(windows,),
     refuse=(refuse_windows,),
+    observers=(LeftWindows,),
 )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pytest_roseinfer import settings
 from pytest_roseinfer.adapters.cache import KVCacheAdapter
 from pytest_roseinfer.adapters.engine import EngineAdapter
-from pytest_roseinfer.capabilities.conditions import COUNTED
+from pytest_roseinfer.capabilities.conditions import COUNTED, FINDS_PREFIXES
 from pytest_roseinfer.findings.timeline import add
 from pytest_roseinfer.oracle import batch_kinds
 from pytest_roseinfer.words import did_you_mean, some
@@ -55,8 +55,7 @@ _Turn = tuple[str | None, str, int]
 
 def finds_prefixes(adapter: type[Adapter]) -> bool:
     """Return True for a cache that lets sequences begin with what is found of their texts."""
-    shares = getattr(adapter, "sharing", "") == "equal prefixes"
-    return shares and {"texts", "matched", "prefill", "table", "ledger"} <= adapter.abilities
+    return {*adapter.abilities, f"sharing={getattr(adapter, 'sharing', '')}"} >= FINDS_PREFIXES
 
 
 def possible_batches(adapter: type[Adapter]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import chain
 from time import process_time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -20,8 +20,8 @@ from pytest_roseinfer.capabilities import answers
 from pytest_roseinfer.capabilities.answers import WrongAnswer
 from pytest_roseinfer.capabilities.attention import EVERY, ask_for_attention
 from pytest_roseinfer.capabilities.books import BOOK_METHODS, books_of
-from pytest_roseinfer.capabilities.conditions import OWN_CONDITIONS, USED_AGAIN
-from pytest_roseinfer.capabilities.counting import UsedAgain, conditions_met, own_conditions_met
+from pytest_roseinfer.capabilities.capability import Observer
+from pytest_roseinfer.capabilities.counting import conditions_met
 from pytest_roseinfer.capabilities.device_queue import Read
 from pytest_roseinfer.capabilities.observation import (
     AFTER_ATTENTION,
@@ -43,8 +43,8 @@ from pytest_roseinfer.capabilities.prefixes import (
     look_up_all,
     tell,
 )
-from pytest_roseinfer.capabilities.storage import STORED, Storage
-from pytest_roseinfer.findings.divergence import Divergence, FreeBlocks
+from pytest_roseinfer.capabilities.storage import Storage
+from pytest_roseinfer.findings.divergence import Divergence
 from pytest_roseinfer.oracle.batch_kinds import FEWEST_ROWS, batch_kinds
 from pytest_roseinfer.oracle.oracle import ORACLES
 from pytest_roseinfer.run import coverage
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.pages import Written
     from pytest_roseinfer.oracle.texts import Said
 
+_Observer = TypeVar("_Observer", bound=Observer)
 Reads = dict[tuple[str, int, int], "Pair | Exception"]
 
 
@@ -76,8 +77,10 @@ class Machine:
         self.history = history
         self.spec = spec = history.spec
         tolerance = adapter_type.tolerance.get(spec.dtype)
+        said = {each.name: getattr(adapter_type, each.name) for each in fields(Declared)}
         more = {name for name, has in (("tolerance", tolerance), ("windows", spec.windows)) if has}
-        self.can = adapter_type.abilities | more
+        more |= {f"{name}={value}" for name, value in said.items() if isinstance(value, str)}
+        self.can = adapter_type.abilities.union(more, adapter_type.conditions)
         if lacking := {need for step in history.operations for need in step.needs} - self.can:
             raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
         every = (each.invariants for each in adapter_type.capabilities)
@@ -101,30 +104,22 @@ class Machine:
             **{each.name: getattr(self.adapter, each.name) for each in fields(Declared)}
         )
         self.shares_prefixes = self.adapter.sharing == "equal prefixes"
-        self.own_conditions = [name for name in OWN_CONDITIONS if name in self.adapter.conditions]
-        self.shown_again = [name for name in USED_AGAIN if name in self.adapter.conditions]
-        self.used_again = UsedAgain() if self.shown_again else None
         self.checked = Counter({each.name: 0 for each in self.invariants})
         """How often each invariant was checked."""
         self.batches: Counter[str] = Counter()
         """How often each kind of batch was stored."""
-        in_order = self.declared.evicts != "any"
-        self.kept = KeptTexts(self.oracle, in_order) if "matched" in self.can or in_order else None
-        self.collisions = Collisions() if "use_hash" in self.can else None
-        if self.collisions:
-            self.adapter.use_hash(self.collisions.hashed)
         self.device = self.driven.device
         if "use_queue" in self.can:
             self.device = self.driven.device = QueuedDevice(self.adapter)
         self.seen: dict[int, int] = {}
         """Every token that was ever to be written, and the sequence that was the first to do it."""
         with self._watched("a first look"):
-            self.storage = Storage(self.adapter, spec) if self.can.intersection(STORED) else None
+            kinds = chain.from_iterable(each.observers for each in adapter_type.capabilities)
+            self.observers = {
+                kind: kind(self) for kind in kinds if self.can.intersection(kind.any_of)
+            }
             self.now = self.look()
             """The cache after the latest step."""
-        self.free_blocks = FreeBlocks() if "ledger" in self.can else None
-        if self.free_blocks:
-            self.free_blocks.note(self.oracle, self.now, 0)
 
     def run(self) -> Counter[str]:
         """Do every step; return how often each path ran and each condition was met."""
@@ -159,38 +154,21 @@ class Machine:
 
     def _try_step(self, operation: Operation) -> Counter[str]:
         counted: Counter[str] = Counter()
-        if self.own_conditions:
-            met = own_conditions_met(self.oracle, operation)
-            counted.update({name: met[name] for name in self.own_conditions if met[name]})
-        if not self.device.idle:
-            counted["calls_in_flight"] += 1
+        for observer in self.observers.values():
+            counted.update(observer.before(operation))
         self.done.append(operation)
         outcome = self._do(operation)
         early = self._read_and_finish() if operation.looks else {}
         before, self.now = self.now, self.look(reads=True, early=early)
-        counted.update(self._judge(AFTER_STEP, before, outcome, self.now, operation=operation))
-        if self.collisions and self.collisions.seen:
-            counted["hash_collision"] += self.collisions.take()
-        if left := self.oracle.take_left():
-            counted["left_a_window"] += left
-        if self.kept and outcome.written and coverage.finds_prefixes(type(self.adapter)):
-            counted["prefix_found"] += self.kept.begun_with_found(self.now, outcome.written.rows)
-        if self.kept:
-            self.kept.note(before, self.now, len(self.done))
-        if self.shares_prefixes:
-            self.oracle.adopt_sharing(self.now.tables_of)
-        if self.free_blocks:
-            self.free_blocks.note(self.oracle, self.now, len(self.done))
-        if self.used_again:
-            met = self.used_again.met(self.driven, self.now, self.oracle.away.stages)
-            counted.update({name: met[name] for name in self.shown_again if met[name]})
-        if self.storage and "table" in self.can and self.device.idle:
-            self.storage.poison_what_was_freed(before, self.now)
+        seen = self.observation(self.now, before=before, outcome=outcome, operation=operation)
+        counted.update(self._judge(AFTER_STEP, seen))
+        for observer in self.observers.values():
+            counted.update(observer.after(seen))
         done = len(self.done)
         due = self.last or done % EVERY == 0
         if self.attends and due and self.device.idle:
             counted.update(self._ask_for_attention())
-        return counted
+        return +counted
 
     def _do(self, operation: Operation) -> Outcome:
         """Do a step to the oracle and to the cache, which must refuse it where it does not fit."""
@@ -217,7 +195,7 @@ class Machine:
         except errors as error:
             if fits:
                 what = f"refused a {name} that fits{room}: {in_words(error)}"
-                what += self.free_blocks.words() if self.free_blocks else ""
+                what += "".join(each.about_refusals() for each in self.observers.values())
                 self.fail(Finding(what, cause=error))
             operation.refuse(oracle, admitted)
             behind = f" behind its first {len(admitted.rows())} rows" if admitted else ""
@@ -288,7 +266,8 @@ class Machine:
         outcome = Outcome(True, self.driven.options)
         # Asking changes nothing that is stored, so the copy of it serves the next step too.
         self.now = replace(before, counts=after.counts)
-        return self._judge(AFTER_ATTENTION, before, outcome, after, attended=answers)
+        seen = self.observation(after, before=before, outcome=outcome, attended=answers)
+        return self._judge(AFTER_ATTENTION, seen)
 
     def run_steps(self) -> None:
         """Do every step, and make no bad call."""
@@ -323,15 +302,17 @@ class Machine:
         books = self._books(self.adapter)
         ranks = self.adapter.shards() if "shards" in self.can else ()
         arena, scales = None, None
-        if self.storage and there:
-            arena, scales = self.storage.shown(copied=copies)
+        if there and (storage := self.observer(Storage)):
+            arena, scales = storage.shown(copied=copies)
         counted: Counter[str] = Counter()
         if "path_counts" in self.can:
             counts = answers.counts("path_counts()", self.adapter.path_counts())
             counted.update({str(name): times for name, times in counts.items()})
         looks_up = reads and "matched" in self.can
         lookups = (
-            look_up_all(self.adapter, self.oracle, self.collisions) if looks_up else NO_LOOKUPS
+            look_up_all(self.adapter, self.oracle, self.observer(Collisions))
+            if looks_up
+            else NO_LOOKUPS
         )
         return replace(
             books,
@@ -377,14 +358,16 @@ class Machine:
         with self.device.working():
             return books_of(adapter, self.oracle, self.spec.num_layers)
 
-    def _judge(
-        self, kind: str, before: Snapshot, outcome: Outcome, after: Snapshot, **what: Any
-    ) -> Mapping[str, int]:
+    def _judge(self, kind: str, seen: Observation) -> Mapping[str, int]:
         """Hand an observation to all invariants that are due; return what was counted in it."""
-        seen = self.observation(after, before=before, outcome=outcome, **what)
         if finding := self._first_finding(kind, seen):
             self.fail(finding)
         return seen.ran
+
+    def observer(self, kind: type[_Observer]) -> _Observer | None:
+        """Return the observer of this kind, if the run has it."""
+        found = self.observers.get(kind)
+        return found if isinstance(found, kind) else None
 
     def _first_finding(self, kind: str, seen: Observation) -> Finding | None:
         for each in self.invariants:
@@ -395,6 +378,7 @@ class Machine:
         return None
 
     def observation(self, after: Snapshot, **what: Any) -> Observation:
+        kept = self.observer(KeptTexts)
         return Observation(
             spec=self.spec,
             after=after,
@@ -402,8 +386,8 @@ class Machine:
             payload=self.payload,
             seen=self.seen,
             declared=self.declared,
-            contents=self.kept.contents_after(after) if self.kept and after.matched else {},
-            released=self.kept.released if self.kept else {},
+            contents=kept.contents_after(after) if kept and after.matched else {},
+            released=kept.released if kept else {},
             **what,
         )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_roseinfer.capabilities.observation import Finding, Location, find_change
 from pytest_roseinfer.capabilities.payload import same_bits
-from pytest_roseinfer.capabilities.prefixes import Take
+from pytest_roseinfer.capabilities.prefixes import Collisions, Take
 from pytest_roseinfer.oracle.oracle import ORACLES, Oracle
 from pytest_roseinfer.run.machine import Machine
 
@@ -148,7 +148,7 @@ def _compare(one: Machine, other: Machine, difference: str) -> None:
     if one.payload.tolerance:
         return  # each is as near to what was written as it must be, and they need be no nearer
     finds_some = any(
-        run.declared.match_finds == "some" or (run.collisions and run.collisions.any)
+        run.declared.match_finds == "some" or ((met := run.observer(Collisions)) and met.any)
         for run in (one, other)
     )
     for seq in one.oracle.readable:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_roseinfer.capabilities.payload import as_bits
 from pytest_roseinfer.capabilities.reading import beyond
+from pytest_roseinfer.capabilities.storage import Storage
 from pytest_roseinfer.engines.run import run_forks, run_mix, timeline_of, timeline_of_forks
 from pytest_roseinfer.findings.divergence import Difference, Divergence
 from pytest_roseinfer.findings.svg import poster
@@ -181,7 +182,7 @@ class _Look:
     def _states(self, holders: int, free: bool, cached: bool) -> list[str]:
         states = ["shared" if holders > 1 else "held"] if holders else []
         states += ["free"] * free + ["cached"] * cached
-        if states == ["free"] and self.machine.storage and "table" in self.machine.can:
+        if states == ["free"] and self.machine.observer(Storage) and "table" in self.machine.can:
             states.append("poisoned")
         return states or ["counted"]
 
