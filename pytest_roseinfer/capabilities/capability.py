@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.oracle import Oracle
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+AnyObserver = TypeVar("AnyObserver", bound="Observer")
 
 
 def optional(method: _Method) -> _Method:
@@ -47,6 +48,12 @@ class Run(Protocol):
     now: Snapshot
     """The cache after the latest step."""
 
+    def observer(self, kind: type[AnyObserver]) -> AnyObserver | None:
+        """Return the observer of this kind, if the run has it."""
+
+    def books(self, adapter: Any) -> Snapshot:
+        """Return what the books of a cache say: of this one, or of one of its ranks."""
+
 
 class Observer:
     """Watches one run: it counts what steps meet, and knows what no single step shows."""
@@ -70,6 +77,26 @@ class Observer:
         return ""
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What is to be seen of a cache in one snapshot."""
+
+    lookups: bool
+    """Prefixes are looked up, too."""
+    copies: bool
+    """What is stored is copied; else a snapshot has the live storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A part of a snapshot."""
+
+    any_of: Collection[str]
+    """What a cache must offer for it, any of these."""
+    show: Callable[[Run, Look], Mapping[str, Any]]
+    """Returns the fields of a ``Snapshot``."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Capability:
     """What a cache may offer beyond ``make``, ``append`` and ``peek``."""
@@ -85,6 +112,8 @@ class Capability:
     """Steps that histories may have; each is drawn where the adapter offers what it needs."""
     invariants: Sequence[Invariant] = ()
     """What must hold after each step."""
+    views: Sequence[View] = ()
+    """What snapshots have of it."""
     observers: Sequence[type[Observer]] = ()
     """What watches each run."""
     refuse: Sequence[Callable[[type[Any]], None]] = ()

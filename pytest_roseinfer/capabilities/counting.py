@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_roseinfer.capabilities.conditions import (
     OWN_CONDITIONS,
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from pytest_roseinfer.capabilities.cache_data import FastPath
     from pytest_roseinfer.capabilities.operation import Operation
     from pytest_roseinfer.oracle.oracle import Oracle
-from pytest_roseinfer.capabilities.capability import Capability, Observer, Run, optional
+from pytest_roseinfer.capabilities import answers
+from pytest_roseinfer.capabilities.capability import Capability, Look, Observer, Run, View, optional
 
 
 class CountingMethods:
@@ -236,6 +237,11 @@ class OwnConditions(Observer):
         return {name: met[name] for name in OWN_CONDITIONS if name in self.run.declared.conditions}
 
 
+def _show_counts(run: Run, look: Look) -> Mapping[str, Any]:  # noqa: ARG001
+    counts = answers.counts("path_counts()", run.adapter.path_counts())
+    return {"counts": Counter({str(name): times for name, times in counts.items()})}
+
+
 COUNTING = Capability(
     methods=CountingMethods,
     invariants=(
@@ -247,4 +253,5 @@ COUNTING = Capability(
         refuse_what_is_not_shown,
     ),
     observers=(OwnConditions, UsedAgain),
+    views=(View(("path_counts",), _show_counts),),
 )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.pages import Page, Table
     from pytest_roseinfer.oracle.texts import Said
-from pytest_roseinfer.capabilities.capability import Capability, Observer, Run, optional
+from pytest_roseinfer.capabilities.capability import Capability, Look, Observer, Run, View, optional
 from pytest_roseinfer.capabilities.conditions import FINDS_PREFIXES
 
 
@@ -511,22 +511,12 @@ def tell(adapter: Any, said: Sequence[Said], *, written: bool) -> None:
         adapter.texts([each.tokens for each in said])
 
 
-@dataclass(frozen=True, slots=True)
-class Lookups:
-    """Lookups after one step, as a snapshot shows them."""
-
-    matched: Mapping[tuple[int, int], int | Exception] = field(default_factory=dict)
-    collided: frozenset[tuple[int, int]] = frozenset()
-
-
-NO_LOOKUPS = Lookups()
-
-
-def look_up_all(adapter: Any, oracle: Oracle, collisions: Collisions | None) -> Lookups:
+def _look_up_all(run: Run, look: Look) -> Mapping[str, Any]:
     """Look up every text, a little longer than any sequence and up to a block's edge."""
+    adapter, oracle, collisions = run.adapter, run.oracle, run.observer(Collisions)
     size, texts = oracle.block_size, oracle.texts
-    if not texts:
-        return NO_LOOKUPS
+    if not (look.lookups and texts):
+        return {}
     longest = max(map(oracle.length, oracle.sequences), default=0)
     counts = {longest + 1, -(-longest // size) * size or size}
 
@@ -542,7 +532,7 @@ def look_up_all(adapter: Any, oracle: Oracle, collisions: Collisions | None) -> 
             found = matched[key] = asked(find, texts.said(text, 0, count))
         if hashes and isinstance(found, int) and hashes.may_miss(found // size):
             collided.add(key)
-    return Lookups(matched, frozenset(collided))
+    return {"matched": matched, "collided": frozenset(collided)}
 
 
 _LOOKUP_CHOICES: dict[str, tuple[object, ...]] = {
@@ -600,4 +590,5 @@ PREFIXES = Capability(
     ),
     refuse=(refuse_sharing,),
     observers=(Collisions, KeptTexts, SharedByPrefix),
+    views=(View(("matched",), _look_up_all),),
 )

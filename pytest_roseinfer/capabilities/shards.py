@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from pytest_roseinfer.capabilities.observation import Finding, Location, Observation, invariant
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_roseinfer.capabilities.cache_data import Ledger
     from pytest_roseinfer.capabilities.observation import Snapshot
-from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities.capability import Capability, Look, Run, View, optional
 
 
 class ShardMethods:
@@ -74,7 +74,12 @@ def _of_ledgers(rank: int, layer: int, first: Ledger, other: Ledger) -> Iterator
             yield Finding(f"{where}: block {block} is {here}{words}, and {there}{words} on rank 0")
 
 
+def _show_ranks(run: Run, look: Look) -> Mapping[str, Any]:  # noqa: ARG001
+    return {"shards": [run.books(rank) for rank in run.adapter.shards()]}
+
+
 SHARDS = Capability(
     methods=ShardMethods,
     invariants=(shards,),
+    views=(View(("shards",), _show_ranks),),
 )

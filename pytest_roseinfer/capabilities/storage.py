@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pytest_roseinfer.capabilities.cache_data import CacheSpec
     from pytest_roseinfer.capabilities.observation import Pair, Snapshot
-from pytest_roseinfer.capabilities.capability import Capability, Observer, Run, optional
+from pytest_roseinfer.capabilities.capability import Capability, Look, Observer, Run, View, optional
 
 
 class StorageMethods:
@@ -239,9 +239,18 @@ def kept_apart(seen: Observation) -> Finding | None:
     return None
 
 
+def _show_storage(run: Run, look: Look) -> Mapping[str, Any]:
+    """Show nothing while the device has something to do."""
+    storage = run.observer(Storage)
+    if storage is None or not run.driven.device.idle:
+        return {}
+    return dict(zip(STORED, storage.shown(copied=look.copies), strict=True))
+
+
 STORAGE = Capability(
     methods=StorageMethods,
     needs={"arena": ("table",)},
     invariants=(arena, kept_apart),
     observers=(Storage,),
+    views=(View(STORED.keys(), _show_storage),),
 )

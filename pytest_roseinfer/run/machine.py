@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import chain
 from time import process_time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,7 @@ from pytest_roseinfer.capabilities import answers
 from pytest_roseinfer.capabilities.answers import WrongAnswer
 from pytest_roseinfer.capabilities.attention import EVERY, ask_for_attention
 from pytest_roseinfer.capabilities.books import BOOK_METHODS, books_of
-from pytest_roseinfer.capabilities.capability import Observer
+from pytest_roseinfer.capabilities.capability import AnyObserver, Look
 from pytest_roseinfer.capabilities.counting import conditions_met
 from pytest_roseinfer.capabilities.device_queue import Read
 from pytest_roseinfer.capabilities.observation import (
@@ -37,13 +37,9 @@ from pytest_roseinfer.capabilities.observation import (
 from pytest_roseinfer.capabilities.operation import Driven, asked
 from pytest_roseinfer.capabilities.payload import Payload, same_bits
 from pytest_roseinfer.capabilities.prefixes import (
-    NO_LOOKUPS,
-    Collisions,
     KeptTexts,
-    look_up_all,
     tell,
 )
-from pytest_roseinfer.capabilities.storage import Storage
 from pytest_roseinfer.findings.divergence import Divergence
 from pytest_roseinfer.oracle.batch_kinds import FEWEST_ROWS, batch_kinds
 from pytest_roseinfer.oracle.oracle import ORACLES
@@ -64,7 +60,6 @@ if TYPE_CHECKING:
     from pytest_roseinfer.oracle.pages import Written
     from pytest_roseinfer.oracle.texts import Said
 
-_Observer = TypeVar("_Observer", bound=Observer)
 Reads = dict[tuple[str, int, int], "Pair | Exception"]
 
 
@@ -114,6 +109,8 @@ class Machine:
         self.seen: dict[int, int] = {}
         """Every token that was ever to be written, and the sequence that was the first to do it."""
         with self._watched("a first look"):
+            views = chain.from_iterable(each.views for each in adapter_type.capabilities)
+            self.views = [each for each in views if self.can.intersection(each.any_of)]
             kinds = chain.from_iterable(each.observers for each in adapter_type.capabilities)
             self.observers = {
                 kind: kind(self) for kind in kinds if self.can.intersection(kind.any_of)
@@ -299,31 +296,9 @@ class Machine:
         """
         there = self.device.idle
         read = {**(early or {}), **(self._reads(("peek", "gather")) if reads and there else {})}
-        books = self._books(self.adapter)
-        ranks = self.adapter.shards() if "shards" in self.can else ()
-        arena, scales = None, None
-        if there and (storage := self.observer(Storage)):
-            arena, scales = storage.shown(copied=copies)
-        counted: Counter[str] = Counter()
-        if "path_counts" in self.can:
-            counts = answers.counts("path_counts()", self.adapter.path_counts())
-            counted.update({str(name): times for name, times in counts.items()})
-        looks_up = reads and "matched" in self.can
-        lookups = (
-            look_up_all(self.adapter, self.oracle, self.observer(Collisions))
-            if looks_up
-            else NO_LOOKUPS
-        )
-        return replace(
-            books,
-            reads=read,
-            shards=[self._books(rank) for rank in ranks],
-            matched=lookups.matched,
-            collided=lookups.collided,
-            arena=arena,
-            scales=scales,
-            counts=counted,
-        )
+        look = Look(lookups=reads, copies=copies)
+        shown = {name: part for view in self.views for name, part in view.show(self, look).items()}
+        return replace(self.books(self.adapter), reads=read, **shown)
 
     def _reads(self, routes: Iterable[str], when: str = "") -> Reads:
         return {
@@ -352,7 +327,7 @@ class Machine:
             what = f"a call that the device made late raised {type(error).__name__}: {error}"
             self.fail(Finding(what, cause=error))
 
-    def _books(self, adapter: KVCacheAdapter) -> Snapshot:
+    def books(self, adapter: KVCacheAdapter) -> Snapshot:
         if not BOOK_METHODS & adapter.abilities:
             return Snapshot()
         with self.device.working():
@@ -364,8 +339,7 @@ class Machine:
             self.fail(finding)
         return seen.ran
 
-    def observer(self, kind: type[_Observer]) -> _Observer | None:
-        """Return the observer of this kind, if the run has it."""
+    def observer(self, kind: type[AnyObserver]) -> AnyObserver | None:
         found = self.observers.get(kind)
         return found if isinstance(found, kind) else None
 
@@ -393,7 +367,7 @@ class Machine:
 
     def fail(self, finding: Finding, also: str = "") -> NoReturn:
         try:
-            books = self._books(self.adapter)
+            books = self.books(self.adapter)
         except WrongAnswer:  # what was found before is told
             books = Snapshot()
         divergence = self._divergence(finding, books)
