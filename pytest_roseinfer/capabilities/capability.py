@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from pytest_roseinfer.capabilities.operation import Driven, Operation
     from pytest_roseinfer.oracle.oracle import Oracle
+    from pytest_roseinfer.oracle.texts import Said
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 AnyObserver = TypeVar("AnyObserver", bound="Observer")
@@ -67,6 +68,9 @@ class Observer:
     def before(self, step: Operation) -> Mapping[str, int]:  # noqa: ARG002
         """Look before a step; return what is counted."""
         return {}
+
+    def driving(self, step: Operation, said: Sequence[Said]) -> None:
+        """Do what comes right before the cache does a step, whose rows have these texts."""
 
     def after(self, seen: Observation) -> Mapping[str, int]:  # noqa: ARG002
         """Look after a step in which all invariants held; return what is counted."""

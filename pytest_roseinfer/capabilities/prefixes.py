@@ -390,6 +390,16 @@ class LookupHashes:
         return self.collided or len(self.things) <= blocks
 
 
+class ToldTexts(Observer):
+    """Tells a cache the texts that come next."""
+
+    any_of = ("texts", "namespaces")
+
+    def driving(self, step: operation.Operation, said: Sequence[Said]) -> None:
+        if said:
+            tell(self.run.adapter, said, written=bool(step.rows()))
+
+
 class Collisions(Observer):
     """Hashes to one of four values, and counts different things that get the same one."""
 
@@ -589,6 +599,6 @@ PREFIXES = Capability(
         evictions,
     ),
     refuse=(refuse_sharing,),
-    observers=(Collisions, KeptTexts, SharedByPrefix),
+    observers=(ToldTexts, Collisions, KeptTexts, SharedByPrefix),
     views=(View(("matched",), _look_up_all),),
 )

@@ -38,7 +38,6 @@ from pytest_roseinfer.capabilities.operation import Driven, asked
 from pytest_roseinfer.capabilities.payload import Payload, same_bits
 from pytest_roseinfer.capabilities.prefixes import (
     KeptTexts,
-    tell,
 )
 from pytest_roseinfer.findings.divergence import Divergence
 from pytest_roseinfer.oracle.batch_kinds import FEWEST_ROWS, batch_kinds
@@ -249,8 +248,8 @@ class Machine:
         driven = self.driven
         driven.planned_with = driven.options
         with self.device.working():
-            if said:
-                tell(self.adapter, said, written=bool(operation.rows()))
+            for observer in self.observers.values():
+                observer.driving(operation, said)
             driven.said = said
             return operation.drive(driven)
 
