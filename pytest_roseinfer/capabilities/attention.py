@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pytest_roseinfer.capabilities.capability import Run
     from pytest_roseinfer.capabilities.observation import Pair
-    from pytest_roseinfer.capabilities.operation import Device
     from pytest_roseinfer.capabilities.payload import Payload
     from pytest_roseinfer.oracle.oracle import Oracle
 else:
     from pytest_roseinfer.capabilities.lazy import torch
-from pytest_roseinfer.capabilities.capability import Capability, optional
+from pytest_roseinfer.capabilities.capability import Capability, Inquiry, optional
 
 
 class AttentionMethods:
@@ -47,7 +47,7 @@ class AttentionMethods:
         """
 
 
-EVERY = 4
+_EVERY = 4
 """Steps between two questions; one always follows the last step of a history."""
 _TOLERANCES = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
 """Relative to the largest value that a head has stored."""
@@ -96,7 +96,7 @@ def questions(
 
 @invariant(rank=10, needs=("attend",), after=(AFTER_ATTENTION,))
 def attention(seen: Observation) -> Finding | None:
-    for answer in seen.attended:
+    for answer in seen.answers:
         if wrong := _wrong_answer(seen, answer):
             return wrong
     if seen.after.books() != seen.before.books():
@@ -204,19 +204,15 @@ def _mistakes(
             yield f"in layer {other}", *_stored(seen, seq, other, tokens)
 
 
-# Asks a cache for attention.
-
-
-def ask_for_attention(
-    adapter: Any, device: Device, payload: Payload, oracle: Oracle, step: int
-) -> list[Attended]:
-    """Ask the questions that are due behind a step, up to the first that raises an error."""
+def _ask(run: Run) -> list[Attended]:
+    """Ask the questions that are due after a step, up to the first that raises an error."""
     answered: list[Attended] = []
-    for seqs, query, layout, layer in questions(payload, oracle, step):
+    device = run.driven.device
+    for seqs, query, layout, layer in questions(run.payload, run.oracle, len(run.done)):
         laid_out = lay_out(query[None], layout)[0]
         device.hand_over(laid_out)
         with device.working():
-            found = asked(_attend, adapter, list(seqs), laid_out, layer)
+            found = asked(_attend, run.adapter, list(seqs), laid_out, layer)
         answered.append(Attended(seqs, layer, query, found))
         if isinstance(found, Exception):
             break
@@ -230,4 +226,5 @@ def _attend(adapter: Any, seqs: list[int], query: torch.Tensor, layer: int) -> t
 ATTENTION = Capability(
     methods=AttentionMethods,
     invariants=(attention,),
+    inquiries=(Inquiry(("attend",), _EVERY, _ask, AFTER_ATTENTION),),
 )

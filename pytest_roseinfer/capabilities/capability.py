@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Snapshot,
     )
     from pytest_roseinfer.capabilities.operation import Driven, Operation
+    from pytest_roseinfer.capabilities.payload import Payload
     from pytest_roseinfer.oracle.oracle import Oracle
     from pytest_roseinfer.oracle.texts import Said
 
@@ -42,6 +43,7 @@ class Run(Protocol):
     """What the cache offers and declares: abilities, conditions, attributes as in
     "sharing=equal prefixes", and "tolerance" and "windows" where it is built with them."""
     oracle: Oracle
+    payload: Payload
     declared: Declared
     driven: Driven
     done: list[Operation]
@@ -76,6 +78,10 @@ class Observer:
         """Look after a step in which all invariants held; return what is counted."""
         return {}
 
+    def notes(self, after: Snapshot) -> object:  # noqa: ARG002
+        """Return what invariants must know of the steps before this one; None if nothing."""
+        return None
+
     def about_refusals(self) -> str:
         """Say what may explain that a step was refused which fits."""
         return ""
@@ -101,6 +107,20 @@ class View:
     """Returns the fields of a ``Snapshot``."""
 
 
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """Questions that a cache is asked after a step, which change nothing."""
+
+    any_of: Collection[str]
+    """What a cache must offer for it, any of these."""
+    every: int
+    """The number of steps after which it is due; it is due after the last step, too."""
+    ask: Callable[[Run], Sequence[Any]]
+    """Returns the answers; none where there was nothing to ask."""
+    after: str
+    """The kind of observation that invariants judge the answers by."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Capability:
     """What a cache may offer beyond ``make``, ``append`` and ``peek``."""
@@ -118,6 +138,8 @@ class Capability:
     """What must hold after each step."""
     views: Sequence[View] = ()
     """What snapshots have of it."""
+    inquiries: Sequence[Inquiry] = ()
+    """What a cache is asked between two steps."""
     observers: Sequence[type[Observer]] = ()
     """What watches each run."""
     refuse: Sequence[Callable[[type[Any]], None]] = ()

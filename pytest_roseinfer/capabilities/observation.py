@@ -136,13 +136,11 @@ class Observation:
     payload: Payload
     seen: Mapping[int, int] = field(default_factory=dict)
     """Every token that was ever to be written, and the sequence that was the first to do it."""
-    contents: Mapping[int, Mapping[int, Sequence[int]]] = field(default_factory=dict)
-    """What blocks hold after the step, by a layer of each group of them that has the same blocks;
-    known where lookups are asked for."""
-    released: Mapping[int, Any] = field(default_factory=dict)
-    """The blocks that were kept for later texts before the step, where their order is declared."""
+    notes: Mapping[Any, Any] = field(default_factory=dict)
+    """What observers know that no single step shows, by their kinds."""
     declared: Declared = field(default_factory=Declared)
-    attended: Sequence[Attended] = ()
+    answers: Sequence[Attended] = ()
+    """The cache's answers, where it was asked between two steps."""
     bad_call: BadCall | None = None
     raised: BaseException | None = None
     """What the bad call raised."""

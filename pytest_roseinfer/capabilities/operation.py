@@ -41,6 +41,10 @@ class Device:
     def idle(self) -> bool:
         return True
 
+    def last_steps(self) -> Sequence[Operation]:
+        """Return the steps that a history ends with, for all to be looked at."""
+        return ()
+
     def run(self, count: int, stream: int) -> None:
         """Make the next calls that a stream was asked for."""
 

@@ -203,7 +203,7 @@ def _taken_for_it(seen: Observation, text: int, stored: int) -> str:
     wanted = seen.oracle.text_tokens(text, begin + size)[begin:]
     every = (
         same_block_behind_another(seen.oracle.texts, wanted, contents, seen.seen)
-        for contents in seen.contents.values()
+        for contents in _note_of(seen).contents.values()
     )
     return next(filter(None, every), "")
 
@@ -214,11 +214,13 @@ def _stored(seen: Observation, text: int, count: int) -> int:
     wanted = seen.oracle.text_tokens(text, count - seen.declared.match_leaves)
     blocks = [tuple(wanted[at : at + size]) for at in range(0, len(wanted), size)]
     full = len(wanted) // size
-    while full and not all(_holds(seen, layer, blocks[:full]) for layer in seen.contents):
+    while full and not all(_holds(seen, layer, blocks[:full]) for layer in _note_of(seen).contents):
         full -= 1
     stored = full * size
     if seen.declared.match_granularity == "token" and full < len(blocks):
-        every = (held for contents in seen.contents.values() for held in contents.values())
+        every = (
+            held for contents in _note_of(seen).contents.values() for held in contents.values()
+        )
         stored += max((_common(blocks[full], held) for held in every), default=0)
     return stored
 
@@ -228,7 +230,7 @@ def _holds(seen: Observation, layer: int, blocks: Sequence[tuple[int, ...]]) -> 
     size = seen.spec.block_size
     window = seen.spec.windows[layer] if seen.spec.windows else None
     live = blocks[first_live(window, len(blocks) * size) // size :]
-    return {tuple(held) for held in seen.contents[layer].values()}.issuperset(live)
+    return {tuple(held) for held in _note_of(seen).contents[layer].values()}.issuperset(live)
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -336,8 +338,8 @@ def evictions(seen: Observation) -> Finding | None:
     if seen.declared.evicts == "any":
         return None
     kept = seen.after.ledger(0).cached
-    staying = {block: each for block, each in seen.released.items() if block in kept}
-    for block, gone in seen.released.items():
+    staying = {block: each for block, each in _note_of(seen).released.items() if block in kept}
+    for block, gone in _note_of(seen).released.items():
         if block in kept or _still_there(seen, gone):
             continue
         for other, stays in staying.items():
@@ -448,6 +450,22 @@ class Collisions(Observer):
 # What a cache is told of texts, what it keeps for those that come, and what it finds of each.
 
 
+@dataclass(frozen=True, slots=True)
+class KeptNote:
+    """What is known of kept blocks when invariants judge a step."""
+
+    contents: Mapping[int, Contents] = field(default_factory=dict)
+    """What blocks hold after the step, by a layer of each group of them that has the same blocks;
+    known where lookups are asked for."""
+    released: Mapping[int, Released] = field(default_factory=dict)
+    """The blocks that were kept for later texts before the step, where their order is declared."""
+
+
+def _note_of(seen: Observation) -> KeptNote:
+    note: KeptNote = seen.notes.get(KeptTexts) or KeptNote()
+    return note
+
+
 class KeptTexts(Observer):
     """Knows what blocks hold, and what of that is kept for texts that come."""
 
@@ -471,6 +489,9 @@ class KeptTexts(Observer):
             found = self._begun_with_found(seen.after, written.rows)
         self._note(seen.before, seen.after)
         return {"prefix_found": found}
+
+    def notes(self, after: Snapshot) -> KeptNote:
+        return KeptNote(self.contents_after(after) if after.matched else {}, self.released)
 
     def _note(self, before: Snapshot, after: Snapshot) -> None:
         self.finds |= any(isinstance(found, int) and found > 0 for found in after.matched.values())

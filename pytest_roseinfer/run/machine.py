@@ -18,13 +18,10 @@ import torch
 
 from pytest_roseinfer.capabilities import answers
 from pytest_roseinfer.capabilities.answers import WrongAnswer
-from pytest_roseinfer.capabilities.attention import EVERY, ask_for_attention
 from pytest_roseinfer.capabilities.books import BOOK_METHODS, books_of
-from pytest_roseinfer.capabilities.capability import AnyObserver, Look
+from pytest_roseinfer.capabilities.capability import AnyObserver, Inquiry, Look
 from pytest_roseinfer.capabilities.counting import conditions_met
-from pytest_roseinfer.capabilities.device_queue import Read
 from pytest_roseinfer.capabilities.observation import (
-    AFTER_ATTENTION,
     AFTER_BAD_CALL,
     AFTER_STEP,
     Declared,
@@ -36,9 +33,6 @@ from pytest_roseinfer.capabilities.observation import (
 )
 from pytest_roseinfer.capabilities.operation import Driven, asked
 from pytest_roseinfer.capabilities.payload import Payload, same_bits
-from pytest_roseinfer.capabilities.prefixes import (
-    KeptTexts,
-)
 from pytest_roseinfer.findings.divergence import Divergence
 from pytest_roseinfer.oracle.batch_kinds import FEWEST_ROWS, batch_kinds
 from pytest_roseinfer.oracle.oracle import ORACLES
@@ -79,7 +73,10 @@ class Machine:
             raise TypeError(f"{adapter_type.__name__} does not define {', '.join(sorted(lacking))}")
         every = (each.invariants for each in adapter_type.capabilities)
         self.invariants = sorted(chain.from_iterable(every), key=lambda each: each.rank)
-        self.attends = attends and "attend" in self.can
+        every_inquiry = chain.from_iterable(each.inquiries for each in adapter_type.capabilities)
+        self.inquiries = [
+            each for each in every_inquiry if attends and self.can.intersection(each.any_of)
+        ]
         self.oracle = ORACLES[bool(spec.windows)].of(adapter_type, spec, history.texts)
         self.payload = Payload(spec, history.finite, tolerance)
         self.last = not history.operations
@@ -125,8 +122,7 @@ class Machine:
         """Do one step after the other, then all bad calls; yield what was counted in each step."""
         for operation in self._possible_operations():
             yield self._step(operation)
-        if not self.device.idle:
-            yield self._step(Read())
+        yield from map(self._step, self.device.last_steps())
         if found := left_by_bad_calls(self, partial(Machine, type(self.adapter), attends=False)):
             self.fail(found[0], also=words_of_others(found))
 
@@ -160,10 +156,9 @@ class Machine:
         counted.update(self._judge(AFTER_STEP, seen))
         for observer in self.observers.values():
             counted.update(observer.after(seen))
-        done = len(self.done)
-        due = self.last or done % EVERY == 0
-        if self.attends and due and self.device.idle:
-            counted.update(self._ask_for_attention())
+        for inquiry in self.inquiries:
+            if (self.last or len(self.done) % inquiry.every == 0) and self.device.idle:
+                counted.update(self._inquire(inquiry))
         return +counted
 
     def _do(self, operation: Operation) -> Outcome:
@@ -253,17 +248,16 @@ class Machine:
             driven.said = said
             return operation.drive(driven)
 
-    def _ask_for_attention(self) -> Mapping[str, int]:
-        of = self.adapter, self.device, self.payload, self.oracle
-        if not (answers := ask_for_attention(*of, step=len(self.done))):
+    def _inquire(self, inquiry: Inquiry) -> Mapping[str, int]:
+        if not (answered := inquiry.ask(self)):
             return {}
         self._finish()
         before, after = self.now, self.look(copies=False)
         outcome = Outcome(True, self.driven.options)
         # Asking changes nothing that is stored, so the copy of it serves the next step too.
         self.now = replace(before, counts=after.counts)
-        seen = self.observation(after, before=before, outcome=outcome, attended=answers)
-        return self._judge(AFTER_ATTENTION, seen)
+        seen = self.observation(after, before=before, outcome=outcome, answers=answered)
+        return self._judge(inquiry.after, seen)
 
     def run_steps(self) -> None:
         """Do every step, and make no bad call."""
@@ -351,7 +345,7 @@ class Machine:
         return None
 
     def observation(self, after: Snapshot, **what: Any) -> Observation:
-        kept = self.observer(KeptTexts)
+        notes = {kind: each.notes(after) for kind, each in self.observers.items()}
         return Observation(
             spec=self.spec,
             after=after,
@@ -359,8 +353,7 @@ class Machine:
             payload=self.payload,
             seen=self.seen,
             declared=self.declared,
-            contents=kept.contents_after(after) if kept and after.matched else {},
-            released=kept.released if kept else {},
+            notes=notes,
             **what,
         )
 

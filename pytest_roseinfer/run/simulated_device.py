@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pytest_roseinfer.capabilities.device_queue import DeviceQueue
+from pytest_roseinfer.capabilities.device_queue import DeviceQueue, Read
 from pytest_roseinfer.capabilities.operation import Device
 from pytest_roseinfer.capabilities.payload import Poison, poison
 
@@ -250,6 +250,9 @@ class QueuedDevice(Device):
     @property
     def idle(self) -> bool:
         return not self._queue.in_flight
+
+    def last_steps(self) -> Sequence[Read]:
+        return () if self.idle else (Read(),)
 
     def run(self, count: int, stream: int) -> None:
         self._queue.run(count, stream)

@@ -11,7 +11,7 @@ from pytest_roseinfer.capabilities.bad_calls import bad_calls
 from pytest_roseinfer.capabilities.books import refused
 from pytest_roseinfer.capabilities.counting import counts, own_conditions
 from pytest_roseinfer.capabilities.observation import Observation, Outcome
-from pytest_roseinfer.capabilities.prefixes import lookups
+from pytest_roseinfer.capabilities.prefixes import KeptNote, KeptTexts, lookups
 from pytest_roseinfer.capabilities.writes import Append
 from pytest_roseinfer.oracle.oracle import token_of
 from tests.plugin.invariants.observed import (
@@ -59,7 +59,7 @@ def looking_up(
     return replace(
         after(matched={(0, count): found}, collided=frozenset([(0, count)] * collided)),
         oracle=said,
-        contents={0: {0: held[:2], 1: [token_of(1, 0)], 2: held[2:]}},
+        notes={KeptTexts: KeptNote({0: {0: held[:2], 1: [token_of(1, 0)], 2: held[2:]}})},
         declared=replace(DECLARED, sharing="equal prefixes", **declared),
     )
 

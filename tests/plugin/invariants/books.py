@@ -8,7 +8,7 @@ from typing import Any
 from pytest_roseinfer import Ledger
 from pytest_roseinfer.capabilities.books import ownership
 from pytest_roseinfer.capabilities.observation import Observation, Snapshot
-from pytest_roseinfer.capabilities.prefixes import Released, evictions
+from pytest_roseinfer.capabilities.prefixes import KeptNote, KeptTexts, Released, evictions
 from pytest_roseinfer.capabilities.shards import shards
 from pytest_roseinfer.capabilities.storage import kept_apart
 from pytest_roseinfer.capabilities.swapping import swap_space
@@ -45,7 +45,8 @@ def evicting(of_2: Released, of_3: Released, **declared: Any) -> Observation:
     """Blocks 2 and 3 were cached, and the first of them was taken."""
     seen = after(ledgers=[Ledger({0: 1, 1: 1, 2: 1}, [3], 4, {3})])
     declared = {"sharing": "equal prefixes", "evicts": "least recent", **declared}
-    return replace(seen, released={2: of_2, 3: of_3}, declared=replace(DECLARED, **declared))
+    notes = {KeptTexts: KeptNote(released={2: of_2, 3: of_3})}
+    return replace(seen, notes=notes, declared=replace(DECLARED, **declared))
 
 
 def sharing(page: list[int]) -> Observation:

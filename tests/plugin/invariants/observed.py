@@ -107,4 +107,4 @@ def attending(found: Any = None, **shown: Any) -> Observation:
         found = attention_by_formula(QUERY[0], *PAYLOAD.layer(seen.oracle.tokens(0), 0))[None]
     answer = Attended([0], 0, QUERY, found)
     asked = Outcome(options={"fast": True})
-    return replace(seen, operation=None, before=observed().after, outcome=asked, attended=[answer])
+    return replace(seen, operation=None, before=observed().after, outcome=asked, answers=[answer])
